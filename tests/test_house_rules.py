@@ -43,8 +43,8 @@ HEADLESS = {
     "plan": 68,
     "pipeline": 61,
     "report": 39,
+    "bench": 18,
 }
-HEADLESS |= {"job": 28, "machine": 26, "verbs": 22, "bench": 18, "core": 10, "cli": 7}
 
 
 def sources(*folders: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The verbs. The only place that prints, and that chooses an exit code."""
+"""This package has the verbs, and is the only place that prints and chooses an exit code."""
 
 from __future__ import annotations
 

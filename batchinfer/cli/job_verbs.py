@@ -87,7 +87,7 @@ def run(
 
 
 def _silent(_: str) -> None:
-    """For --quiet."""
+    """Print nothing, for --quiet."""
 
 
 def _show(result: RunResult, quiet: bool, as_json: bool) -> None:

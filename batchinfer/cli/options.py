@@ -1,4 +1,4 @@
-"""What verbs have in common: their arguments and options, and how they load a job and tell of it."""
+"""Arguments and options that several verbs have, and how a verb loads its job and reports it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Json = Annotated[
 
 
 def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = None) -> Path | Job:
-    """What a verb is about: the job of a job file, or else a folder. Raises UsageError, JobFileError."""
+    """Return the job of a job file, or else the folder that a verb was given. Raises UsageError, JobFileError."""
     target = job_file_in(target)
     if not target.is_dir() and (target.is_file() or target.suffix in (".yaml", ".yml")):
         return load(target, overrides, date)

@@ -58,7 +58,7 @@ def is_whole(text: str) -> bool:
 
 
 def history_file(env: Mapping[str, str] = os.environ) -> Path:
-    """`${XDG_STATE_HOME:-~/.local/state}/batchinfer/query_history`."""
+    """Return the path of the history: `${XDG_STATE_HOME:-~/.local/state}/batchinfer/query_history`."""
     base = env.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     return Path(base) / "batchinfer" / "query_history"
 

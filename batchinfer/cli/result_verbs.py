@@ -125,7 +125,7 @@ def verify(
 
 
 def _silent(_: str) -> None:
-    """For --json."""
+    """Print nothing, for --json."""
 
 
 def _tell_problems(problems: Sequence[Problem]) -> None:

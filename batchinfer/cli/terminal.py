@@ -1,4 +1,4 @@
-"""What the command line writes: escaped, in colours where they are wanted, and never the cause of a lost outcome."""
+"""Writing to the terminal: texts are escaped, coloured where wanted, and a failed write never loses an outcome."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every other room speaks of: errors, requests, wording, the version. Imports numpy only."""
+"""Errors, requests, wording and the version, which every other room uses. The room imports numpy only."""

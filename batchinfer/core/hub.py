@@ -57,7 +57,7 @@ class ModelName:
 
 
 def _is_revision(text: str) -> bool:
-    """As git allows: it becomes part of a path in the cache, too, which it must not leave."""
+    """Whether git allows this revision; it must not lead out of the cache either, where it is part of a path."""
     parts = text.split("/")
     plain = text.isascii() and text.isprintable() and not set(text) & set(' ~^:?*[\\"')
     return plain and all(part and not part.startswith((".", "-")) and ".." not in part for part in parts)
@@ -133,7 +133,7 @@ def find_snapshot(name: ModelName) -> Path | None:
 
 
 def missing_files(snapshot: Path) -> list[str]:
-    """What a download that was cut short has left out, as far as the files that are there tell."""
+    """List the files that an interrupted download lacks, as far as the files that are there tell."""
     if not (snapshot / CONFIG).exists():
         return [CONFIG]
     if (snapshot / WEIGHTS).is_file():

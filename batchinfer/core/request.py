@@ -1,4 +1,4 @@
-"""What travels between the rooms: a row to do, and its answer.
+"""Requests (a row to do) and completions (its answer), which travel between the rooms.
 
 No torch, no files: every room may import this.
 """

@@ -19,7 +19,7 @@ ExpertTokens = Mapping[int, list[int]]  # layer → tokens that each of its expe
 
 @dataclass(slots=True)
 class ConstraintWork:
-    """What constraints took so far."""
+    """The time that constraints have taken so far."""
 
     compile_s: float = 0.0
     mask_s: float = 0.0
@@ -27,7 +27,7 @@ class ConstraintWork:
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """What a request cost, in seconds since the engine started. Depends on the schedule: never in the results."""
+    """The cost of a request, in seconds since the engine started. It depends on the schedule: never in the results."""
 
     key: bytes
     prompt_tokens: int
@@ -55,7 +55,7 @@ _SAMPLED = attrgetter(*(field.name for field in fields(RequestSample)))
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """What one engine step ran and what it had to move, by the operators' declared costs."""
+    """The tokens of one engine step, and the work and bytes that they took by the operators' declared costs."""
 
     step: int
     started_s: float  # since the engine started

@@ -13,7 +13,7 @@ Truncate = Literal["error", "left", "right"]  # what is done with a prompt too l
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a number may be: from `low` to `high`, or with `above` from just above `low`."""
+    """The range of a number: from `low` to `high`, or with `above` from just above `low`."""
 
     low: float
     high: float
@@ -71,7 +71,7 @@ class SamplingParams:
 
     @property
     def constraint(self) -> str | None:
-        """Which of the constraints an answer has to follow."""
+        """Return the name of the constraint that an answer has to follow."""
         return next((name for name in CONSTRAINTS if getattr(self, name)), None)
 
     @property
@@ -81,7 +81,7 @@ class SamplingParams:
 
     @property
     def constraint_digest(self) -> bytes:
-        """What a constraint is remembered by: itself it may take a megabyte."""
+        """Return a digest by which a constraint is remembered, because it may take a megabyte itself."""
         name = self.constraint
         said = (name, None if name is None else getattr(self, name))
         return sha256(repr(said).encode()).digest()

@@ -1,4 +1,4 @@
-"""What no single field can tell: options that exclude or need each other, templates, folders that overlap.
+"""Checks over several fields: options that exclude or need each other, templates, folders that overlap.
 
 Works on the values as they were written, so that one wrong field hides no other mistake.
 """
@@ -254,7 +254,7 @@ def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Find
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the CPU's operators lack. With device: auto, `resolve` refuses it where that is a CPU."""
+    """Find options that the CPU's operators lack. With device: auto, `resolve` refuses them where that is a CPU."""
     if engine.get("device") != "cpu":
         return
     if model.get("kv_cache_dtype") == "fp8":

@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 20  # of a job file; the longest prompts are a few hundred KB
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value was written: the line of its key, or the dotted key of the --set that gave it."""
+    """The place of a value: the line of its key, or the dotted key of the --set that gave it."""
 
     line: int | None
     override: Loc | None = None
@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """What was read: `values` are plain (dict, tuple, str, int, float, bool, None); `mistakes`, so far."""
+    """A job file as it was read: `values` are plain (dict, tuple, str, int, float, bool, None); `mistakes`, so far."""
 
     path: Path
     values: dict[str, Any]
@@ -39,7 +39,7 @@ class JobFile:
 
     @property
     def folder(self) -> Path:
-        """What relative paths start from."""
+        """The folder from which relative paths start."""
         return self.path.parent
 
     def lines(self) -> dict[str, int]:
@@ -125,7 +125,7 @@ def _read_text(path: Path) -> str:
 
 
 def _no_job_file(path: Path) -> str:
-    """What to do instead: name a job file that is there, or have one written."""
+    """Suggest the next step: name a job file that exists, or have one written."""
     held = sorted(one.name for suffix in ("*.yaml", "*.yml") for one in path.parent.glob(suffix))
     near = difflib.get_close_matches(path.name, held, 1) or held[:1]
     if near:
@@ -193,7 +193,7 @@ class _Values:
         return []
 
     def _forget(self, loc: Loc) -> None:
-        """What was there, with what was wrong with it."""
+        """Drop the values at this place, with their places and mistakes."""
         self.places = {at: place for at, place in self.places.items() if at[: len(loc)] != loc}
         self.broken = {at for at in self.broken if at[: len(loc)] != loc}
         self.dated = {at: text for at, text in self.dated.items() if at[: len(loc)] != loc}

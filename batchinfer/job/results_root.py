@@ -1,4 +1,4 @@
-"""Where the dated results of a job belong together: `output.path` without its date.
+"""The root of a job's dated results: `output.path` without its date.
 
     results/tickets/${date}     results/tickets
     results/tickets-${date}     results/tickets

@@ -88,12 +88,12 @@ class SamplingSection(Section):
         return self.max_tokens == "fit"
 
     def params(self) -> SamplingParams:
-        """What a row without values of its own gets, as the engine knows it. Where max_tokens fits: without a limit."""
+        """Return the parameters of a row without values of its own. Where max_tokens is fit, they have no limit."""
         given = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
         return SamplingParams(**self._limited(given))
 
     def given_params(self) -> dict[str, Any]:
-        """Of the parameters only what the job file says itself, as the engine knows it."""
+        """Return only the parameters that the job file sets, as the engine knows them."""
         return self._limited(self.given())
 
     def _limited(self, given: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What all sections of a job file share."""
+"""The base class of all sections of a job file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.job.yaml_tree import shorten
 
 
 class Section(BaseModel):
-    """What all sections share: frozen, nothing unknown, nothing converted silently."""
+    """The base of all sections: frozen, without unknown keys, and nothing is converted silently."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

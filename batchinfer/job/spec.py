@@ -125,7 +125,7 @@ class InputSection(Section):
 
 
 class PromptSection(Section):
-    """What the model reads of a row: exactly one of user, messages, text and token_ids."""
+    """The part of a row that the model reads: exactly one of user, messages, text and token_ids."""
 
     system: Text | None = Field(
         default=None,
@@ -151,7 +151,7 @@ class PromptSection(Section):
 
 
 class OutputSection(Section):
-    """Where the results go."""
+    """The folder and the columns of the results."""
 
     path: PathField = Field(
         description="Folder of the results, replaced as a whole. The job's state is beside it, in .batchinfer-NAME."
@@ -297,12 +297,12 @@ class Job(Section):
                 self._root = results_root(dated, self._source.parent, self.name)
 
     def params(self) -> SamplingParams:
-        """What a row without values of its own gets, as the engine knows it."""
+        """Return the sampling parameters of a row without values of its own, as the engine knows them."""
         params, schema = self.sampling.params(), self.output.json_schema
         return params if schema is None else replace(params, json_schema=schema)
 
     def given_params(self) -> dict[str, Any]:
-        """Of the sampling parameters only what the job file says itself."""
+        """Return only the sampling parameters that the job file sets."""
         schema = self.output.json_schema
         return self.sampling.given_params() | ({} if schema is None else {"json_schema": schema})
 
@@ -313,12 +313,12 @@ class Job(Section):
 
     @property
     def overrides(self) -> tuple[tuple[str, str], ...]:
-        """What was laid over the job file, as `load_job` takes it."""
+        """The values that override the job file, as `load_job` takes them."""
         return self._overrides
 
     @property
     def date(self) -> str | None:
-        """What ${date} stands for; None where no option names it."""
+        """The date that replaces ${date}; None where no option names it."""
         return self._date
 
     @property
@@ -338,7 +338,7 @@ class Job(Section):
         )
 
     def mistake(self, where: str, message: str) -> JobFileError:
-        """What shows only later, e.g. that the input lacks a column: an error with the line of the key `where`."""
+        """Return an error with the line of the key `where`, for mistakes found later, e.g. a missing column."""
         return JobFileError(str(self.source), [Mistake(where, message, self._line(where))])
 
     @contextmanager
@@ -376,7 +376,7 @@ class Job(Section):
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def describe(self, defaults: bool = False) -> str:
-        """What was understood, one line an option, for people; `defaults`: also those that have their default value."""
+        """Describe the job for people, one line per option; `defaults`: also options that have their default value."""
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
             if section == "sampling" and self.prompt is None:

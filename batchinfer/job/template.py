@@ -1,4 +1,4 @@
-"""What `batchinfer init` writes: a commented job that runs, and a few rows for it."""
+"""The files that `batchinfer init` writes: a commented job that runs, and a few rows for it."""
 
 from __future__ import annotations
 
@@ -116,6 +116,6 @@ def yaml_text(text: str) -> str:
 
 
 def init_files(model: str, sample: Sample = QUESTIONS) -> dict[str, str]:
-    """What `batchinfer init` writes: file name → text."""
+    """Return the files that `batchinfer init` writes: file name → text."""
     rows = (json.dumps({"id": f"r{n}", sample.column: text}) for n, text in enumerate(sample.texts, 1))
     return {"job.yaml": init_text(model, sample), "prompts.jsonl": "".join(f"{row}\n" for row in rows)}

@@ -31,7 +31,7 @@ class Unexpanded:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """What the names stand for. `date` is the run's date, YYYY-MM-DD, and wins over a variable so named."""
+    """Look up the value of each name. `date` is the run's date, YYYY-MM-DD, and wins over a variable of this name."""
 
     date: str
     env: Mapping[str, str]

@@ -43,12 +43,12 @@ def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[
 
 
 def right(info: FieldInfo) -> str:
-    """What a value of this field must be, e.g. `a whole number from 1 to 64, or auto`."""
+    """Say what a value of this field must be, e.g. `a whole number from 1 to 64, or auto`."""
     return _phrase(info.annotation, info.metadata)
 
 
 def found(value: object) -> str:
-    """What a value is, e.g. `the text "64"`."""
+    """Say what a value is, e.g. `the text "64"`."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):

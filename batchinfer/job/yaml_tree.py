@@ -79,7 +79,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value. `text_line` is where the text of a `|` block begins: its lines are lines of the file."""
+    """A value of a YAML tree. `text_line` is the line at which the text of a `|` block begins."""
 
     value: Scalar | tuple[Node, ...] | dict[str, Entry]
     line: int
@@ -90,7 +90,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What stands under a key, and the line of the key."""
+    """The value of a key, and the line of the key."""
 
     line: int
     node: Node
@@ -275,7 +275,7 @@ class _Reader:
         return self._text(event, loc)
 
     def _text(self, event: Any, loc: Loc) -> str:
-        r"""What stands there; "\ud83d\ude00", as JSON writes what lies beyond 16 bits, is one character."""
+        r"""Return the text; a surrogate pair such as "\ud83d\ude00", as JSON writes it, is one character."""
         text: str = event.value
         if not UNUSABLE.search(text):
             return text

@@ -20,7 +20,7 @@ class Died(Exception):
 
 
 def asked_apart(what: str, target: str, *arguments: object, within_s: float) -> Any:
-    """What `target`, as in `Child`, sends. `what`: the process, for people.
+    """Return what `target`, as in `Child`, sends. `what` names the process for people.
 
     Raises Died, Unavailable and OutOfMemory: the latter two say nothing of what was asked.
     """

@@ -43,14 +43,14 @@ def _number(path: Path) -> int:
 
 
 def _cores(path: Path) -> list[int]:
-    """Of a list such as `0-3,8`; none where the file does not exist."""
+    """Read the numbers of a list such as `0-3,8`; none where the file does not exist."""
     parts = path.read_text().strip().split(",") if path.exists() else []
     ranges = [part.partition("-") for part in parts if part]
     return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[int | None]:
-    """Of this process's control group and of all above it, since each of them bounds what is below."""
+    """Yield the CPU quotas of this process's control group and of all above it: each bounds what is below."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines or ["0::/"]:
         _, controllers, path = line.split(":", 2)

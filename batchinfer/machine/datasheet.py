@@ -1,4 +1,4 @@
-"""What NVIDIA's datasheets state for well-known GPUs: dense figures, without sparsity.
+"""The figures of NVIDIA's datasheets for well-known GPUs: dense, without sparsity.
 
 Names are those that `nvidia-smi --query-gpu=name` prints. A GPU that is not here is unknown, not guessed.
 float32 is the rate outside the tensor cores, which is what PyTorch uses unless TF32 is allowed.
@@ -112,6 +112,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def full_name(name: str) -> str | None:
-    """What nvidia-smi calls the GPU that people call `name`, in any case; None for one that is not in the table."""
+    """Return nvidia-smi's name of the GPU that people call `name`, in any case; None if the table lacks it."""
     known = NAMES.get(name.casefold(), name)
     return known if known in _DATASHEETS else None

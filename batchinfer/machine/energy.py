@@ -1,4 +1,4 @@
-"""What the machine's own counters say of energy: of its CPUs (RAPL) and of the GPU that computes (NVML).
+"""The machine's own energy counters: those of its CPUs (RAPL) and of the GPU that computes (NVML).
 
 They count all that runs on the machine, and what it takes while it waits. Where there is no counter, or it may not be
 read (Linux lets only root read RAPL), energy is not known: None, never 0.
@@ -31,7 +31,7 @@ class EnergyUse:
 
     @property
     def whole_j(self) -> float | None:
-        """Of both; of the one that is known, if only one is."""
+        """Return the sum of both; the one that is known, if only one is."""
         known = [value for value in (self.cpu_j, self.gpu_j) if value is not None]
         return sum(known) if known else None
 
@@ -113,8 +113,8 @@ def _microjoules(path: Path) -> float:
 
 
 def nvml_counters(gpus: Sequence[str]) -> list[Counter]:
-    """Of the GPUs with these identifiers, where the package `nvidia-ml-py` is installed and all of them count. Numbers
-    would not do: CUDA counts GPUs in another order than the driver."""
+    """Return counters of these GPUs, where the package `nvidia-ml-py` is installed and all of them count. Numbers
+    would not do as identifiers: CUDA counts GPUs in another order than the driver."""
     if find_spec("pynvml") is None:
         return []
     try:

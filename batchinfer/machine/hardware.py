@@ -1,4 +1,4 @@
-"""What this machine is and how fast it can be: peaks that were measured, stated by the maker, or unknown.
+"""This machine's hardware and its peaks, which were measured, are stated by the maker, or are unknown.
 
 An unknown peak is None, never 0: nothing is divided by it and nothing is claimed from it. No torch here; the
 measurement itself is `batchinfer/models/ops/peaks.py`, and `remember` keeps what it found.
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 def arithmetic_text(
     dtype: str, quantization: str | None, kv_cache: str | None, deterministic: bool | None
 ) -> str:
-    """What is computed in, for people: `bfloat16 with int8 weights, deterministic`."""
+    """Describe the arithmetic for people: `bfloat16 with int8 weights, deterministic`."""
     coded = {"weights": coded_text(quantization), "KV cache": kv_cache}
     parts = [f"{how} {what}" for what, how in coded.items() if how not in (None, "none", "auto")]
     found = f"{dtype} with {' and '.join(parts)}" if parts else dtype
@@ -49,12 +49,12 @@ def arithmetic_text(
 
 
 def coded_text(quantization: str | None) -> str | None:
-    """What weights are, for people: `int8`, `stored fp8`."""
+    """Describe the type of weights for people: `int8`, `stored fp8`."""
     return "stored fp8" if quantization == "stored" else quantization
 
 
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
-    """What times of steps are kept under."""
+    """The key under which step times are kept."""
     return dtype if quantization == "none" else f"{dtype}+{quantization}"
 
 
@@ -65,7 +65,7 @@ def codes_of(quantization: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One device. Peaks are per whole device; a dtype that is missing from `peak_flops` is unknown."""
+    """A device and its peaks. Peaks are per whole device; a dtype that is missing from `peak_flops` is unknown."""
 
     name: str  # e.g. "AMD EPYC 9B14" or "NVIDIA H200"
     device: Device
@@ -83,7 +83,7 @@ class Hardware:
 
     @property
     def key(self) -> str:
-        """What measured peaks are kept under: a CPU of other cores has other peaks."""
+        """The key under which measured peaks are kept: with other cores, a CPU has other peaks."""
         return f"{self.device}:{self.name}" + (f":{self.cores}" if self.device == "cpu" else "")
 
     def measured(
@@ -104,7 +104,7 @@ class Hardware:
         )
 
     def step_time(self, dtype: str, quantization: str = "none") -> Mapping[str, float] | None:
-        """What parts of a step take in this arithmetic; None where it was not measured."""
+        """Return the times of a step's parts in this arithmetic; None where they were not measured."""
         return self.step_times.get(arithmetic_name(dtype, quantization))
 
     def peaks(self, dtype: str, quantization: str = "none") -> Peaks | None:
@@ -181,14 +181,14 @@ def _with_peaks(bare: Hardware, cache: Path) -> Hardware:
 
 
 def cache_path(env: Mapping[str, str] = os.environ) -> Path:
-    """`${XDG_CACHE_HOME:-~/.cache}/batchinfer/hardware.json`."""
+    """Return the path of the peaks file: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/hardware.json`."""
     base = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
     return Path(base) / "batchinfer" / "hardware.json"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPeaks:
-    """What was measured on a device."""
+    """The measurements of a device."""
 
     peak_flops: dict[str, float]  # FLOP/s by dtype
     bandwidth: float  # bytes/s
@@ -205,7 +205,7 @@ class KeptPeaks:
 
 
 def read_cache(path: Path) -> dict[str, KeptPeaks]:
-    """What was measured, by `Hardware.key`; empty, and logged, when the file is unusable."""
+    """Read the measurements by `Hardware.key`; none, and a warning is logged, when the file is unusable."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return _parse_cache(raw)
@@ -337,7 +337,7 @@ def multiplies_fp8(hardware: Hardware, here: bool) -> bool:
 
 
 def _capabilities() -> list[tuple[int, ...]]:
-    """Of the GPUs that CUDA may use; of all where it names them in another way than the driver, as parts of one."""
+    """List those of the GPUs that CUDA may use; of all GPUs if CUDA names them otherwise than the driver does."""
     text = _output(["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"])
     found = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
     names = usable_gpus()
@@ -346,7 +346,7 @@ def _capabilities() -> list[tuple[int, ...]]:
 
 
 def _capability(text: str) -> tuple[int, ...]:
-    """Of `8.9`; of what is no number nothing, which is less than any."""
+    """Read a version such as `8.9`; text that is no number gives an empty one, which is less than any other."""
     parts = text.split(".")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
@@ -375,7 +375,7 @@ def _parse_gpu(line: str) -> Gpu:
 
 
 def _output(command: list[str]) -> str:
-    """What a system command prints; empty where it does not exist or fails."""
+    """Return the output of a system command; empty where the command does not exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

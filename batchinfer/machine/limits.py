@@ -1,4 +1,4 @@
-"""What the system allows a process: less than is needed is refused before libraries end the process without a word."""
+"""Limits of the system on a process: too low ones are refused before libraries end the process without a message."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _machine(path: Path) -> int:
 
 
 def _container(folder: Path) -> int:
-    """What the cgroup's limit leaves. Pages of files count as used there, though the kernel gives them up at need."""
+    """Return the memory that the cgroup's limit leaves. Cached files count as used."""
     limit = _limit(folder)
     if limit == _UNLIMITED:
         return _UNLIMITED
@@ -71,7 +71,7 @@ _USED = (
 
 
 def _limit(folder: Path) -> int:
-    """What a container may use, by cgroup v2 or v1."""
+    """Return the memory that a container may use, by cgroup v2 or v1."""
     limit = _number(folder / "memory.max") or _number(folder / "memory/memory.limit_in_bytes")
     return _UNLIMITED if limit is None else min(limit, _UNLIMITED)
 

@@ -83,7 +83,7 @@ def cpu_limit_s() -> int | None:
 
 @contextmanager
 def receiving() -> Iterator[None]:
-    """For `recv` and `recv_bytes`: that the other process is gone is an EOFError, at whatever instant it ended.
+    """Make `recv` and `recv_bytes` raise EOFError when the other process is gone, at whatever instant it ended.
 
     In the middle of a message they raise a plain OSError, and a ConnectionResetError where something was left unread.
     """
@@ -173,7 +173,7 @@ def _spawn(target: str, connection: int, files: Sequence[int]) -> int:
 
 
 def run_child(connection: int, target: str) -> None:
-    """In the child: do what it was started for."""
+    """Do, in the child, what it was started for."""
     for signum in _DEAF_TO:
         signal.signal(signum, signal.SIG_IGN)  # also should somebody unblock them
     theirs: Connection[Any, Any] = Connection(connection)

@@ -1,1 +1,1 @@
-"""What each verb of the command line does."""
+"""The work of each verb of the command line."""

@@ -38,7 +38,7 @@ def check_format(form: str, output: Path | None) -> None:
 
 
 def format_for(form: str, output: Path | None) -> str:
-    """What `auto` means for a file: the format that its name ends in, else blocks' and tables' own choice."""
+    """Resolve `auto` for a file: the format that its name ends in, else table or blocks, whichever fits."""
     if form != "auto" or output is None:
         return form
     ending = output.suffix.lower().lstrip(".")

@@ -62,7 +62,7 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
 
 
 def measured_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]:
-    """What parts of a step take on this CPU, in each arithmetic that `dtype: auto` may choose and in float32."""
+    """Measure the parts of a step on this CPU, in each arithmetic that `dtype: auto` may choose and in float32."""
     for dtype, quantization in _arithmetics():
         peaks = here.peaks(dtype, quantization)
         if peaks is not None:

@@ -205,7 +205,7 @@ class _Pull:
         return needed - there
 
     def _part(self, name: str) -> Blob | None:
-        """What is to be fetched of a file; None where it is there, or so small that git holds it."""
+        """Return the part of a file to fetch; None where it is there, or so small that git holds it."""
         from huggingface_hub import hf_hub_url
 
         file = self.tree[name]
@@ -268,7 +268,7 @@ def _problem(folder: Path) -> BatchInferError | None:
 
 @contextmanager
 def _told(name: ModelName) -> Iterator[None]:
-    """What a hub refuses or the network fails with, in words and with the next step."""
+    """Describe a hub's refusal or a network failure, with the next step."""
     import httpx2
     from huggingface_hub import errors
 

@@ -220,7 +220,7 @@ def _add_results(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -
 
 
 def _partial(results: Path, spill: Path, watched: Watched) -> Path:
-    """What is committed, joined with the index that the unfinished run left or is still using.
+    """The committed answers, joined with the index that the unfinished run left or is still using.
 
     Written to a file first: a query may read its table more than once, a stream can be read only once.
     """
@@ -287,7 +287,7 @@ def _explained(folder: Path, names: Sequence[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked of which folder. `sql` None: the first rows, or the newest runs where there are no rows."""
+    """A query and the folder that it reads. `sql` None: the first rows, or the newest runs where there are no rows."""
 
     folder: Path
     sql: str | None = None

@@ -25,7 +25,7 @@ PAGE = "report.html"
 
 @dataclass(frozen=True, slots=True)
 class WrittenPage:
-    """Which page was written, and about which run."""
+    """The page that was written, and its run."""
 
     path: str
     bytes: int
@@ -108,7 +108,7 @@ def _no_run(folder: Path, report: Path, run_id: str | None) -> str:
 
 
 def _newer(folder: Path, row: RunRow) -> str:
-    """What a newer run does, of which there is no table yet, as a sentence; else nothing."""
+    """Return a sentence about a newer run that has no table yet; nothing if there is none."""
     try:
         status = status_of(folder)
     except InputMissing:  # a report folder, or a state that was removed

@@ -1,4 +1,4 @@
-"""What `batchinfer init --from` makes of a JSON Schema: a prompt that asks for it, and an output that follows it."""
+"""`batchinfer init --from` turns a JSON Schema into a prompt that asks for it, and an output that follows it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class SchemaFile:
             yield f"- {name}: {' '.join(str(text).split())[:DESCRIPTION_CHARS]}" if text else f"- {name}"
 
     def _followed(self, schema: Any) -> dict[str, Any]:
-        """What a reference names."""
+        """Return the schema that a reference names."""
         references = References(self.schema)
         for _ in range(DESCRIBED):
             if not isinstance(schema, dict) or "$ref" not in schema:
@@ -106,7 +106,7 @@ class SchemaFile:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """What a value is, in a few words: its values, its format or its types."""
+    """Describe a value in a few words: its values, its format or its types."""
     values = schema.get("enum")
     if isinstance(values, list) and len(values) <= DESCRIBED:
         return "one of " + ", ".join(json.dumps(one, ensure_ascii=False) for one in values)
@@ -117,5 +117,5 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def _literal(text: str) -> str:
-    """As a Jinja template that renders to it."""
+    """Return a Jinja template that renders to this text."""
     return text.replace("{", "{{ '{' }}")

@@ -1,4 +1,4 @@
-"""What `batchinfer init` writes: a job that runs, rows for it, and a small model where there is no other."""
+"""`batchinfer init` writes a job that runs, rows for it, and a small model where there is no other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstar
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """What was written, the checkpoint folder or the name of the model that the job names, and whether it is there.
+    """The files that were written, the model that the job names (a folder or a name), and whether it is there.
 
     `stand_in`: the model is the quickstart's, and the schema another: answers follow it and mean nothing.
     """

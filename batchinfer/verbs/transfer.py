@@ -32,7 +32,7 @@ class Blob:
 
     @property
     def partial(self) -> Path:
-        """What has arrived so far; huggingface_hub, too, knows `.incomplete` as a file that may be removed."""
+        """The file with the bytes that arrived so far; huggingface_hub, too, removes files named `.incomplete`."""
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
     def there(self) -> int:
@@ -91,7 +91,7 @@ class Transfer:
         )
 
     def _watch(self, file: Any) -> Any:
-        """What http_get takes for a progress bar and tells of every piece."""
+        """A progress bar for http_get, which reports every piece to it."""
         stopping = self._stopping
 
         class Watch:

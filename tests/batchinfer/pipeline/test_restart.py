@@ -203,7 +203,7 @@ def test_a_row_that_kills_workers_becomes_an_error_row(
     assert [row["status"] for row in found] == ["error" if n == place else "ok" for n in range(ROWS)]
     bad = found[place]
     assert (bad["error_code"], bad["error_class"], bad["retryable"]) == ("engine_died", "engine", True)
-    (told,) = (notice for notice in ran.notices if "error row, engine_died" in notice)
+    (told,) = (notice for notice in ran.notices if "error row (engine_died)" in notice)
     assert f"in.jsonl row {place} (id p{place})" in told
     starts = ran.starts
     assert Ran(job)().exit_code == 0
