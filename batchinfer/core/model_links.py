@@ -20,7 +20,7 @@ def model_roots(folder: Path) -> list[Path]:
 
 
 def inside(entry: Path, roots: list[Path]) -> Path:
-    """What `entry` leads to. Raises SecurityRefusal when that lies in none of `roots`, the first of which is the
+    """Follow `entry` to the file it leads to. Raises SecurityRefusal when that lies in none of `roots`, the first of which is the
     model's folder."""
     try:
         target = entry.resolve()
