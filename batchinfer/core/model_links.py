@@ -20,8 +20,10 @@ def model_roots(folder: Path) -> list[Path]:
 
 
 def inside(entry: Path, roots: list[Path]) -> Path:
-    """Follow `entry` to the file it leads to. Raises SecurityRefusal when that lies in none of `roots`, the first of which is the
-    model's folder."""
+    """Follow `entry` to the file it leads to. Raises SecurityRefusal when that lies in none of `roots`.
+
+    The first of these is the model's folder.
+    """
     try:
         target = entry.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: a link that leads to itself
