@@ -86,3 +86,8 @@ class StepSample:
     launch: LaunchMode | None = None  # None: on a CPU, for which nothing is captured
     capture_s: float | None = None  # capturing graphs for it; None: likewise
     graph_bytes: int | None = None  # of the GPU's memory, that these graphs took; None: likewise
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that the step ran for the first time."""
+        return self.prefill_tokens - self.recomputed_tokens

@@ -25,13 +25,13 @@ from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.report.stopwatch import Stopwatch
-from batchinfer.report.tables.columns import RUN
+from batchinfer.report.tables.columns import RUN, SCHEMAS
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.expert_tokens import write_experts
 from batchinfer.report.tables.folder import LAST_RUN, new_run_id, report_folder, table_path
 from batchinfer.report.tables.meter import Measured, Meter
 from batchinfer.report.tables.row_keys import write_rows
-from batchinfer.report.tables.tables import RunFacts, RunRow, run_row, write_run
+from batchinfer.report.tables.tables import RunRow, run_row, write_run
 from batchinfer_kernels.cost import ModelCost
 
 
@@ -69,7 +69,9 @@ class RunReport:
         self._kept = True
 
     def note(self, **facts: Any) -> None:
-        """Take these facts, by their names in `RunFacts`, into the run's row."""
+        """Take these facts, by the names of the run table's columns, into the run's row."""
+        if unknown := facts.keys() - set(SCHEMAS[RUN].names):
+            raise ValueError(f"the run table has no column {', '.join(sorted(unknown))}")
         self._facts |= facts
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
@@ -200,8 +202,7 @@ class RunReport:
             if meter is not None:
                 self._measured = meter.finish()
         phases = self._watch.read()
-        self.note(**phases)
-        facts = RunFacts(
+        self.note(
             run_id=self._run_id,
             job=self._job.name,
             output=str(self._job.output.path),
@@ -211,9 +212,9 @@ class RunReport:
             exit_code=exit_code,
             exit_status=status,
             parent_peak_rss_bytes=peak_memory(),
-            **self._facts,
+            **phases,
         )
-        return run_row(facts, self._setting.hardware, self._measured)
+        return run_row(self._facts, self._setting.hardware, self._measured)
 
 
 @contextmanager

@@ -218,7 +218,7 @@ class Progress:
         """The `engine`-th engine of the run ran a step. Tokens that a prefix saved count as done, recomputed and padded
         ones do not."""
         work, said = self._current(), sample.sampled_tokens + sample.forced_tokens
-        work.ran_tokens += sample.prefill_tokens - sample.recomputed_tokens + sample.cached_tokens + said
+        work.ran_tokens += sample.prompt_tokens + sample.cached_tokens + said
         work.output.step(said, sample.running, engine)
         self.tick()
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.core.sizes import size
 from batchinfer.core.units import UNKNOWN, about, count, counted, percent, seconds, short
 from batchinfer.machine.hardware import arithmetic_text
 from batchinfer.report.tables.exit_status import is_published
-from batchinfer.report.tables.launches import launch_text
 
 _TOP_CODES = 3  # error codes named in the summary; the table has them all
 _NAME_WIDTH = 9
@@ -20,6 +20,11 @@ NAME_END = 2 + _NAME_WIDTH  # where a line's text begins, after the first line
 PHASES = ("startup", "ingest", "plan", "load", "engine", "publish", "close", "other")
 
 Row = Mapping[str, Any]
+_LAUNCHED: dict[LaunchMode, str] = {
+    "full_graph": "as one graph",
+    "piecewise_graph": "as graphs of pieces",
+    "eager": "an operator at a time",
+}
 
 
 def summary(row: Row, report: Path | None = None) -> str:
@@ -158,6 +163,17 @@ def _launched(row: Row) -> str:
     captures = [("loading", row["load_capture_s"]), ("steps", row["capture_s"])]
     took = ", ".join(f"{seconds(spent)} in {what}" for what, spent in captures if spent)
     return f"{launched}; captures took {took}" if took else launched
+
+
+def launch_text(row: Row, prefix: str = "") -> str | None:
+    """How steps were launched, in which shares; `prefix`: of the names of the columns. None where it is not known."""
+    steps = {mode: row.get(f"{prefix}{mode}_steps") for mode in LAUNCH_MODES}
+    known = {mode: number for mode, number in steps.items() if number is not None}
+    whole = sum(known.values())
+    if not whole:
+        return None
+    shares = (f"{_LAUNCHED[mode]} {percent(number / whole)}" for mode, number in known.items())
+    return "steps launched " + ", ".join(shares)
 
 
 def _guided(row: Row) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from batchinfer.report.tables.launches import launch_text
+from batchinfer.report.summary import launch_text
 
 WIDTH = 58  # of the first column
 

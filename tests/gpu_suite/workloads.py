@@ -17,10 +17,9 @@ from batchinfer.bench.report import Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload
 from batchinfer.core.request import Request
-from batchinfer.core.samples import StepSample
+from batchinfer.core.samples import LAUNCH_MODES, StepSample
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.models.checkpoint.shapes import shape_config
-from batchinfer.report.tables.launches import LaunchCounts
 from tests.gpu_suite.loaded import loaded_model, memory, model_name, peaks
 from tests.gpu_suite.order import plan_in_memory
 from tests.gpu_suite.section import Section
@@ -108,10 +107,14 @@ def told(section: Section, workload: Workload, series: Series, peer: str | None 
 
 def launched(steps: Iterable[StepSample]) -> dict[str, Any]:
     """Numbers and shares of steps, and of tokens in them, by how the host launched them, as a job's report has them."""
-    counts = LaunchCounts()
-    for step in steps:
-        counts.add(step.launch, step.prefill_tokens + step.decode_tokens)
-    return {"launched": counts.columns()}
+    found: dict[str, float | None] = {}
+    each = [(step.launch, step.prefill_tokens + step.decode_tokens) for step in steps if step.launch]
+    for unit, numbers in (("steps", [1] * len(each)), ("tokens", [tokens for _, tokens in each])):
+        for mode in LAUNCH_MODES:
+            number = sum(n for n, (launch, _) in zip(numbers, each, strict=True) if launch == mode)
+            found[f"{mode}_{unit}"] = number if each else None
+            found[f"{mode}_{unit}_share"] = number / sum(numbers) if each else None
+    return {"launched": found}
 
 
 def mean_output(rows: Sequence[Row]) -> float:

@@ -88,7 +88,7 @@ class DeadlineWatch:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what the run's report has of the deadline, by the names in `RunFacts`."""
+        """Return what the run's report has of the deadline, by the names of the run table's columns."""
         return {
             "deadline": self._at,
             "deadline_rows": self.rows,

@@ -22,7 +22,7 @@ class RevisedForecast:
         """`wanted`: the forecast before the run counted every answer at its max_tokens, or there was none."""
         self._wanted, self._notice, self._clock = wanted, notice, clock
         self._began: float | None = None
-        self.facts: dict[str, Any] = {}  # for the run's report, by their names in `RunFacts`
+        self.facts: dict[str, Any] = {}  # for the run's report, by the names of the run table's columns
 
     def look(self, progress: Progress) -> None:
         """Say it as soon as enough answers are there. The engine's time begins with the first look."""

@@ -17,7 +17,7 @@ from batchinfer.plan.forecast.step_times import DECLARED_EFFICIENCY
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.policies import BY_DEFAULT, OrderChoice
 from batchinfer.plan.order.prefixes import PlannedPrefix
-from batchinfer.report.tables.launches import launch_text
+from batchinfer.report.summary import launch_text
 
 NAME = 10  # characters of a line's name
 MOST_CODES = 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.report.tables.columns import RUN, RUN_SCHEMA
+from batchinfer.report.tables.columns import RUN, SCHEMAS
 from batchinfer.report.tables.exit_status import is_published
 from batchinfer.report.tables.tables import RunRow
 
@@ -50,7 +50,7 @@ def find_run(database: Any, run_id: str | None, ending: str) -> RunRow | None:
     rows: list[RunRow] = found.to_arrow_table().to_pylist()
     if not rows:
         return None
-    maps = [field.name for field in RUN_SCHEMA if pa.types.is_map(field.type)]
+    maps = [field.name for field in SCHEMAS[RUN] if pa.types.is_map(field.type)]
     return rows[0] | {name: dict(rows[0][name]) for name in maps if rows[0][name] is not None}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import STEPS
+from batchinfer.report.tables.columns import PROMPT_TOKENS, STEPS
 
 MOST_STRETCHES = 240  # each a pixel or two of a phone's screen
 
@@ -29,7 +29,7 @@ WITH engines AS (
     SELECT greatest(max(at_s), 1e-9) AS wall_s FROM timed
 ), stretches AS (
     SELECT least(floor(at_s / wall_s * {most}), {most} - 1) AS stretch, max(at_s) AS until_s,
-        count(*) AS steps, sum(prefill_tokens - recomputed_tokens) AS prompt_tokens,
+        count(*) AS steps, sum({prompt_tokens}) AS prompt_tokens,
         sum(decode_tokens) AS decode_tokens,
         min(running) AS running_min, median(running) AS running_median, max(running) AS running_max,
         max(waiting) AS waiting_max,
@@ -72,7 +72,9 @@ def timeline(run: ReportedRun) -> Iterator[PageSection]:
     if not run.has(STEPS):
         yield PageSection("throughput", "Over time", run.lacks(STEPS))
         return
-    found = run.fetch(_STRETCHES.format(steps=run.own(STEPS), most=MOST_STRETCHES))
+    found = run.fetch(
+        _STRETCHES.format(steps=run.own(STEPS), prompt_tokens=PROMPT_TOKENS, most=MOST_STRETCHES)
+    )
     yield _section(
         "throughput", "Throughput over time",
         "Tokens that the model ran in each second of the engine. Drag across the chart to look closer; the three "

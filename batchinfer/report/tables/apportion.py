@@ -69,10 +69,9 @@ class Apportionment:
     _known: dict[str, _Prices] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        fresh = self.steps["prefill_tokens"] - self.steps["recomputed_tokens"]
-        self._read = np.maximum(fresh, 0) + _LITTLE
+        self._read = np.maximum(self.steps["prompt_tokens"], 0) + _LITTLE
         names = ("tokens", "pairs", "rate", "start", "growth")
-        self._changes = {name: np.zeros(len(fresh) + 1) for name in names}
+        self._changes = {name: np.zeros(len(self._read) + 1) for name in names}
 
     def add(self, requests: Columns) -> None:
         """Count requests of this engine; columns of the table `requests`."""
@@ -139,7 +138,7 @@ class Apportionment:
         """Without what requests took that never finished. What steps took of which no request is found, such as those
         whose rows had all ended, is spread over the others."""
         kept = np.where(tokens > _LITTLE, values, 0.0)
-        useful = self.steps["prefill_tokens"] - self.steps["recomputed_tokens"] + self.steps["decode_tokens"]
+        useful = self.steps["prompt_tokens"] + self.steps["decode_tokens"]
         finished = min(1.0, self._ran / max(1.0, float(useful.sum())))
         whole = float(kept.sum())
         return kept * (float(values.sum()) * finished / whole) if whole else kept

@@ -1,28 +1,33 @@
-"""What is known of a run's requests, phases and buckets only once all of its steps are known."""
+"""What is known of a run and of its requests, phases and buckets only once all of its steps are known."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchinfer.report.tables.apportion import Apportionment, Share, answered_tokens, ran_tokens
 from batchinfer.report.tables.columns import (
-    BUCKET_SCHEMA,
     BUCKETS,
-    PHASE_SCHEMA,
+    COLUMNS,
     PHASES,
-    REQUEST_SCHEMA,
+    PROMPT_TOKENS,
     REQUESTS,
+    RUN,
+    SCHEMAS,
+    completed,
 )
-from batchinfer.report.tables.device_time import attention_share, device_split
+from batchinfer.report.tables.device_time import LOSSES, attention_share, device_split
 from batchinfer.report.tables.folder import table_path
+from batchinfer.report.tables.percentiles import spreads
 from batchinfer.report.tables.prefixes import NONE, PrefixNodes
 from batchinfer.report.tables.spool import Spool
 from batchinfer_kernels.cost import ModelCost, Peaks
@@ -31,13 +36,19 @@ Floats = NDArray[np.float64]
 Columns = dict[str, Floats]
 BATCH_ROWS = 65_536  # requests held at a time
 _STEPS = (
-    "engine", "scheduled_s", "ended_s", "model_s", "prefill_tokens", "decode_tokens", "recomputed_tokens",
+    "engine", "scheduled_s", "ended_s", "model_s", "prompt_tokens", "decode_tokens", "recomputed_tokens",
     "sampled_tokens", "padded_tokens", "pairs", "kv_tokens", "copied_tokens", "bytes", "roofline_s",
 )  # fmt: skip
 _REQUESTS = (
     "engine", "prompt_tokens", "completion_tokens", "cached_tokens", "forced_tokens", "unrun_tokens",
     "scheduled_s", "first_token_s", "finished_s", "prefix",
 )  # fmt: skip
+# `gap_s`: from the engine's step before to this one
+_STEP_VIEW = f"""
+    *, {PROMPT_TOKENS} AS prompt_tokens, prefill_tokens + decode_tokens AS tokens,
+    greatest(interval_s - duration_s, 0) AS gap_s
+"""
+_WALLS = "SELECT sum(duration_s + gap_s) AS wall_s FROM steps GROUP BY replica"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,35 +60,64 @@ class Machine:
     engines: int = 1  # that shared the work
 
 
+@contextmanager
+def opened() -> Iterator[Any]:
+    """Open one database for all tables: opening one takes longer than summing up a short run."""
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "threads": 2,
+        "temp_directory": "",
+        "python_enable_replacements": False,
+    }
+    with duckdb.connect(":memory:", config=config) as database:
+        yield database
+
+
 class Details:
-    """Of one run, from its table of steps; `database`: a connection to DuckDB."""
+    """Sums of one run's steps, and the tables that follow from them; `database`: an open one, for this run alone."""
 
     def __init__(self, folder: Path, run_id: str, steps: Path, machine: Machine, database: Any) -> None:
         self._database = database
-        self._folder, self._run_id, self._steps, self._machine = folder, run_id, steps, machine
-        self._columns = _numbers(pq.read_table(steps, columns=list(_STEPS)))
+        self._folder, self._run_id, self._machine = folder, run_id, machine
+        _read(database, steps).project(_STEP_VIEW).create_view("steps")
+        database.sql(_WALLS).create_view("walls")
+        self._columns = _numbers(database.sql(f"SELECT {', '.join(_STEPS)} FROM steps").to_arrow_table())
 
-    def split(self) -> Mapping[str, float]:
+    def sums(self) -> dict[str, Any]:
+        """The run table's columns that are sums over steps and requests, percentiles, and parts of the device's time;
+        `write_requests` went before."""
+        (row,) = self._rows(RUN, "FROM steps")
+        return row | spreads(self._database) | self._split()
+
+    def _split(self) -> dict[str, float]:
         """The parts of the device's time, the mean of all engines; none where the model or the peaks are not known, or
         nothing ran."""
         cost, peaks = self._machine.cost, self._machine.peaks
         if cost is None or peaks is None or not len(self._columns["engine"]):
             return {}
-        split = device_split(cost, peaks, self._columns)
-        return {part: seconds / self._machine.engines for part, seconds in split.items()}
+        split = device_split(cost, peaks, self._columns).items()
+        names = {part: f"{part}_loss" if part in LOSSES else part for part, _ in split}
+        return {f"device_{names[part]}_s": seconds / self._machine.engines for part, seconds in split}
 
-    def write_requests(self, raw: Path, nodes: PrefixNodes) -> Path:
-        """The table of requests, from the file in which they stand without what steps say of them. Raises OSError."""
+    def write_requests(self, raw: Path, nodes: PrefixNodes) -> None:
+        """Write the table of requests, from the file in which they stand as engines told of them. Raises OSError."""
         engines = {number: self._engine(number) for number in np.unique(self._columns["engine"])}
-        for _, requests in _batches(raw):
+        for _, requests in self._batches(raw):
             for engine, some in _by_engine(requests, engines):
                 engine.add(some)
-        for _, requests in _batches(raw):
+        for _, requests in self._batches(raw):
             nodes.count(requests, _shares(requests, engines)["model_s"].prompt)
-        with Spool(table_path(self._folder, REQUESTS, self._run_id), REQUEST_SCHEMA) as spool:
-            for table, requests in _batches(raw):
+        with Spool(table_path(self._folder, REQUESTS, self._run_id), SCHEMAS[REQUESTS]) as spool:
+            for table, requests in self._batches(raw):
                 spool.write(self._completed(table, requests, _shares(requests, engines), nodes))
-            return spool.finish()
+            path = spool.finish()
+        _read(self._database, path).create_view("requests")
+
+    def _batches(self, raw: Path) -> Iterator[tuple[pa.Table, Columns]]:
+        """Requests with the columns that SQL makes."""
+        made = ", ".join(f"{column.sql} AS {column.name}" for column in COLUMNS[REQUESTS] if column.sql)
+        for batch in _read(self._database, raw).project(f"*, {made}").to_arrow_reader(BATCH_ROWS):
+            table = pa.Table.from_batches([batch])
+            yield table, _numbers(table.select(list(_REQUESTS)))
 
     def _engine(self, number: float) -> Apportionment:
         steps = {name: values[self._columns["engine"] == number] for name, values in self._columns.items()}
@@ -89,86 +129,61 @@ class Details:
         self, table: pa.Table, requests: Columns, shares: Mapping[str, Share], nodes: PrefixNodes
     ) -> pa.Table:
         seconds, roofline = shares["model_s"], shares["roofline_s"]
-        known: dict[str, Floats | NDArray[np.int64]] = {
+        known: dict[str, object] = {name: table.column(name) for name in table.column_names}
+        known |= {
             "device_s": nodes.shared(requests, seconds.prompt) + seconds.answer,
             "ran_device_s": seconds.prompt + seconds.answer,
             "answer_device_s": seconds.answer,
             "bytes": shares["bytes"].prompt + shares["bytes"].answer,
+            "flops": None if self._machine.cost is None else request_flops(self._machine.cost, requests),
         }
-        if self._machine.cost is not None:
-            known["flops"] = request_flops(self._machine.cost, requests)
         if not np.isnan(self._columns["roofline_s"]).any():
             known["roofline_s"] = roofline.prompt + roofline.answer
-        for name, values in known.items():
-            at = table.schema.get_field_index(name)
-            table = table.set_column(at, table.schema.field(at), pa.array(values))
-        return table
-
-    def write_phases(self) -> Path:
-        """The table of phases. Raises OSError."""
-        engines = self._machine.engines
-        return self._write(PHASES, PHASE_SCHEMA, _PHASES, [engines, engines, engines, str(self._steps)])
-
-    def write_buckets(self, requests: Path, engine_wall_s: float) -> Path:
-        """The table of buckets. Raises OSError."""
-        return self._write(
-            BUCKETS, BUCKET_SCHEMA, _BUCKETS, [str(requests), engine_wall_s, self._machine.engines]
+        columns = ((name, known.get(name)) for name in SCHEMAS[REQUESTS].names)
+        empty = pa.nulls(table.num_rows)
+        return pa.table(
+            {name: empty if values is None else values for name, values in columns}, SCHEMAS[REQUESTS]
         )
 
-    def _write(self, name: str, schema: pa.Schema, sql: str, given: list[str | float]) -> Path:
+    def write_phases(self) -> None:
+        """Write the table of phases. Raises OSError."""
+        self._write(PHASES, "FROM steps GROUP BY phase ORDER BY phase")
+
+    def write_buckets(self, engine_wall_s: float) -> None:
+        """Write the table of buckets; `write_requests` went before. Raises OSError."""
+        source = "FROM requests GROUP BY most_prompt_tokens ORDER BY most_prompt_tokens"
+        self._write(BUCKETS, source, engine_wall_s)
+
+    def _write(self, table: str, source: str, engine_wall_s: float = 0.0) -> None:
         peaks, engines = self._machine.peaks, self._machine.engines
-        flops_per_s = None if peaks is None else (peaks.coded_ops_per_s or peaks.flops_per_s) * engines
-        bytes_per_s = None if peaks is None else peaks.bytes_per_s * engines
-        params: list[str | float | None] = [*given, flops_per_s, bytes_per_s]
-        found = self._database.sql(f"WITH found AS ({sql}) {_EFFICIENCIES}", params=params).to_arrow_table()
-        columns = {"run_id": pa.array([self._run_id] * found.num_rows, pa.string())}
-        columns |= {name: found.column(name) for name in schema.names if name != "run_id"}
-        with Spool(table_path(self._folder, name, self._run_id), schema) as spool:
-            spool.write(pa.table(columns).cast(schema))
-            return spool.finish()
+        known = {
+            "run_id": self._run_id,
+            "peak_flops_per_s": peaks and (peaks.coded_ops_per_s or peaks.flops_per_s) * engines,
+            "peak_bytes_per_s": peaks and peaks.bytes_per_s * engines,
+        }
+        with Spool(table_path(self._folder, table, self._run_id), SCHEMAS[table]) as spool:
+            for row in self._rows(table, source, engine_wall_s):
+                spool.append(tuple(completed(row | known, COLUMNS[table]).values()))
+            spool.finish()
+
+    def _rows(self, table: str, source: str, engine_wall_s: float = 0.0) -> list[dict[str, Any]]:
+        """The columns of a table that SQL makes of `source`."""
+        made = [column for column in COLUMNS[table] if column.sql]
+        sql = f"SELECT {', '.join(f'{column.sql} AS {column.name}' for column in made)} {source}"
+        peaks = self._machine.peaks
+        known = {
+            "engines": self._machine.engines,
+            "engine_wall_s": engine_wall_s,
+            "fastest": peaks and peaks.fastest,
+            "bytes_per_s": peaks and peaks.bytes_per_s,
+        }
+        used = {name: value for name, value in known.items() if f"${name}" in sql}
+        found = self._database.execute(sql, used).fetchall()
+        return [dict(zip((column.name for column in made), row, strict=True)) for row in found]
 
 
-_EFFICIENCIES = """
-    SELECT *,
-        flops / nullif(engine_s * CAST(? AS DOUBLE), 0) AS mfu,
-        bytes / nullif(engine_s * CAST(? AS DOUBLE), 0) AS mbu,
-        roofline_s / nullif(engine_s, 0) AS roofline_efficiency
-    FROM found ORDER BY 1
-"""
-# A sum of which one part is not known is not known. The engine's time is that of steps and what lies between them.
-_PHASES = """
-    SELECT phase,
-        count(*) AS steps,
-        sum(prefill_tokens - recomputed_tokens) AS prompt_tokens,
-        sum(decode_tokens) AS decode_tokens,
-        sum(sampled_tokens) AS sampled_tokens,
-        sum(recomputed_tokens) AS recomputed_tokens,
-        sum(padded_tokens) AS padded_tokens,
-        sum(model_s) / ? AS device_s,
-        sum(greatest(coalesce(interval_s, duration_s), duration_s)) / ? AS engine_s,
-        sum(flops) AS flops,
-        sum(bytes)::DOUBLE AS bytes,
-        CASE WHEN count(*) = count(roofline_s) THEN sum(roofline_s) / ? END AS roofline_s
-    FROM read_parquet(?) GROUP BY phase
-"""
-_BUCKETS = """
-    WITH requests AS (FROM read_parquet(?)), whole AS (SELECT sum(ran_device_s) AS s FROM requests)
-    SELECT CAST(2 ** ceil(log2(greatest(prompt_tokens, 1))) AS BIGINT) AS most_prompt_tokens,
-        count(*) AS requests,
-        sum(rows) AS rows,
-        sum(prompt_tokens) AS prompt_tokens,
-        sum(cached_tokens) AS cached_tokens,
-        sum(completion_tokens) AS completion_tokens,
-        sum(device_s) AS device_s,
-        sum(ran_device_s) AS ran_device_s,
-        CAST(? AS DOUBLE) * sum(ran_device_s) / nullif(any_value(whole.s), 0) AS engine_s,
-        CASE WHEN count(*) = count(flops) THEN sum(flops) END AS flops,
-        sum(bytes) AS bytes,
-        CASE WHEN count(*) = count(roofline_s) THEN sum(roofline_s) / ? END AS roofline_s,
-        quantile_cont(latency_s, 0.5) AS latency_p50_s,
-        quantile_cont(latency_s, 0.99) AS latency_p99_s
-    FROM requests, whole GROUP BY most_prompt_tokens
-"""
+def _read(database: Any, path: Path) -> Any:
+    return database.read_parquet(escape(str(path)))
 
 
 def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np.int64]:
@@ -189,20 +204,13 @@ def _pairs(tokens: Floats, window: int | None) -> Floats:
 
 
 def _numbers(table: pa.Table) -> Columns:
-    """Nulls are NaN; NONE for a prefix."""
+    """The columns as floats: a null is NaN, or NONE for a prefix."""
     found = {}
     for name in table.column_names:
         column = table.column(name)
         missing = NONE if name == "prefix" else np.nan
         found[name] = column.cast(pa.float64()).fill_null(missing).to_numpy()
     return found
-
-
-def _batches(raw: Path) -> Iterator[tuple[pa.Table, Columns]]:
-    with pq.ParquetFile(raw) as file:
-        for batch in file.iter_batches(BATCH_ROWS):
-            table = pa.Table.from_batches([batch], REQUEST_SCHEMA)
-            yield table, _numbers(table.select(list(_REQUESTS)))
 
 
 def _by_engine(

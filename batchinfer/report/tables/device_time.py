@@ -19,7 +19,7 @@ from batchinfer.core.least_squares import nonnegative
 from batchinfer_kernels.cost import OPERATOR_KINDS, ModelCost, OperatorCost, Peaks, operator_kind
 
 Floats = NDArray[np.float64]
-Columns = Mapping[str, Floats]  # of the table `steps`
+Columns = Mapping[str, Floats]  # of the table `steps`, and its `prompt_tokens`
 
 ROOFLINE, PADDING, RECOMPUTATION, OTHER = "roofline", "padding", "recomputation", "other"
 LOSSES = (*OPERATOR_KINDS, OTHER)  # `other`: what steps take whatever they run, and what the fit leaves over
@@ -41,7 +41,7 @@ class StepCounts:
     @classmethod
     def useful(cls, steps: Columns) -> StepCounts:
         """As FLOPs and bytes count it: without padding and recomputation."""
-        tokens = steps["prefill_tokens"] - steps["recomputed_tokens"] + steps["decode_tokens"]
+        tokens = steps["prompt_tokens"] + steps["decode_tokens"]
         return cls(
             tokens, steps["sampled_tokens"], steps["pairs"], steps["kv_tokens"], steps["copied_tokens"]
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.core.samples import ExpertTokens
-from batchinfer.report.tables.columns import EXPERT_SCHEMA, EXPERTS
+from batchinfer.report.tables.columns import EXPERTS, SCHEMAS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool
 
 
 def write_experts(folder: Path, run_id: str, loads: ExpertTokens) -> Path:
     """Write the table, whole or not at all. Raises OSError."""
-    with Spool(table_path(folder, EXPERTS, run_id), EXPERT_SCHEMA) as spool:
+    with Spool(table_path(folder, EXPERTS, run_id), SCHEMAS[EXPERTS]) as spool:
         for layer, tokens in sorted(loads.items()):
             mean = sum(tokens) / len(tokens)
             for expert, count in enumerate(tokens):

@@ -1,132 +1,36 @@
-"""Counts what a run costs while it runs: totals in memory, the rows themselves straight to disk."""
+"""Counts what a run costs while it runs: rows go straight to disk, and are summed up at its end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pyarrow as pa
+
 from batchinfer.core.request import Request
 from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.machine.energy import EnergyMeter, EnergyUse
-from batchinfer.report.tables.columns import REQUEST_SCHEMA, REQUESTS, STEP_SCHEMA, STEPS
-from batchinfer.report.tables.details import Details, Machine
+from batchinfer.report.tables.columns import COLUMNS, REQUESTS, SCHEMAS, STEPS, sampled
+from batchinfer.report.tables.details import Details, Machine, opened
 from batchinfer.report.tables.folder import table_path
-from batchinfer.report.tables.launches import LaunchCounts
-from batchinfer.report.tables.percentiles import UNKNOWN, Spread, opened, spread, weighted_spread
 from batchinfer.report.tables.prefixes import PrefixTree
 from batchinfer.report.tables.spool import BUFFER_ROWS, Spool
-from batchinfer_kernels.cost import Peaks
 
+Measured = dict[
+    str, Any
+]  # columns of the run table, and `waited_s`, the part of `idle_s` without any row to run
 
-@dataclass(slots=True)
-class Totals:
-    """Sums over the samples so far; `run_row` turns them into the run table's columns."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    recomputed_tokens: int = 0
-    cached_tokens: int = 0
-    sampled_tokens: int = 0
-    padded_tokens: int = 0
-    preemptions: int = 0
-    forced_tokens: int = 0
-    mask_s: float = 0.0
-    compile_s: float = 0.0
-    launches: LaunchCounts = field(default_factory=LaunchCounts)
-    capture_s: float | None = None  # None: no step says
-    graph_bytes: int | None = None  # None: no step says
-    flops: int = 0
-    bytes_moved: int = 0
-    step_s: float = 0.0
-    model_s: float = 0.0
-    idle_s: float = 0.0
-    waited_s: float = 0.0  # of it: there was nothing to run
-    metering_s: float = 0.0
-    roofline_s: float | None = 0.0  # None as soon as one step does not know it
-    step_bound_s: float | None = 0.0  # None without peaks
-    requests: int = 0
-    output_tokens: int = 0
-    constrained_requests: int = 0
-    steered_requests: int = 0
-
-    @property
-    def wall_s(self) -> float:
-        """Start of the first step to end of the last, without the time between two engines."""
-        return self.step_s + self.idle_s
-
-    def share_time(self, engines: int, unused_s: float) -> None:
-        """Make all seconds the mean of so many engines, which had nothing to do for `unused_s` in sum while others
-        worked."""
-        self.idle_s += unused_s
-        for name in _SHARED_S:
-            value = getattr(self, name)
-            setattr(self, name, None if value is None else value / engines)
-
-    def add_step(self, sample: StepSample, idle_s: float, peaks: Peaks | None) -> None:
-        self.steps += 1
-        self.prefill_tokens += sample.prefill_tokens
-        self.decode_tokens += sample.decode_tokens
-        self.recomputed_tokens += sample.recomputed_tokens
-        self.cached_tokens += sample.cached_tokens
-        self.sampled_tokens += sample.sampled_tokens
-        self.padded_tokens += sample.padded_tokens
-        self.preemptions += sample.preemptions
-        self.forced_tokens += sample.forced_tokens
-        self.mask_s += sample.mask_s
-        self.compile_s += sample.compile_s
-        self.launches.add(sample.launch, sample.prefill_tokens + sample.decode_tokens)
-        if sample.capture_s is not None:
-            self.capture_s = (self.capture_s or 0.0) + sample.capture_s
-        if sample.graph_bytes is not None:
-            self.graph_bytes = (self.graph_bytes or 0) + sample.graph_bytes
-        self._add_cost(sample, peaks)
-        self.step_s += sample.duration_s
-        self.model_s += sample.model_s
-        self.idle_s += idle_s
-        self.metering_s += sample.metering_s
-
-    def _add_cost(self, sample: StepSample, peaks: Peaks | None) -> None:
-        self.flops += sample.flops
-        self.bytes_moved += sample.bytes
-        bound = None if peaks is None else _bound(sample, peaks)
-        self.roofline_s = _sum(self.roofline_s, sample.roofline_s)
-        self.step_bound_s = _sum(self.step_bound_s, bound)
-
-
-_SHARED_S = (
-    "mask_s", "compile_s", "step_s", "model_s", "idle_s", "waited_s", "metering_s", "capture_s",
-    "roofline_s", "step_bound_s",
-)  # fmt: skip
-
-
-def _bound(sample: StepSample, peaks: Peaks) -> float:
-    """A step as one operator. Which of its operations are int8 it does not say: all count as the fastest kind."""
-    return max(sample.flops / peaks.fastest, sample.bytes / peaks.bytes_per_s)
-
-
-def _sum(left: float | None, right: float | None) -> float | None:
-    return None if left is None or right is None else left + right
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the meter knows at the end: the totals, and the latencies' percentiles."""
-
-    totals: Totals
-    queue: Spread = UNKNOWN
-    ttft: Spread = UNKNOWN
-    tpot: Spread = UNKNOWN
-    itl: Spread = UNKNOWN
-    latency: Spread = UNKNOWN
-    device: Mapping[str, float] = field(default_factory=dict)  # parts of `model_s`; empty: not known
-    energy: EnergyUse = field(default_factory=EnergyUse)
-
-
+# What the meter gives of a step and of a request, before what stands in their samples
+_GIVEN_OF_STEP = ("run_id", "engine", "replica", "interval_s", "ended_s", "phase")
+_GIVEN_OF_REQUEST = ("run_id", "key", "engine", "replica", "rows", "prefix")
+_OF_STEP = sampled(COLUMNS[STEPS], StepSample)
+_OF_REQUEST = sampled(COLUMNS[REQUESTS], RequestSample)
+_step_values = attrgetter(*_OF_STEP)
+_request_values = attrgetter(*_OF_REQUEST)
 _UNKNOWN_MACHINE = Machine()
 
 
@@ -149,13 +53,17 @@ class Meter:
         buffer_rows: int = BUFFER_ROWS,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.totals = Totals()
         self._folder, self._run_id, self._machine = folder, run_id, machine
-        self._steps = Spool(table_path(folder, STEPS, run_id), STEP_SCHEMA, buffer_rows)
-        raw = table_path(folder, REQUESTS, run_id).with_suffix(".raw.parquet")
-        self._requests = Spool(raw, REQUEST_SCHEMA, buffer_rows)  # without what is known at the end only
+        path, given = table_path(folder, STEPS, run_id), (*_GIVEN_OF_STEP, *_OF_STEP)
+        self._steps = Spool(path, SCHEMAS[STEPS], buffer_rows, given)
+        # without what is known at the end only
+        raw = pa.schema([SCHEMAS[REQUESTS].field(name) for name in (*_GIVEN_OF_REQUEST, *_OF_REQUEST)])
+        path = table_path(folder, REQUESTS, run_id).with_suffix(".raw.parquet")
+        self._requests = Spool(path, raw, buffer_rows)
         self._last: dict[int, StepSample] = {}  # of each engine
-        self._walls_s: dict[int, float] = {}  # of each replica, from first to last steps
+        # What no table has: idle time in which an engine had nothing to run, and requests with a constraint
+        self._waited_s = 0.0
+        self._constrained = self._steered = 0
         self._prefixes: PrefixTree | None = None
         self._prefix_of: dict[bytes, int] = {}  # of requests that have not finished
         self._spent_ns = 0
@@ -198,15 +106,13 @@ class Meter:
     def step(self, sample: StepSample, engine: int = 0, replica: int = 0) -> None:
         """Count one step of the run's `engine`-th engine, whose place is that of `replica`."""
         began = time.perf_counter_ns()
-        last = self._last.get(engine)
+        last, ended = self._last.get(engine), _ended(sample)
         self._last[engine] = sample
-        interval = None if last is None else _ended(sample) - _ended(last)
-        idle = 0.0 if interval is None else max(0.0, interval - sample.duration_s)
-        self._walls_s[replica] = self._walls_s.get(replica, 0.0) + sample.duration_s + idle
-        if last is not None and not (last.running or last.waiting):
-            self.totals.waited_s += idle
-        self.totals.add_step(sample, idle, self._machine.peaks)
-        self._steps.append(_step_row(self._run_id, (engine, replica), sample, interval))
+        interval = None if last is None else ended - _ended(last)
+        if last is not None and interval is not None and not (last.running or last.waiting):
+            self._waited_s += max(0.0, interval - sample.duration_s)
+        given = (self._run_id, engine, replica, interval, ended, _phase(sample))
+        self._steps.append(given + _step_values(sample))
         if self._energy_meter is not None:
             self._energy_meter.poll()
         self._spent_ns += time.perf_counter_ns() - began
@@ -214,95 +120,51 @@ class Meter:
     def request(self, sample: RequestSample, rows: int = 1, engine: int = 0, replica: int = 0) -> None:
         """Count one request that an engine finished, which answers so many input rows."""
         began = time.perf_counter_ns()
-        self.totals.requests += 1
-        self.totals.output_tokens += sample.completion_tokens
-        self.totals.constrained_requests += sample.constrained
-        self.totals.steered_requests += sample.steered
+        self._constrained += sample.constrained
+        self._steered += sample.steered
         prefix = self._prefix_of.pop(sample.key, None)
-        self._requests.append(_request_row(self._run_id, (engine, replica), sample, rows, prefix))
+        given = (self._run_id, sample.key.hex(), engine, replica, rows, prefix)
+        self._requests.append(given + _request_values(sample))
         self._spent_ns += time.perf_counter_ns() - began
 
     def finish(self) -> Measured:
-        """Complete all tables and read the percentiles from them. Raises OSError when the disk fails."""
+        """Complete all tables, and sum them up. Raises OSError when the disk fails."""
         began = time.perf_counter_ns()
-        self.totals.share_time(self._machine.engines, self._unused_s())
         steps = self._steps.finish()
         with opened() as database:
             details = Details(self._folder, self._run_id, steps, self._machine, database)
-            requests = self._write_requests(details)
+            self._write_requests(details)
+            found = details.sums() | self._counted()
             details.write_phases()
-            details.write_buckets(requests, self.totals.wall_s)
-            found = self._measured(database, steps, requests, details.split())
-        self.totals.metering_s += (self._spent_ns + time.perf_counter_ns() - began) / 1e9
+            details.write_buckets(found["engine_wall_s"])
+        found["metering_s"] += (self._spent_ns + time.perf_counter_ns() - began) / 1e9
         return found
 
-    def _write_requests(self, details: Details) -> Path:
+    def _write_requests(self, details: Details) -> None:
         raw = self._requests.close()
         try:
             nodes = (self._prefixes or PrefixTree()).close()
-            requests = details.write_requests(raw, nodes)
+            details.write_requests(raw, nodes)
         finally:
             raw.unlink(missing_ok=True)
         nodes.write(self._folder, self._run_id)
-        return requests
 
-    def _measured(self, database: Any, steps: Path, requests: Path, device: Mapping[str, float]) -> Measured:
-        return Measured(
-            totals=self.totals,
-            queue=spread(database, requests, "queue_s"),
-            ttft=spread(database, requests, "ttft_s"),
-            tpot=spread(database, requests, "tpot_s"),
-            itl=weighted_spread(database, steps, "interval_s", "decode_tokens"),
-            latency=spread(database, requests, "latency_s"),
-            device=device,
-            energy=self._energy,
-        )
-
-    def _unused_s(self) -> float:
-        """What the engines lack, in sum, to the one that worked longest."""
-        return max(self._walls_s.values(), default=0.0) * self._machine.engines - sum(self._walls_s.values())
+    def _counted(self) -> Measured:
+        return {
+            "constrained_requests": self._constrained,
+            "steered_requests": self._steered,
+            "waited_s": self._waited_s / self._machine.engines or None,
+            "energy_j": self._energy.whole_j,
+            "cpu_energy_j": self._energy.cpu_j,
+            "gpu_energy_j": self._energy.gpu_j,
+        }
 
 
 def _ended(sample: StepSample) -> float:
     return sample.started_s + sample.duration_s
 
 
-def _step_row(
-    run_id: str, engine: tuple[int, int], s: StepSample, interval_s: float | None
-) -> tuple[object, ...]:
-    times = (s.started_s, s.duration_s, interval_s, s.model_s)
-    tokens = (s.prefill_tokens, s.decode_tokens, s.recomputed_tokens, s.cached_tokens, s.sampled_tokens)
-    state = (s.padded_tokens, s.running, s.waiting, s.preemptions, s.blocks_used, s.blocks_total)
-    constraints = (s.forced_tokens, s.mask_s, s.compile_s)
-    counts = (s.pairs, s.kv_tokens, s.metering_s, s.copied_tokens)
-    more = (_phase(s), s.scheduled_s, s.started_s + s.duration_s, *counts)
-    cost = (s.flops, s.bytes, s.roofline_s)
-    launch = (s.launch, s.capture_s, s.graph_bytes)
-    return (run_id, *engine, s.step, *times, *tokens, *state, *cost, *constraints, *more, *launch)
-
-
 def _phase(sample: StepSample) -> str:
     if not sample.prefill_tokens:
         return "decode"
     return "mixed" if sample.decode_tokens else "prefill"
-
-
-def _request_row(
-    run_id: str, engine: tuple[int, int], s: RequestSample, rows: int, prefix: int | None
-) -> tuple[object, ...]:
-    counts = (s.prompt_tokens, s.completion_tokens, s.cached_tokens, s.preemptions, s.forced_tokens)
-    ended = s.unrun_tokens, s.cut
-    times = (s.queued_s, s.scheduled_s, s.first_token_s, s.finished_s)
-    waits = (s.scheduled_s - s.queued_s, s.first_token_s - s.queued_s)
-    known = (tpot(s), s.finished_s - s.queued_s, rows, prefix)
-    return (run_id, s.key.hex(), *engine, *counts, *ended, *times, *waits, *known, *_NOT_YET)
-
-
-_NOT_YET = (None,) * 6  # what `Details` adds
-
-
-def tpot(sample: RequestSample) -> float | None:
-    """Seconds per output token after the first; None where there is no second token."""
-    if sample.completion_tokens < 2:
-        return None
-    return (sample.finished_s - sample.first_token_s) / (sample.completion_tokens - 1)

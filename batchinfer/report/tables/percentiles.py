@@ -1,65 +1,48 @@
-"""p50, p90 and p99 of a column of a spooled table, by DuckDB, one column in memory at a time."""
+"""Percentiles of latencies, by DuckDB, one column in memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import duckdb
+OF_REQUESTS = ("queue", "ttft", "tpot", "latency")
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}  # of the run table
 
-QUANTILES = (0.5, 0.9, 0.99)
-NAMES = ("p50", "p90", "p99")
-
-Spread = tuple[float | None, float | None, float | None]
-UNKNOWN: Spread = (None, None, None)
-
-
-@contextmanager
-def opened() -> Iterator[Any]:
-    """The database that finds percentiles: one for all columns, because opening one takes longer than a short run's
-    percentiles."""
-    config: dict[str, str | bool | int | float | list[str]] = {
-        "threads": 2,
-        "temp_directory": "",
-        "python_enable_replacements": False,
-    }
-    with duckdb.connect(":memory:", config=config) as database:
-        yield database
+_ITL = """
+WITH ranked AS (
+    SELECT interval_s, sum(decode_tokens) OVER (ORDER BY interval_s ROWS UNBOUNDED PRECEDING) AS reached,
+        sum(decode_tokens) OVER () AS whole
+    FROM {steps} WHERE interval_s IS NOT NULL AND decode_tokens > 0
+)
+SELECT {wanted} FROM ranked
+"""
 
 
-def spread(database: Any, path: Path, column: str) -> Spread:
-    """Percentiles of a column with linear interpolation; nulls are left out, all None without values.
+def percentiles(
+    database: Any, requests: str, steps: str, shares: Sequence[float]
+) -> dict[str, list[float | None]]:
+    """The values that the shares reach: by latency, and in the shares' order; None where there are none.
 
-    Holds the column's values at 8 bytes each, 80 MB for ten million requests.
+    `requests` and `steps`: what SQL reads these tables from. ITL counts each step once for each token that it decoded,
+    and is the least value that reaches a share; the others are interpolated. A column is held at 8 bytes a value, 80 MB
+    for ten million requests.
     """
-    wanted = ", ".join(f"quantile_cont({column}, {q})" for q in QUANTILES)
-    return _one(database, f"select {wanted} from read_parquet(?)", path)
+    reached = [f"{share:.6f}::DOUBLE" for share in shares]
+    found: dict[str, list[float | None]] = {}
+    for name in OF_REQUESTS:
+        query = f"SELECT quantile_cont({name}_s, [{', '.join(reached)}]) FROM {requests}"
+        ((values,),) = database.execute(query).fetchall()
+        found[name] = list(values or [None] * len(reached))
+    wanted = ", ".join(f"min(interval_s) FILTER (reached >= {share} * whole)" for share in reached)
+    found["itl"] = list(database.execute(_ITL.format(steps=steps, wanted=wanted)).fetchone())
+    return found
 
 
-def weighted_spread(database: Any, path: Path, column: str, weight: str) -> Spread:
-    """Percentiles of a column whose rows count `weight` times each: the least that reaches the share."""
-    wanted = ", ".join(f"min(v) filter (reached >= {q} * whole)" for q in QUANTILES)
-    return _one(
-        database,
-        f"""
-        with rows as (
-            select {column} as v, {weight} as w from read_parquet(?)
-            where {column} is not null and {weight} > 0
-        ), ranked as (
-            select v, sum(w) over (order by v rows unbounded preceding) as reached, sum(w) over () as whole
-            from rows
-        )
-        select {wanted} from ranked
-        """,
-        path,
-    )
-
-
-def _one(database: Any, query: str, path: Path) -> Spread:
-    found = database.execute(query, [str(path)]).fetchone()
-    if found is None:
-        return UNKNOWN
-    p50, p90, p99 = found
-    return p50, p90, p99
+def spreads(database: Any) -> dict[str, float | None]:
+    """The percentiles that the run table has, by its columns; `requests` and `steps` are there under these names."""
+    found = percentiles(database, "requests", "steps", list(SHARES.values()))
+    return {
+        f"{name}_{share}_s": value
+        for name, values in found.items()
+        for share, value in zip(SHARES, values, strict=True)
+    }

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.request import Request
-from batchinfer.report.tables.columns import PREFIX_SCHEMA, PREFIXES
+from batchinfer.report.tables.columns import PREFIXES, SCHEMAS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.row_keys import KEY_BYTES, hexadecimal
 from batchinfer.report.tables.spool import Spool
@@ -146,8 +146,8 @@ class PrefixNodes:
             "device_s": self._seconds[kept],
             "first_key": hexadecimal(_fixed(self._keys[kept])),
         }
-        with Spool(table_path(folder, PREFIXES, run_id), PREFIX_SCHEMA) as spool:
-            spool.write(pa.table(columns, schema=PREFIX_SCHEMA))
+        with Spool(table_path(folder, PREFIXES, run_id), SCHEMAS[PREFIXES]) as spool:
+            spool.write(pa.table(columns, schema=SCHEMAS[PREFIXES]))
             return spool.finish()
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.report.tables.columns import ROW_SCHEMA, ROWS
+from batchinfer.report.tables.columns import ROWS, SCHEMAS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import TEMPORARY, naming, sync_and_rename
 
@@ -28,7 +28,7 @@ def write_rows(folder: Path, run_id: str, parts: Sequence[Path]) -> Path:
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with naming(path):
-            writer = pq.ParquetWriter(temporary, ROW_SCHEMA, compression="zstd", use_dictionary=["run_id"])
+            writer = pq.ParquetWriter(temporary, SCHEMAS[ROWS], compression="zstd", use_dictionary=["run_id"])
         for batch in _batches(parts):
             with naming(path):
                 writer.write_batch(_row_batch(run_id, batch))
@@ -51,7 +51,7 @@ def _row_batch(run_id: str, batch: pa.RecordBatch) -> pa.RecordBatch:
     batch = batch.filter(pc.is_valid(batch.column("key")))
     run = pa.array([run_id], pa.string()).take(pa.array(np.zeros(len(batch), np.int8)))
     columns = [run, batch.column("row_id"), hexadecimal(batch.column("key"))]
-    return pa.RecordBatch.from_arrays(columns, schema=ROW_SCHEMA)
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMAS[ROWS])
 
 
 def hexadecimal(keys: pa.Array) -> pa.StringArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +25,19 @@ class Spool:
     what was not finished.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema, buffer_rows: int = BUFFER_ROWS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        schema: pa.Schema,
+        buffer_rows: int = BUFFER_ROWS,
+        given: Sequence[str] | None = None,
+    ) -> None:
+        """`given`: the columns in the order in which rows give them, if that is not the schema's."""
         self.path = path
         self.rows = 0
         self._temporary = path.with_name(path.name + TEMPORARY)
         self._schema = schema
+        self._given = schema.names if given is None else given
         self._limit = buffer_rows
         self._buffer: list[tuple[Any, ...]] = []
         with naming(path):
@@ -46,7 +54,7 @@ class Spool:
         self.abort()
 
     def append(self, row: tuple[Any, ...]) -> None:
-        """Take one row, its values in the schema's order."""
+        """Take one row, its values in the order of `given`."""
         self._buffer.append(row)
         self.rows += 1
         if len(self._buffer) >= self._limit:
@@ -90,10 +98,8 @@ class Spool:
     def _flush(self) -> None:
         if not self._buffer or self._writer is None:
             return
-        columns = [
-            pa.array(values, kind)
-            for values, kind in zip(zip(*self._buffer, strict=True), self._schema.types, strict=True)
-        ]
+        values = dict(zip(self._given, zip(*self._buffer, strict=True), strict=True))
+        columns = [pa.array(values[field.name], field.type) for field in self._schema]
         self._buffer = []
         with naming(self.path):
             self._writer.write_table(pa.Table.from_arrays(columns, schema=self._schema))

@@ -24,7 +24,7 @@ from batchinfer.core.request import Request
 from batchinfer.machine.hardware import Hardware
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.meter import Meter
-from batchinfer.report.tables.tables import RunFacts, run_row
+from batchinfer.report.tables.tables import run_row
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.small_engine import (
     Limits,
@@ -85,7 +85,8 @@ def reported(ran: Ran, folder: Path) -> dict[str, Any]:
         measured = meter.finish()
     now = datetime.now(UTC)
     machine = Hardware("a CPU", "cpu", 1, None, {"float32": PEAKS.flops_per_s}, PEAKS.bytes_per_s, "measured")
-    return run_row(RunFacts("r", "job", "/d/res", now, now, dtype="float32"), machine, measured)
+    facts = {"run_id": "r", "job": "job", "output": "/d/res", "started_at": now, "finished_at": now}
+    return run_row(facts | {"dtype": "float32"}, machine, measured)
 
 
 def eager(family: str) -> Any:

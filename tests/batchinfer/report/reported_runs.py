@@ -20,7 +20,7 @@ from batchinfer.report.tables.columns import RUN, SCHEMAS
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.folder import tables
 from batchinfer.report.tables.meter import Meter
-from batchinfer.report.tables.tables import RunFacts, run_row, write_run
+from batchinfer.report.tables.tables import run_row, write_run
 from batchinfer.verbs.history import add_report_view
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.report.conftest import make_request, make_step
@@ -78,7 +78,7 @@ def write_tables(
     run_id: str = RUN_ID,
     **facts: Any,
 ) -> None:
-    """The tables of one run. `facts` as in RunFacts."""
+    """The tables of one run. `facts` by the run table's names."""
     known = {
         "job": "orders", "output": "/d/res", "exit_code": 0, "exit_status": "published", "dtype": "bfloat16",
         "rows": requests + 15, "rows_ok": requests, "rows_error": 15,
@@ -95,7 +95,7 @@ def write_tables(
         limits = Peaks(FLOPS, BANDWIDTH) if peaks else None
         measured = write_samples(folder, run_id, steps, requests, limits, gpu)
     times = {"started_at": STARTED, "finished_at": STARTED + timedelta(seconds=13.6)}
-    row = run_row(RunFacts(run_id=run_id, **(times | known | facts)), MACHINE if peaks else None, measured)
+    row = run_row({"run_id": run_id} | times | known | facts, MACHINE if peaks else None, measured)
     write_run(folder, row)
 
 

@@ -87,7 +87,7 @@ def _exact(steps: list[StepSample], chunks: list[list[tuple[bytes, int, int]]]) 
 
 
 def step_columns(steps: list[StepSample]) -> dict[str, np.ndarray]:
-    names = [name for name in StepSample.__slots__ if name != "step"]
+    names = [*(name for name in StepSample.__slots__ if name != "step"), "prompt_tokens"]
     found = {name: np.array([getattr(step, name) for step in steps], float) for name in names}
     return found | {"ended_s": found["started_s"] + found["duration_s"]}
 
@@ -150,8 +150,7 @@ def test_what_ended_before_any_step_took_nothing() -> None:
 def test_a_request_that_ran_nothing_gets_nothing_however_much_ran_before() -> None:
     """The little that a step without prompts has is lost in a sum of millions; the others' shares must not be."""
     steps = {
-        "prefill_tokens": np.array([3e7, 0.0, 0.0]),
-        "recomputed_tokens": np.zeros(3),
+        "prompt_tokens": np.array([3e7, 0.0, 0.0]),
         "decode_tokens": np.array([0.0, 1.0, 1.0]),
         "scheduled_s": np.array([0.0, 1.0, 2.0]),
         "ended_s": np.array([1.0, 2.0, 3.0]),

@@ -31,7 +31,7 @@ def columns(steps: list[StepShape]) -> dict[str, np.ndarray]:
     numbers = np.array([(s.tokens, s.sampled, s.pairs, s.kv_tokens, s.copied) for s in steps], float).T
     zeros = np.zeros(len(steps))
     return {
-        "prefill_tokens": numbers[0], "decode_tokens": zeros, "recomputed_tokens": zeros, "padded_tokens": zeros,
+        "prompt_tokens": numbers[0], "decode_tokens": zeros, "recomputed_tokens": zeros, "padded_tokens": zeros,
         "sampled_tokens": numbers[1], "pairs": numbers[2], "kv_tokens": numbers[3], "copied_tokens": numbers[4],
     }  # fmt: skip
 
@@ -80,7 +80,6 @@ def test_padding_and_recomputation_have_their_own_time() -> None:
     steps = columns(mixed_steps())
     count = len(steps["pairs"])
     steps |= {"padded_tokens": np.full(count, 64.0), "recomputed_tokens": np.full(count, 32.0)}
-    steps["prefill_tokens"] = steps["prefill_tokens"] + 32
     useful = StepCounts.useful(steps)
     ran = kind_seconds(COST, PEAKS, useful.plus(np.full(count, 96.0)))
     steps["model_s"] = 1.5 * sum(ran.values())

@@ -16,18 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.samples import RequestSample, StepSample
-from batchinfer.report.tables.columns import (
-    BUCKETS,
-    PHASES,
-    PREFIXES,
-    REQUEST_SCHEMA,
-    REQUESTS,
-    STEP_SCHEMA,
-    STEPS,
-)
+from batchinfer.report.tables.columns import BUCKETS, PHASES, PREFIXES, REQUESTS, SCHEMAS, STEPS
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.folder import table_path
-from batchinfer.report.tables.meter import Measured, Meter, tpot
+from batchinfer.report.tables.meter import Measured, Meter
 from batchinfer_kernels.cost import Peaks
 from tests.examples import examples
 
@@ -66,6 +58,10 @@ def measure(steps: list[StepSample], requests: list[RequestSample], folder: Path
         return meter.finish()
 
 
+def percentiles_of(measured: Measured, name: str) -> list[float | None]:
+    return [measured[f"{name}_{share}_s"] for share in ("p50", "p90", "p99")]
+
+
 def rows_of(folder: Path, table: str) -> pa.Table:
     return pq.read_table(table_path(folder, table, "r"))
 
@@ -80,15 +76,19 @@ def test_totals_are_the_sums_and_the_table_holds_every_step(
             steps, [], Path(folder), machine=Machine(None, Peaks(3.0, 2.0)), buffer_rows=buffer_rows
         )
         table = rows_of(Path(folder), STEPS)
-    totals = measured.totals
-    for name in ("prefill_tokens", "decode_tokens", "recomputed_tokens", "cached_tokens", "sampled_tokens"):
-        assert getattr(totals, name) == sum(getattr(s, name) for s in steps) == sum(table[name].to_pylist())
-    assert (totals.flops, totals.bytes_moved) == (sum(s.flops for s in steps), sum(s.bytes for s in steps))
-    assert totals.step_bound_s == pytest.approx(sum(max(s.flops / 3.0, s.bytes / 2.0) for s in steps))
-    assert totals.wall_s == pytest.approx(steps[-1].started_s + steps[-1].duration_s - steps[0].started_s)
+    sums = {
+        "prompt_tokens_run": "prompt_tokens", "decode_tokens_run": "decode_tokens", "flops": "flops",
+        "recomputed_tokens": "recomputed_tokens", "prefix_saved_tokens": "cached_tokens", "bytes_moved": "bytes",
+        "sampled_tokens": "sampled_tokens",
+    }  # fmt: skip
+    for name, of_step in sums.items():
+        assert measured[name] == sum(getattr(s, of_step) for s in steps)
+    assert measured["step_bound_s"] == pytest.approx(sum(max(s.flops / 3.0, s.bytes / 2.0) for s in steps))
+    last = steps[-1]
+    assert measured["engine_wall_s"] == pytest.approx(last.started_s + last.duration_s - steps[0].started_s)
     known = [s.roofline_s for s in steps if s.roofline_s is not None]
-    assert totals.roofline_s == (pytest.approx(sum(known)) if len(known) == len(steps) else None)
-    assert table.schema.equals(STEP_SCHEMA)
+    assert measured["roofline_s"] == (pytest.approx(sum(known)) if len(known) == len(steps) else None)
+    assert table.schema.equals(SCHEMAS[STEPS])
     shared = [f.name for f in fields(StepSample)]
     assert [tuple(row[n] for n in shared) for row in table.to_pylist()] == [astuple(s) for s in steps]
 
@@ -99,40 +99,38 @@ def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = measure([], requests, Path(folder), buffer_rows=3)
         table = rows_of(Path(folder), REQUESTS)
-    assert table.schema.equals(REQUEST_SCHEMA)
+    assert table.schema.equals(SCHEMAS[REQUESTS])
     assert table["key"].to_pylist() == [r.key.hex() for r in requests]
     expected = {
         "ttft": [r.first_token_s - r.queued_s for r in requests],
         "queue": [r.scheduled_s - r.queued_s for r in requests],
         "latency": [r.finished_s - r.queued_s for r in requests],
-        "tpot": [value for r in requests if (value := tpot(r)) is not None],
+        "tpot": [
+            (r.finished_s - r.first_token_s) / (r.completion_tokens - 1)
+            for r in requests
+            if r.completion_tokens > 1
+        ],
     }
     for name, values in expected.items():
-        found = getattr(measured, name)
+        found = percentiles_of(measured, name)
         if values:
             assert found == pytest.approx(np.percentile(values, [50, 90, 99]).tolist())
         else:
-            assert found == (None, None, None)
+            assert found == [None] * 3
 
 
 @settings(max_examples=examples(8, 20), deadline=None)
 @given(steps=step_lists())
 def test_itl_counts_each_decoded_token_once(steps: list[StepSample]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(steps, [], Path(folder)).itl
+        found = percentiles_of(measure(steps, [], Path(folder)), "itl")
     ends = [s.started_s + s.duration_s for s in steps]
     gaps = np.repeat(np.diff(ends), [s.decode_tokens for s in steps[1:]])
     if gaps.size:
         expected = np.percentile(gaps, [50, 90, 99], method="inverted_cdf")
         assert found == pytest.approx(expected.tolist(), abs=1e-9)
     else:
-        assert found == (None, None, None)
-
-
-def test_tpot_needs_two_tokens(request_sample: Any) -> None:
-    assert tpot(request_sample(completion_tokens=5)) == 1.0
-    assert tpot(request_sample(completion_tokens=1)) is None
-    assert tpot(request_sample(completion_tokens=0)) is None
+        assert found == [None] * 3
 
 
 def test_idle_is_the_time_between_steps_of_one_engine(tmp_path: Path, step: Any) -> None:
@@ -142,7 +140,7 @@ def test_idle_is_the_time_between_steps_of_one_engine(tmp_path: Path, step: Any)
         for number, one in enumerate(steps):
             meter.step(one, engine=number // 3)
         measured = meter.finish()
-    assert measured.totals.idle_s == pytest.approx(0.25 + 3.25 + 0.75)
+    assert measured["idle_s"] == pytest.approx(0.25 + 3.25 + 0.75)
     rows = rows_of(tmp_path, STEPS).to_pylist()
     assert [row["engine"] for row in rows] == [0, 0, 0, 1, 1]
     assert [row["interval_s"] for row in rows] == [None, 1.0, 4.0, None, 1.5]
@@ -157,29 +155,29 @@ def test_times_of_engines_that_share_the_work_are_their_mean(tmp_path: Path, ste
             meter.step(one, 0, 0)
             if other is not None:
                 meter.step(other, 1, 1)
-        totals = meter.finish().totals
-    assert totals.wall_s == pytest.approx(5.75)
+        totals = meter.finish()
+    assert totals["engine_wall_s"] == pytest.approx(5.75)
     steps = [*first, *second]
-    assert totals.steps == 5
-    assert totals.model_s == pytest.approx(sum(one.model_s for one in steps) / 2)
-    assert totals.idle_s == pytest.approx(5.75 - sum(one.duration_s for one in steps) / 2)
-    assert totals.flops == sum(one.flops for one in steps)
+    assert totals["steps"] == 5
+    assert totals["model_s"] == pytest.approx(sum(one.model_s for one in steps) / 2)
+    assert totals["idle_s"] == pytest.approx(5.75 - sum(one.duration_s for one in steps) / 2)
+    assert totals["flops"] == sum(one.flops for one in steps)
     rows = rows_of(tmp_path, STEPS).to_pylist()
     assert [(row["engine"], row["replica"]) for row in rows] == [(0, 0), (1, 1), (0, 0), (1, 1), (0, 0)]
     (phase,) = rows_of(tmp_path, PHASES).to_pylist()
-    assert phase["device_s"] == pytest.approx(totals.model_s)
-    assert phase["mfu"] == pytest.approx(totals.flops / (phase["engine_s"] * 2000.0))
+    assert phase["device_s"] == pytest.approx(totals["model_s"])
+    assert phase["mfu"] == pytest.approx(totals["flops"] / (phase["engine_s"] * 2000.0))
 
 
 def test_without_peaks_nothing_is_claimed(tmp_path: Path, step: Any) -> None:
-    totals = measure([step(0, roofline_s=None), step(1)], [], tmp_path).totals
-    assert totals.roofline_s is None
-    assert totals.step_bound_s is None
+    totals = measure([step(0, roofline_s=None), step(1)], [], tmp_path)
+    assert totals["roofline_s"] is None
+    assert totals["step_bound_s"] is None
 
 
 def test_nothing_measured_is_empty_tables(tmp_path: Path) -> None:
     measured = measure([], [], tmp_path / "new")
-    assert measured.itl == measured.ttft == (None, None, None)
+    assert percentiles_of(measured, "itl") == percentiles_of(measured, "ttft") == [None] * 3
     for table in (STEPS, REQUESTS, PHASES, BUCKETS, PREFIXES):
         assert rows_of(tmp_path / "new", table).num_rows == 0
 

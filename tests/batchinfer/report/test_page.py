@@ -24,7 +24,7 @@ from batchinfer.report.page.overview import heading, tiles, work
 from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
-from batchinfer.report.tables.columns import EXPERT_SCHEMA, ROW_SCHEMA
+from batchinfer.report.tables.columns import EXPERTS, ROWS, SCHEMAS
 from tests.batchinfer.report.parsed_page import ParsedPage
 from tests.batchinfer.report.reported_runs import RUN_ID, error_rows, read_run, write_tables
 
@@ -219,7 +219,7 @@ def test_the_most_expensive_requests_are_named_by_their_rows(folder: Path, tmp_p
     run = read_run(tmp_path)
     found = run.fetch(f"SELECT key, device_s FROM {run.own('requests')} ORDER BY device_s DESC, key LIMIT 12")
     rows = [{"run_id": RUN_ID, "row_id": number, "key": key} for number, (key, _) in enumerate(found[:2])]
-    pq.write_table(pa.Table.from_pylist(rows, ROW_SCHEMA), tmp_path / f"rows-{RUN_ID}.parquet")
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMAS[ROWS]), tmp_path / f"rows-{RUN_ID}.parquet")
     for results, first in (
         (None, ["row 0", "row 1"]),
         (error_rows({"bad_json": ["a", None]}), ["a", "row 1"]),
@@ -430,7 +430,7 @@ def test_experts_have_a_section_where_there_are_some(tmp_path: Path) -> None:
         {"run_id": RUN_ID, "layer": layer, "expert": expert, "tokens": tokens, "load": tokens / 20}
         for layer, expert, tokens in loads
     ]
-    pq.write_table(pa.Table.from_pylist(rows, EXPERT_SCHEMA), tmp_path / f"experts-{RUN_ID}.parquet")
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMAS[EXPERTS]), tmp_path / f"experts-{RUN_ID}.parquet")
     table = ParsedPage(page(read_run(tmp_path))).tables["experts-table"]
     assert table.rows == [[f"{layer}", 3, 60, 1.5, 1.0, 0.5] for layer in range(12)]
 

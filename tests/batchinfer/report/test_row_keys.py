@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.report.tables import row_keys
-from batchinfer.report.tables.columns import ROW_SCHEMA
+from batchinfer.report.tables.columns import ROWS, SCHEMAS
 from batchinfer.report.tables.row_keys import hexadecimal, write_rows
 
 KEYS = [bytes([n]) * 32 for n in range(10)]
@@ -32,7 +32,7 @@ def test_every_row_with_a_key_is_there(tmp_path: Path, monkeypatch: pytest.Monke
         index_part(tmp_path / "d", 7, [KEYS[9]]),
     ]
     table = pq.read_table(write_rows(tmp_path / "report", "run-1", parts))
-    assert table.schema.equals(ROW_SCHEMA)
+    assert table.schema.equals(SCHEMAS[ROWS])
     assert table.to_pylist() == [
         {"run_id": "run-1", "row_id": row, "key": KEYS[n].hex()}
         for row, n in ((0, 0), (2, 1), (3, 0), (7, 9))

@@ -15,40 +15,40 @@ from hypothesis import strategies as st
 from batchinfer.core import units
 from batchinfer.core.text import json_line
 from batchinfer.report.summary import summary
-from batchinfer.report.tables.columns import RUN_SCHEMA
-from batchinfer.report.tables.tables import RunFacts, run_row
+from batchinfer.report.tables.columns import RUN, SCHEMAS
+from batchinfer.report.tables.tables import run_row
 
 START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
 
 
 def full_row(**changes: Any) -> dict[str, Any]:
-    facts = RunFacts(
-        run_id="20261120T223000Z-abcdef",
-        job="orders",
-        output="results/orders",
-        started_at=START,
-        finished_at=START + timedelta(seconds=112),
-        exit_code=0,
-        exit_status="published",
-        versions={"python": "3.11.0"},
-        dtype="bfloat16",
-        rows=2400,
-        rows_ok=2388,
-        rows_error=12,
-        error_codes={"bad_json": 3, "prompt_too_long": 5, "bad_utf8": 2, "missing_prompt": 2},
-        duplicate_rows=78,
-        reused_requests=10,
-        duplicate_saved_tokens=4500,
-        ingest_s=1.25,
-        plan_s=0.05,
-        load_s=2.0,
-        engine_s=90.0,
-        publish_s=0.5,
-        parent_peak_rss_bytes=310 * 2**20,
-        worker_peak_rss_bytes=int(1.25 * 2**30),
-        forecast_s=95.0,
-        forecast_output_tokens=82_000,
-    )
+    facts = {
+        "run_id": "20261120T223000Z-abcdef",
+        "job": "orders",
+        "output": "results/orders",
+        "started_at": START,
+        "finished_at": START + timedelta(seconds=112),
+        "exit_code": 0,
+        "exit_status": "published",
+        "versions": {"python": "3.11.0"},
+        "dtype": "bfloat16",
+        "rows": 2400,
+        "rows_ok": 2388,
+        "rows_error": 12,
+        "error_codes": {"bad_json": 3, "prompt_too_long": 5, "bad_utf8": 2, "missing_prompt": 2},
+        "duplicate_rows": 78,
+        "reused_requests": 10,
+        "duplicate_saved_tokens": 4500,
+        "ingest_s": 1.25,
+        "plan_s": 0.05,
+        "load_s": 2.0,
+        "engine_s": 90.0,
+        "publish_s": 0.5,
+        "parent_peak_rss_bytes": 310 * 2**20,
+        "worker_peak_rss_bytes": int(1.25 * 2**30),
+        "forecast_s": 95.0,
+        "forecast_output_tokens": 82_000,
+    }
     engine = {
         "computed_requests": 2300,
         "hardware": "AMD EPYC",
@@ -129,7 +129,8 @@ def test_an_interrupted_run_says_how_to_carry_on() -> None:
 
 
 def test_a_run_that_had_nothing_to_do_is_short() -> None:
-    facts = RunFacts("r", "orders", "res", START, START + timedelta(seconds=0.4), 0, "already published")
+    facts = {"run_id": "r", "job": "orders", "output": "res", "started_at": START, "exit_code": 0}
+    facts |= {"finished_at": START + timedelta(seconds=0.4), "exit_status": "already published"}
     text = summary(run_row(facts, None, None))
     assert len(text.splitlines()) == 3
     assert "–" not in text
@@ -141,7 +142,7 @@ def test_the_next_command_can_be_pasted_whatever_the_path() -> None:
     assert words[:4] == ["next", "batchinfer", "query", "it's $HOME/x"]
 
 
-@given(st.sets(st.sampled_from(RUN_SCHEMA.names)))
+@given(st.sets(st.sampled_from(SCHEMAS[RUN].names)))
 def test_no_unknown_value_breaks_the_summary(unknown: set[str]) -> None:
     needed = {"job", "output", "run_id", "started_at", "finished_at", "wall_s"}
     row = full_row(**dict.fromkeys(unknown - needed))
@@ -155,7 +156,7 @@ def test_json_is_one_line_with_every_column() -> None:
     text = json_line(full_row())
     assert "\n" not in text
     back = json.loads(text)
-    assert list(back) == RUN_SCHEMA.names
+    assert list(back) == SCHEMAS[RUN].names
     assert back["started_at"] == "2026-11-20T22:30:00+00:00"
     assert back["error_codes"]["bad_json"] == 3
     assert back["mfu"] == 0.302

@@ -12,14 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
-from batchinfer.machine.energy import EnergyUse
 from batchinfer.machine.hardware import Hardware
 from batchinfer.report.tables import folder, spool
-from batchinfer.report.tables.columns import RUN_SCHEMA, TABLE_FORMAT
+from batchinfer.report.tables.columns import RUN, SCHEMAS, TABLE_FORMAT
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.meter import Measured, Meter
 from batchinfer.report.tables.spool import Spool, write_row
-from batchinfer.report.tables.tables import RunFacts, run_row, versions, write_run
+from batchinfer.report.tables.tables import RunRow, run_row, versions, write_run
 from batchinfer_kernels.cost import Peaks
 
 CAPTURED = ("capture_s", "graph_bytes", "load_free_bytes")  # columns that only a GPU has, beside launches
@@ -27,24 +26,24 @@ START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
 
 
 @pytest.fixture
-def facts() -> RunFacts:
-    return RunFacts(
-        run_id="20261120T223000Z-abcdef",
-        job="orders",
-        output="/d/res",
-        started_at=START,
-        finished_at=START + timedelta(seconds=90),
-        exit_code=0,
-        exit_status="published",
-        dtype="float32",
-        ops={"linear": "torch"},
-        rows=20,
-        rows_ok=18,
-        rows_error=2,
-        error_codes={"bad_json": 2},
-        engine_s=12.0,
-        forecast_s=10.0,
-    )
+def facts() -> RunRow:
+    return {
+        "run_id": "20261120T223000Z-abcdef",
+        "job": "orders",
+        "output": "/d/res",
+        "started_at": START,
+        "finished_at": START + timedelta(seconds=90),
+        "exit_code": 0,
+        "exit_status": "published",
+        "dtype": "float32",
+        "ops": {"linear": "torch"},
+        "rows": 20,
+        "rows_ok": 18,
+        "rows_error": 2,
+        "error_codes": {"bad_json": 2},
+        "engine_s": 12.0,
+        "forecast_s": 10.0,
+    }
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def measured_by(tmp_path: Path, step: Any, request_sample: Any) -> Measured:
 
 
 def test_the_definitions(
-    tmp_path: Path, facts: RunFacts, machine: Hardware, step: Any, request_sample: Any
+    tmp_path: Path, facts: RunRow, machine: Hardware, step: Any, request_sample: Any
 ) -> None:
     """By hand: four steps of 0.75 s with 0.25 s between them, 1000 FLOP and 100 bytes each."""
     row = run_row(facts, machine, measured_by(tmp_path, step, request_sample))
@@ -89,18 +88,18 @@ def test_the_definitions(
         "forecast_error": wall / 10 - 1,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
-    assert set(row) == set(RUN_SCHEMA.names)
+    assert set(row) == set(SCHEMAS[RUN].names)
 
 
 def test_steps_are_counted_by_the_way_they_were_launched(
-    tmp_path: Path, facts: RunFacts, machine: Hardware, step: Any
+    tmp_path: Path, facts: RunRow, machine: Hardware, step: Any
 ) -> None:
     """Each runs 14 tokens; what a CPU runs, of which nothing is captured, is not known, and never zero."""
     modes: list[LaunchMode | None] = ["full_graph", "full_graph", "piecewise_graph", "full_graph", "eager"]
     with Meter(tmp_path, "r", Machine(None, None)) as meter:
         for number, mode in enumerate(modes):
             meter.step(step(number, launch=mode, capture_s=0.125 * (number == 2), graph_bytes=7 * number))
-        loaded = replace(facts, load_capture_s=3.0, load_graph_bytes=900, load_free_bytes=4000)
+        loaded = facts | {"load_capture_s": 3.0, "load_graph_bytes": 900, "load_free_bytes": 4000}
         row = run_row(loaded, machine, meter.finish())
     assert [row[f"{mode}_steps"] for mode in LAUNCH_MODES] == [3, 1, 1]
     assert [row[f"{mode}_tokens"] for mode in LAUNCH_MODES] == [42, 14, 14]
@@ -121,21 +120,21 @@ def test_steps_are_counted_by_the_way_they_were_launched(
 
 
 def test_energy_and_cost(
-    tmp_path: Path, facts: RunFacts, machine: Hardware, step: Any, request_sample: Any
+    tmp_path: Path, facts: RunRow, machine: Hardware, step: Any, request_sample: Any
 ) -> None:
-    found = replace(measured_by(tmp_path, step, request_sample), energy=EnergyUse(None, 74.0))
-    row = run_row(replace(facts, price_per_hour=40.0), machine, found)
+    found = measured_by(tmp_path, step, request_sample) | {"energy_j": 74.0, "gpu_energy_j": 74.0}
+    row = run_row(facts | {"price_per_hour": 40.0}, machine, found)
     assert (row["cpu_energy_j"], row["gpu_energy_j"], row["energy_j"]) == (None, 74.0, 74.0)
     assert row["energy_j_per_token"] == 2.0
-    assert (row["cost"], row["forecast_engine_cost"]) == (1.0, pytest.approx(40 * facts.forecast_s / 3600))
+    assert (row["cost"], row["forecast_engine_cost"]) == (1.0, pytest.approx(40 * facts["forecast_s"] / 3600))
     assert row["engine_cost"] == pytest.approx(40 * row["engine_wall_s"] / 3600)
     free = run_row(facts, machine, measured_by(tmp_path, step, request_sample))
     assert free["energy_j"] is free["energy_j_per_token"] is free["cost"] is None
 
 
-def test_int8_linear_layers_are_measured_against_their_own_peak(facts: RunFacts, machine: Hardware) -> None:
+def test_int8_linear_layers_are_measured_against_their_own_peak(facts: RunRow, machine: Hardware) -> None:
     both = replace(machine, peak_flops={"float32": 1000.0, "int8": 4000.0})
-    quantized = replace(facts, quantization="int8", deterministic=True)
+    quantized = facts | {"quantization": "int8", "deterministic": True}
     row = run_row(quantized, both, None)
     assert (row["quantization"], row["deterministic"], row["peak_flops_per_s"]) == ("int8", True, 4000.0)
     assert run_row(facts, both, None)["peak_flops_per_s"] == 1000.0
@@ -143,7 +142,7 @@ def test_int8_linear_layers_are_measured_against_their_own_peak(facts: RunFacts,
 
 
 def test_unknown_hardware_gives_null_and_never_zero(
-    tmp_path: Path, facts: RunFacts, step: Any, request_sample: Any
+    tmp_path: Path, facts: RunRow, step: Any, request_sample: Any
 ) -> None:
     bare = Hardware("Test CPU", "cpu", 2, None)
     row = run_row(facts, bare, measured_by(tmp_path, step, request_sample))
@@ -152,7 +151,7 @@ def test_unknown_hardware_gives_null_and_never_zero(
     assert row["flops"] == 4000
 
 
-def test_a_run_without_an_engine_knows_nothing_of_speed(tmp_path: Path, facts: RunFacts) -> None:
+def test_a_run_without_an_engine_knows_nothing_of_speed(tmp_path: Path, facts: RunRow) -> None:
     row = run_row(facts, None, None)
     assert row["mfu"] is row["steps"] is row["ttft_p50_s"] is None
     with Meter(tmp_path, "m") as meter:
@@ -161,12 +160,12 @@ def test_a_run_without_an_engine_knows_nothing_of_speed(tmp_path: Path, facts: R
     assert idle["mfu"] is idle["roofline_s"] is idle["padding_share"] is idle["prompt_tokens_per_s"] is None
 
 
-def test_the_table_comes_back_as_it_was(tmp_path: Path, facts: RunFacts, machine: Hardware) -> None:
+def test_the_table_comes_back_as_it_was(tmp_path: Path, facts: RunRow, machine: Hardware) -> None:
     row = run_row(facts, machine, None)
     path = write_run(tmp_path / "res-report", row)
     assert path.name == "run-20261120T223000Z-abcdef.parquet"
     back = pq.read_table(path)
-    assert back.schema.equals(RUN_SCHEMA)
+    assert back.schema.equals(SCHEMAS[RUN])
     assert back.schema.metadata[b"batchinfer.format"] == str(TABLE_FORMAT).encode()
     found = back.to_pylist()[0]
     assert dict(found.pop("error_codes")) == {"bad_json": 2}
@@ -175,7 +174,7 @@ def test_the_table_comes_back_as_it_was(tmp_path: Path, facts: RunFacts, machine
     assert found == {name: row[name] for name in found}
 
 
-def test_duckdb_reads_all_runs(tmp_path: Path, facts: RunFacts) -> None:
+def test_duckdb_reads_all_runs(tmp_path: Path, facts: RunRow) -> None:
     for number in range(3):
         row = run_row(facts, None, None) | {"run_id": f"r{number}"}
         write_run(tmp_path, row)
@@ -184,7 +183,7 @@ def test_duckdb_reads_all_runs(tmp_path: Path, facts: RunFacts) -> None:
         assert connection.execute(query).fetchone() == (3, 2, None)
 
 
-def test_a_row_must_name_exactly_the_columns(tmp_path: Path, facts: RunFacts) -> None:
+def test_a_row_must_name_exactly_the_columns(tmp_path: Path, facts: RunRow) -> None:
     row = run_row(facts, None, None)
     with pytest.raises(ValueError, match="surprise"):
         write_run(tmp_path, row | {"surprise": 1})
@@ -195,7 +194,7 @@ def test_a_row_must_name_exactly_the_columns(tmp_path: Path, facts: RunFacts) ->
 
 
 def test_a_failed_rename_leaves_the_older_table(
-    tmp_path: Path, facts: RunFacts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, facts: RunRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_run(tmp_path, run_row(facts, None, None))
     before = path.read_bytes()
@@ -210,7 +209,7 @@ def test_a_failed_rename_leaves_the_older_table(
 
 
 def test_a_spool_is_finished_once(tmp_path: Path) -> None:
-    done = Spool(tmp_path / "x.parquet", RUN_SCHEMA)
+    done = Spool(tmp_path / "x.parquet", SCHEMAS[RUN])
     done.finish()
     done.abort()
     assert done.path.exists()
@@ -242,7 +241,7 @@ def test_run_ids_sort_by_time_and_differ() -> None:
 
 def test_leftovers_of_a_killed_run_are_swept(tmp_path: Path) -> None:
     path = folder.table_path(tmp_path, "steps", folder.new_run_id())
-    killed = Spool(path, RUN_SCHEMA)
+    killed = Spool(path, SCHEMAS[RUN])
     (tmp_path / "notes.tmp").touch()
     assert [p.name for p in folder.sweep(tmp_path)] == [f"{path.name}.tmp"]
     assert [p.name for p in tmp_path.iterdir()] == ["notes.tmp"]
@@ -253,7 +252,7 @@ def test_who_writes_beside_another_run_sweeps_nothing(tmp_path: Path) -> None:
     """Runs of one job for two dates share the folder."""
     lock = tmp_path / "report.lock"
     with folder.writing(tmp_path, lock):
-        theirs = Spool(folder.table_path(tmp_path, "steps", folder.new_run_id()), RUN_SCHEMA)
+        theirs = Spool(folder.table_path(tmp_path, "steps", folder.new_run_id()), SCHEMAS[RUN])
         with folder.writing(tmp_path, lock):
             assert list(tmp_path.glob("steps-*"))
     with folder.writing(tmp_path, lock):
@@ -265,8 +264,8 @@ def test_the_report_lies_beside_the_results() -> None:
     assert folder.report_folder(Path("/d/res")) == Path("/d/res-report")
 
 
-def test_write_row_leaves_nothing_on_a_wrong_value(tmp_path: Path, facts: RunFacts) -> None:
+def test_write_row_leaves_nothing_on_a_wrong_value(tmp_path: Path, facts: RunRow) -> None:
     row = run_row(facts, None, None) | {"rows": "many"}
     with pytest.raises((TypeError, ValueError)):
-        write_row(tmp_path / "x.parquet", RUN_SCHEMA, row)
+        write_row(tmp_path / "x.parquet", SCHEMAS[RUN], row)
     assert list(tmp_path.iterdir()) == []

@@ -21,9 +21,8 @@ from batchinfer.report import history as report_history
 from batchinfer.report.history import LEAST_S, Comparison
 from batchinfer.report.tables.columns import RUN
 from batchinfer.report.tables.folder import new_run_id, table_path, tables
-from batchinfer.report.tables.meter import Measured, Totals
-from batchinfer.report.tables.percentiles import UNKNOWN
-from batchinfer.report.tables.tables import RunFacts, run_row, write_run
+from batchinfer.report.tables.meter import Measured
+from batchinfer.report.tables.tables import run_row, write_run
 from batchinfer.verbs.history import history_of, share_of
 from batchinfer.verbs.query import asked
 from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Place, command, make_place
@@ -56,25 +55,27 @@ class Runs:
         known = {"model": "org/m@c", "dtype": "bfloat16", "quantization": "none", "trial": False}
         known |= {"exit_code": 0, "exit_status": "published"}
         name = facts.pop("hardware", "Test CPU")
-        given = RunFacts(
-            run_id=new_run_id(started), job="orders", output="/d/res", started_at=started,
-            finished_at=started + timedelta(seconds=engine_s + 5),
-            deterministic=False, rows=100, engine_s=engine_s, forecast_s=engine_s / 2, **(known | facts),
-        )  # fmt: skip
-        machine = Hardware(name, "cpu", 2, 2**34, {given.dtype or "": peak} if peak else {}, 1e11, "measured")
+        given = {
+            "run_id": new_run_id(started), "job": "orders", "output": "/d/res", "started_at": started,
+            "finished_at": started + timedelta(seconds=engine_s + 5),
+            "deterministic": False, "rows": 100, "engine_s": engine_s, "forecast_s": engine_s / 2,
+        } | known | facts  # fmt: skip
+        machine = Hardware(
+            name, "cpu", 2, 2**34, {given["dtype"] or "": peak} if peak else {}, 1e11, "measured"
+        )
         row = run_row(given, machine, measured(tokens - output, output, engine_s))
         write_run(self.report, row)
-        return given.run_id
+        return str(given["run_id"])
 
     def compared(self) -> Comparison:
         return history_of(self.report).comparison
 
 
 def measured(prompt: int, output: int, wall_s: float) -> Measured:
-    totals = Totals()
-    totals.steps, totals.requests = 10, 100
-    totals.prefill_tokens, totals.output_tokens, totals.step_s = prompt, output, wall_s
-    return Measured(totals, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN)
+    return {
+        "steps": 10, "computed_requests": 100, "prompt_tokens_run": prompt, "output_tokens": output,
+        "engine_wall_s": wall_s,
+    }  # fmt: skip
 
 
 @pytest.fixture
