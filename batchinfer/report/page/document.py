@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Iterator
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from batchinfer.core.text import printable
 from batchinfer.core.version import __version__
 from batchinfer.report.page.all_columns import all_columns
 from batchinfer.report.page.efficiency import efficiency
 from batchinfer.report.page.expensive import expensive
 from batchinfer.report.page.experts import experts
 from batchinfer.report.page.failures import failures
-from batchinfer.report.page.figures import html_prose, html_text
 from batchinfer.report.page.latency import latency
 from batchinfer.report.page.launches import launches
 from batchinfer.report.page.lengths import lengths
@@ -34,27 +39,41 @@ _SCRIPTS = ("echarts.min.js", "page.js")
 def page(run: ReportedRun) -> str:
     """The HTML of one run's page."""
     scripts = [_asset(name) for name in _SCRIPTS]
-    sections = list(_sections(run))
-    return f"""{MARK}<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{html_text(str(run.row["job"]))} – batchinfer report</title>
-<style>{_asset("page.css")}</style>
-</head>
-<body>
-<header>{heading(run.row)}{_notice(run.notice)}{tiles(run.row)}</header>
-<nav>{_links(sections)}</nav>
-<noscript><p>Charts need JavaScript; the tables below have the same numbers.</p></noscript>
-<main>
-{"".join(section.html() + chr(10) for section in sections)}</main>
-<footer>Written by batchinfer {html_text(__version__)} from the tables of its report, for a browser without a network.
-Charts by Apache ECharts (Apache-2.0).</footer>
-{"".join(f"<script>{script}</script>" + chr(10) for script in scripts)}</body>
-</html>
-"""
+    return MARK + _environment().get_template("page.html").render(
+        run=run,
+        heading=heading(run.row),
+        tiles=tiles(run.row),
+        sections=list(_sections(run)),
+        policy=_policy(scripts),
+        style=Markup(_asset("page.css")),
+        scripts=[Markup(script) for script in scripts],
+        version=__version__,
+    )
+
+
+@cache
+def _environment() -> Environment:
+    """Whatever a template shows is text that others may have written: no character of it is markup, steers the page, or
+    hides in it. Our own scripts and styles are marked."""
+    environment = Environment(
+        autoescape=True,
+        finalize=_printable,
+        loader=FunctionLoader(_asset),
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["prose"] = prose
+    return environment
+
+
+def _printable(value: object) -> object:
+    return value if isinstance(value, Markup) else printable(str(value))
+
+
+def prose(text: str) -> Markup:
+    """Sentences of ours; what stands between backquotes is code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(text)))))
 
 
 def _sections(run: ReportedRun) -> Iterator[PageSection]:
@@ -82,14 +101,6 @@ def _computed(run: ReportedRun) -> Iterator[PageSection]:
     yield from experts(run)
     yield expensive(run)
     yield latency(run)
-
-
-def _notice(text: str) -> str:
-    return f'<p class="notice">{html_prose(text)}</p>' if text else ""
-
-
-def _links(sections: list[PageSection]) -> str:
-    return " ".join(f'<a href="#{section.name}">{html_text(section.title)}</a>' for section in sections)
 
 
 def _policy(scripts: list[str]) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from html import escape
 from typing import Any
 
 from batchinfer.core.sizes import size
-from batchinfer.core.text import printable
 from batchinfer.core.units import UNKNOWN, count, percent, seconds, short
 
 _LONGEST_TEXT = 800  # characters of a cell; names of rows may be any length
@@ -46,30 +43,28 @@ class Figures:
     columns: tuple[Figure, ...]
     rows: Sequence[Sequence[Any]]
 
-    def html(self, name: str) -> str:
-        """A table element with this id. Numbers stand in `data-v` with all their digits."""
-        numeric = [any(_is_number(row[at]) for row in self.rows) for at in range(len(self.columns))]
-        head = "".join(map(_heading, self.columns, numeric))
-        body = "\n".join(f"<tr>{''.join(map(_cell, row, self.columns, numeric))}</tr>" for row in self.rows)
-        return f'<table id="{name}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+    @property
+    def headings(self) -> list[tuple[Figure, bool]]:
+        """Each column, and whether it has numbers."""
+        numeric = (any(_is_number(row[at]) for row in self.rows) for at in range(len(self.columns)))
+        return list(zip(self.columns, numeric, strict=True))
+
+    @property
+    def cells(self) -> Iterator[list[tuple[str, str, str]]]:
+        """Each row's cells: their class, a number's digits, all of them, and the text for people."""
+        headings = self.headings
+        for row in self.rows:
+            yield [_cell(value, *heading) for value, heading in zip(row, headings, strict=True)]
 
 
-def _heading(column: Figure, numeric: bool) -> str:
-    kind = ' class="n"' if numeric else ""
-    return (
-        f'<th scope="col"{kind} data-c="{column.name}" data-u="{column.unit}">{html_text(column.title)}</th>'
-    )
-
-
-def _cell(value: Any, column: Figure, numeric: bool) -> str:
+def _cell(value: Any, column: Figure, numeric: bool) -> tuple[str, str, str]:
     unit = column.unit
     if isinstance(value, Amount):
         value, unit = value.value, value.unit
     text = shown(value, unit)
-    digits = f' data-v="{value!r}"' if _is_number(value) else ""
-    kind = ' class="n"' if numeric else ' class="w"' if len(text) > _SHORT_TEXT else ""
+    kind = "n" if numeric else "w" if len(text) > _SHORT_TEXT else ""
     cut = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
-    return f"<td{kind}{digits}>{html_text(cut)}</td>"
+    return kind, repr(value) if _is_number(value) else "", cut
 
 
 def _is_number(value: Any) -> bool:
@@ -114,13 +109,3 @@ def prefixed(value: float, unit: str) -> str:
     """A figure with the metric prefix at its unit: 180 GFLOP/s."""
     size, letter = next((one for one in _PREFIXES if abs(value) >= one[0] * 0.9995), (1.0, ""))
     return f"{short(value / size)} {letter}{PREFIXED[unit]}"
-
-
-def html_prose(text: str) -> str:
-    """Sentences of ours; what stands between backquotes is code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", html_text(text))
-
-
-def html_text(text: str) -> str:
-    """Text that others may have written: no character of it is markup, steers the page, or hides in it."""
-    return escape(printable(text), quote=True)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.core.sizes import size
 from batchinfer.core.units import count, counted, percent, seconds, short
 from batchinfer.machine.hardware import coded_text
-from batchinfer.report.page.figures import Amount, Figure, Figures, html_text, shown
+from batchinfer.report.page.figures import Amount, Figure, Figures, shown
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.exit_status import is_published
 from batchinfer.report.tables.tables import RunRow
-
-_SHORT_FACT = 40  # characters that fit a line of a phone
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +24,25 @@ class Tile:
     value: str
     more: str = ""
 
-    def html(self) -> str:
-        more = f"<small>{html_text(self.more)}</small>" if self.more else ""
-        return f"<div><span>{html_text(self.name)}</span><b>{html_text(self.value)}</b>{more}</div>"
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """Which run it is."""
+
+    mark: str  # "good" or "bad"
+    status: str
+    started: str
+    facts: Sequence[str]
 
 
-def heading(row: RunRow) -> str:
+def heading(row: RunRow) -> Heading:
     """The page's first lines."""
-    status = row["exit_status"] or "ended"
     good = is_published(row["exit_status"]) and not row["exit_code"]
     code = f", exit code {row['exit_code']}" if row["exit_code"] else ""
-    facts = [
-        row["model"],
-        _device(row),
-        row["dtype"],
-        _weights(row),
-        "trial (--limit)" if row["trial"] else None,
-    ]
-    return (
-        f'<p class="kind">Report of a run</p><h1>{html_text(str(row["job"]))}</h1>'
-        f'<p><mark class="{"good" if good else "bad"}">{html_text(status + code)}</mark> '
-        f"{html_text(shown(row['started_at']))} · {html_text(str(row['run_id']))}</p>"
-        f'<p class="facts">{" · ".join(_fact(str(fact)) for fact in facts if fact)}</p>'
-    )
-
-
-def _fact(text: str) -> str:
-    """A short one stays on one line: `--limit` was broken behind its hyphens."""
-    return f"<span>{html_text(text)}</span>" if len(text) <= _SHORT_FACT else html_text(text)
+    trial = "trial (--limit)" if row["trial"] else None
+    facts = (row["model"], _device(row), row["dtype"], _weights(row), trial)
+    status = f"{row['exit_status'] or 'ended'}{code}"
+    return Heading("good" if good else "bad", status, shown(row["started_at"]), list(filter(None, facts)))
 
 
 def _device(row: RunRow) -> str | None:
@@ -65,12 +54,8 @@ def _weights(row: RunRow) -> str | None:
     return f"{coded_text(row['quantization'])} weights" if row["quantization"] not in (None, "none") else None
 
 
-def tiles(row: RunRow) -> str:
+def tiles(row: RunRow) -> Iterator[Tile]:
     """What is known, in large type."""
-    return f'<div class="tiles">{"".join(tile.html() for tile in _tiles(row))}</div>'
-
-
-def _tiles(row: RunRow) -> Iterator[Tile]:
     if row["rows"] is not None:
         yield _row_tile(row)
     engine = row["engine_wall_s"]

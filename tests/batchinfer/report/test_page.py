@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.samples import LAUNCH_MODES
-from batchinfer.report.page.document import MARK, page
-from batchinfer.report.page.figures import Figure, Figures, html_prose, shown
+from batchinfer.report.page.document import MARK, page, prose
+from batchinfer.report.page.figures import Figure, Figures, shown
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
 from batchinfer.report.page.overview import heading, tiles, work
 from batchinfer.report.page.prefix_tree import MOST_NODES
@@ -335,9 +335,12 @@ def test_bars_hold_every_length(least: int, more: int, place: float) -> None:
 
 
 def test_cells_have_all_digits_and_a_text_for_people() -> None:
-    html = Figures((Figure("a", "A", "s"), Figure("b", "B")), [(0.0123456789, "<b>"), (None, None)]).html("t")
-    assert '<td class="n" data-v="0.0123456789">12.3 ms</td><td>&lt;b&gt;</td>' in html
-    assert '<td class="n">–</td><td>–</td>' in html
+    table = Figures((Figure("a", "A", "s"), Figure("b", "B")), [(0.0123456789, "<b>"), (None, None)])
+    assert [numeric for _, numeric in table.headings] == [True, False]
+    assert list(table.cells) == [
+        [("n", "0.0123456789", "12.3 ms"), ("", "", "<b>")],
+        [("n", "", "–"), ("", "", "–")],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -370,18 +373,17 @@ def test_cost_energy_and_deadline_are_shown_where_they_are_known(tmp_path: Path)
              "deadline": datetime(2026, 11, 21, 6, tzinfo=UTC), "deadline_met": False}  # fmt: skip
     write_tables(tmp_path)
     run = read_run(tmp_path)
-    assert "deadline" not in ParsedPage(tiles(run.row)).text
-    text = ParsedPage(tiles(run.row | known)).text
-    for words in ("5.40 kJ", "0.25 J/token", "at 2.50 an hour", "missed2026-11-21 06:00:00 UTC"):
-        assert words in text
+    assert "deadline" not in [tile.name for tile in tiles(run.row)]
+    told = {(tile.value, tile.more) for tile in tiles(run.row | known)}
+    deadline = ("missed", "2026-11-21 06:00:00 UTC")
+    assert {("5.40 kJ", "0.25 J/token"), ("0.01", "at 2.50 an hour"), deadline} <= told
 
 
 def test_weights_in_codes_are_named_as_elsewhere(tmp_path: Path) -> None:
     write_tables(tmp_path)
     run = read_run(tmp_path)
     for quantization, told in (("stored", "stored fp8 weights"), ("int8", "int8 weights")):
-        text = ParsedPage(heading(run.row | {"quantization": quantization, "trial": False})).text
-        assert text.rstrip().endswith(f"· {told}")
+        assert heading(run.row | {"quantization": quantization, "trial": False}).facts[-1] == told
 
 
 GPU_FACTS = {
@@ -436,4 +438,4 @@ def test_experts_have_a_section_where_there_are_some(tmp_path: Path) -> None:
 
 
 def test_code_in_sentences_is_marked_and_nothing_else() -> None:
-    assert html_prose("run `a <b>` & more") == "run <code>a &lt;b&gt;</code> &amp; more"
+    assert prose("run `a <b>` & more") == "run <code>a &lt;b&gt;</code> &amp; more"
