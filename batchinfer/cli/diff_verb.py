@@ -11,7 +11,7 @@ import typer
 
 from batchinfer.cli.options import Json
 from batchinfer.cli.terminal import painted, say_json, say_verbatim
-from batchinfer.core.units import count, counted
+from batchinfer.core.wording import count, counted
 
 if TYPE_CHECKING:
     from batchinfer.data.results.diff import Difference, DifferingRows, ResultDiff

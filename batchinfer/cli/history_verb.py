@@ -9,7 +9,7 @@ import typer
 
 from batchinfer.cli.options import Json, Overrides, folder_or_job
 from batchinfer.cli.terminal import painted, say, say_json, tell_error
-from batchinfer.core.units import percent
+from batchinfer.core.wording import percent
 
 
 def history(

@@ -11,7 +11,7 @@ from batchinfer.cli.options import Json, Quiet
 from batchinfer.cli.terminal import painted, say, say_json, tell_error
 from batchinfer.core.errors import UsageError
 from batchinfer.core.hub import ModelName
-from batchinfer.core.sizes import size
+from batchinfer.core.wording import size
 from batchinfer.pipeline.workers.interrupts import Interrupts
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import typer
 
 from batchinfer.cli.options import Json
 from batchinfer.cli.terminal import say, say_json
-from batchinfer.core.sizes import size
 from batchinfer.core.text import printable
+from batchinfer.core.wording import size
 
 
 def report(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from batchinfer.core.sizes import size
+from batchinfer.core.wording import size
 from batchinfer.machine import hardware
 from batchinfer.machine.hardware import Hardware
 from batchinfer_kernels.tiles import Grant, tile_grant

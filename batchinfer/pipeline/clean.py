@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import InputMissing, Locked, StorageError
-from batchinfer.core.sizes import size
-from batchinfer.core.units import count, counted
+from batchinfer.core.wording import count, counted, size
 from batchinfer.data.results.find_state import find_state
 from batchinfer.data.results.join import used_rows
 from batchinfer.data.storage.state import StateFolder, state_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from statistics import median
 
-from batchinfer.core.units import UNKNOWN, count, percent, seconds, short
+from batchinfer.core.wording import UNKNOWN, count, percent, seconds, short
 from batchinfer.report.tables.exit_status import is_published
 
 HISTORY = "history"  # its name among the tables of `batchinfer query`

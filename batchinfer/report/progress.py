@@ -17,9 +17,8 @@ from typing import Any, Literal, TextIO
 from tqdm import tqdm
 
 from batchinfer.core.samples import StepSample
-from batchinfer.core.sizes import size
 from batchinfer.core.text import printable, with_near_paths
-from batchinfer.core.units import about, count, short
+from batchinfer.core.wording import about, count, short, size
 from batchinfer.report.expected_output import ExpectedOutput
 
 Phase = Literal[

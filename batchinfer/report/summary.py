@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
-from batchinfer.core.sizes import size
-from batchinfer.core.units import UNKNOWN, about, count, counted, percent, seconds, short
+from batchinfer.core.wording import UNKNOWN, about, count, counted, percent, seconds, short, size
 from batchinfer.machine.hardware import arithmetic_text
 from batchinfer.report.tables.exit_status import is_published
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchinfer.core.errors import InputMissing, Interrupted, StorageError
-from batchinfer.core.sizes import size
-from batchinfer.core.units import about, count, percent, seconds, short
+from batchinfer.core.wording import about, count, percent, seconds, short, size
 from batchinfer.data.results.find_state import find_state
 from batchinfer.data.results.manifest import read_manifest
 from batchinfer.data.storage.durable import FileOps, replace_bytes

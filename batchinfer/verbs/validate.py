@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchinfer.core.sizes import size
+from batchinfer.core.wording import size
 from batchinfer.data.storage.state import state_of
 from batchinfer.job import Job
 from batchinfer.plan.setup.dry_run import dry_run

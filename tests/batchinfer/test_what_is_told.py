@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.core.errors import StorageError, known
-from batchinfer.core.units import counted
+from batchinfer.core.wording import counted
 from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.report.tables.row_keys import write_rows

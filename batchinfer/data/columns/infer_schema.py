@@ -13,7 +13,7 @@ from typing import Any
 
 from batchinfer.core.errors import InputCorrupt, UsageError
 from batchinfer.core.request import RowError
-from batchinfer.core.units import counted
+from batchinfer.core.wording import counted
 from batchinfer.data.columns.inferred_schema import InferredSchema, NoJson
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.json_text import parse_value

@@ -7,7 +7,7 @@ from pathlib import Path
 import duckdb
 
 from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, StorageError
-from batchinfer.core.sizes import size
+from batchinfer.core.wording import size
 from batchinfer.data.input.input_file import QUERY, InputFile
 from batchinfer.data.input.rows import first_repeated
 from batchinfer.data.storage.duck import interruptible

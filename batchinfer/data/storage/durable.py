@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import OutputConflict, StorageError
-from batchinfer.core.sizes import sizes
+from batchinfer.core.wording import sizes
 
 TEMPORARY = ".tmp"
 _WRITE_BYTES = 1 << 20  # a Parquet file is written in hundreds of small pieces, 4 a column chunk

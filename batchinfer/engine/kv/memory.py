@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchinfer.core.errors import OutOfMemory
-from batchinfer.core.sizes import sizes
+from batchinfer.core.wording import sizes
 from batchinfer.engine.kv.table_sizes import TableSizes
 
 # Share of a CPU's memory that is left once the weights are loaded: tokenising, publishing and other programs share it

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.core.errors import OutOfMemory
-from batchinfer.core.sizes import size
+from batchinfer.core.wording import size
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits, GraphOps
 from batchinfer.engine.graphs.graph_capture import Capture, GraphRecorder
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs, SplitModel, graph_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchinfer.core.hub import GGUF
-from batchinfer.core.sizes import size
+from batchinfer.core.wording import size
 from batchinfer.models.checkpoint.config import decoder_config, is_supported, load_config, multimodal_of
 from batchinfer.models.checkpoint.packed import (
     PackedTensor,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from batchinfer.core.units import about
+from batchinfer.core.wording import about
 from batchinfer.job import Job
 from batchinfer.job.deadline import deadline_after
 from batchinfer.plan.forecast.engine import EngineForecast

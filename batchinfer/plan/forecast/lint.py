@@ -12,7 +12,7 @@ from typing import Any
 
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import RowError
-from batchinfer.core.units import count
+from batchinfer.core.wording import count
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import ingest, over_files
 from batchinfer.data.input.job_input import open_input

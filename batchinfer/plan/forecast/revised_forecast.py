@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from batchinfer.core.units import seconds
+from batchinfer.core.wording import seconds
 from batchinfer.report.progress import Progress
 
 # Answers that ended by themselves, and the share of the run's tokens: before that the run has mostly read prompts

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES
-from batchinfer.core.sizes import size
-from batchinfer.core.units import count, percent, seconds, short
+from batchinfer.core.wording import count, percent, seconds, short, size
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.forecast.job import JobForecast, Lengths
 from batchinfer.plan.forecast.lint import finding_text

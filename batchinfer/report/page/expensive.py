@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchinfer.core.units import percent
+from batchinfer.core.wording import percent
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection

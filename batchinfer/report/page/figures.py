@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from batchinfer.core.sizes import size
-from batchinfer.core.units import UNKNOWN, count, percent, seconds, short
+from batchinfer.core.wording import is_number, shown
 
 _LONGEST_TEXT = 800  # characters of a cell; names of rows may be any length
 _SHORT_TEXT = 32  # characters that are not broken into lines
-_SHARE = "0…1"
-_LEAST_SHARE = 0.0005  # what one decimal still shows
-# units with metric prefixes, and how they are written then
-PREFIXED = {"FLOP/s": "FLOP/s", "bytes/s": "B/s", "J": "J", "J/token": "J/token"}
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +39,7 @@ class Figures:
     @property
     def headings(self) -> list[tuple[Figure, bool]]:
         """Each column, and whether it has numbers."""
-        numeric = (any(_is_number(row[at]) for row in self.rows) for at in range(len(self.columns)))
+        numeric = (any(is_number(row[at]) for row in self.rows) for at in range(len(self.columns)))
         return list(zip(self.columns, numeric, strict=True))
 
     @property
@@ -64,48 +57,4 @@ def _cell(value: Any, column: Figure, numeric: bool) -> tuple[str, str, str]:
     text = shown(value, unit)
     kind = "n" if numeric else "w" if len(text) > _SHORT_TEXT else ""
     cut = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
-    return kind, repr(value) if _is_number(value) else "", cut
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def shown(value: Any, unit: str = "") -> str:
-    """A value as people read it."""
-    if value is None:
-        return UNKNOWN
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, datetime):
-        return f"{value:%Y-%m-%d %H:%M:%S} UTC"
-    if not _is_number(value):
-        return str(value)
-    return _number(value, unit)
-
-
-def _number(value: float, unit: str) -> str:
-    if unit == "s":
-        return seconds(value) if value >= 0 else f"−{seconds(-value)}"
-    if unit == _SHARE:
-        return _share(value)
-    if unit == "bytes":
-        return size(value)
-    if unit in PREFIXED:
-        return prefixed(value, unit)
-    if "/" in unit:
-        return f"{short(value)} {unit}"
-    return count(value) if isinstance(value, int) else short(value)
-
-
-def _share(value: float) -> str:
-    """A share that is not zero does not look like it."""
-    if value == 0 or abs(value) >= _LEAST_SHARE:
-        return percent(value).replace("-", "−")
-    return "< 0.1%" if value > 0 else "> −0.1%"
-
-
-def prefixed(value: float, unit: str) -> str:
-    """A figure with the metric prefix at its unit: 180 GFLOP/s."""
-    size, letter = next((one for one in _PREFIXES if abs(value) >= one[0] * 0.9995), (1.0, ""))
-    return f"{short(value / size)} {letter}{PREFIXED[unit]}"
+    return kind, repr(value) if is_number(value) else "", cut

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
-from batchinfer.core.sizes import size
-from batchinfer.core.units import seconds
+from batchinfer.core.wording import seconds, size
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.core.sizes import size
-from batchinfer.core.units import count, counted, percent, seconds, short
+from batchinfer.core.wording import count, counted, percent, seconds, short, shown, size
 from batchinfer.machine.hardware import coded_text
-from batchinfer.report.page.figures import Amount, Figure, Figures, shown
+from batchinfer.report.page.figures import Amount, Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.exit_status import is_published

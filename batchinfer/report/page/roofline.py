@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchinfer.core.units import percent
-from batchinfer.report.page.figures import Figure, Figures, prefixed
+from batchinfer.core.wording import percent, prefixed
+from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns import STEPS

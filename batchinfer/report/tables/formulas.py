@@ -55,9 +55,11 @@ def wall_s(row: Row) -> float:
 
 def host_s(row: Row) -> float | None:
     """What is left of the engine's time without the device's and without waiting for rows, and of the run's."""
-    engine_s = row["engine_s"]
-    rest = None if engine_s is None else engine_s - ((row["model_s"] or 0.0) + (row["waited_s"] or 0.0))
-    return known_sum("rest", "other_s")({"rest": rest, "other_s": row["other_s"]})
+    rest = row["engine_s"]
+    if rest is not None:
+        rest -= (row["model_s"] or 0.0) + (row["waited_s"] or 0.0)
+    total: float | None = known_sum("rest", "other_s")({"rest": rest, "other_s": row["other_s"]})
+    return total
 
 
 def energy_per_token(row: Row) -> float | None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.report.page.document import MARK, page, prose
-from batchinfer.report.page.figures import Figure, Figures, shown
+from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
 from batchinfer.report.page.overview import heading, tiles, work
 from batchinfer.report.page.prefix_tree import MOST_NODES
@@ -341,31 +341,6 @@ def test_cells_have_all_digits_and_a_text_for_people() -> None:
         [("n", "0.0123456789", "12.3 ms"), ("", "", "<b>")],
         [("n", "", "–"), ("", "", "–")],
     ]
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (180e9, "FLOP/s", "180 GFLOP/s"),
-        (33.4e9, "bytes/s", "33.4 GB/s"),
-        (790e12, "FLOP/s", "790 TFLOP/s"),
-        (4.3e12, "bytes/s", "4.30 TB/s"),
-        (0.25, "J/token", "0.25 J/token"),
-        (12.5, "FLOP/byte", "12.5 FLOP/byte"),
-        (27_300.0, "tokens/s", "27.3k tokens/s"),
-        (2452, "rows", "2,452"),
-        (0.05, "0…1", "5.0%"),
-        (0.0004, "0…1", "< 0.1%"),
-        (-0.0004, "0…1", "> −0.1%"),
-        (-0.018, "0…1", "−1.8%"),
-        (0.0, "0…1", "0%"),
-        (-2.0, "s", "−2 s"),
-        (True, "", "yes"),
-        (1 << 30, "bytes", "1 GiB"),
-    ],
-)
-def test_values_as_people_read_them(value: float, unit: str, text: str) -> None:
-    assert shown(value, unit) == text
 
 
 def test_cost_energy_and_deadline_are_shown_where_they_are_known(tmp_path: Path) -> None:

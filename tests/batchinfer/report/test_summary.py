@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.core import units
+from batchinfer.core import wording
 from batchinfer.core.text import json_line
 from batchinfer.report.summary import summary
 from batchinfer.report.tables.columns import RUN, SCHEMAS
@@ -173,27 +173,27 @@ def test_json_refuses_what_is_no_number() -> None:
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (units.short(None), "–"),
-        (units.short(0), "0"),
-        (units.short(950), "950"),
-        (units.short(999.7), "1.00k"),
-        (units.short(12_345), "12.3k"),
-        (units.short(1_200_000), "1.20M"),
-        (units.short(0.5), "0.50"),
-        (units.percent(0), "0%"),
-        (units.percent(0.005), "0.5%"),
-        (units.percent(0.41), "41%"),
-        (units.percent(1.0), "100%"),
-        (units.seconds(0), "0 ms"),
-        (units.seconds(0.0123), "12.3 ms"),
-        (units.seconds(0.9999), "1.00 s"),
-        (units.seconds(59.97), "1 min 0 s"),
-        (units.seconds(7530), "2 h 5 min"),
-        (units.about(0.2), "1 s"),
-        (units.about(61), "1 min"),
-        (units.about(3599), "59 min 59 s"),
-        (units.about(7200), "2 h 0 min"),
-        (units.count(2388), "2,388"),
+        (wording.short(None), "–"),
+        (wording.short(0), "0"),
+        (wording.short(950), "950"),
+        (wording.short(999.7), "1.00k"),
+        (wording.short(12_345), "12.3k"),
+        (wording.short(1_200_000), "1.20M"),
+        (wording.short(0.5), "0.50"),
+        (wording.percent(0), "0%"),
+        (wording.percent(0.005), "0.5%"),
+        (wording.percent(0.41), "41%"),
+        (wording.percent(1.0), "100%"),
+        (wording.seconds(0), "0 ms"),
+        (wording.seconds(0.0123), "12.3 ms"),
+        (wording.seconds(0.9999), "1.00 s"),
+        (wording.seconds(59.97), "1 min 0 s"),
+        (wording.seconds(7530), "2 h 5 min"),
+        (wording.about(0.2), "1 s"),
+        (wording.about(61), "1 min"),
+        (wording.about(3599), "59 min 59 s"),
+        (wording.about(7200), "2 h 0 min"),
+        (wording.count(2388), "2,388"),
     ],
 )
 def test_units(shown: str, expected: str) -> None:

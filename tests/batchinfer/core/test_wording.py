@@ -1,4 +1,4 @@
-"""Sizes as people read them."""
+"""Numbers and units as people read them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.core.sizes import size, sizes
+from batchinfer.core.wording import shown, size, sizes
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,28 @@ def test_two_sizes_have_the_digits_that_tell_them_apart() -> None:
 def test_two_different_sizes_never_look_alike(one: int, other: int) -> None:
     shown = sizes(one, other)
     assert (shown[0] == shown[1]) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (180e9, "FLOP/s", "180 GFLOP/s"),
+        (33.4e9, "bytes/s", "33.4 GB/s"),
+        (790e12, "FLOP/s", "790 TFLOP/s"),
+        (4.3e12, "bytes/s", "4.30 TB/s"),
+        (0.25, "J/token", "0.25 J/token"),
+        (12.5, "FLOP/byte", "12.5 FLOP/byte"),
+        (27_300.0, "tokens/s", "27.3k tokens/s"),
+        (2452, "rows", "2,452"),
+        (0.05, "0…1", "5.0%"),
+        (0.0004, "0…1", "< 0.1%"),
+        (-0.0004, "0…1", "> −0.1%"),
+        (-0.018, "0…1", "−1.8%"),
+        (0.0, "0…1", "0%"),
+        (-2.0, "s", "−2 s"),
+        (True, "", "yes"),
+        (1 << 30, "bytes", "1 GiB"),
+    ],
+)
+def test_values_as_people_read_them(value: float, unit: str, text: str) -> None:
+    assert shown(value, unit) == text
