@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Literal, TextIO
-
-from tqdm import tqdm
+from typing import Literal, TextIO
 
 from batchinfer.core.samples import StepSample
 from batchinfer.core.text import printable, with_near_paths
@@ -32,6 +29,7 @@ LINE_EVERY_S = 30.0
 BAR_EVERY_S = 0.1
 SPARE_COLUMNS = 3  # right of the bar: the terminal writes ^C there without breaking the line
 ERASE_LINE = "\r\x1b[2K"
+BLOCKS, ASCII_BLOCKS = " ▏▎▍▌▋▊▉█", " 123456789#"  # what a bar ends with, from nothing to a whole column
 RATE_WINDOW_S = (
     30.0  # the rate is that of the last seconds: a mixed job's first steps say little about its last
 )
@@ -39,19 +37,13 @@ RATE_SAMPLE_S = 1.0
 RECORD_EVERY_S = 2.0  # for who looks from outside; a record is a small file
 
 
-class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """tqdm without its watchdog thread and its inter-process lock: one process draws one bar."""
-
-    monitor_interval = 0
-    _lock = threading.RLock()
-
-
 class _Screen:
     """A stream that may go away (a closed terminal, a pipe without a reader): from then on nothing is written."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
-        self.encoding = getattr(stream, "encoding", None)  # tqdm draws blocks where it holds them
+        encoding = getattr(stream, "encoding", None) or ""
+        self.blocks = BLOCKS if encoding.lower().startswith("utf") else ASCII_BLOCKS
         # a dumb terminal can neither return to the line's start nor erase it
         self.draws = stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -170,7 +162,7 @@ class Progress:
         self._quiet = quiet
         self._clock, self._today = clock, today
         self._work: _Work | None = None
-        self._bar: Any = None
+        self._has_bar = False
         self._recorder: Recorder | None = None
         self._next_record = 0.0
         self._errors: Counter[str] = Counter()
@@ -263,7 +255,7 @@ class Progress:
         if self._quiet or now < self._next_draw:
             return
         self._next_draw = now + (BAR_EVERY_S if self._screen.draws else LINE_EVERY_S)
-        if self._bar is not None:
+        if self._has_bar:
             self._draw(work, now)
         elif not self._screen.draws:
             self._line(line_of(work, now))
@@ -284,21 +276,21 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Lines of their own, above the bar; also where progress itself is quiet."""
-        if self._bar is None:
+        if not self._has_bar or self._work is None:
             self._line(text)
             return
         self._screen.write(ERASE_LINE)  # with the ^C of a terminal that echoes it
         self._line(text)
-        self._bar.refresh()
+        self._draw(self._work, self._clock())
 
     def close(self) -> None:
         """End the present phase; its bar leaves its last state on the screen, unless it counted nothing."""
-        if self._bar is not None and self._work is not None:
-            self._screen.write(ERASE_LINE)
+        if self._has_bar and self._work is not None:
             self._draw(self._work, self._clock())
-            self._bar.leave = self._work.done > 0 or self._work.phase in UNCOUNTED
-            self._bar.close()
-        self._bar = None
+            stays = self._work.done > 0 or self._work.phase in UNCOUNTED
+            self._screen.write("\n" if stays else ERASE_LINE)
+            self._screen.flush()
+        self._has_bar = False
         self._work = None
 
     def _begin(self, work: _Work) -> None:
@@ -306,9 +298,8 @@ class Progress:
         self._work = work
         work.mark(self._clock())
         if self._screen.draws and not self._quiet:
-            self._bar = _Bar(file=self._screen, bar_format="{desc}")
+            self._has_bar = True
             self._draw(work, self._clock())
-
         self._record(work, self._clock())
 
     def _record(self, work: _Work, now: float) -> None:
@@ -336,20 +327,26 @@ class Progress:
         self._screen.flush()
 
     def _draw(self, work: _Work, now: float) -> None:
-        self._bar.n, self._bar.total = work.share or 0, 1
-        self._bar.bar_format = _bar_format(work, now)
-        self._bar.ncols = max(20, shutil.get_terminal_size().columns - SPARE_COLUMNS)
-        self._bar.refresh()
+        columns = max(20, shutil.get_terminal_size().columns - SPARE_COLUMNS)
+        self._screen.write(f"{ERASE_LINE}{drawn(work, now, columns, self._screen.blocks)}")
+        self._screen.flush()
 
 
-def _bar_format(work: _Work, now: float) -> str:
-    """tqdm draws {bar} as long as there is room; the rest is ours."""
+def drawn(work: _Work, now: float, columns: int, blocks: str) -> str:
+    """One line of a terminal, with a bar as long as there is room."""
     if work.phase in UNCOUNTED:
-        return f"{work.phase} …"
+        return f"{work.phase} …"[:columns]
     figures = " · ".join([_amount(work), *_details(work, now)])
     if work.share is None:
-        return f"{work.phase} {figures}"
-    return f"{work.phase} {_percent(work.share):>4}|{{bar}}| {figures}"
+        return f"{work.phase} {figures}"[:columns]
+    head, tail = f"{work.phase} {_percent(work.share):>4}|", f"| {figures}"
+    return f"{head}{bar(work.share, max(1, columns - len(head) - len(tail)), blocks)}{tail}"[:columns]
+
+
+def bar(share: float, width: int, blocks: str) -> str:
+    """So much of the width filled with the last of the blocks, and the column in which it ends with a smaller one."""
+    whole, part = divmod(int(share * width * (len(blocks) - 1)), len(blocks) - 1)
+    return f"{blocks[-1] * whole}{blocks[part]}".ljust(width)[:width]
 
 
 def _amount(work: _Work) -> str:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.report.expected_output import FEWEST
-from batchinfer.report.progress import Progress
+from batchinfer.report.progress import ASCII_BLOCKS, BLOCKS, Progress, bar
 from tests.batchinfer.cli.screen import lines_on
 
 
@@ -166,6 +166,17 @@ def test_a_phase_that_counted_nothing_leaves_no_line(clock: Clock) -> None:
         progress.phase("reading")
         progress.phase("planning")
     assert lines_on(screen.getvalue()) == ["planning …"]
+
+
+@given(share=st.floats(0, 1), width=st.integers(1, 200))
+def test_a_bar_is_as_long_as_its_share(share: float, width: int) -> None:
+    for blocks in (BLOCKS, ASCII_BLOCKS):
+        drawn = bar(share, width, blocks)
+        assert len(drawn) == width
+        steps = len(blocks) - 1
+        filled = sum(blocks.index(block) for block in drawn)
+        assert filled == int(share * width * steps)
+        assert list(drawn) == sorted(drawn, key=blocks.index, reverse=True)
 
 
 def test_a_note_stands_above_the_bar(clock: Clock) -> None:
