@@ -53,7 +53,7 @@ class ExpectedOutput:
         )  # what answers have of their most; how many had ended when that was guessed
 
     def step(self, tokens: int, running: int, engine: int) -> None:
-        """So many tokens were given to answers, by an engine that has so many rows in work."""
+        """Count tokens that an engine gave to answers, while it had `running` rows in work."""
         self._said += tokens
         self._in_work.setdefault(engine, _InWork()).step(running)
 

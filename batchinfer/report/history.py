@@ -83,7 +83,7 @@ def history_sql(run: str) -> str:
 
 
 def unfit(run: PastRun) -> str | None:
-    """Why the speed of a run says nothing about the machine or the engine; None where it does."""
+    """Say why the speed of a run says nothing about the machine or the engine; None where it does."""
     if run.trial:
         return "a trial"
     if not run.tokens or run.total_tokens_per_s is None or run.engine_wall_s is None:
@@ -107,7 +107,7 @@ _SAME = {
 
 
 def incomparable(run: PastRun, newest: PastRun) -> str | None:
-    """Why a run says nothing about the speed that `newest` should have; None where it does."""
+    """Say why a run says nothing about the speed that `newest` should have; None where it does."""
     if (reason := unfit(run)) is not None:
         return reason
     for name, said in _SAME.items():
@@ -198,7 +198,7 @@ def trends(runs: Sequence[PastRun], limit: int) -> list[tuple[PastRun, float | N
 
 
 def verdict(found: Comparison) -> Iterator[str]:
-    """What a comparison says, a line at a time."""
+    """Say what a comparison shows, a line at a time."""
     if found.run_id is None:
         yield (
             f"speeds are not compared: no finished run computed for {seconds(LEAST_S)} or longer; shorter runs "
@@ -238,7 +238,7 @@ def history_lines(found: Sequence[tuple[PastRun, float | None]]) -> list[str]:
 
 
 def _placed(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Texts to the left, figures to the right."""
+    """Align texts to the left and figures to the right."""
     for at, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         yield cell.ljust(width) if at < 2 else cell.rjust(width)
 

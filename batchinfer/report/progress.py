@@ -190,17 +190,17 @@ class Progress:
         self._begin(_Work("downloading", bytes=received, total_bytes=total))
 
     def received(self, received: int) -> None:
-        """So many bytes of the download are there in all."""
+        """Take note of how many bytes of the download are there in all."""
         self._current().bytes = received
         self.tick()
 
     def rows(self, number: int) -> None:
-        """So many more rows were read or published."""
+        """Count more rows that were read or published."""
         self._current().rows += number
         self.tick()
 
     def read(self, rows: int, bytes_read: int, bytes_total: int) -> None:
-        """So many rows, and bytes of the input files, were read in all."""
+        """Take note of how many rows, and bytes of the input files, were read in all."""
         work = self._current()
         work.rows, work.bytes, work.total_bytes = rows, bytes_read, bytes_total
         self.tick()
@@ -223,7 +223,7 @@ class Progress:
             self._record(self._work, self._clock())
 
     def failed(self, codes: Mapping[str, int]) -> None:
-        """So many more rows are error rows, by their codes."""
+        """Count more error rows, by their codes."""
         self._errors.update(codes)
 
     def finished(
@@ -333,7 +333,7 @@ class Progress:
 
 
 def drawn(work: _Work, now: float, columns: int, blocks: str) -> str:
-    """One line of a terminal, with a bar as long as there is room."""
+    """Draw a phase as one line of a terminal, with a bar as long as there is room."""
     if work.phase in UNCOUNTED:
         return f"{work.phase} …"[:columns]
     figures = " · ".join([_amount(work), *_details(work, now)])
@@ -344,7 +344,7 @@ def drawn(work: _Work, now: float, columns: int, blocks: str) -> str:
 
 
 def bar(share: float, width: int, blocks: str) -> str:
-    """So much of the width filled with the last of the blocks, and the column in which it ends with a smaller one."""
+    """Fill that share of the width with the largest block, and the column in which it ends with a smaller one."""
     whole, part = divmod(int(share * width * (len(blocks) - 1)), len(blocks) - 1)
     return f"{blocks[-1] * whole}{blocks[part]}".ljust(width)[:width]
 

@@ -155,7 +155,7 @@ def _lost(row: Row) -> str:
 
 
 def _launched(row: Row) -> str:
-    """On a GPU."""
+    """Say how a GPU's steps were launched."""
     launched = launch_text(row)
     if launched is None:
         return ""
@@ -165,7 +165,10 @@ def _launched(row: Row) -> str:
 
 
 def launch_text(row: Row, prefix: str = "") -> str | None:
-    """How steps were launched, in which shares; `prefix`: of the names of the columns. None where it is not known."""
+    """Say which shares of the steps were launched in which way; None where it is not known.
+
+    `prefix`: what the names of the columns begin with.
+    """
     steps = {mode: row.get(f"{prefix}{mode}_steps") for mode in LAUNCH_MODES}
     known = {mode: number for mode, number in steps.items() if number is not None}
     whole = sum(known.values())
@@ -176,7 +179,7 @@ def launch_text(row: Row, prefix: str = "") -> str | None:
 
 
 def _guided(row: Row) -> str:
-    """What constraints did."""
+    """Say what constraints did."""
     if not row["constrained_requests"]:
         return ""
     constrained, steered, forced = row["constrained_requests"], row["steered_requests"], row["forced_tokens"]
@@ -192,7 +195,7 @@ def _time(row: Row) -> str:
 
 
 def _forecast(row: Row) -> str:
-    """Beside what came of it."""
+    """Compare the forecast with what came of it."""
     if row["forecast_s"] is None or row["forecast_error"] is None:
         return ""
     tokens, ran = row["forecast_output_tokens"], row["output_tokens"]
@@ -222,7 +225,7 @@ def _memory(row: Row) -> str:
 
 
 def _cost(row: Row) -> str:
-    """What the machine's time cost, and its energy."""
+    """Say what the machine's time cost, and how much energy it took."""
     parts = []
     if row["cost"] is not None:
         parts.append(f"{row['cost']:,.2f} at {row['price_per_hour']:g} an hour")

@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 def all_columns(run: ReportedRun) -> PageSection:
-    """No chart: names, values and meanings."""
+    """Show names, values and meanings, without a chart."""
     rows = [
         (
             column.name,

@@ -90,7 +90,7 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _computed(run: ReportedRun) -> Iterator[PageSection]:
-    """What the engine did."""
+    """Sections about what the engine did."""
     yield from timeline(run)
     yield roofline(run)
     yield from efficiency(run)

@@ -37,7 +37,7 @@ _COLUMNS = (
 
 
 def expensive(run: ReportedRun) -> PageSection:
-    """One bar for each of a few requests."""
+    """Draw a bar for each of the requests that took longest."""
     title = "Most expensive requests"
     ((share,),) = run.fetch(_SHARE.format(requests=run.own(REQUESTS)))
     if share is None:

@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def experts(run: ReportedRun) -> Iterator[PageSection]:
-    """Nothing for models without experts."""
+    """Draw the loads by layer; there is no section for models without experts."""
     if not run.has(EXPERTS):
         return
     found = run.fetch(_LAYERS.format(experts=f"{run.own(EXPERTS)} AS experts"))

@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def failures(run: ReportedRun) -> PageSection:
-    """One bar for each code."""
+    """Draw a bar for each error code."""
     title, row = "Error rows", run.row
     if row["rows_error"] is None:
         return PageSection(

@@ -20,7 +20,7 @@ _COLUMNS = (Figure("percentile", "percentile"), *(Figure(f"{n}_s", t, "s") for n
 
 
 def latency(run: ReportedRun) -> PageSection:
-    """One line for each latency."""
+    """Draw a line for each latency."""
     title = "Latency percentiles"
     if not run.has(REQUESTS):
         return PageSection("latency", title, run.lacks(REQUESTS))

@@ -29,7 +29,7 @@ _TITLES: dict[LaunchMode, str] = {
 
 
 def launches(run: ReportedRun) -> Iterator[PageSection]:
-    """Nothing for runs on a CPU, and of versions that did not count it."""
+    """Compare the ways of launching; runs on a CPU, and of versions that did not count it, have no section."""
     if run.row["eager_steps"] is None:
         return
     options = {"category": "mode", "bars": ["steps_share", "tokens_share"], "unit": "0…1", "horizontal": True}

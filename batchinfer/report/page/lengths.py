@@ -26,7 +26,7 @@ _WHAT = (("prompt_tokens", "prompts", "Prompt lengths"), ("completion_tokens", "
 
 
 def lengths(run: ReportedRun) -> Iterator[PageSection]:
-    """Two histograms."""
+    """Draw a histogram of prompts and one of answers."""
     if not run.has(REQUESTS):
         yield PageSection("prompts", "Lengths", run.lacks(REQUESTS))
         return
@@ -68,7 +68,10 @@ def _range(first: int, behind: int) -> str:
 
 
 def bin_edges(least: int, median: float, most: int) -> list[int]:
-    """Where bars begin, ascending, and where the last ends: of equal, round widths, or each √2 times the one before."""
+    """Return where bars begin, ascending, and where the last ends.
+
+    They have equal, round widths, or each is √2 times as wide as the one before.
+    """
     if most <= max(MOST_BARS, _SKEWED * median):
         width = _nice_width(most - least + 1)
         first = least // width * width

@@ -38,7 +38,7 @@ _COLUMNS = (
 
 
 def prefix_tree(run: ReportedRun) -> PageSection:
-    """Nested boxes, their area the tokens that were saved."""
+    """Draw nested boxes, their area the tokens that were saved."""
     title = "Shared prefixes"
     if not run.has(PREFIXES):
         why = "Nothing to show: no prompts of this run shared a prefix of a KV block or more."
@@ -64,7 +64,7 @@ def prefix_tree(run: ReportedRun) -> PageSection:
 
 
 def _others(number: int, sums: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """One row for all that are not shown."""
+    """Sum up all prefixes that are not shown in one row."""
     _, cached, saved, device_s = sums
     left = (cached - sum(row[5] for row in rows), saved - sum(row[6] for row in rows))
     time = None if device_s is None else max(0.0, device_s - sum(row[7] or 0.0 for row in rows))

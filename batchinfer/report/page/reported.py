@@ -28,7 +28,7 @@ class ReportedRun:
         return found
 
     def own(self, table: str) -> str:
-        """What to read in SQL for this run's rows of a table."""
+        """Return what SQL reads for this run's rows of a table."""
         return f'(SELECT * FROM "{table}" WHERE run_id = {_literal(self.row["run_id"])})'
 
     def has(self, table: str) -> bool:

@@ -61,7 +61,7 @@ def roofline(run: ReportedRun) -> PageSection:
 
 
 def _peaks(row: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Of one engine, since a step is one engine's."""
+    """Return the peaks of one engine, since a step is one engine's."""
     flops, bytes_per_s = (row[f"peak_{unit}_per_s"] for unit in ("flops", "bytes"))
     engines = row["replicas"] or 1  # older versions knew of one only
     return None if flops is None else flops / engines, None if bytes_per_s is None else bytes_per_s / engines

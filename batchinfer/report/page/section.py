@@ -20,7 +20,7 @@ class Chart:
 
     @property
     def json(self) -> str:
-        """How it is to be drawn."""
+        """The chart's kind and options, as page.js reads them."""
         options = {"kind": self.kind, **self.options}
         return json.dumps(options, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
 

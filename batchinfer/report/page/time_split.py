@@ -51,7 +51,7 @@ _MEANINGS = {column.name: re.sub("^of [^:]*: |`", "", column.meaning) for column
 
 
 def time_split(run: ReportedRun) -> PageSection:
-    """Two bars that each add up to their whole."""
+    """Draw two bars that each add up to their whole."""
     row = run.row
     new = any(row[column] is not None for _, column in _WALL[1])
     rows = [

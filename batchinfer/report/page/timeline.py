@@ -68,7 +68,7 @@ _BINS = (
 
 
 def timeline(run: ReportedRun) -> Iterator[PageSection]:
-    """Three charts with one axis of time."""
+    """Draw three charts with one axis of time."""
     if not run.has(STEPS):
         yield PageSection("throughput", "Over time", run.lacks(STEPS))
         return

@@ -59,7 +59,7 @@ class _Prices(NamedTuple):
 
 @dataclass(slots=True)
 class Apportionment:
-    """Of one engine's steps, of which there is one at least. `add` all requests first; `shares` says what each got."""
+    """Splits one engine's steps, at least one: `add` all requests first; `shares` says what each got."""
 
     steps: Columns
     attention: Floats  # 0…1, attention's share of each step
@@ -135,7 +135,7 @@ class Apportionment:
         return _Prices(*map(_before, each))
 
     def _of_the_finished(self, values: Floats, tokens: Floats) -> Floats:
-        """Without what requests took that never finished. What steps took of which no request is found, such as those
+        """Leave out what requests took that never finished. What steps took of which no request is found, such as those
         whose rows had all ended, is spread over the others."""
         kept = np.where(tokens > _LITTLE, values, 0.0)
         useful = self.steps["prompt_tokens"] + self.steps["decode_tokens"]

@@ -222,7 +222,7 @@ def _by_engine(
 
 
 def _shares(requests: Columns, engines: Mapping[float, Apportionment]) -> dict[str, Share]:
-    """Of these requests, whichever engine ran them. Those of an engine without a step got nothing."""
+    """Split the columns among these requests, whichever engine ran them; an engine without a step gives nothing."""
     count = len(requests["engine"])
     found = {name: Share(np.zeros(count), np.zeros(count)) for name in ("model_s", "bytes", "roofline_s")}
     for number, engine in engines.items():

@@ -40,14 +40,14 @@ class StepCounts:
 
     @classmethod
     def useful(cls, steps: Columns) -> StepCounts:
-        """As FLOPs and bytes count it: without padding and recomputation."""
+        """Count as FLOPs and bytes do: without padding and recomputation."""
         tokens = steps["prompt_tokens"] + steps["decode_tokens"]
         return cls(
             tokens, steps["sampled_tokens"], steps["pairs"], steps["kv_tokens"], steps["copied_tokens"]
         )
 
     def plus(self, tokens: Floats) -> StepCounts:
-        """With further tokens. What these attend to is not recorded."""
+        """Add tokens, without what they attend to, which is not recorded."""
         return replace(self, tokens=self.tokens + tokens)
 
 
@@ -61,7 +61,7 @@ def kind_seconds(cost: ModelCost, peaks: Peaks, counts: StepCounts) -> dict[str,
 
 
 def _operator_seconds(operator: OperatorCost, peaks: Peaks, counts: StepCounts) -> Floats:
-    """As `OperatorCost.of` and `Cost.seconds` have it, for many steps at once."""
+    """Do for many steps at once what `OperatorCost.of` and `Cost.seconds` do for one."""
     integer = _sum(operator, counts, "coded_ops")
     computing = (_sum(operator, counts, "flops") - integer) / peaks.flops_per_s
     computing += integer / (peaks.coded_ops_per_s or peaks.flops_per_s)
@@ -89,7 +89,7 @@ def _sum(operator: OperatorCost, counts: StepCounts, unit: Literal["flops", "byt
 
 
 def attention_share(cost: ModelCost, peaks: Peaks | None, steps: Columns) -> Floats:
-    """Which share of each step's roofline is attention's; without peaks, of its FLOPs."""
+    """Return which share of each step's roofline is attention's; without peaks, of its FLOPs."""
     found = kind_seconds(cost, peaks or Peaks(1.0, np.inf), StepCounts.useful(steps))
     whole = sum(found.values(), np.zeros(len(steps["pairs"])))
     return np.divide(found["attention"], whole, out=np.zeros_like(whole), where=whole > 0)

@@ -50,7 +50,7 @@ class EarlierSteps:
 
 
 def earlier_lengths(folder: Path) -> EarlierLengths | None:
-    """Of the newest runs that finished any request; None: there are none. A file that cannot be read is ignored."""
+    """Read the lengths of the newest runs that finished a request, but of no unreadable file; None: no such run."""
     found = []
     for path in reversed(tables(folder, REQUESTS)):
         read = _columns(path, ("prompt_tokens", "completion_tokens", "cut"), MOST_REQUESTS)
@@ -65,7 +65,7 @@ def earlier_lengths(folder: Path) -> EarlierLengths | None:
 
 
 def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
-    """Of the newest runs whose run table says the same of hardware and arithmetic as `alike`."""
+    """Read the steps of the newest runs whose run table says the same of hardware and arithmetic as `alike`."""
     found = []
     for path in reversed(tables(folder, STEPS)):
         run = path.with_name(path.name.replace(STEPS, RUN, 1))
@@ -107,7 +107,10 @@ def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
 
 
 def _columns(path: Path, names: Sequence[str], most: int) -> dict[str, NDArray[Any]] | None:
-    """None for a file that is gone, damaged or older than one of the columns: a forecast can do without it."""
+    """Read columns of a table.
+
+    None for a file that is gone, damaged or older than one of the columns: a forecast can do without it.
+    """
     try:
         with pq.ParquetFile(path) as file:
             batch = next(file.iter_batches(batch_size=most, columns=list(names)), None)

@@ -39,7 +39,7 @@ def known_sum(*names: str) -> Formula:
 
 
 def cost_of(seconds: str) -> Formula:
-    """The price of the machine for the time in that column."""
+    """Return the price of the machine for the time in that column."""
 
     def cost(row: Row) -> float | None:
         price, took = row["price_per_hour"], row[seconds]
@@ -54,7 +54,7 @@ def wall_s(row: Row) -> float:
 
 
 def host_s(row: Row) -> float | None:
-    """What is left of the engine's time without the device's and without waiting for rows, and of the run's."""
+    """Return what is left of the engine's time without the device's and without waiting for rows, and of the run's."""
     rest = row["engine_s"]
     if rest is not None:
         rest -= (row["model_s"] or 0.0) + (row["waited_s"] or 0.0)

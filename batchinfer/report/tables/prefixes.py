@@ -119,7 +119,7 @@ class PrefixNodes:
         return split
 
     def _of_each(self) -> Floats:
-        """Seconds that each request of a node gets of it and of the nodes above."""
+        """Return the seconds that each request of a node gets of it and of the nodes above."""
         if self._each is None:
             each = self._seconds / np.maximum(1, self._finished)
             total, above = each.copy(), self._parents
@@ -152,7 +152,7 @@ class PrefixNodes:
 
 
 def _fixed(keys: NDArray[np.uint8]) -> pa.FixedSizeBinaryArray:
-    """Keys as Arrow has them."""
+    """Return keys as an Arrow array."""
     data = pa.py_buffer(np.ascontiguousarray(keys))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(KEY_BYTES), len(keys), [None, data])
 
