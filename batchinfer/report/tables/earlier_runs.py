@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,39 +52,14 @@ class EarlierSteps:
 
 def earlier_lengths(folder: Path) -> EarlierLengths | None:
     """Read the lengths of the newest runs that finished a request, but of no unreadable file; None: no such run."""
-    found = []
-    for path in reversed(tables(folder, REQUESTS)):
-        read = _columns(path, ("prompt_tokens", "completion_tokens", "cut"), MOST_REQUESTS)
-        if read is not None and len(read["prompt_tokens"]):
-            found.append(read)
-        if len(found) == NEWEST:
-            break
-    if not found:
-        return None
-    joined = _joined(found)
-    return EarlierLengths(len(found), joined["prompt_tokens"], joined["completion_tokens"], joined["cut"])
+    found = list(islice(_newest(folder, REQUESTS, ("prompt_tokens", "completion_tokens", "cut")), NEWEST))
+    return EarlierLengths(len(found), *_joined(found).values()) if found else None
 
 
 def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
     """Read the steps of the newest runs whose run table says the same of hardware and arithmetic as `alike`."""
-    found = []
-    for path in reversed(tables(folder, STEPS)):
-        run = path.with_name(path.name.replace(STEPS, RUN, 1))
-        told = _columns(run, tuple(alike), 1)
-        if told is None or not _says(told, alike):
-            continue
-        read = _columns(path, STEP_COLUMNS, MOST_REQUESTS)
-        if read is not None and len(read["running"]):
-            found.append(read)
-        if len(found) == NEWEST:
-            break
+    found = list(islice(_newest(folder, STEPS, STEP_COLUMNS, alike), NEWEST))
     return EarlierSteps(len(found), _joined(found)) if found else None
-
-
-def _says(told: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
-    """Whether a run's columns have these values. None is null, of which Arrow makes NaN for NumPy."""
-    found = {name: told[name][0] for name in alike}
-    return {name: None if value != value else value for name, value in found.items()} == dict(alike)
 
 
 def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
@@ -91,19 +67,35 @@ def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
 
     None: there are none.
     """
-    joules = seconds = 0.0
-    found = 0
-    for path in reversed(tables(folder, RUN)):
-        told = _columns(path, (*alike, "energy_j", "engine_wall_s"), 1)
-        if told is None or not _says(told, alike):
-            continue
-        energy, took = told["energy_j"][0], told["engine_wall_s"][0]
-        if energy is None or took is None or not (energy > 0 and took > 0):  # NaN is Arrow's null in NumPy
-            continue
-        joules, seconds, found = joules + float(energy), seconds + float(took), found + 1
-        if found == NEWEST:
-            break
-    return joules / seconds if found else None
+    runs = _newest(folder, RUN, ("energy_j", "engine_wall_s"), alike)
+    known = (
+        run for run in runs if run["energy_j"][0] > 0 and run["engine_wall_s"][0] > 0
+    )  # NaN is Arrow's null
+    found = list(islice(known, NEWEST))
+    if not found:
+        return None
+    joined = _joined(found)
+    return float(joined["energy_j"].sum() / joined["engine_wall_s"].sum())
+
+
+def _newest(
+    folder: Path, table: str, names: Sequence[str], alike: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, NDArray[Any]]]:
+    """Read columns of the runs that left rows in a table, newest first; with `alike`, of those that it describes."""
+    for path in reversed(tables(folder, table)):
+        if alike is not None:
+            told = _columns(path.with_name(path.name.replace(table, RUN, 1)), tuple(alike), 1)
+            if told is None or not _says(told, alike):
+                continue
+        read = _columns(path, names, MOST_REQUESTS)
+        if read is not None and len(read[names[0]]):
+            yield read
+
+
+def _says(told: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
+    """Whether a run's columns have these values. None is null, of which Arrow makes NaN for NumPy."""
+    found = {name: told[name][0] for name in alike}
+    return {name: None if value != value else value for name, value in found.items()} == dict(alike)
 
 
 def _columns(path: Path, names: Sequence[str], most: int) -> dict[str, NDArray[Any]] | None:

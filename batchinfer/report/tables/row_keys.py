@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.report.tables.columns import ROWS, SCHEMAS
 from batchinfer.report.tables.folder import table_path
-from batchinfer.report.tables.spool import TEMPORARY, naming, sync_and_rename
+from batchinfer.report.tables.spool import Spool
 
 BATCH_ROWS = 65_536  # 4 MiB of keys as text
 KEY_BYTES = 32
@@ -24,21 +24,10 @@ def write_rows(folder: Path, run_id: str, parts: Sequence[Path]) -> Path:
     `parts` are Parquet files with `row_id` and `key` (binary); rows without a key became no request and are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = table_path(folder, ROWS, run_id)
-    temporary = path.with_name(path.name + TEMPORARY)
-    try:
-        with naming(path):
-            writer = pq.ParquetWriter(temporary, SCHEMAS[ROWS], compression="zstd", use_dictionary=["run_id"])
+    with Spool(table_path(folder, ROWS, run_id), SCHEMAS[ROWS], dictionary=["run_id"]) as spool:
         for batch in _batches(parts):
-            with naming(path):
-                writer.write_batch(_row_batch(run_id, batch))
-        with naming(path):
-            writer.close()
-        sync_and_rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return path
+            spool.write(pa.Table.from_batches([_row_batch(run_id, batch)]))
+        return spool.finish()
 
 
 def _batches(parts: Sequence[Path]) -> Iterator[pa.RecordBatch]:

@@ -31,8 +31,12 @@ class Spool:
         schema: pa.Schema,
         buffer_rows: int = BUFFER_ROWS,
         given: Sequence[str] | None = None,
+        dictionary: bool | list[str] = True,
     ) -> None:
-        """`given`: the columns in the order in which rows give them, if that is not the schema's."""
+        """`given`: the columns in the order in which rows give them, if that is not the schema's.
+
+        `dictionary`: columns of which Parquet tries to store each value once.
+        """
         self.path = path
         self.rows = 0
         self._temporary = path.with_name(path.name + TEMPORARY)
@@ -42,7 +46,7 @@ class Spool:
         self._buffer: list[tuple[Any, ...]] = []
         with naming(path):
             self._writer: pq.ParquetWriter | None = pq.ParquetWriter(
-                self._temporary, schema, compression="zstd"
+                self._temporary, schema, compression="zstd", use_dictionary=dictionary
             )
 
     def __enter__(self) -> Spool:
