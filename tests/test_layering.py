@@ -82,7 +82,8 @@ RULES = (
         (*TORCH, "batchinfer_kernels.cpu", "batchinfer_kernels.gpu", "batchinfer.models.ops"),
         "the parent process stays free of torch",
     ),
-    Rule(("batchinfer.report",), TEXT, "the report reads plain numbers"),
+    Rule(("batchinfer.report",), ("tokenizers", "transformers"), "the report reads plain numbers"),
+    Rule(("batchinfer.report.tables",), TEXT, "only the page has templates"),
     Rule(("batchinfer.plan.order",), (*TEXT, "batchinfer.models", "batchinfer.report"), "the order is pure"),
     Rule(
         ("batchinfer.models.files", "batchinfer.models.spec", "batchinfer.models.families"),
