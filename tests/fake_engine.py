@@ -171,9 +171,15 @@ class FakeEngine:
         return FakeOutput(completions, requests, sample)
 
     def _hang(self) -> None:
-        """Do nothing for so long, which by default is for ever; FAKE_ENGINE_HANG_UNTIMED: and say that it may."""
+        """Do nothing for so long, which by default is for ever; FAKE_ENGINE_HANG_UNTIMED: and say that it may, as a
+        graph's capture does, in which a kernel is compiled."""
         seconds = float(os.environ.get("FAKE_ENGINE_HANG_S", "3600"))
-        with self._untimed() if "FAKE_ENGINE_HANG_UNTIMED" in os.environ else nullcontext():
+        if "FAKE_ENGINE_HANG_UNTIMED" not in os.environ:
+            time.sleep(seconds)
+            return
+        with self._untimed():
+            with self._untimed():
+                pass
             time.sleep(seconds)
 
     def _delay(self) -> None:

@@ -101,6 +101,8 @@ def load_model(
     Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
     """
     device, threads = _settled(config)
+    if device.type == "cuda":
+        _announce_compilations(untimed)
     source = source or checkpoint_source(config.model, config.kv_cache, config.quantization == "stored")
     arithmetic = _arithmetic(config, device)
     # no longer than what runs: a checkpoint may name billions of positions
@@ -275,6 +277,13 @@ def _device(config: EngineConfig) -> torch.device:
             "engine.device is cuda, and torch finds no CUDA device; use device: cpu, or check the driver"
         )
     return torch.device(config.device)
+
+
+def _announce_compilations(untimed: Untimed) -> None:
+    """Let no watchdog take the compilation of a kernel for a hang: new sizes may come up in mid-job."""
+    from batchinfer_kernels.gpu.compilations import announce_compilations
+
+    announce_compilations(untimed)
 
 
 def _device_name(device: torch.device) -> str:

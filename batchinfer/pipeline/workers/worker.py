@@ -109,7 +109,7 @@ class _Worker:
     """A reader thread fills the inbox, so that a parent that sends never waits for a worker that sends."""
 
     def __init__(self, spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
-        self._connection = connection
+        self._connection, self._untimed_blocks = connection, 0
         module, _, name = spec.factory.partition(":")
         make = getattr(importlib.import_module(module), name)
         built = make(spec.config, *_beside(spec), self._untimed, self._agreed)
@@ -193,12 +193,15 @@ class _Worker:
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
-        """What is done inside takes as long as it takes: the parent is not to take that for a hang."""
+        """Tell the parent that what is done inside takes as long as it takes, and is no hang. May be nested: kernels
+        are compiled while a graph is captured."""
+        self._untimed_blocks += 1
         self._connection.send(Pulse(untimed=True))
         try:
             yield
         finally:
-            self._connection.send(Pulse())
+            self._untimed_blocks -= 1
+            self._connection.send(Pulse(untimed=self._untimed_blocks > 0))
 
     def _collect(self, output: Any) -> None:
         self._done.completions += output.completions

@@ -1,0 +1,48 @@
+"""Compilations are announced: whoever watches the process learns that a launch may take long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+CODE = """
+from contextlib import contextmanager
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from batchinfer_kernels.gpu.compilations import announce_compilations
+from batchinfer_kernels.gpu.mask import _mask_kernel
+from tests.kernels.gpu.aot import StubDriver
+
+@contextmanager
+def compiling():
+    print("compiling")
+    yield
+    print("done")
+
+def launch(tile):
+    print(tile)
+    logits, rows, bits = torch.empty(2, 64), torch.arange(2), torch.empty(2, 2, dtype=torch.int32)
+    _mask_kernel.warmup(logits, 64, 64, rows, bits, 2, TILE=tile, grid=(1,))
+
+driver.set_active(StubDriver(GPUTarget("cuda", 90, 32)))
+announce_compilations(compiling)
+"""
+
+
+def told(launches: str) -> list[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", CODE + launches]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_each_compilation_is_announced_once() -> None:
+    found = told("launch(64)\nlaunch(64)\nlaunch(32)\n")
+    assert found == ["64", "compiling", "done", "64", "32", "compiling", "done"]
+
+
+def test_a_failed_compilation_does_not_keep_the_next_one_silent() -> None:
+    """A tile that is no power of two is refused by the compiler."""
+    found = told("try: launch(63)\nexcept Exception as error: print(type(error).__name__)\nlaunch(64)\n")
+    assert found == ["63", "compiling", "CompilationError", "64", "done", "compiling", "done"]
