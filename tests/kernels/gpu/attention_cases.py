@@ -1,18 +1,25 @@
-"""What the attention tests share: poisoned paged caches, tolerances, launches for the compiler."""
+"""What the tests of attention share: paged caches with poison around what may be read, the kernels as functions of such
+a case, and launches for the compiler."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
+from batchinfer_kernels.gpu.decode_attention import decode_attention
+from batchinfer_kernels.gpu.paged_attention import paged_attention
+from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.paged_attention import paged_attention_lse_reference
 from batchinfer_kernels.rope_store import coded_reference
 
+SCALE = 0.2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Units in the last place of the dtype, at values of about 1: weights and sums are rounded once each
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -46,10 +53,30 @@ class Case:
     def scales(self) -> dict[str, Tensor | None]:
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
-    def reference(self, scale, window=None, **extras) -> tuple[Tensor, Tensor]:
-        return paged_attention_lse_reference(
-            *self.tensors, self.queries, self.contexts, scale, window, **self.scales, **extras
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor(self.contexts, dtype=torch.int32, device=self.q.device)
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(self.q.dtype, self.q.shape[1], self.k.shape[1], self.q.shape[2])
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Poisoned places for the values and the log-sum-exps."""
+        lse = torch.full(self.q.shape[:2], float("nan"), device=self.q.device)
+        return {"out": torch.full_like(self.q, float("nan")), "lse": lse}
+
+    def reference(self, window=None, sinks=None, **extras) -> tuple[Tensor, Tensor]:
+        """Return values and log-sum-exps. A query of a sequence without keys, which is padding, gets 0 and its sink."""
+        real = torch.tensor([context > 0 for n, context in self.chunks for _ in range(n)], dtype=torch.bool)
+        out, lse = torch.zeros_like(self.q), self.outputs()["lse"]
+        lse[:] = float("-inf") if sinks is None else sinks
+        queries = [n if context else 0 for n, context in self.chunks]
+        q, *caches = self.tensors
+        out[real], lse[real] = paged_attention_lse_reference(
+            q[real], *caches, queries, self.contexts, SCALE, window, sinks=sinks, **self.scales, **extras
         )
+        return out, lse
 
 
 def paged_case(
@@ -105,10 +132,10 @@ def sharing(case: Case, block_size: int, prefixes: list[tuple[list[int], int]]) 
     return case
 
 
-def left_behind(case: Case, window: int, block_size: int = 16) -> Case:
-    """`case` with the blocks poisoned that the window of each chunk's first query has left."""
+def left_behind(case: Case, window: int) -> Case:
+    """Return `case` with the blocks poisoned that the window of each chunk's first query has left."""
     for row, (queries, context) in enumerate(case.chunks):
-        left = case.table[row, : max(0, context - queries - window + 1) // block_size].long()
+        left = case.table[row, : max(0, context - queries - window + 1) // case.k.shape[2]].long()
         for cache in (case.k, case.v):
             cache[left] = float("nan")
     return case
@@ -123,14 +150,54 @@ def coded(cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def splits_of(contexts, case: Case, window=None, segment=None, deterministic=False, longest=None) -> Splits:
-    """Of single queries that share nothing. `longest`: of a graph."""
+    """Return the items for single queries that share nothing. `longest`: the bound of contexts in a graph."""
     lengths = np.array(contexts, np.int64)
     splitter = Splitter(case.k.shape[1], case.q.device, deterministic, longest)
     return splitter.split(lengths, np.zeros_like(lengths), window, segment)
 
 
-def poisoned_like(q: Tensor) -> Tensor:
-    return torch.full_like(q, float("nan"))
+def prefill(case: Case, window=None, **extras) -> tuple[Tensor, Tensor]:
+    outputs = case.outputs()
+    prefill_attention(
+        *case.tensors, case.queries, case.contexts, SCALE, window, **outputs, **case.scales, **extras
+    )
+    return outputs["out"], outputs["lse"]
+
+
+def decode(
+    case: Case, window=None, segment=None, longest=None, planned=None, deterministic=False, **extras
+) -> tuple[Tensor, Tensor]:
+    """`longest`: the bound of contexts in a graph; `planned`: the contexts before they grew."""
+    outputs = case.outputs()
+    splits = splits_of(planned or case.contexts, case, window, segment, deterministic, longest)
+    decode_attention(
+        *case.tensors,
+        case.lengths,
+        splits,
+        SCALE,
+        window,
+        deterministic=deterministic,
+        **outputs,
+        **case.scales,
+        **extras,
+    )
+    return outputs["out"], outputs["lse"]
+
+
+def attend_sharing(case: Case, prefixes, window=None, **extras) -> tuple[Tensor, Tensor]:
+    """`prefixes`: (sequences, keys), as `sharing` takes them."""
+    outputs, shared = case.outputs(), [SharedPrefix(*p) for p in prefixes]
+    plan = plan_attention(case.queries, case.contexts, case.shape, case.q.device, shared, windows=[window])
+    paged_attention(*case.tensors, plan, SCALE, window, **outputs, **case.scales, **extras)
+    return outputs["out"], outputs["lse"]
+
+
+def check(case: Case, attend, window=None, soft_cap=None, sinks=None, **how: Any) -> None:
+    """`attend`: one of the three above; `how`: its own arguments."""
+    rules = {"soft_cap": soft_cap, "sinks": sinks}
+    found = attend(case, window=window, **rules, **how)
+    for got, wanted in zip(found, case.reference(window, **rules), strict=True):
+        assert_near(got, wanted, case.q.dtype)
 
 
 def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -143,40 +210,27 @@ def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 
 def launch_prefill(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
-    from batchinfer_kernels.gpu.prefill_attention import prefill_attention
-
     case, extras = compiled_case(((100, 300),), dtype, dim, group, block_size, soft_cap, codes)
-    prefill_attention(
-        *case.tensors, case.queries, case.contexts, 0.1, window, **extras, deterministic=deterministic
-    )
+    prefill(case, window, deterministic=deterministic, **extras)
 
 
 def launch_decode(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
-    """With one item a row, and with several."""
-    from batchinfer_kernels.gpu.decode_attention import decode_attention
-
+    """Launch decode attention with one item a row, and with several."""
     case, extras = compiled_case(((1, 300),) * 2, dtype, dim, group, block_size, soft_cap, codes)
-    lengths = torch.full((2,), 300, dtype=torch.int32)
     for planned in (300, 3000):
-        splits = splits_of([planned] * 2, case, window, 512, deterministic)
-        decode_attention(*case.tensors, lengths, splits, 0.1, window, **extras, deterministic=deterministic)
+        decode(case, window, 512, planned=[planned] * 2, deterministic=deterministic, **extras)
 
 
 def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
-    from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, plan_attention
-    from batchinfer_kernels.gpu.paged_attention import paged_attention
-
     case, extras = compiled_case(((1, 1100), (1, 1100)), dtype, dim, group, block_size, soft_cap, codes)
-    shape = AttentionShape(getattr(torch, dtype), 2 * group, 2, dim, deterministic)
+    shape = replace(case.shape, deterministic=deterministic)
     prefixes = [SharedPrefix([0, 1], 1024)]
     plan = plan_attention(case.queries, case.contexts, shape, "cpu", prefixes, windows=[window])
-    paged_attention(*case.tensors, plan, 0.1, window, **extras)
+    paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scales)
 
 
-def compiled_case(chunks, dtype, dim, group, block_size, soft_cap, codes):
+def compiled_case(chunks, dtype, dim, group, block_size, soft_cap, codes) -> tuple[Case, dict[str, Any]]:
+    """Return the case, and a soft cap with sinks: few models have both, but one launch shows all that they take."""
     cache_dtype = None if codes is None else getattr(torch, codes)
     case = paged_case(chunks, 2, group, dim, block_size, getattr(torch, dtype), cache_dtype)
-    sinks = (
-        None if soft_cap is None else torch.zeros(2 * group)
-    )  # what few models have, one launch has all of
-    return case, {"soft_cap": soft_cap, "sinks": sinks, **case.scales}
+    return case, {"soft_cap": soft_cap, "sinks": None if soft_cap is None else torch.zeros(2 * group)}

@@ -27,7 +27,7 @@ def counted_bytes(case, out: torch.Tensor) -> int:
 def test_single_queries(cache_dtype) -> None:
     case = paged_case([(1, 5), (1, 33), (1, 2)], 2, 3, 80, dtype=torch.bfloat16, cache_dtype=cache_dtype)
     with FlopCounterMode(display=False) as counter:
-        out, _ = case.reference(0.2)
+        out, _ = case.reference()
     cost = attention_cost(3, 40, 40, 6, 2, 80, 2, cache_dtype is not None)
     assert (cost.flops, cost.bytes) == (counter.get_total_flops(), counted_bytes(case, out))
 
@@ -36,13 +36,13 @@ def test_single_queries(cache_dtype) -> None:
 def test_chunks_attend_what_they_see(window) -> None:
     """Query by query: the reference multiplies what a mask hides too, where a chunk is more than one."""
     case, pairs, flops = paged_case([(6, 20), (3, 5)], 1, 2), 0, 0
-    out, _ = case.reference(0.2, window)
+    out, _ = case.reference(window)
     for row, (queries, context) in enumerate(case.chunks):
         for at in range(context - queries, context):
             seen = at + 1 if window is None else min(at + 1, window)
             single = paged_case([(1, seen)], 1, 2, seed=row)
             with FlopCounterMode(display=False) as counter:
-                single.reference(0.2)
+                single.reference()
             pairs, flops = pairs + seen, flops + counter.get_total_flops()
     cost = attention_cost(9, pairs, 25, 2, 1, 64, 4)
     assert (cost.flops, cost.bytes) == (flops, counted_bytes(case, out))

@@ -1,0 +1,307 @@
+"""The three attention kernels (prefill, decode, shared prefixes) equal the reference; what is not used is poisoned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer_kernels.gpu import attention_launch, part_room
+from batchinfer_kernels.gpu.attention_parts import Own, Parts
+from batchinfer_kernels.gpu.attention_plan import Room, SharedPrefix, plan_attention
+from batchinfer_kernels.gpu.decode_attention import decode_attention
+from batchinfer_kernels.gpu.paged_attention import paged_attention
+from batchinfer_kernels.gpu.prefill_attention import prefill_attention, prefill_items, prefill_tokens
+from batchinfer_kernels.gpu.prefix_attention import attend_prefixes
+from batchinfer_kernels.paged_attention import paged_attention_lse_reference
+from tests.examples import first_of
+from tests.kernels.gpu.attention_cases import (
+    DTYPES,
+    SCALE,
+    Case,
+    assert_near,
+    attend_sharing,
+    check,
+    decode,
+    left_behind,
+    paged_case,
+    prefill,
+    sharing,
+    splits_of,
+)
+
+# (queries, context): none, one, a whole prompt, chunks behind a cached part, around a block's and a tile's end
+CHUNKS = ((1, 1), (5, 5), (3, 17), (0, 9), (17, 33), (16, 16), (15, 47), (1, 64), (34, 65))
+LENGTHS = (0, 1, 15, 16, 17, 64, 129, 300)
+# Three levels, a group beside them, a sequence alone, and one that ends with what it shares; 16 keys a block
+CONTEXTS = (300, 420, 321, 513, 400, 200, 260, 90, 129)
+PREFIXES = [([0, 1, 2, 3, 4], 128), ([1, 2, 3, 4], 192), ([3, 4], 384), ([8, 5, 6], 128)]
+SHARED = [SharedPrefix(*p) for p in PREFIXES]
+
+
+def singles(lengths) -> list[tuple[int, int]]:
+    return [(1, n) for n in lengths]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to attend, and the steps that show all of it."""
+
+    attend: Any
+    chunks: Any
+    windows: tuple[int, ...]  # that end within what these steps have
+    few: Any = ()  # chunks for other sizes of heads and blocks
+    prefixes: Any = None
+
+    def case(self, chunks=None, block_size=16, **options) -> Case:
+        case = paged_case(self.chunks if chunks is None else chunks, block_size=block_size, **options)
+        return case if self.prefixes is None else sharing(case, block_size, self.prefixes)
+
+
+KERNELS = {
+    "prefill": Kernel(prefill, CHUNKS, (1, 16, 40), ((9, 9), (2, 40), (3, 127), (1, 32))),
+    "fixed prefill": Kernel(partial(prefill, deterministic=True), CHUNKS, (1, 40), ((9, 9), (2, 40))),
+    "decode in parts": Kernel(
+        partial(decode, segment=64), singles(LENGTHS), (1, 40, 200), singles((9, 32, 129, 140))
+    ),
+    "decode": Kernel(partial(decode, segment=512), singles(LENGTHS), (16, 200), singles((9, 100))),
+    "prefixes": Kernel(
+        partial(attend_sharing, prefixes=PREFIXES),
+        singles(CONTEXTS),
+        (1, 100, 150, 350),
+        singles(CONTEXTS),
+        PREFIXES,
+    ),
+}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request) -> Kernel:
+    return KERNELS[request.param]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sequences_of_any_length_share_a_launch(kernel, dtype, device) -> None:
+    check(kernel.case(dtype=dtype, device=device), kernel.attend)
+
+
+@pytest.mark.parametrize(("name", "window"), [(name, w) for name, k in KERNELS.items() for w in k.windows])
+def test_a_window_hides_what_is_behind_it(name, window, device) -> None:
+    case = KERNELS[name].case(device=device)
+    if name != "prefixes":  # whose blocks are those of sequences that still see them, too
+        left_behind(case, window)
+    check(case, KERNELS[name].attend, window)
+
+
+@pytest.mark.parametrize(("soft_cap", "sunk"), [(1.5, False), (None, True), (2.0, True)])
+def test_soft_cap_and_sinks(kernel, soft_cap, sunk, device) -> None:
+    case = kernel.case(device=device)
+    sinks = torch.linspace(-1, 2, case.q.shape[1], device=device) if sunk else None
+    check(case, kernel.attend, soft_cap=soft_cap, sinks=sinks)
+    if kernel.prefixes is None:
+        check(case, kernel.attend, 20, soft_cap, sinks)
+
+
+# K and V heads, queries for each, values of a head, keys of a block: padded in each of these, and not
+SIZES = [(1, 1, 128, 32), (3, 3, 80, 48), (1, 7, 256, 128), (2, 16, 72, 16), (2, 2, 96, 64), (1, 5, 160, 16)]
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "dim", "block_size"), first_of(SIZES, 3))
+def test_sizes_of_heads_and_blocks(kernel, kv_heads, group, dim, block_size, device) -> None:
+    if kernel.prefixes is not None:  # which end with blocks
+        block_size = {48: 16, 128: 64}.get(block_size, block_size)
+    dtype = torch.float32 if dim == 80 else torch.float16
+    sizes = {"kv_heads": kv_heads, "group": group, "dim": dim, "dtype": dtype}
+    check(kernel.case(kernel.few, block_size, device=device, **sizes), kernel.attend)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_caches_of_codes(kernel, dtype, cache_dtype, device) -> None:
+    check(kernel.case(kernel.few, dtype=dtype, cache_dtype=cache_dtype, device=device), kernel.attend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [prefill, decode])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "block_size"),
+    [(1, 5, 80, 32), (2, 4, 128, 16), (1, 8, 256, 64), (3, 1, 100, 128)],
+)
+def test_sweep(way, dtype, deterministic, kv_heads, group, dim, block_size, device) -> None:
+    chunks = singles((0, 1, block_size - 1, block_size, block_size + 1, 255, 256, 257, 600))
+    segments = (64, 256)
+    if way is prefill:
+        chunks = [(n, n + before) for n in (1, 2, 37) for before in (0, 1, block_size, block_size + 1, 150)]
+        segments = (64,)
+    case = paged_case(chunks, kv_heads, group, dim, block_size, dtype, device=device)
+    for window in (None, 1, 33, 1000):
+        for segment in segments:
+            check(case, way, window, deterministic=deterministic, segment=segment)
+
+
+# ---- prefill alone
+
+
+def test_small_values_keep_their_bits_in_float16(device) -> None:
+    case = paged_case(((3, 17),), dtype=torch.float16, cache_dtype=torch.int8, device=device)
+    wanted, _ = case.reference()
+    case.v_scale *= 2.0**-14
+    assert_near(prefill(case)[0].float() * 2**14, wanted, torch.float16)
+
+
+def test_q_may_be_a_part_of_a_wider_tensor(device) -> None:
+    case = paged_case(((3, 17), (4, 4)), device=device)
+    wide = torch.full((7, 12, 64), float("nan"), device=device)
+    wide[:, 3:7] = case.q
+    case.q = wide[:, 3:7]
+    check(case, prefill)
+
+
+def test_items_are_tiles_of_queries_with_the_most_work_first() -> None:
+    items = prefill_items([5, 0, 3, 1], [5, 9, 103, 8], 4, torch.device("cpu"))
+    assert items.tolist() == [[2, 5, 3, 100], [3, 8, 1, 7], [0, 4, 1, 4], [0, 0, 4, 0]]
+
+
+def test_only_the_rows_of_given_items_are_written(device) -> None:
+    case = paged_case(((3, 17), (2, 9), (4, 4)), device=device)
+    most = prefill_tokens(torch.float32, 64, 2)
+    items = prefill_items([3, 0, 4], [17, 9, 4], most, torch.device(device), np.array([0, 3, 5]))
+    out, wanted = case.outputs()["out"], case.reference()[0]
+    prefill_attention(*case.tensors, [], [], SCALE, items=items, out=out)
+    assert out[3:5].isnan().all()
+    assert_near(out[[0, 1, 2, 5, 6, 7, 8]], wanted[[0, 1, 2, 5, 6, 7, 8]], torch.float32)
+
+
+def test_what_prefill_does_not_cover_is_refused(device) -> None:
+    with pytest.raises(ValueError, match="17 heads"):
+        prefill(paged_case(((1, 4),), kv_heads=1, group=17, device=device))
+    case = paged_case(((1, 4),), device=device)
+    with pytest.raises(ValueError, match="caches of"):
+        prefill(replace(case, k=case.k.int(), v=case.v.int()))
+    with pytest.raises(ValueError, match="block tables"):
+        prefill(replace(case, table=case.table.long()))
+    with pytest.raises(ValueError, match="tiles of"):
+        prefill(case, segment=31)
+
+
+# ---- decode alone
+
+
+def test_items_that_a_graph_has_too_many_do_nothing(device, monkeypatch) -> None:
+    for module in (attention_launch, part_room):
+        monkeypatch.setattr(module, "PROGRAMS_PER_PROCESSOR", 24)
+    monkeypatch.setattr(attention_launch, "LEAST_SEGMENT", 64)
+    case = paged_case(singles(LENGTHS), device=device)
+    splits = splits_of(case.contexts, case, longest=1000)
+    assert sorted(splits.items[:, 0].tolist()) == [*[-1] * 7, 1, 2, 3, 4, 5, *[6] * 3, *[7] * 5]
+    check(case, decode, longest=1000)
+    check(paged_case(singles((0, 1, 3)), device=device), decode, longest=1000)
+
+
+def test_a_row_that_has_grown_is_read_to_its_end(device) -> None:
+    for window in (None, 70):
+        case = paged_case(singles((0, 3, 70, 300)), device=device)
+        check(case, decode, window, segment=64, planned=(0, 1, 65, 129))
+
+
+def test_rows_choose_queries_and_sequences(device) -> None:
+    """Single queries stand between chunks of other sequences: only their rows are written."""
+    case = paged_case(((3, 17), (1, 100), (2, 9), (1, 30)), device=device)
+    rows = torch.tensor([[3, 1], [6, 3]], dtype=torch.int32, device=device)
+    for segment in (64, 256):
+        outputs, splits = case.outputs(), splits_of((100, 30), case, segment=segment)
+        decode_attention(*case.tensors, case.lengths, splits, SCALE, rows=rows, **outputs)
+        for got, wanted in zip(outputs.values(), case.reference(), strict=True):
+            assert_near(got[[3, 6]], wanted[[3, 6]], torch.float32)
+            assert got[[0, 1, 2, 4, 5]].isnan().all()
+
+
+def test_nothing_to_do(device) -> None:
+    case = paged_case(((0, 4), (0, 0)), device=device)
+    assert prefill(case)[0].shape == (0, 4, 64)
+    assert decode_attention(*case.tensors, case.lengths[:0], splits_of((), case), SCALE).shape == (0, 4, 64)
+
+
+def test_what_does_not_fit_decode_is_refused(device) -> None:
+    case = paged_case(singles((9, 20)), device=device)
+    lengths, splits = case.lengths, splits_of(case.contexts, case)
+    for wrong in (lengths.long(), lengths[:1]):
+        with pytest.raises(ValueError, match="lengths are"):
+            decode_attention(*case.tensors, wrong, splits, SCALE)
+    with pytest.raises(ValueError, match="rows are"):
+        decode_attention(*case.tensors, lengths, splits, SCALE, rows=lengths[:, None])
+    with pytest.raises(ValueError, match="window of None, for 2 with 7"):
+        decode_attention(*case.tensors, lengths, splits, SCALE, 7)
+    with pytest.raises(ValueError, match="1 rows"):
+        decode_attention(*case.tensors, lengths, splits_of((9,), case), SCALE)
+    with pytest.raises(ValueError, match="1 block tables"):
+        decode_attention(*replace(case, table=case.table[:1]).tensors, lengths, splits, SCALE)
+
+
+# ---- shared prefixes alone
+
+
+def test_more_rows_than_a_tile_has_and_more_keys_than_a_segment(device) -> None:
+    prefixes = [(list(range(20)), 512)]
+    case = paged_case(singles(range(513, 533)), 1, 4, block_size=64, device=device)
+    check(sharing(case, 64, prefixes), attend_sharing, prefixes=prefixes)
+
+
+def test_levels_for_which_there_is_no_room_are_read_by_each_row(monkeypatch, device) -> None:
+    monkeypatch.setattr(part_room, "LEVELS", 1)
+    case = KERNELS["prefixes"].case(device=device)
+    starts = plan_attention(case.queries, case.contexts, case.shape, device, SHARED).starts
+    assert starts.tolist() == [128, 128, 128, 128, 128, 128, 128, 0, 128]
+    check(case, KERNELS["prefixes"].attend)
+
+
+def test_chunks_in_the_group_read_their_keys_themselves(device) -> None:
+    chunks = singles(CONTEXTS)
+    chunks[2], chunks[5], chunks[7] = (17, 321), (3, 200), (0, 90)
+    check(KERNELS["prefixes"].case(chunks, device=device), KERNELS["prefixes"].attend)
+
+
+def test_shared_parts_by_themselves(device) -> None:
+    """What the kernel leaves in a row's places is attention over these keys alone."""
+    case = KERNELS["prefixes"].case(device=device)
+    plan = plan_attention(case.queries, case.contexts, case.shape, device, SHARED)
+    assert plan.prefixes is not None
+    own = Own(plan.contexts, plan.splits_of(None), None, plan.prefixes.starts, plan.prefixes.places)
+    parts = Parts.of(case.q, plan.prefixes.parts, 2)
+    for tensor in (parts.values, parts.lses):
+        tensor.fill_(float("nan"))
+    attend_prefixes(plan.prefixes, own, parts, *case.tensors, SCALE, None, None, None, None, False)
+    values, lses, counts = parts.values, parts.lses, plan.prefixes.places.diff()
+    assert counts.tolist() == [1, 2, 2, 3, 3, 1, 1, 0, 1], "no row has room for others' levels"
+    first = torch.tensor([0, 1, 2, 3, 4, 5, 6, 8])
+    wanted, lse = paged_attention_lse_reference(
+        case.q[first], case.k, case.v, case.table[first], [1] * 8, [128] * 8, SCALE
+    )
+    places = plan.prefixes.places[first].long()
+    assert_near(values[places], wanted, torch.float32)
+    assert_near(lses[places] * 0.6931471805599453, lse, torch.float32)
+    assert values[: plan.prefixes.parts].isfinite().all(), "all places of what is shared are filled"
+    assert values[plan.prefixes.parts :].isnan().all(), "own parts' places, which are not this kernel's"
+
+
+def test_a_room_pads_and_a_plan_is_refilled(device) -> None:
+    """A captured graph is replayed like this: the launches of one plan, the lengths and groups of another."""
+    room = Room(longest=600, sharing=(20, 12, 30))
+    first = KERNELS["prefixes"].case(device=device)
+    plan = plan_attention(first.queries, first.contexts, first.shape, device, SHARED, room)
+    prefixes = [([0, 2, 6, 7, 8], 128), ([6, 7, 8], 256)]
+    second = sharing(
+        paged_case(singles((129, 128, 500, 0, 0, 7, 300, 301, 599)), device=device), 16, prefixes
+    )
+    wanted = second.reference()[0]
+    second.q[[3, 4]] = float("nan")
+    shared = [SharedPrefix(*p) for p in prefixes]
+    for others in (shared, [], shared):
+        plan = plan.refilled(plan_attention([1] * 9, second.contexts, first.shape, device, others, room))
+        assert_near(paged_attention(*second.tensors, plan, SCALE), wanted, torch.float32)
