@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from batchinfer import cli
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline import options
 
 FAKE = "tests.fake_engine:build"
 
 
 def main() -> None:
     """As `batchinfer.cli.main`, in a process of its own."""
-    pipeline.RunOptions = partial(pipeline.RunOptions, engine=FAKE)  # type: ignore[assignment,misc]
+    options.RunOptions = partial(options.RunOptions, engine=FAKE)  # type: ignore[assignment,misc]
     cli.main()
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from batchinfer.core.errors import UsageError
-from batchinfer.job.file import job_file_in
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
@@ -44,6 +43,8 @@ Json = Annotated[
 
 def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = None) -> Path | Job:
     """Return the job of a job file, or else the folder that a verb was given. Raises UsageError, JobFileError."""
+    from batchinfer.job.file import job_file_in
+
     target = job_file_in(target)
     if not target.is_dir() and (target.is_file() or target.suffix in (".yaml", ".yml")):
         return load(target, overrides, date)
@@ -60,6 +61,7 @@ def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = 
 def load(path: Path, overrides: list[str] | None, date: str | None) -> Job:
     """The job, with what `--set` and `--date` say. Raises JobFileError, UsageError."""
     from batchinfer.job import load_job
+    from batchinfer.job.file import job_file_in
 
     path, pairs = job_file_in(path), []
     for text in overrides or []:

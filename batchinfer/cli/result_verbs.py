@@ -14,7 +14,6 @@ from batchinfer.cli.options import DEFAULT_JOB, Date, Json, Overrides, load
 from batchinfer.cli.terminal import painted, say, say_json, say_lines, tell
 from batchinfer.core.errors import StorageError, UsageError
 from batchinfer.core.text import printable
-from batchinfer.job.file import job_file_in
 from batchinfer.verbs.answer import FORMATS, JSON_FORMATS, check_format
 
 if TYPE_CHECKING:
@@ -154,6 +153,7 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove stored answers that no result has used lately, and what old runs left in the state folder."""
+    from batchinfer.job.file import job_file_in
     from batchinfer.pipeline.clean import clean_job, clean_result
 
     target = job_file_in(target)

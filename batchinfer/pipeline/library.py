@@ -15,6 +15,7 @@ from batchinfer.core.errors import UsageError
 from batchinfer.job import Job, load_job
 from batchinfer.job.file import job_file_in
 from batchinfer.machine.limits import check_limits
+from batchinfer.pipeline import options as run_options
 from batchinfer.pipeline import run as pipeline
 from batchinfer.pipeline.options import wrong
 from batchinfer.pipeline.result import RunResult
@@ -48,7 +49,7 @@ def run(
     `exit_code` of the command; a run that published more error rows than the job allows returns with exit code 65.
     """
     pairs = _pairs(overrides)
-    options = pipeline.RunOptions(
+    options = run_options.RunOptions(
         limit,
         replace,
         retry_errors,
@@ -67,7 +68,7 @@ def run(
 
 
 def run_loaded(
-    job: Job, options: pipeline.RunOptions, progress: Progress, notice: Callable[[str], None]
+    job: Job, options: run_options.RunOptions, progress: Progress, notice: Callable[[str], None]
 ) -> RunResult:
     """Run a job that is loaded. Signals end it in an orderly way where this is the main thread."""
     check_limits()
@@ -92,7 +93,7 @@ def run_loaded(
 
 def run_verified(job: Job, limit: int | None, progress: Progress, notice: Callable[[str], None]) -> RunResult:
     """Run a job, or a trial of it, such that nothing damaged is used of what earlier runs left."""
-    return run_loaded(job, pipeline.RunOptions(limit, verify=True), progress, notice)
+    return run_loaded(job, run_options.RunOptions(limit, verify=True), progress, notice)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.openai import LINE_BYTES
 from batchinfer.data.storage.durable import storage
 from batchinfer.job import Job
-from batchinfer.pipeline.options import RunOptions as RunOptions
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.stages.answering import answer
 from batchinfer.pipeline.stages.earlier_result import earlier_result

@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer import cli
 from batchinfer.machine.hardware import detect, remember
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline import options
 from batchinfer.pipeline.options import ENGINE
 from batchinfer_kernels.cpu.build import cache_folder
 from tests.batchinfer.wrong_jobs import Place, make_place
@@ -33,6 +33,6 @@ def measured_run(folder: Path, model: Path) -> Place:
         cache_folder().parent.mkdir(parents=True)
         cache_folder().symlink_to(compiled)
         remember(detect("cpu").measured({"float32": 1e10}, 1e10))
-        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=ENGINE))
+        patch.setattr(options, "RunOptions", partial(options.RunOptions, engine=ENGINE))
         assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
     return place

@@ -12,8 +12,7 @@ import pytest
 
 from batchinfer.core.errors import BatchInferError
 from batchinfer.data.results.diff import DiffOptions
-from batchinfer.pipeline import library
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline import library, options
 from batchinfer.pipeline.result import RunResult
 from batchinfer.verbs.diff import compare_results
 from batchinfer.verbs.query import asked
@@ -273,10 +272,8 @@ def test_errors_are_counted_from_a_result_that_is_whole(
 
 
 def test_the_library_raises_74(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = pipeline.RunOptions
-    monkeypatch.setattr(
-        pipeline, "RunOptions", lambda *given, **more: options(*given, **more, engine=NO_ENGINE)
-    )
+    usual = options.RunOptions
+    monkeypatch.setattr(options, "RunOptions", lambda *given, **more: usual(*given, **more, engine=NO_ENGINE))
     result = library.run(copy.folder / "job.yaml")
     part = result.files()[1]
     flip(part, 300)

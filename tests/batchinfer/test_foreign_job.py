@@ -11,7 +11,7 @@ import torch
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
-from batchinfer.pipeline.run import RunOptions
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
 from tests.checkpoints import make_tokenizer

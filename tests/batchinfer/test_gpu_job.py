@@ -15,8 +15,9 @@ import pytest
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.job import load_job
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
-from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.setup import job_setup
 from batchinfer.report.progress import Progress

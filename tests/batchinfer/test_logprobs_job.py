@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
-from batchinfer.pipeline.run import RunOptions
+from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.test_to_openai import chat, completion
 from tests.checkpoints import make_model_folder

@@ -24,8 +24,9 @@ from batchinfer.data.results.find_state import find_state
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.job import load_job
 from batchinfer.pipeline.clean import clean_job, clean_result
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
-from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.query import asked
@@ -218,7 +219,7 @@ def test_clean_says_what_it_frees_and_a_dry_run_frees_nothing(
         assert "Name the job file" in capsys.readouterr().err
     assert files(tmp_path / "out") == before
     assert cli._guarded(["clean", str(tmp_path / "out/res/2026-01-26")]) == 0
-    assert "1 answers dropped, 19 kept" in capsys.readouterr().out
+    assert "1 answer dropped, 19 kept" in capsys.readouterr().out
     assert stored(state) == 19
     assert not list((state / "results").iterdir())
     assert run(job, "2026-01-27", NO_ENGINE).row["reused_requests"] == 19

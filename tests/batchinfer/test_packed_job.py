@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
-from batchinfer.pipeline.run import RunOptions
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.checkpoints import edit_json, make_tokenizer

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, JobFileError
-from batchinfer.pipeline.run import RunOptions
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.report.summary import PHASES
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import alive, children, environment, hears_signals

@@ -19,8 +19,9 @@ from batchinfer.data.results.planned_work import alike, announced
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.store.completion_store import read_records
 from batchinfer.job import load_job
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
-from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batchinfer.core.errors import InputMissing, OutputConflict, StorageError, UsageError
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 
 
@@ -29,7 +29,7 @@ def batch(folder: Path, model: Path, *rows: Any, **sections: Any) -> Path:
     return write_job(folder, model, list(rows or [chat("a"), chat("b")]), prompt=None, **sections)
 
 
-def to(path: Path, options: pipeline.RunOptions = FAKE, **more: Any) -> pipeline.RunOptions:
+def to(path: Path, options: RunOptions = FAKE, **more: Any) -> RunOptions:
     return replace(options, to_openai=path, **more)
 
 

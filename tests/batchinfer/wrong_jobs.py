@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer import cli
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline import options
 
 FAKE = "tests.fake_engine:build"
 NO_ENGINE = "tests.there_is_no_such_engine:build"  # a job that starts it ends with 70, which no case expects
@@ -121,7 +121,7 @@ def command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str = FAKE
 ) -> Command:
     """A function that runs the command line in this process, with that engine in the real one's place."""
-    monkeypatch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=engine))
+    monkeypatch.setattr(options, "RunOptions", partial(options.RunOptions, engine=engine))
 
     def run(*arguments: object) -> Ended:
         capsys.readouterr()
@@ -150,7 +150,7 @@ def children(pid: int) -> Iterator[int]:
 def run_once(place: Place) -> Place:
     """The job has run, on the fake engine; for fixtures that many tests read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=FAKE))
+        patch.setattr(options, "RunOptions", partial(options.RunOptions, engine=FAKE))
         assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
     return place
 

@@ -21,7 +21,7 @@ import batchinfer
 from batchinfer.core.errors import InputMissing, JobFileError, Locked, UsageError
 from batchinfer.data.storage.state import state_of
 from batchinfer.job import load_job
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline import options
 from tests.batchinfer.wrong_jobs import FAKE, ROWS, Place
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "library.md"
@@ -29,7 +29,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "library.md"
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=FAKE))
+    monkeypatch.setattr(options, "RunOptions", partial(options.RunOptions, engine=FAKE))
 
 
 def test_a_job_is_run_and_its_result_read(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,8 +125,8 @@ def test_a_script_needs_no_guard(place: Place) -> None:
     """The engine's process does not run the script again."""
     script = place.folder / "script.py"
     script.write_text(
-        "from functools import partial\nimport batchinfer\nfrom batchinfer.pipeline import run as pipeline\n"
-        f"pipeline.RunOptions = partial(pipeline.RunOptions, engine={FAKE!r})\n"
+        "from functools import partial\nimport batchinfer\nfrom batchinfer.pipeline import options\n"
+        f"options.RunOptions = partial(options.RunOptions, engine={FAKE!r})\n"
         "print(batchinfer.run('job.yaml').rows_ok)\n"
     )
     path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])

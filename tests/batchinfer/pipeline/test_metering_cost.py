@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batchinfer import cli
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline import options
 from batchinfer.pipeline.options import ENGINE
 from batchinfer.report.tables.folder import tables
 from tests.batchinfer.wrong_jobs import make_place
@@ -35,7 +35,7 @@ def test_metering_takes_less_than_a_hundredth(tmp_path: Path, monkeypatch: pytes
     )
     place.rows(*({"id": f"r{i}", "text": text} for i, text in enumerate(texts)))
     place.job(sampling="sampling: {max_tokens: 48, ignore_eos: true}")
-    monkeypatch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=ENGINE))
+    monkeypatch.setattr(options, "RunOptions", partial(options.RunOptions, engine=ENGINE))
     assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
     (file,) = tables(place.results.with_name("res-report"), "run")
     columns = "metering_s, wall_s, wall_load_s + wall_input_s + wall_device_s + wall_host_s + wall_output_s"

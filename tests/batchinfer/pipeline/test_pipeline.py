@@ -21,8 +21,9 @@ import pytest
 from batchinfer import cli
 from batchinfer.core.errors import BatchInferError, ErrorBudgetExceeded, StorageError
 from batchinfer.job import load_job
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
-from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from batchinfer.report.summary import PHASES

@@ -16,7 +16,7 @@ import pytest
 from batchinfer import cli
 from batchinfer.core.errors import UsageError
 from batchinfer.machine.hardware import Hardware
-from batchinfer.pipeline import run as pipeline
+from batchinfer.pipeline import options
 from batchinfer.report import history as report_history
 from batchinfer.report.history import LEAST_S, Comparison
 from batchinfer.report.tables.columns import RUN
@@ -259,7 +259,7 @@ def nights(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
     """A job that has run four times."""
     place = make_place(tmp_path_factory.mktemp("nights") / "job", model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "RunOptions", partial(pipeline.RunOptions, engine=FAKE))
+        patch.setattr(options, "RunOptions", partial(options.RunOptions, engine=FAKE))
         for night in range(4):
             assert whole_run(place, patch, STEP_S, f"night {night}") == 0
     return place

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.machine.hardware import Hardware
-from batchinfer.pipeline.run import RunOptions
+from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
 
 REAL = RunOptions()

@@ -19,7 +19,8 @@ from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.job import load_job
 from batchinfer.machine.hardware import Hardware
-from batchinfer.pipeline.run import RunOptions, run_job
+from batchinfer.pipeline.options import RunOptions
+from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.forecast import run as run_forecast
 from batchinfer.plan.forecast import step_times as step_times_module

@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.job import load_job
 from batchinfer.machine.hardware import Hardware
-from batchinfer.pipeline.run import RunOptions
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast.job import JobForecast, forecast_job
 from batchinfer.plan.forecast.text import forecast_lines
 from batchinfer.plan.order.backlog import share_of
