@@ -21,7 +21,7 @@ from tests.foreign_models import RUNS, make_foreign, other_types, stated
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- written by `python -m tests.foreign_table` -->\n", "<!-- end -->"
-HEAD = "| Model type | Class | Beside plain attention |\n|---|---|---|\n"
+HEAD = "| Model type | Class | Besides plain attention |\n|---|---|---|\n"
 REASONS = "| Why | Model types |\n|---|---|\n"
 
 
