@@ -100,7 +100,7 @@ class Details:
 
     def write_requests(self, raw: Path, nodes: PrefixNodes) -> None:
         """Write the table of requests, from the file in which they stand as engines told of them. Raises OSError."""
-        engines = {number: self._engine(number) for number in np.unique(self._columns["engine"])}
+        engines = {number: self._engine(number) for number in sorted(set(self._columns["engine"].tolist()))}
         for _, requests in self._batches(raw):
             for engine, some in _by_engine(requests, engines):
                 engine.add(some)
