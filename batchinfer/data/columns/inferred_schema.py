@@ -2,6 +2,9 @@
 
 It grows with the kinds of values that were seen, not with their number: an object of very many names stays open, and
 distinct texts are forgotten once there are too many of them to be an enum.
+
+Not genson (1.4): it knows no enums and no formats, so that columns would lose their types, and it keeps every name of
+an object whose names are data (3,000 properties of 3,000 rows).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""References within a JSON Schema: `$ref` with a JSON Pointer (RFC 6901) or an anchor of the same document."""
+"""References within a JSON Schema: `$ref` with a JSON Pointer (RFC 6901) or an anchor of the same document.
+
+Not `referencing` (0.37), which takes 53 ms to import: it would spare some ten statements here, but resolves references
+to other documents and to anchors that stand twice, which are refused.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@ A message is: 0xFFFFFFFF, the length of its header, the header (a FlatBuffer), t
     DictionaryBatch {id: i64, data: RecordBatch}
 
 A packed buffer begins with its unpacked length (i64; -1: it is not packed after all).
+
+Read by hand because pyarrow unpacks a batch before it tells its size. A limit on the memory of the process would end
+the run, which reads its input itself, instead of refusing one file by name.
 """
 
 from __future__ import annotations
