@@ -160,7 +160,7 @@ def day() -> Kind:
 
 
 def time_of_day() -> Kind:
-    """Of UTC, where the text has an offset."""
+    """Return the kind of times of day; a text with an offset is converted to UTC."""
     return Leaf(pa.time64("us"), _time)
 
 

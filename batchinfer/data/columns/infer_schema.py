@@ -1,4 +1,4 @@
-"""What `batchinfer schema infer` does: a JSON Schema from the examples in a column of a table."""
+"""`batchinfer schema infer` makes a JSON Schema from the examples in a column of a table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Inferred:
     notes: tuple[str, ...]
 
     def text(self) -> str:
-        """For people."""
+        """Return the summary that users read."""
         rows = f"all {self.rows:,} rows" if self.complete else f"the first {self.rows:,} rows"
         lines = [f"looked at {rows}; {self.examples:,} of them have an example"]
         if self.bad:
@@ -49,8 +49,8 @@ class Inferred:
 
 
 def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
-    """From the first `rows` rows: of the values in `column`, which are JSON text or have types; without a column, of
-    whole rows.
+    """Infer a schema from the first `rows` rows: from the values in `column`, which are JSON text or typed; without a
+    column, from whole rows.
 
     Raises InputMissing, InputCorrupt, StorageError, and UsageError for a column that is not there.
     """
@@ -134,7 +134,7 @@ class _Examples:
 
 
 def _rows(reader: Reader, column: str | None, most: int) -> Iterator[tuple[str, Values | RowError]]:
-    """With their places."""
+    """Yield the rows with their places."""
     for batch in reader.batches(None if column is None else [column], limit=most):
         for number, row in enumerate(batch.rows, batch.first_row):
             yield f"{batch.file}: row {number}", row

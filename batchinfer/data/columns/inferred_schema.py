@@ -63,7 +63,7 @@ class InferredSchema:
         return {"$schema": DIALECT, **self._root.schema()}
 
     def notes(self) -> Iterator[str]:
-        """What is of note about types of the schema, for people: each with its place."""
+        """Yield remarks for users about types of the schema, each with its place."""
         pending: list[tuple[str, Any]] = [("", self.schema)]
         while pending:
             place, schema = pending.pop()
@@ -120,7 +120,7 @@ def _is_float(value: int) -> bool:
 
 @dataclass(slots=True)
 class _CommonTexts:
-    """What texts have in common."""
+    """The properties that all texts so far have in common."""
 
     seen: int = 0
     distinct: dict[str, None] | None = field(default_factory=dict)  # None: too many, or one is too long

@@ -1,1 +1,1 @@
-"""What answers have to follow: schemas, patterns, grammars."""
+"""Constraints that answers follow: schemas, patterns, grammars."""

@@ -33,7 +33,8 @@ class Unbounded(ValueError):
 
 
 def most_tokens(params: SamplingParams) -> int:
-    """Of an answer that follows the constraint of `params`, with the token that ends it. Raises Unbounded."""
+    """Return the most tokens of an answer under the constraint of `params`, the end token included. Raises
+    Unbounded."""
     if params.constraint is None:
         raise Unbounded("an answer without a constraint has no bound; give max_tokens a number")
     tokens = _BOUNDS[params.constraint](getattr(params, params.constraint)) + 1
@@ -115,7 +116,7 @@ class _SchemaBound:
         return min(bounds) if bounds else problem or _unbounded(place, "give its type")
 
     def _bounds(self, schema: dict[str, Any], place: str) -> Iterator[Callable[[], int]]:
-        """Of each keyword that says what a value is."""
+        """Yield a function for each keyword that defines values, which returns the bound by that keyword."""
         if "const" in schema:
             yield lambda: _longest([schema["const"]])
         if isinstance(schema.get("enum"), list):
@@ -192,7 +193,7 @@ def _of_integer(schema: dict[str, Any], place: str) -> int:
 
 
 def _of_number(schema: dict[str, Any], place: str) -> int:
-    """With multipleOf there are so many decimals at most."""
+    """Return the most characters of a number; multipleOf limits its decimals."""
     low, high = _limits(schema)
     step = schema.get("multipleOf")
     if low is None or high is None or not _is_number(step):

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def grammar_constraints(tokenizer: Tokenizer) -> Callable[[Collection[int], int], GrammarConstraints]:
-    """For models with this tokenizer. Ids beyond its vocabulary end no answer: llguidance refuses them."""
+    """Return a function that makes the constraints of models with this tokenizer. Ids beyond its vocabulary end no
+    answer: llguidance refuses them."""
     definition, known = tokenizer.definition, tokenizer.rust.get_vocab_size(with_added_tokens=True)
     return lambda eos, vocab: GrammarConstraints(
         definition, [one for one in eos if one < known], vocab, usable_cpus()
@@ -88,8 +89,8 @@ class GrammarConstraint:
 
 
 class GrammarConstraints:
-    """See batchinfer.engine.schedule.constraints.Constraints. `eos`: what ends an answer; `vocab`: the model's tokens;
-    `threads`: how many fill masks."""
+    """The constraints of an engine's requests, as batchinfer.engine.schedule.constraints.Constraints describes them.
+    `eos`: the tokens that end an answer; `vocab`: the number of the model's tokens; `threads`: how many fill masks."""
 
     def __init__(self, definition: str, eos: Collection[int], vocab: int, threads: int) -> None:
         self.work = ConstraintWork()

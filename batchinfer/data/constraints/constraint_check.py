@@ -63,7 +63,8 @@ class ConstraintChecker:
         return ended
 
     def _asked(self, params: SamplingParams, again: bool = False) -> str | Ended | None:
-        """What the process says, or how it ended instead: of one that was silent, the system tells nothing."""
+        """Return the process's answer, or how it ended. None if it fell silent, because the system then tells
+        nothing."""
         child = self._child = self._child or self._started()
         with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer does not come
             child.connection.send(params)
@@ -99,7 +100,7 @@ class ConstraintChecker:
         raise Unavailable(f"the process that checks constraints {how}; {CONTINUES}")
 
     def _not_ready(self, child: Child) -> str | None:
-        """What became of a process that does not come to work; None: it does."""
+        """Return how a process ended that did not start to work; None if it works."""
         try:
             with receiving():
                 if comes(child.connection, _START_S):
@@ -150,7 +151,7 @@ def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -
 
 
 def _check_of(definition: str | None) -> Callable[[SamplingParams], str | None]:
-    """What finds the problem of a constraint, in this process."""
+    """Return the function that finds the problem of a constraint in this process."""
     from batchinfer.data.constraints.grammar import BadConstraint, check_grammar
     from batchinfer.data.constraints.grammar_tokenizer import GrammarTokenizer, grammar_problem
 
@@ -181,7 +182,7 @@ def _cpu_time(within_s: float) -> Iterator[None]:
 
 @contextmanager
 def _mute() -> Iterator[None]:
-    """What a library writes as it ends this process is not for the user's terminal."""
+    """Keep what a library writes as it ends this process off the user's terminal."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

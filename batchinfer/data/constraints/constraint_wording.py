@@ -1,4 +1,4 @@
-"""What llguidance says of a constraint, in words for whoever wrote it: what is wrong, where, and what is right."""
+"""Messages of llguidance are reworded for the author of a constraint: the mistake, its place, and a correction."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _step(value: Decimal, other: Number | None) -> Decimal:
 
 
 def _read_multiple(value: float) -> Decimal | None:
-    """As llguidance does: ten times as often as it takes to be whole."""
+    """Read a multipleOf as llguidance does: it is multiplied by ten until it is whole."""
     exponent = 0
     while value != int(value) and value <= _MOST_MULTIPLE:
         value, exponent = value * 10, exponent + 1

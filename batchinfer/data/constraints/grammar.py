@@ -107,7 +107,7 @@ def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) 
 
 
 def _problem(params: SamplingParams) -> str | None:
-    """What is wrong with the constraint of `params`, without a tokenizer."""
+    """Return the problem of the constraint of `params` that shows without a tokenizer; None if there is none."""
     try:
         grammar, limits = _made(params), limits_of(params)
     except BadConstraint as error:
@@ -139,7 +139,7 @@ def _refuse_failed(params: SamplingParams, made: LLMatcher) -> None:
 
 
 def _on_stack(size: int, call: Callable[[], Any]) -> Any:
-    """What `call` returns, in a thread with a stack of so many bytes."""
+    """Return the result of `call`, run in a thread with a stack of `size` bytes."""
     before = threading.stack_size(size)
     try:
         with ThreadPoolExecutor(1) as pool:

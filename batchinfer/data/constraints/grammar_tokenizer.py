@@ -131,7 +131,7 @@ def _spaces(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _unprefixed(pre_tokenizer: Any) -> Any:
-    """Without a space before the text; llguidance does the same for Metaspace."""
+    """Return the pre-tokenizer without its space before the text; llguidance does the same for Metaspace."""
     if not isinstance(pre_tokenizer, dict):
         return pre_tokenizer
     inner = [_unprefixed(part) for part in pre_tokenizer.get("pretokenizers", [])]

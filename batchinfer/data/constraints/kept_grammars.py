@@ -22,7 +22,7 @@ _BYTES_A_CHAR_OF_LARK = 150
 
 
 class KeptGrammars:
-    """By what they were compiled from. The memory of one is an estimate: llguidance does not tell."""
+    """A cache of compiled constraints by their source. Their memory is estimated: llguidance does not report it."""
 
     def __init__(self, most: int = KEPT_BYTES) -> None:
         self._most = most
@@ -33,7 +33,7 @@ class KeptGrammars:
         return len(self._kept)
 
     def find(self, params: SamplingParams) -> LLMatcher | None:
-        """What the constraint of `params` was compiled to."""
+        """Return the compiled constraint of `params`, if it is in the cache."""
         digest = params.constraint_digest
         if digest not in self._kept:
             return None
@@ -41,7 +41,7 @@ class KeptGrammars:
         return self._kept[digest][0]
 
     def add(self, params: SamplingParams, compiled: LLMatcher) -> None:
-        """In place of those that were not used for the longest time."""
+        """Keep a compiled constraint; the least recently used ones make room for it."""
         size = estimated_bytes(params)
         self._kept[params.constraint_digest] = compiled, size
         self.bytes += size
@@ -51,7 +51,7 @@ class KeptGrammars:
 
 
 def estimated_bytes(params: SamplingParams) -> int:
-    """What the compiled constraint of `params` takes, masks included: mostly more than it does."""
+    """Estimate the memory of the compiled constraint of `params`, including its masks; mostly too high."""
     if params.grammar is not None:
         return GRAMMAR_BYTES + _BYTES_A_CHAR_OF_LARK * len(params.grammar)
     text = params.json_schema or params.regex or "".join(params.choice)

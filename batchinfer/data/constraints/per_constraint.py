@@ -1,4 +1,4 @@
-"""What is found out about constraints once, however many rows have them."""
+"""Facts about constraints are found once for each constraint, however many rows have it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PerConstraint(Generic[_T]):
         self._known: dict[bytes, _T] = {}
 
     def of(self, params: SamplingParams) -> _T:
-        """What `find` says of the constraint of `params`, which have one."""
+        """Return the result of `find` for the constraint of `params`, which must have one."""
         key = params.constraint_digest
         if key not in self._known:
             if len(self._known) >= KEPT:

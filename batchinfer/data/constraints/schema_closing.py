@@ -1,4 +1,4 @@
-"""Which objects of a JSON Schema may be closed: no schema beside them could name or want further properties."""
+"""Finds the objects of a JSON Schema that may be closed: no other schema applied to them could name more properties."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _within(schema: dict[str, Any], references: References) -> Iterator[Any]:
 
 
 def _target(schema: Any, references: References) -> Any:
-    """What a chain of references ends at."""
+    """Return the schema at the end of a chain of references."""
     for _ in range(32):
         if not isinstance(schema, dict) or "$ref" not in schema:
             break

@@ -229,7 +229,7 @@ def _in_order(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _older_draft(root: Any) -> str | None:
-    """What the draft before 2020-12 is called that a document says it follows."""
+    """Return the name of the draft before 2020-12 that a document follows; None if it names none."""
     said = root.get("$schema") if isinstance(root, dict) else None
     found = _DRAFT.search(said) if isinstance(said, str) else None
     return None if found is None else found[1] or found[2]

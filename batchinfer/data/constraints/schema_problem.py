@@ -1,4 +1,4 @@
-"""What is raised for a JSON Schema that cannot be used."""
+"""The exception for a JSON Schema that cannot be used."""
 
 from __future__ import annotations
 

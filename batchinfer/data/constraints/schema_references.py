@@ -16,13 +16,14 @@ class UnknownReference(ValueError):
 
 
 class References:
-    """What references of one document name."""
+    """Resolves the references of one document."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
 
     def resolved(self, reference: Any) -> Any:
-        """What `reference` names in the document. Nothing outside it is read. Raises UnknownReference."""
+        """Return the part of the document that `reference` names. Nothing outside it is read. Raises
+        UnknownReference."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise UnknownReference(f"its $ref {str(reference)[:100]!r} names another document")
         pointer = unquote(reference[1:])

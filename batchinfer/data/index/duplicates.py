@@ -1,4 +1,4 @@
-"""What can only be known when all rows are: repeated custom ids, and which sampled rows are equal.
+"""Repeated custom ids and equal sampled rows are found once all rows are known.
 
 Both are found by DuckDB within a memory limit; only parts that hold such rows are written again.
 """

@@ -48,7 +48,7 @@ INDEX_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the pieces of an index lie."""
+    """The paths of an index's files."""
 
     folder: Path
 
@@ -169,7 +169,7 @@ class Index:
 
     @cached_property
     def tokens(self) -> TokenStore:
-        """The prompts."""
+        """Return the store of the prompts' token ids."""
         return TokenStore(Layout(self.folder).tokens)
 
     def inputs_unchanged(self) -> None:

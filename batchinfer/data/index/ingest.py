@@ -48,7 +48,8 @@ INGEST_FORMAT = 5  # raise it when equal input would give another index
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """What the job file does not say. `context` is the digest that enters every key; `vocab_size` is the model's.
+    """Options that the job file does not have. `context` is the digest that enters every key; `vocab_size` is the
+    model's.
 
     `now` is what a chat template's `strftime_now` tells; `workers` None: as many as there are cores, at most two.
     """
@@ -135,7 +136,7 @@ def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Seq
 
 
 def _silent(_: IngestProgress) -> None:
-    """For callers who watch no progress."""
+    """Ignore progress, for callers that do not show it."""
 
 
 class _Ingest:

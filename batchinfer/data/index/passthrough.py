@@ -31,7 +31,7 @@ _TYPES = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
 
 
 class Kinds:
-    """What kinds of values each column held so far: at most six words a column, whatever the number of rows."""
+    """Records the kinds of values of each column: at most six words a column, whatever the number of rows."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._seen: dict[str, set[str]] = {name: set() for name in columns}

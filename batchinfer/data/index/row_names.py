@@ -1,4 +1,4 @@
-"""Which input rows some work keys stand for, in words that a user can look up."""
+"""Names the input rows of work keys such that a user can look them up."""
 
 from __future__ import annotations
 

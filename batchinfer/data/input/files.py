@@ -1,4 +1,4 @@
-"""Which files a job reads, and how they are named in the results."""
+"""Finds the files that a job reads, and their names in the results."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class HashingFile(io.RawIOBase):
         return len(data)
 
     def hexdigest(self) -> str:
-        """Of the whole file: what a decompressor left unread is read here."""
+        """Return the digest of the whole file; bytes that a decompressor left unread are read here."""
         while chunk := self._file.read(_CHUNK):
             self._digest.update(chunk)
             self.bytes_read += len(chunk)
@@ -96,7 +96,7 @@ class _Decompressing:
 
 
 def _codec(path: str, head: bytes) -> str | None:
-    """By the file's first bytes; a suffix that promises compression which is not there is damage."""
+    """Return the compression that a file's first bytes show. A suffix of another compression means damage."""
     for magic, codec in MAGIC.items():
         if head.startswith(magic):
             return codec

@@ -1,4 +1,4 @@
-"""What every input format gives: a reader of one file, and how such files are told apart."""
+"""The protocol of input formats: a reader of one file, and how files of the format are recognised."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Shape = Literal["table", "openai"]
 
 @dataclass(frozen=True, slots=True)
 class SampleSize:
-    """Of each file its first rows alone, and of a file of lines about so many bytes."""
+    """The size of a sample: of each file its first rows only, and of a file of lines about so many bytes."""
 
     rows: int
     bytes: int = 8 << 20
@@ -29,13 +29,13 @@ class SampleSize:
 
 @dataclass(frozen=True, slots=True)
 class Strata:
-    """Of every `stride` rows, over all files, `rows` consecutive ones in the middle."""
+    """A sample of `rows` consecutive rows in the middle of every `stride` rows, over all files."""
 
     stride: int
     rows: int
 
     def runs(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """Of `count` rows from the `first` one of all, the runs that are taken: half-open ranges from 0."""
+        """Yield the runs that are taken of `count` rows from the `first` one of all: half-open ranges from 0."""
         begin = (self.stride - self.rows) // 2
         for stratum in range(first // self.stride, (first + count - 1) // self.stride + 1):
             start = stratum * self.stride + begin - first
@@ -117,7 +117,7 @@ class Reader:
             before += file.size
 
     def _taken(self, batch: RowBatch, first: int) -> Iterator[RowBatch]:
-        """What the strata take of a batch, whose first row is that one of all."""
+        """Yield the parts of a batch that are in the sample; `first` is the number of its first row."""
         if self.strata is None:
             yield batch
             return

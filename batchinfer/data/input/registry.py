@@ -29,12 +29,12 @@ _HEAD = 512
 
 
 def all_formats() -> str:
-    """For people: `JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet, .pq), …`."""
+    """Return the formats as messages show them: `JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet, .pq), …`."""
     return ", ".join(f"{one.title} ({', '.join(one.suffixes)})" for one in FORMATS)
 
 
 def packed_formats() -> str:
-    """For people: the formats whose files may be packed, and how: `JSON lines and CSV also with .gz, .zst`."""
+    """Return the formats that may be compressed, as messages show them: `JSON lines and CSV also with .gz, .zst`."""
     return f"{' and '.join(one.title for one in FORMATS if one.packed)} also with {', '.join(CODECS)}"
 
 
@@ -44,7 +44,7 @@ def by_name(name: str) -> Format:
 
 
 def known_suffixes() -> str:
-    """For people: `.jsonl, .ndjson, …`."""
+    """Return the suffixes as messages show them: `.jsonl, .ndjson, …`."""
     return ", ".join(suffix for one in FORMATS for suffix in one.suffixes)
 
 
@@ -78,7 +78,8 @@ def _refuse_array(path: str, head: bytes) -> None:
 
 
 def _sniffed(path: str, head: bytes) -> str:
-    """By what the file begins with; a file that is empty or begins with an object is taken for JSON lines."""
+    """Recognise a format by the first bytes; an empty file, or one that begins with an object, is taken for JSON
+    lines."""
     for one in FORMATS:
         if head.startswith(one.magic):
             return one.name

@@ -1,4 +1,4 @@
-"""What the reader hands on: rows in small batches, each row either its columns or the error that it became."""
+"""The reader's output: rows in small batches; each row is its columns, or the error that it became."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def first_repeated(names: Iterable[str]) -> str | None:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in the words of a data file: for messages that may not show the value itself."""
+    """Name the kind of a value in the words of a data file, for messages that may not show the value itself."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -62,7 +62,7 @@ _PARQUET = "FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 20480"
 
 
 def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> BatchInferError:
-    """What a failed query means. DuckDB's own advice on memory is about settings that a job does not have."""
+    """Return the error for a failed query. DuckDB's own advice on memory names settings that a job does not have."""
     said = str(error)
     if isinstance(error, duckdb.OutOfMemoryException):
         return OutOfMemory(

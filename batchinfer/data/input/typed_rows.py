@@ -144,7 +144,7 @@ def _declared(kind: pa.DataType) -> pa.DataType:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """As Python sees them. Times finer than Python's are cut to microseconds, those beyond its years are text."""
+    """Return the values as Python's. Finer times are cut to microseconds; times beyond Python's years become text."""
     coarse = _in_microseconds(column.type)
     try:
         return list((column if coarse == column.type else column.cast(coarse, safe=False)).to_pylist())

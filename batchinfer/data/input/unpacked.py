@@ -70,7 +70,7 @@ def column_size(column: pa.Array) -> int:
 
 
 def _dictionary_size(column: pa.Array) -> int:
-    """Without unpacking it: the values' lengths, each as often as it stands in a row."""
+    """Return the unpacked size without unpacking: the length of each value times the rows that have it."""
     kind = column.type.value_type
     if not _is_text(kind):
         return int(column.dictionary_decode().nbytes)

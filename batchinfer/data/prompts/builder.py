@@ -124,7 +124,8 @@ class PromptBuilder:
         return self._fitted(params, given)
 
     def _fitted(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-        """With `max_tokens: fit`, the parameters of a row that has set what is in `given`."""
+        """Return the parameters of a row that set those in `given` itself; with `max_tokens: fit` the rest of the
+        context is used."""
         if not self._plan.fits or any(given.get(name) is not None for name in _MAX_TOKENS):
             return params
         return self._fits.fitted(params)

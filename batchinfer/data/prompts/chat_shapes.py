@@ -60,7 +60,7 @@ def _follow(content: str, path: tuple[Op, ...]) -> str:
 
 
 class Trace:
-    """What one rendering did: the stand-ins handed out and the guards collected."""
+    """A record of one rendering: the stand-ins handed out and the guards collected."""
 
     def __init__(self) -> None:
         self.origins: list[tuple[int, tuple[Op, ...]]] = []
@@ -186,7 +186,7 @@ class ChatShapes:
         self.shortcuts = 0
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Exactly `template.render(messages)`."""
+        """Return exactly `template.render(messages)`."""
         shape = self._shape(messages) if self._usable and all(map(_is_plain, messages)) else None
         text = shape.fill([m["content"] for m in messages]) if shape is not None else None
         if text is None:

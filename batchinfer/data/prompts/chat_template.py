@@ -23,7 +23,8 @@ class NullRendered(Exception):
 
 
 def row_environment() -> ImmutableSandboxedEnvironment:
-    """For the job's templates: a missing column or a printed null is an error, not an empty string."""
+    """Return the environment of the job's templates: a missing column or a printed null is an error, not an empty
+    string."""
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_no_null, keep_trailing_newline=True, optimized=False
     )
@@ -41,7 +42,7 @@ class _AtRuntime:
 
 
 class _NothingEarly(_AtRuntime, CodeGenerator):
-    """Compiles templates."""
+    """A compiler of templates that computes nothing before a row is rendered."""
 
 
 class _Names(_AtRuntime, meta.TrackingCodeGenerator):
@@ -100,7 +101,8 @@ class ChatTemplate:
 
 
 def chat_environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    """For a checkpoint's chat template: the names and filters that it expects. `now`: see ChatTemplate."""
+    """Return the environment of a checkpoint's chat template, with the names and filters that it expects. `now`: see
+    ChatTemplate."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
     )

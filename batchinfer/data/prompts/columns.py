@@ -1,4 +1,4 @@
-"""Which input columns a job reads, what for, and whether the input has them."""
+"""Chooses the input columns that a job reads, and checks that the input has them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def choose_prompts(
 
 
 def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
-    """What to read for this job. Raises JobFileError for columns that a typed input lacks."""
+    """Choose the columns of this job. Raises JobFileError for columns that a typed input lacks."""
     prompt = job.prompt
     column = getattr(prompt, mode, None) if mode in ("messages", "text", "token_ids") else None
     identifier = "custom_id" if mode == "openai" else job.input.id

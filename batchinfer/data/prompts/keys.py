@@ -1,4 +1,4 @@
-"""What identifies a piece of work."""
+"""Work keys identify requests by everything that can change their answers."""
 
 from __future__ import annotations
 

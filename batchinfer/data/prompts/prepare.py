@@ -21,14 +21,14 @@ BULK = -1  # what the worker reports while it tokenises a whole batch at once
 
 
 def checking(row: int) -> int:
-    """What the worker reports while another process checks the constraint of `row`, which may take longer than the
-    worker may take for a row."""
+    """Return the number that a worker reports while another process checks the constraint of `row`, which may take
+    longer than the worker may take for a row."""
     return BULK - 1 - row
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a finished prompt must fit: `vocab_size` ids, `max_model_len` positions; `context` enters the keys.
+    """The limits of a finished prompt: `vocab_size` ids, `max_model_len` positions; `context` enters the keys.
 
     `job_limit`: whether the job set `max_model_len`; otherwise it is what the model was made for.
     """
@@ -46,7 +46,7 @@ class Limits:
         return f"the model reads at most {self.max_model_len:,}"
 
     def remedy(self) -> str:
-        """What else makes a prompt fit, where there is something: the model's own limit cannot be raised."""
+        """Return advice that makes a prompt fit, or nothing: the model's own limit cannot be raised."""
         return ", or raise model.max_model_len" if self.job_limit else ""
 
 

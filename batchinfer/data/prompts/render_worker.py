@@ -44,7 +44,7 @@ IDLE = 6
 
 @dataclass(frozen=True, slots=True)
 class RenderSpec:
-    """What a worker needs. `row_timeout_s` is for one row, `bulk_timeout_s` for tokenising a whole batch, both in
+    """The settings of a worker. `row_timeout_s` is for one row, `bulk_timeout_s` for tokenising a whole batch, both in
     seconds of the worker's CPU time: neither a busy machine nor a process that is stopped says anything of a row.
 
     `memory_bytes` is what the worker may take beyond what it has after start-up.
@@ -60,7 +60,7 @@ class RenderSpec:
     memory_bytes: int = 1 << 30
 
     def timeout_s(self, at: int) -> float:
-        """For what the worker reports itself to be `at`."""
+        """Return the limit in seconds for the work that the worker reports to be `at`."""
         return self.row_timeout_s if at >= 0 else self.bulk_timeout_s
 
 
@@ -135,7 +135,8 @@ class RenderWorker:
         return _unpacked(reply)
 
     def _died(self) -> None:
-        """Of its own accord or by a limit. RLIMIT_CPU counts all rows since it started: then no row is to blame."""
+        """Handle a worker's death, by itself or by a limit. RLIMIT_CPU counts all rows since the start, so it blames no
+        row."""
         ended = self._child.wait(_LEAVE_S)
         if ended is not None and ended.out_of_cpu_time:
             if self._renewed:
@@ -227,7 +228,8 @@ def serve(spec: RenderSpec, shared: int, pipe: Connection[Any, Any]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
 
     def report(row: int) -> None:
-        """Also sets the CPU time after which the system ends this process, in whichever library it is."""
+        """Report the row in work, and set the CPU time after which the system ends this process, whatever library it is
+        in."""
         at.value = row
         signal.setitimer(signal.ITIMER_PROF, spec.timeout_s(row))
 

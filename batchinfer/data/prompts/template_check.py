@@ -17,13 +17,13 @@ _BLOCKS = ("if", "for", "macro", "call", "filter", "with", "generation", "autoes
 
 @dataclass(frozen=True, slots=True)
 class TemplateFault:
-    """What prevents a template from being compiled, and its 1-based line where that is known."""
+    """The reason why a template cannot be compiled, and its line from 1, if known."""
 
     line: int | None
     message: str
 
     def text(self, what: str) -> str:
-        """For people; `what`: the template."""
+        """Return the message for users; `what` names the template."""
         return f"{what} {self.message}" if self.line is None else f"line {self.line} of {what} {self.message}"
 
 
@@ -47,7 +47,7 @@ def template_fault(environment: SandboxedEnvironment, source: str) -> TemplateFa
 
 
 def _deepest_line(environment: SandboxedEnvironment, source: str) -> int:
-    """Where most blocks and brackets are open; the line of the longest expression where none are."""
+    """Return the line at which most blocks and brackets are open, or that of the longest expression if none are."""
     depth, deepest, line = 0, 1, 0
     tokens: Counter[int] = Counter()
     previous = ""

@@ -1,4 +1,4 @@
-"""What differs between two results of the same rows. Both are read once and joined on disk, however large they are."""
+"""Compares two results of the same rows. Both are read once and joined on disk, however large they are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DifferingRows:
 
 @dataclass(frozen=True, slots=True)
 class ResultDiff:
-    """What `diff_results` found."""
+    """The differences that `diff_results` found."""
 
     matched_by: str
     rows_a: int
@@ -133,7 +133,7 @@ class _Diff:
         )
 
     def _columns(self) -> list[str]:
-        """What is compared column by column: what both have, in the order of A."""
+        """Return the columns that are compared: those of both results, in the order of A."""
         return [name for name in self.types["a"] if name in self.types["b"] and name not in _OURS]
 
     def _same_type(self, column: str) -> bool:

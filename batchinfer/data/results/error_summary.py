@@ -1,4 +1,4 @@
-"""Which errors there are, and an example of each."""
+"""A summary of the errors of a job, with an example of each."""
 
 from __future__ import annotations
 

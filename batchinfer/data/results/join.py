@@ -68,7 +68,7 @@ def engine_errors(
     memory_limit: str | None = None,
     threads: int = 2,
 ) -> list[tuple[str, int, str]]:
-    """Of rows whose completion is an error: (code, how many rows, the first one's place and message)."""
+    """Return the errors of completions: (code, number of rows, place and message of the first)."""
     if not index_parts or not completion_parts:
         return []
     with connection(spill, memory_limit, threads) as database:

@@ -1,4 +1,4 @@
-"""Which command published a result: what publishes it again once it is damaged. It lies in the result's state."""
+"""The command that published a result, kept in its state: it publishes the result again if that is damaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MadeBy:
 
     @property
     def command(self) -> str:
-        """As it is typed."""
+        """Return the command as it is typed."""
         sets = [word for key, value in self.overrides for word in ("--set", f"{key}={value}")]
         date = [] if self.date is None else ["--date", self.date]
         limit = [] if self.limit is None else ["--limit", str(self.limit)]

@@ -26,7 +26,7 @@ _DATA_NAME = re.compile(r"part-([0-9a-f]{16})-\d{5,}\.parquet")
 
 @dataclass(frozen=True, slots=True)
 class PublishSpec:
-    """What a result is the result of. Two equal specs over equal completions publish equal bytes."""
+    """The identity of a result. Two equal specs over equal completions publish equal bytes."""
 
     job: str  # the job's name
     identity: str  # sha256 of everything in the job and the checkpoint that shapes rows
@@ -74,7 +74,7 @@ def generation_of(spec: PublishSpec, files: Sequence[ResultFile]) -> str:
 
 
 def file_name(generation: str, number: int) -> str:
-    """What the result file with this number, from 0, is called."""
+    """Return the name of the result file with this number, from 0."""
     return f"part-{generation}-{number:05d}.parquet"
 
 
@@ -128,7 +128,7 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
 
 
 def _problem(manifest: Manifest) -> str | None:
-    """What in a manifest contradicts the rest of it; None where nothing does."""
+    """Return a contradiction within a manifest; None if there is none."""
     spec = PublishSpec(manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
     if manifest.generation != generation_of(spec, manifest.files):
         return "its generation does not match its contents"
@@ -156,7 +156,7 @@ def damaged(path: Path, problem: str, job: str | None = None) -> DamagedResult:
 
 @dataclass(frozen=True, slots=True)
 class Older:
-    """What a new result takes the place of."""
+    """The result that a new one replaces."""
 
     generation: str
 
@@ -261,7 +261,7 @@ def _size(path: Path) -> int:
 
 
 def _generations(folder: Path) -> set[str]:
-    """Of the files there that are called as those of results are."""
+    """Return the generations of the files in the folder that are named like files of results."""
     return {name.split("-")[1] for name in _data_names(folder)}
 
 

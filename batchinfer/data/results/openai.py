@@ -47,14 +47,14 @@ _LOGPROB_ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a row of the input names. None where it names none, or could not be read."""
+    """The names in a row of the input; None for a name that is missing or could not be read."""
 
     url: str | None
     model: str | None
 
 
 def asked(reader: Reader, limit: int | None = None) -> Iterator[Asked]:
-    """What every row of the input asks, in order. Raises InputCorrupt when a file has changed."""
+    """Yield what every row of the input asks for, in order. Raises InputCorrupt when a file has changed."""
     for batch in reader.batches(limit=limit):
         yield from (_asked(row) for row in batch.rows)
 
@@ -104,7 +104,7 @@ def _lines(files: Sequence[Path], rows: Iterator[Asked], origin: Origin) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What all lines of a file have in common."""
+    """The values that all lines of a file share."""
 
     job: str
     model: str

@@ -9,7 +9,7 @@ Token = dict[str, Any]  # as the result's column has it: token_id, token, logpro
 
 
 class TokenBytes(Protocol):
-    """What single tokens are; `batchinfer.data.tokenizer.token_texts` has it."""
+    """The bytes of single tokens, as `batchinfer.data.tokenizer.token_texts` finds them."""
 
     @property
     def specials(self) -> frozenset[int]:
@@ -56,7 +56,7 @@ def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, An
 
 
 def _likeliest(token: Token) -> dict[str, float]:
-    """Of two tokens with one text the likelier one."""
+    """Return the probabilities by text; of two tokens with the same text the likelier one counts."""
     found: dict[str, float] = {}
     for likely in [*token["top"], token]:
         found.setdefault(likely["token"], _finite(likely["logprob"]))

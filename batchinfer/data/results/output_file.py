@@ -41,7 +41,7 @@ _LOOKS = 3  # at a file that another run of the job replaces meanwhile
 
 @dataclass(frozen=True, slots=True)
 class Protected:
-    """What a job needs and no output file may touch. `inputs` are its paths and patterns."""
+    """The files that a job needs, which no output file may replace. `inputs` are its paths and patterns."""
 
     files: tuple[tuple[str, Path], ...]  # (what it is, where)
     folders: tuple[tuple[str, Path], ...]
@@ -50,7 +50,8 @@ class Protected:
 
     @classmethod
     def by(cls, job: Job, *states: StateFolder) -> Protected:
-        """What this job needs, with the result and state folders of `states`. Raises what listing the input raises."""
+        """Collect the files that this job needs, with the result and state folders of `states`. Raises what listing the
+        input raises."""
         value = job.input.path or ()
         patterns = (value,) if isinstance(value, str) else tuple(value)
         listed = list_inputs(patterns, job.source.parent, job.input.format)
@@ -211,7 +212,7 @@ class OutputFile:
         raise self._stranger()
 
     def _look(self) -> _Look | None:
-        """What tells the file that is there from any other; None where nothing is."""
+        """Return the properties that tell the present file from any other; None if there is none."""
         try:
             with storage(self.path, "look at"):
                 found = os.stat(self.path)
@@ -258,7 +259,7 @@ class OutputFile:
 
 
 def _digest(raw: object) -> Digest:
-    """What cannot be read matches no file."""
+    """Read a digest from JSON; one that cannot be read matches no file."""
     if isinstance(raw, dict) and isinstance(raw.get("bytes"), int):
         return Digest(raw["bytes"], str(raw.get("sha256")))
     return Digest(-1, "")

@@ -1,4 +1,4 @@
-"""What the runs that share a store are about to compute, so that one can wait for another's answers.
+"""Runs that share a store announce what they are about to compute, so that one can wait for another's answers.
 
     completions/planned/lock             held for the moment in which a run announces its plan
     completions/planned/<time>-<pid>.json   names a run's plan; the run holds its lock, which ends with the process
@@ -79,7 +79,7 @@ def announced(store: Path, plan: Path, ops: FileOps) -> Iterator[list[OtherRun]]
 
 
 def _at_work(folder: Path, ops: FileOps) -> Iterator[OtherRun]:
-    """What runs left that were killed is removed."""
+    """Yield the runs that are at work; files left by killed runs are removed."""
     for path in sorted(folder.glob("*.json")):
         other = OtherRun(path, Path(read_strings(path).get("plan", "")))
         if other.at_work:

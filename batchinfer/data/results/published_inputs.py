@@ -1,4 +1,4 @@
-"""Which inputs a published result came from: while none of them has changed, a rerun has nothing to do.
+"""Remembers the inputs of a published result: while none of them has changed, a rerun has nothing to do.
 
 Only ever a shortcut: a file that is missing or damaged costs time, never correctness.
 """
@@ -17,7 +17,8 @@ from batchinfer.data.storage.remembered import read_json
 
 
 def identities(index: Index) -> list[dict[str, Any]]:
-    """What identifies the inputs: content, not time, so that equal rows in a file written again are the same input."""
+    """Return the identity of the inputs: their content, not times, so that a file written again with equal rows is the
+    same."""
     return [_identity(file, index.sha256.get(file.path)) for file in index.inputs]
 
 
@@ -31,7 +32,7 @@ def _identity(file: InputFile, digest: str | None) -> dict[str, Any]:
 
 
 def published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
-    """What identified these files when they were published, if size, times and inode of none have changed since."""
+    """Return the identity of these files at the last publish, if size, times and inode of none have changed since."""
     value = read_json(path)
     if not isinstance(value, list):
         return None

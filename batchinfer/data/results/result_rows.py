@@ -52,7 +52,7 @@ TEXT_IS_KEPT = ("incomplete_output", "unfit_output", "constraint_failed")
 
 
 class IndexView(Protocol):
-    """What publishing needs of a job's index."""
+    """The part of a job's index that publishing needs."""
 
     @property
     def index_parts(self) -> Sequence[Path]:
@@ -70,7 +70,7 @@ class IndexView(Protocol):
 
     @property
     def answers(self) -> AnswerSchema | None:
-        """What answers look like; None: the result has no columns of their parts."""
+        """Return the schema of answers; None if the result has no columns of their parts."""
 
     @property
     def logprobs(self) -> int | None:

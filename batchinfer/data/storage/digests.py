@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileState(NamedTuple):
-    """What changes whenever the bytes of a file do."""
+    """The properties of a file that change whenever its bytes do."""
 
     device: int
     inode: int

@@ -127,7 +127,7 @@ def way_out(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What was written: its size in bytes and its sha256 in hex."""
+    """The digest of a written file: its size in bytes and its sha256 in hex."""
 
     bytes: int
     sha256: str

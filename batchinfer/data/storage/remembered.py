@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_strings(path: Path) -> dict[str, str]:
-    """What `write_strings` wrote, e.g. digests by file; empty when there is nothing usable."""
+    """Read what `write_strings` wrote, e.g. digests by file; empty if there is nothing usable."""
     value = read_json(path)
     return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
@@ -27,7 +27,7 @@ def write_strings(path: Path, values: dict[str, str], ops: FileOps | None = None
 
 
 def read_json(path: Path) -> Any:
-    """What stands in a JSON file; None when there is nothing usable."""
+    """Read a JSON file; None if there is nothing usable."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -114,7 +114,7 @@ class StateFolder:
                 write_strings(self._store_note, used, self.ops)
 
     def of_last_run(self) -> StateFolder:
-        """The same with the store of the job's last run; with its own store where no run has noted another."""
+        """Return this state with the store of the job's last run, or with its own store if no run has noted another."""
         shared = read_strings(self._store_note).get(_SHARED)
         cache = None if shared is None else Path(shared)
         return StateFolder(self.results, root=self.root, cache=cache, ops=self.ops)

@@ -46,7 +46,7 @@ _DAY_S = 86400
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is worth rewriting."""
+    """The thresholds from which a part is worth rewriting."""
 
     dropped_share: float  # of a part's rows
     small_rows: int  # a part with fewer rows may be joined with its neighbours,
@@ -77,7 +77,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """What cleaning a store did, or would do."""
+    """The effect of cleaning a store, or of a dry run."""
 
     rows_kept: int
     rows_dropped: int
@@ -164,7 +164,7 @@ def _difference(before: Mapping[Path, CommitRecord], after: Mapping[Path, Commit
 
 
 def _foreseen(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) -> Cleaned:
-    """What would be done; the sizes of new parts are guessed from those of their sources."""
+    """Return the effect that cleaning would have; sizes of new parts are estimated from those of their sources."""
     left = dict(records)
     for rewrite in todo:
         size = sum(s.record.bytes * s.rows // max(s.record.rows, 1) for s in rewrite.sources)
@@ -189,7 +189,8 @@ def _since(part: Path, record: CommitRecord) -> float:
 
 
 def _plan(records: Mapping[Path, CommitRecord], uses: Uses, keep: Keep, policy: Policy) -> list[_Rewrite]:
-    """What to rewrite. Only neighbours are joined, so that of two completions of a key the first stays the first."""
+    """Choose the parts to rewrite. Only neighbours are joined, so that of two completions of a key the first stays
+    first."""
     unknown = max(uses.unreadable.values(), default=0.0) > keep.from_(None)
     todo: list[_Rewrite] = []
     group: list[_Source] = []

@@ -55,7 +55,7 @@ COMPLETION_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """What makes a part exist."""
+    """The record that makes a part exist."""
 
     rows: int
     bytes: int
@@ -128,7 +128,7 @@ class CompletionStore:
         self.close()
 
     def __len__(self) -> int:
-        """Committed rows."""
+        """Return the number of committed rows."""
         return sum(record.rows for record in self._records.values())
 
     @property

@@ -37,7 +37,7 @@ def logprob_columns(completions: Sequence[Completion]) -> list[pa.Array]:
 
 
 def logprob_bytes(found: TokenLogprobs | None) -> int:
-    """What they take in memory."""
+    """Return the memory of log-probabilities, in bytes."""
     return 0 if found is None else found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
 
 
@@ -62,7 +62,7 @@ def _has_logprobs(part: Path) -> bool:
 
 
 def damaged(part: Path, error: Exception) -> StorageError:
-    """What to say of a part that cannot be read."""
+    """Return the error for a part that cannot be read."""
     what = " ".join(str(error).split())
     return StorageError(
         f"{part}: damaged: {what}; `batchinfer run --verify` drops it, and its rows run again"

@@ -1,4 +1,4 @@
-"""Which stored completions the results used, and when: what decides how long they are kept.
+"""A log of the last use of each stored completion by a result, which decides how long it is kept.
 
     completions/uses/<random>.parquet
 
@@ -56,7 +56,7 @@ class User:
 
     @property
     def result(self) -> tuple[str, str]:
-        """Which result it is, whatever was kept for it."""
+        """Return the result, whatever was kept for it."""
         return self.job, self.marker
 
 
@@ -69,7 +69,7 @@ class Uses:
     unreadable: Mapping[Path, float] = field(default_factory=dict)  # files, and when they were written
 
     def lately(self, part: str, rows: int, oldest: Callable[[User], float]) -> Mask:
-        """Which rows of a part were used after `oldest(user)`, in Unix time."""
+        """Return the rows of a part that were used after `oldest(user)`, in Unix time."""
         found = np.zeros(rows, np.bool_)
         for user, times in self.times.get(part, {}).items():
             found |= times > oldest(user)
@@ -90,7 +90,7 @@ class Uses:
         return replace(self, times={**self.times, target: new})
 
     def of_parts(self, names: Iterable[str]) -> Uses:
-        """Without the parts that are gone."""
+        """Return the uses without those of parts that are gone."""
         there = set(names)
         return replace(self, times={part: users for part, users in self.times.items() if part in there})
 
@@ -166,7 +166,7 @@ def _batches(uses: Uses) -> Iterator[pa.RecordBatch]:
 
 
 def unfinished(store: Path) -> list[Path]:
-    """What a crash left of files that were being written."""
+    """Return the unfinished files that a crash left."""
     with storage(store / _FOLDER, "list"):
         return sorted(
             path for path in (store / _FOLDER).glob(f"*{TEMPORARY}") if _TEMPORARY.fullmatch(path.name)

@@ -36,7 +36,7 @@ def wrong_tokenizer(folder: Path, message: str, hint: str = _AGAIN) -> JobFileEr
 
 
 def convert(folder: str, connection: Connection[Any, Any]) -> None:
-    """In the child: send (text, None), or (None, what went wrong)."""
+    """Convert in the child process: send (text, None), or (None, the problem)."""
     try:
         connection.send((_converted(folder), None))
     except _FAILURES as error:

@@ -48,7 +48,7 @@ class StopStrings:
         return self._cut() if any(stop in seen for stop in self._stops) else None
 
     def _new_text(self, token_id: int) -> str:
-        """What the token added; empty while a character is incomplete."""
+        """Return the text that the token added; empty while a character is incomplete."""
         try:
             return self._stream.step(self._rust, token_id) or ""
         except Exception:  # noqa: BLE001 - plain Exception is what the library raises for text that it cannot extend
@@ -65,7 +65,8 @@ class StopStrings:
 
 
 def stop_streams(rust: Any) -> Callable[[SamplingParams], Callable[[int], int | None]]:
-    """What the engine asks for each sequence with stop strings: a function from its next token to the cut."""
+    """Return the function that the engine calls for each sequence with stop strings, which maps its next token to the
+    cut."""
     return lambda params: StopStrings(rust, params.stop, params.min_tokens).push
 
 

@@ -122,7 +122,7 @@ class Tokenizer:
 
     @cached_property
     def single(self) -> TokenTexts:
-        """What single tokens are."""
+        """Return the texts and bytes of single tokens."""
         return TokenTexts(self.rust, self.specials.values())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:

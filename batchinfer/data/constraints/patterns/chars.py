@@ -22,7 +22,7 @@ class Chars:
 
     @classmethod
     def of(cls, ranges: Iterable[Range], properties: Iterable[str] = (), negated: bool = False) -> Chars:
-        """Of any ranges, in any order."""
+        """Make a set of any ranges, in any order."""
         named = tuple(dict.fromkeys(properties))
         inside = _joined(ranges)
         if negated and not named:

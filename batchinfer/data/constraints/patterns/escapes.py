@@ -1,4 +1,4 @@
-"""What a backslash and the characters behind it mean."""
+"""Escapes: the meaning of a backslash and the characters after it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FOREIGN: Mapping[str, str] = {
 
 
 def escaped(source: PatternSource, in_class: bool) -> Chars | int:
-    """What an escape stands for, whose backslash was read: a set, or one code point, perhaps a surrogate."""
+    """Read the escape after a backslash; return a set of characters, or one code point, which may be a surrogate."""
     begin, char = source.at - 1, source.take()
     if char in CLASSES:
         return CLASSES[char]

@@ -56,7 +56,7 @@ _OF_NULL = frozenset(("ASCII", "Any", "Assigned", "C", "Other", "Cc", "Control",
 
 
 def property_syntax(name: str) -> tuple[str | None, str]:
-    """What stands between the braces of `\\p{…}` in the engine's syntax, or None and what to write instead."""
+    """Return the text between the braces of `\\p{…}` in the engine's syntax, or None and what to write instead."""
     key, equals, value = name.rpartition("=")
     if not equals and (value in _binary() or value in _categories()):
         return value, ""

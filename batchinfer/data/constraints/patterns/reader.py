@@ -56,7 +56,7 @@ class Maker(Protocol[T]):
 
 @dataclass(frozen=True, slots=True)
 class PatternPart(Generic[T]):
-    """What was made of a part, and whether it begins at the start of the text and ends at its end."""
+    """A translated part of a pattern, and whether it begins at the start of the text and ends at its end."""
 
     made: T
     start: bool = False
@@ -73,7 +73,7 @@ class _Group(Generic[T]):
 
 
 def read_pattern(pattern: str, maker: Maker[T]) -> T:
-    """What the maker makes of the expression as a whole.
+    """Read an expression, and return what the maker builds from it.
 
     Raises BadPattern for what is no regular expression of ECMAScript with its flag u, and for what cannot be followed:
     look-around, references to groups, boundaries of words, anchors in the middle.

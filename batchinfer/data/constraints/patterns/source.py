@@ -36,14 +36,14 @@ class PatternSource:
         return found
 
     def matched(self, expression: re.Pattern[str], begin: int) -> str:
-        """What an expression, which may match nothing, matches from `begin` on, passing over it."""
+        """Return the text that an expression (which may match nothing) matches from `begin` on, and move behind it."""
         found = expression.match(self._pattern, begin)
         text = found[0] if found is not None else ""
         self.at = begin + len(text)
         return text
 
     def until(self, end: str) -> str | None:
-        """What stands before `end`, passing over both; None where `end` does not come."""
+        """Return the text before `end`, and move behind both; None if `end` does not occur."""
         found = self._pattern.find(end, self.at)
         if found < 0:
             return None

@@ -106,7 +106,7 @@ class ArrowReader:
         raw.seek(start)
 
     def _measure(self, raw: BinaryIO) -> None:
-        """Where values may stand in many rows: what all batches unpack to, before the first row is handed on."""
+        """Check the unpacked size of all batches before the first row is yielded, if a value may stand in many rows."""
         start = raw.tell()
         with self._stream(raw) as stream:
             shared = [name for name in self._names(stream.schema) if _shares(stream.schema.field(name).type)]

@@ -1,4 +1,4 @@
-"""What a CSV file is written like: what stands between its fields and around them, as patterns over bytes.
+"""The dialect of a CSV file: its delimiters and quotes, as patterns over bytes.
 
 Every pattern is possessive (`*+`): it never goes back, so it takes linear time and constant memory on any bytes.
 """

@@ -111,7 +111,7 @@ class _OpenQuote:
         return self._fate == "never" or self.at > end + 1 or (self._fate is None and self.at == end + 1)
 
     def walk(self, lines: LineBuffer, limit: int) -> Fault | Literal["closed"] | None:
-        """What becomes of it; None where that is not known within so many bytes from where the reading is."""
+        """Return how the quoted field ends; None if the next `limit` bytes do not show it."""
         while self._fate is None and self.at - lines.at <= limit:
             if self.at < lines.whole:
                 self._step(lines)

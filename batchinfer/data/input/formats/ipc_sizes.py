@@ -76,7 +76,7 @@ def _exactly(raw: BinaryIO, size: int) -> bytes:
 
 
 def _sizes(raw: BinaryIO, header: _Flat, message: int, holds: int) -> tuple[int, int]:
-    """Of the buffers that a message's body holds; (0, 0) for a schema."""
+    """Return the sizes of the buffers in a message's body, stored and unpacked; (0, 0) for a schema."""
     if holds not in (_DICTIONARY, _RECORDS):
         return 0, 0
     batch = header.table(message, 2)
@@ -108,7 +108,7 @@ class _Flat:
         return self._at(0, "<I")
 
     def place(self, table: int, field: int) -> int | None:
-        """Where a table's field is; None where it has its default."""
+        """Return the position of a table's field; None if the field has its default."""
         vtable = table - self._at(table, "<i")
         slot = 4 + 2 * field
         if slot + 2 > self._at(vtable, "<H"):

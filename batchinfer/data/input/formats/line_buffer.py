@@ -43,8 +43,8 @@ class LineBuffer:
         return True
 
     def line_end(self, most: int) -> int | None:
-        """Where the line at `at` ends: its newline, or the file's end; -1 where it has more than `most` bytes. None at
-        the file's end."""
+        """Return the end of the line at `at`: its newline, or the file's end; -1 for a line of more than `most` bytes;
+        None at the file's end."""
         while self.whole <= self.at and self.end - self.at <= most:
             if not self.fill():
                 return None

@@ -99,7 +99,7 @@ class ParquetReader:
         return found
 
     def _check_sizes(self, parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk]) -> None:
-        """What the footer says of rows and columns, before any page is read."""
+        """Check the footer's sizes of rows and columns before any page is read."""
         path, metadata = self._file.path, parquet.metadata
         for field in parquet.schema_arrow:
             if (width := fixed_width(field.type)) > _WIDEST:

@@ -1,4 +1,4 @@
-"""What a Parquet footer says of its column chunks, read by ourselves.
+"""Reads what a Parquet footer says about its column chunks.
 
 pyarrow's own objects for it end the whole process where a footer is damaged: their exceptions pass through code that
 declares none. A footer is a struct of Thrift's compact protocol; of it these are read:
