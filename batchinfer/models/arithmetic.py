@@ -1,4 +1,4 @@
-"""What a model is computed in, and where."""
+"""The arithmetic of a model: the types that it is computed in, and the device."""
 
 from __future__ import annotations
 

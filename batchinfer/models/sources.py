@@ -1,4 +1,4 @@
-"""Where an engine gets its model from: what it is, and how it is loaded."""
+"""The sources of an engine's model: a checkpoint's spec and how it is loaded."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Checkpoint(WeightFiles):
         return any(layer.coded for layer in self.as_stored().spec.layers)
 
     def as_stored(self) -> Checkpoint:
-        """The same with weights that stay in codes of fp8 where products can be computed of them."""
+        """Return the checkpoint with weights that stay in fp8 where products can be computed with them."""
         layers = tuple(
             replace(layer, coded=tuple(self._coded(index, layer)))
             for index, layer in enumerate(self.spec.layers)
@@ -99,7 +99,7 @@ class Checkpoint(WeightFiles):
 
     @property
     def dtype(self) -> Dtype:
-        """As config.json states it; else that of most of the stored bytes."""
+        """Return the dtype that config.json states, or else that of most of the stored bytes."""
         return self.spec.dtype or self.stored_dtype
 
     @property
@@ -109,18 +109,19 @@ class Checkpoint(WeightFiles):
 
     @property
     def modelling(self) -> str:
-        """Whose code computes the model."""
+        """Return whose code computes the model."""
         return OWN
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
-        """What is asked for and cannot be had of this model, whatever the device: key of the job file, and why."""
+        """Return the settings that this model does not support on any device: the key of the job file, and the
+        reason."""
         if not (coded_cache and self.spec.attention.cache.latent):
             return []
         why = f"{self.spec.family} keeps latents in its cache, which are small already and have no codes"
         return [("model.kv_cache_dtype", f"{why}; leave it out")]
 
     def cost(self, itemsize: int, weight_itemsize: int, kv_cache: KvCacheDtype = "auto") -> ModelCost:
-        """What its steps cost; see model_cost."""
+        """Return the cost of its steps; see model_cost."""
         return model_cost(self.spec.caching(kv_cache), itemsize, weight_itemsize)
 
 
@@ -160,14 +161,14 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
 
 
 def _dequantised(packed: PackedTensors, shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """What a user should know of weights that are stored in few bits."""
+    """Yield the notices about quantised weights that are dequantised."""
     for name in sorted({each.format for each in packed.found.values()}):
         took = size(2 * sum(map(math.prod, shapes.values())))
         yield f"weights stored as {name} are dequantised when they are loaded: all weights take {took}{_IN_16_BITS}"
 
 
 def _kept(spec: ModelSpec) -> Iterator[str]:
-    """What a user should know of codes that are multiplied as they are stored."""
+    """Yield the notices about quantised weights that are multiplied as they are stored."""
     weights = [(linear.values, linear.coded is not None) for linear in spec.linears()]
     kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
     if kept:
@@ -176,7 +177,7 @@ def _kept(spec: ModelSpec) -> Iterator[str]:
 
 
 def _text_alone(whole: Multimodal, tensors: Iterable[str]) -> str:
-    """What a user should know of a model of several parts."""
+    """Return the notice about a model of several parts, of which the decoder alone is run."""
     parts = Counter(part for name in tensors if (part := whole.part_of(name)))
     left_out = ", ".join(f"{count} of {part}" for part, count in parts.items())
     return f"{whole.architecture}: text only; tensors that are not loaded: {left_out or 'none'}"

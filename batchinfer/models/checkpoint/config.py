@@ -1,4 +1,4 @@
-"""What a checkpoint says about its model: config.json and the EOS ids of generation_config.json. No torch."""
+"""Reads a checkpoint's configuration: config.json and the EOS ids of generation_config.json. No torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def known_types() -> dict[str, Family | Multimodal]:
 
 
 def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of the decoder: in a model of several parts, its text_config and what holds for it, too."""
+    """Return the configuration of the decoder: in a model of several parts, its text_config and the keys that hold for
+    it, too."""
     whole = multimodal_of(raw)
     return raw if whole is None else whole.text_config(raw) or {}
 
@@ -100,7 +101,7 @@ def _family(
 
 
 def _contradictions(spec: ModelSpec) -> list[str]:
-    """What is wrong although every single value is possible."""
+    """Return the mistakes in a spec whose single values are all possible."""
     found = [f"config.json: {wrong}" for wrong in wrong_caches(spec.caches)]
     if found:
         return found

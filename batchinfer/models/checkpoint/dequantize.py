@@ -25,7 +25,7 @@ def _pairs() -> Tensor:
 
 
 def dequantized(packed: PackedTensor, values: Tensor, scales: Tensor) -> Tensor:
-    """What they stand for: of one matrix, or of all that the tensors hold."""
+    """Return the dequantised values of one matrix, or of all matrices that the tensors hold."""
     if packed.format == "mxfp4":
         return _from_mxfp4(values, scales)
     return _from_fp8(values, scales, packed.block)

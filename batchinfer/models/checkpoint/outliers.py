@@ -66,7 +66,7 @@ class WatchedWeights(Weights):
 
 
 def warning_of(worst: Outlier | None) -> str | None:
-    """What to tell a user who asked for int8; None where nothing stands out."""
+    """Return the warning for a user who asked for int8; None if no channel stands out."""
     if worst is None or worst.ratio < LEAST_RATIO:
         return None
     return (

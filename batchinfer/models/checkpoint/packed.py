@@ -49,8 +49,8 @@ class Packing:
 
 @dataclass(slots=True)
 class PackedTensors:
-    """Those of a checkpoint by the names of what they stand for, the stored tensors that nothing reads, and what is
-    wrong with them."""
+    """The packed tensors of a checkpoint by the names of the weights that they hold, the stored tensors that nothing
+    reads, and what is wrong with them."""
 
     found: dict[str, PackedTensor] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
@@ -71,7 +71,8 @@ class PackedTensors:
 
 
 def packing_of(raw: Mapping[str, Any], mistakes: list[str]) -> Packing | None:
-    """As `quantization_config` says; None: weights are stored as floats, or in a way that is not supported."""
+    """Return the packing that `quantization_config` states; None if weights are floats, or packed in an unsupported
+    way."""
     stated = raw.get(KEY)
     if not stated:
         return None
@@ -99,7 +100,7 @@ def packing_of(raw: Mapping[str, Any], mistakes: list[str]) -> Packing | None:
 
 
 def _compressed(stated: Mapping[str, Any], mistakes: list[str]) -> Packing | None:
-    """Of compressed-tensors those whose weights are 8-bit floats, dense, and scaled in one way."""
+    """Return the packing of compressed-tensors, if all weights are dense 8-bit floats that are scaled in one way."""
     groups, sparse = stated.get("config_groups"), stated.get("sparsity_config")
     wrong = []
     if isinstance(sparse, Mapping) and sparse.get("format") not in (None, "dense"):
@@ -177,7 +178,7 @@ def _add_fp8(packed: PackedTensors, name: str, tensors: Mapping[str, StoredTenso
 def _block_of(
     shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
 ) -> tuple[int, int] | tuple[()] | None:
-    """What each scale holds for; (): everything; None: they do not fit."""
+    """Return the shape of the block that a scale belongs to; () for the whole tensor; None if the scales do not fit."""
     if all(size == 1 for size in scales):
         return ()
     if len(shape) != 2:

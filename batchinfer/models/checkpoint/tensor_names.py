@@ -35,7 +35,7 @@ class StoredParameter:
 
     @property
     def index(self) -> int | None:
-        """Which of several matrices in the tensor it is in."""
+        """Return the index of its matrix, if the tensor holds several."""
         return None if self.part is None else self.part.index
 
     def shape(self, parameter: Shape) -> Shape:
@@ -50,8 +50,8 @@ class StoredParameter:
 
 
 def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixes] = ()) -> NamePrefixes:
-    """What stands before the names: one of `among`, else what the family's checkpoints have before those of the base
-    model, mostly "model."; nothing where only the base model was saved."""
+    """Return the prefixes of the names: one of `among`, or else what the family's checkpoints have before those of the
+    base model, mostly "model."; nothing where only the base model was saved."""
     known = (*among, NamePrefixes(FAMILIES[family].names.base))
     found = (each for each in known if any(name.startswith(each.base) for name in names))
     return next(found, NamePrefixes())
@@ -63,7 +63,7 @@ def ignores(family: str, name: str) -> bool:
 
 
 def further_layers(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
-    """What begins the names of layers behind the last one, which guess further tokens and are not run."""
+    """Return the prefixes of the layers for multi-token prediction behind the last layer, which are not run."""
     family, first = FAMILIES[spec.family], len(spec.layers)
     count = raw.get(family.further_layers) if family.further_layers else 0
     numbers = range(first, first + min(count, MOST_FURTHER)) if isinstance(count, int) else ()
@@ -71,7 +71,8 @@ def further_layers(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefix
 
 
 def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
-    """What stands before and after the layers → where it is stored; a head even where it is the embedding."""
+    """Map the parameters before and after the layers to their places in the checkpoint; a head even if it is the
+    embedding."""
     names = FAMILIES[spec.family].names
     modules = {
         EMBEDDING: prefixes.base + names.embedding,

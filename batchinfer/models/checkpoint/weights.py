@@ -37,7 +37,7 @@ LayerWeights = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """What stands before and after the layers. Tied, `head` is the very tensor `embedding`."""
+    """The weights before and after the layers. If they are tied, `head` is the very tensor `embedding`."""
 
     embedding: Tensor  # (vocab, hidden)
     head: Tensor  # (vocab, hidden)
@@ -47,7 +47,7 @@ class Tables:
 
     @classmethod
     def of(cls, found: Mapping[str, Tensor]) -> Tables:
-        """From the tables by their parameters' names; embedding and head are one where only one is there."""
+        """Make them from tables by parameter name; if only one of embedding and head is there, it is both."""
         embedding, head = found.get(EMBEDDING), found.get(HEAD)
         table = embedding if embedding is not None else found[HEAD]
         rest = (found[FINAL_NORM], found.get(FINAL_NORM + BIAS), found.get(POSITIONS))

@@ -121,7 +121,8 @@ class HeadsAttention(AttentionHalf):
 
 
 def _numbers(norm: NormSpec | None) -> tuple[float, float]:
-    """What `rope_store` and `rope` norm each head with, beside weights."""
+    """Return the constants by which `rope_store` and `rope` norm each head: epsilon, and the offset of the
+    weights."""
     assert norm is not None
     return norm.eps, norm.offset
 
@@ -191,7 +192,7 @@ def attention_half(
 
 
 def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LatentHeads | None:
-    """What makes K and V of a latent, head by head; None where there is no latent."""
+    """Pack the weights that make K and V of a latent, head by head; None without a latent."""
     attention = spec.attention
     if not isinstance(attention, LatentAttentionSpec):
         return None

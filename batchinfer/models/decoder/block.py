@@ -63,7 +63,7 @@ class Block(DecoderLayer):
     def begin(
         self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What of a layer with attention comes before it → (queries, what its norm gave if `end` wants it, the
+        """Compute the part of a layer before attention → (queries, the output of its norm if `end` needs it, the
         residual). K and V of the step's tokens are written to the cache."""
         normed, residual = self._before("input_norm", x, residual)
         queries = self.attention.queries(normed, inputs, cache)
@@ -72,7 +72,7 @@ class Block(DecoderLayer):
     def end(
         self, attended: Tensor, normed: Tensor | None, residual: Tensor, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor]:
-        """What comes after it → the next layer's x and residual."""
+        """Compute the part of a layer after attention → the next layer's x and residual."""
         attended = self._after("attention_norm", self.attention.result(attended))
         if self._spec.parallel:
             x = self._before("post_norm", residual, None)[0] if normed is None else normed
@@ -86,14 +86,14 @@ class Block(DecoderLayer):
         return self._after("feed_forward_norm", x)
 
     def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What goes into a half of the layer, and x + residual."""
+        """Return the input of a half of the layer, and x + residual."""
         if name in self._norms:
             return apply_norm(self._ops, self._norms[name], self._parts.norms, name, x, residual)
         total = x if residual is None else x + residual
         return total, total
 
     def _after(self, name: str, x: Tensor) -> Tensor:
-        """What comes out of it, to be added."""
+        """Return the output of a half of the layer, which is added to the residual."""
         if name in self._norms:
             x, _ = apply_norm(self._ops, self._norms[name], self._parts.norms, name, x)
         return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier

@@ -60,7 +60,8 @@ class Decoder:
 
     @property
     def long_rope_beyond(self) -> int | None:
-        """See ModelSpec; such a sequence's positions are those of the second half of the rotary tables."""
+        """Return ModelSpec's `long_rope_beyond`; longer sequences have positions in the second half of the rotary
+        tables."""
         return self.spec.long_rope_beyond
 
     @property

@@ -28,7 +28,7 @@ class ExpertLoads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside counts nothing."""
+        """Count nothing that runs inside."""
         kept = {index: loads.clone() for index, loads in self._layers.items()}
         try:
             yield

@@ -52,7 +52,7 @@ def pack_experts(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Experts | 
 
 
 def _of_experts(weights: LayerWeights, name: str, count: int) -> ExpertWeights:
-    """What lies one above the other, apart."""
+    """Split the experts' weights, which are stacked."""
     weight, bias, lines = weights[name], weights.get(name + BIAS), weights.get(name + LINES)
     scales = weights.get(name + SCALES)
     if scales is not None:

@@ -27,7 +27,7 @@ ABSENT_THETA = {"cohere": 500_000.0, "cohere2": 10_000.0}
 
 
 def parse_cohere(files: ConfigFiles) -> ModelSpec:
-    """CohereConfig."""
+    """Make the spec of a CohereConfig."""
     fields = files.config
     attended = _attention(fields, "cohere")
     if fields.boolean("use_qk_norm", False):
@@ -41,7 +41,7 @@ def parse_cohere(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_cohere2(files: ConfigFiles) -> ModelSpec:
-    """Cohere2Config."""
+    """Make the spec of a Cohere2Config."""
     fields = files.config
     attended = _attention(fields, "cohere2")
     still = replace(attended, rotation=replace(attended.rotation, rope=None))

@@ -53,7 +53,7 @@ V2_METHODS = ("greedy", "group_limited_greedy")
 
 
 def parse_deepseek_v2(files: ConfigFiles) -> ModelSpec:
-    """DeepseekV2Config."""
+    """Make the spec of a DeepseekV2Config."""
     fields = files.config
     method = fields.text("topk_method", "greedy")
     if method not in V2_METHODS:
@@ -72,7 +72,7 @@ def parse_deepseek_v2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_deepseek_v3(files: ConfigFiles) -> ModelSpec:
-    """DeepseekV3Config."""
+    """Make the spec of a DeepseekV3Config."""
     fields = files.config
     scale = fields.number("routed_scaling_factor", 2.5)
     normalised = fields.boolean("norm_topk_prob", True)

@@ -1,4 +1,4 @@
-"""What a family of models is, and what most of their config.json files have in common."""
+"""A family of models, and the fields that most of their config.json files have in common."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ def llama_modules(_: LayerSpec) -> Modules:
 
 @dataclass(frozen=True, slots=True)
 class TableNames:
-    """What a family's checkpoints call the modules around its layers. `base` stands before all names but the head's,
-    unless only the base model was saved. Tensors whose names end with one of `ignored` are computed, not read."""
+    """The names that a family's checkpoints have for the modules around the layers. `base` stands before all names but
+    the head's, unless only the base model was saved. Tensors whose names end with one of `ignored` are computed, not
+    read."""
 
     base: str = "model."
     embedding: str = "embed_tokens"
@@ -99,7 +100,7 @@ class TableNames:
 
 @dataclass(frozen=True, slots=True)
 class NamePrefixes:
-    """What stands before the names of a checkpoint's tensors: of the base model's, and of the head's."""
+    """The prefixes of the names of a checkpoint's tensors: of the base model's, and of the head's."""
 
     base: str = ""
     head: str = ""
@@ -142,9 +143,9 @@ def attention(
     qk_norm: NormSpec | None = None,
     rotation: RotationOf | None = None,
 ) -> AttentionSpec:
-    """As Llama names its sizes. Of the KV heads null means all heads, and absent `absent_kv_heads` (None: all, too); a
-    head is as wide as stated, or as `absent_head_dim`, or hidden / heads. `qk_norm` is each head's, its width the
-    head's; `rotation` is of whole heads if not given."""
+    """Make the spec of attention from sizes named as Llama's. Null KV heads mean all heads, absent ones
+    `absent_kv_heads` (None: all, too); a head is as wide as stated, or as `absent_head_dim`, or hidden / heads.
+    `qk_norm` is each head's, its width the head's; `rotation` is of whole heads if not given."""
     q_heads = fields.integer("num_attention_heads")
     stated = "num_key_value_heads" in fields.raw or absent_kv_heads is None
     kv_heads = fields.integer("num_key_value_heads", q_heads if stated else absent_kv_heads)
@@ -201,7 +202,8 @@ def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
 def routing(
     fields: Fields, key: str, absent: int, absent_chosen: int, *, normalised: bool, **more: Any
 ) -> Routing:
-    """Of `key` experts as many as `num_experts_per_tok` says; `absent…`: what transformers assumes."""
+    """Make the routing of `key` experts, of which a token uses `num_experts_per_tok`; `absent…`: what transformers
+    assumes."""
     experts = fields.integer(key, absent, high=2**16)
     chosen = fields.integer("num_experts_per_tok", absent_chosen, high=2**16)
     if chosen > experts:
@@ -285,8 +287,9 @@ def model(
     absent_tied: bool = False,
     **special: Any,
 ) -> ModelSpec:
-    """What stands around the layers. `norm` is the last one, an RMSNorm if not given; `absent_…`: what transformers
-    assumes where nothing is stated; `special`: fields of the spec that most families leave at their defaults."""
+    """Make the spec of a model around its layers. `norm` is the last one, an RMSNorm if not given; `absent_…`: what
+    transformers assumes where nothing is stated; `special`: fields of the spec that most families leave at their
+    defaults."""
     fields = files.config
     hidden = hidden_size(fields)
     return ModelSpec(

@@ -56,7 +56,7 @@ MODULES: Modules = {
 
 
 def parse_gemma(files: ConfigFiles) -> ModelSpec:
-    """GemmaConfig. Its "gelu" means the tanh approximation, which it was trained with."""
+    """Make the spec of a GemmaConfig. Its "gelu" means the tanh approximation, which it was trained with."""
     fields = files.config
     bias, named = fields.boolean("attention_bias", False), fields.raw.get("hidden_act") == "gelu"
     attended = attention(fields, absent_kv_heads=16, absent_head_dim=256, qkv_bias=bias, o_bias=bias)
@@ -68,7 +68,7 @@ def parse_gemma(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gemma2(files: ConfigFiles) -> ModelSpec:
-    """Gemma2Config."""
+    """Make the spec of a Gemma2Config."""
     fields = files.config
     attended = replace(
         _attention(fields, None, whole_heads), soft_cap=_cap(fields, "attn_logit_softcapping", 50.0)
@@ -78,7 +78,7 @@ def parse_gemma2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gemma3(files: ConfigFiles) -> ModelSpec:
-    """Gemma3TextConfig."""
+    """Make the spec of a Gemma3TextConfig."""
     fields = files.config
     attended = _attention(fields, _norm(fields), no_rotation)
     turned = {

@@ -50,7 +50,7 @@ NEOX_NAMES = TableNames(
 
 
 def parse_gpt2(files: ConfigFiles) -> ModelSpec:
-    """GPT2Config."""
+    """Make the spec of a GPT2Config."""
     files = replace(files, config=files.config.renamed(GPT2_FIELDS))
     fields = files.config
     if fields.boolean("add_cross_attention", False):
@@ -77,7 +77,7 @@ def parse_gpt2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gpt_neox(files: ConfigFiles) -> ModelSpec:
-    """GPTNeoXConfig."""
+    """Make the spec of a GPTNeoXConfig."""
     fields = files.config
     bias, norm = fields.boolean("attention_bias", True), _norm(fields, "layer_norm_eps")
     attended = attention(fields, qkv_bias=bias, o_bias=bias, rotation=_neox_rotation)

@@ -39,7 +39,7 @@ ABSENT_ROPE = {
 
 
 def parse_gpt_oss(files: ConfigFiles) -> ModelSpec:
-    """GptOssConfig."""
+    """Make the spec of a GptOssConfig."""
     fields = files.config
     bias = fields.boolean("attention_bias", True)
     attended = attention(

@@ -41,7 +41,7 @@ def llama_layer(
 
 
 def parse_llama(files: ConfigFiles) -> ModelSpec:
-    """LlamaConfig."""
+    """Make the spec of a LlamaConfig."""
     fields = files.config
     bias = fields.boolean("attention_bias", False)
     attended = attention(fields, qkv_bias=bias, o_bias=bias)
@@ -51,7 +51,7 @@ def parse_llama(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_mistral(files: ConfigFiles) -> ModelSpec:
-    """MistralConfig."""
+    """Make the spec of a MistralConfig."""
     fields = files.config
     layers = layer_count(fields)
     attended = replace(attention(fields, absent_kv_heads=8), window=_window(fields, layers))

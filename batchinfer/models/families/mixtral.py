@@ -25,7 +25,7 @@ ABSENT_EPS = 1e-5
 
 
 def parse_mixtral(files: ConfigFiles) -> ModelSpec:
-    """MixtralConfig."""
+    """Make the spec of a MixtralConfig."""
     fields = files.config
     attended = replace(attention(fields, absent_kv_heads=8), window=fields.optional_integer("sliding_window"))
     rule = routing(fields, "num_local_experts", 8, 2, normalised=True)

@@ -54,7 +54,7 @@ class Multimodal:
         return (self.architecture,)
 
     def text_config(self, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What config.json says of the decoder; None where that is no object."""
+        """Return config.json's object about the decoder; None if it is no object."""
         stated = raw.get("text_config")
         if not isinstance(stated, Mapping):
             return None
@@ -71,7 +71,7 @@ class Multimodal:
         }
 
     def part_of(self, tensor: str) -> str | None:
-        """Which other part the tensor belongs to; None: to none."""
+        """Return the other part that a tensor belongs to; None for the decoder's."""
         name = tensor.removeprefix("model.")
         return next((part for part in self.others if name == part or name.startswith(f"{part}.")), None)
 

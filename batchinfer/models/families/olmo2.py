@@ -28,7 +28,7 @@ MODULES: Modules = {
 
 
 def parse_olmo2(files: ConfigFiles) -> ModelSpec:
-    """Olmo2Config."""
+    """Make the spec of an Olmo2Config."""
     fields = files.config
     bias, norm = (
         fields.boolean("attention_bias", False),

@@ -30,7 +30,7 @@ ABSENT_ORIGINAL = 4096
 
 
 def parse_phi3(files: ConfigFiles) -> ModelSpec:
-    """Phi3Config."""
+    """Make the spec of a Phi3Config."""
     fields = files.config
     window = fields.optional_integer("sliding_window")
     attended = replace(attention(fields, rotation=_rotation), window=window)

@@ -20,7 +20,7 @@ from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, ModelSpec, Nor
 
 
 def parse_qwen2(files: ConfigFiles) -> ModelSpec:
-    """Qwen2Config."""
+    """Make the spec of a Qwen2Config."""
     attended = attention(files.config, absent_kv_heads=32, qkv_bias=True)
     return model("qwen2", files, _layers(files.config, attended))
 

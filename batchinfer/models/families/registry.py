@@ -1,4 +1,4 @@
-"""Which families there are. A new one is a file beside this one, and a line here."""
+"""The list of families. A new one is a file next to this one, and a line here."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ABSENT_EOS = (0,)
 
 
 def parse_stablelm(files: ConfigFiles) -> ModelSpec:
-    """StableLmConfig."""
+    """Make the spec of a StableLmConfig."""
     fields = files.config
     biased, parallel = fields.boolean("use_qkv_bias", False), fields.boolean("use_parallel_residual", False)
     attended = attention(

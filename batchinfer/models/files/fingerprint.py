@@ -1,4 +1,4 @@
-"""What identifies a model: a hash of its weights and its configuration."""
+"""The fingerprint identifies a model: a hash of its weights and its configuration."""
 
 from __future__ import annotations
 

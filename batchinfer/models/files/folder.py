@@ -81,7 +81,7 @@ class CheckpointFolder:
 
     @property
     def unused_code(self) -> tuple[str, ...]:
-        """What a user should know of code that the checkpoint asks for and that is not run."""
+        """Return the notices about code that the checkpoint asks for and that is not run."""
         name = self._names_tokenizer_class()
         if name is None:
             return ()

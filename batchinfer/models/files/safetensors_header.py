@@ -52,7 +52,7 @@ class TensorInfo:
 
 
 class _Malformed(ValueError):
-    """What is wrong with a header; becomes a SecurityRefusal that names the file."""
+    """The problem of a header; it becomes a SecurityRefusal that names the file."""
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

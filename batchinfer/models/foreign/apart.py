@@ -15,7 +15,8 @@ WITHIN_S = 300.0
 
 
 def describe_apart(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """See `probe.describe`. Raises CannotRun, and what `asked_apart` raises of a process that is not at fault."""
+    """Describe a model as `probe.describe` does, in another process. Raises CannotRun, and what `asked_apart`
+    raises."""
     what = "the process that looks at the model"
     try:
         found = asked_apart(what, PROBE, raw, generation, within_s=WITHIN_S)

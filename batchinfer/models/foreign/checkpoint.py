@@ -32,7 +32,7 @@ class ForeignCheckpoint(WeightFiles):
 
     @property
     def dtype(self) -> Dtype:
-        """As config.json states it; else that of most of the stored bytes."""
+        """Return the dtype that config.json states, or else that of most of the stored bytes."""
         return self.spec.dtype or self.stored_dtype
 
     @property

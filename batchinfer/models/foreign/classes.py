@@ -31,7 +31,7 @@ UNSTEADY_ROPES = ("longrope",)
 
 
 def config_of(raw: Mapping[str, Any]) -> Any:
-    """transformers' configuration. Raises CannotRun for a model type without one, and for wrong values."""
+    """Make transformers' configuration. Raises CannotRun for a model type without one, and for wrong values."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CannotRun("transformers knows no model of this type")
@@ -64,7 +64,7 @@ def class_of(config: Any, raw: Mapping[str, Any]) -> Any:
 
 
 def _base_name(causal: Any) -> str:
-    """Of the class without a head: GPT2LMHeadModel → GPT2Model."""
+    """Return the name of the class without a head: GPT2LMHeadModel → GPT2Model."""
     name: str = causal.__name__
     for ending in ("ForCausalLM", "LMHeadModel"):
         name = name.removesuffix(ending)

@@ -17,7 +17,7 @@ _ATTRIBUTE = "batchinfer_attention"
 
 
 class Attending(Protocol):
-    """What a model's attention goes to."""
+    """The receiver of a model's calls of attention."""
 
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
@@ -25,7 +25,7 @@ class Attending(Protocol):
         """(1, heads, T, D) each → (1, T, q_heads, v_dim)"""
 
     def mask(self, **of: Any) -> Any:
-        """What the layers get as their mask."""
+        """Return the mask that the layers get."""
 
 
 def attach(model: Any, attending: Attending) -> None:

@@ -1,4 +1,4 @@
-"""Which keys a query sees, read off the function that transformers makes masks with."""
+"""Finds the keys that a query sees, from the function with which transformers makes masks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def window_of(mask_function: MaskFunction, positions: int) -> int | None:
 
 
 def _seen(mask_function: MaskFunction, query: int, positions: int) -> Tensor:
-    """(positions,) bool"""
+    """Return which positions the query sees, (positions,) bool."""
     zero = torch.zeros((), dtype=torch.long)
     try:
         found = mask_function(zero, zero, torch.tensor(query), torch.arange(positions))

@@ -18,7 +18,7 @@ from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, Laye
 
 @dataclass(slots=True)
 class _Step:
-    """What the layers of one forward pass share; `done` counts those whose attention was computed."""
+    """The state of one forward pass; `done` counts the layers whose attention was computed."""
 
     inputs: Sequence[AttentionInputs]
     caches: Sequence[LayerCache]
@@ -80,8 +80,8 @@ class TransformersModel:
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
     ) -> Tensor:
-        """See Attending. Raises RuntimeError outside of a step, and for a layer that was not there when the model was
-        described."""
+        """Compute a layer's attention; see Attending. Raises RuntimeError outside of a step, and for a layer that was
+        not there when the model was described."""
         step = self._step
         if step is None or step.done == len(self.spec.layers):
             raise RuntimeError("attention was called by no layer of a step")
@@ -98,7 +98,7 @@ class TransformersModel:
         return found[None, ..., : layer.v_dim].to(v.dtype)
 
     def mask(self, **_: Any) -> None:
-        """See Attending. Our operators know the mask."""
+        """Return no mask, because our operators know it; see Attending."""
 
     @staticmethod
     def _heads(heads: Tensor, dim: int, cache: LayerCache) -> Tensor:

@@ -42,7 +42,7 @@ def serve(raw: Mapping[str, Any], generation: Mapping[str, Any], connection: Con
 
 
 def describe(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """What these JSON objects (config.json, generation_config.json) describe. Raises CannotRun."""
+    """Describe the model of these JSON objects (config.json, generation_config.json). Raises CannotRun."""
     with quiet():
         config = config_of(raw)
         kind = class_of(config, raw)
@@ -152,7 +152,7 @@ def _check_caches(recorder: Recorder, config: Any, positions: int) -> None:
 
 
 def _facts(config: Any, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stated rather than found."""
+    """Return the fields of the spec that the configuration states."""
     mistakes: list[str] = []
     files = ConfigFiles(
         Fields(raw, "config.json", mistakes), Fields(generation, "generation_config.json", mistakes)

@@ -42,13 +42,13 @@ class Recorder:
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
     ) -> Tensor:
-        """See Attending."""
+        """Record what the layer asks of attention; return values of the right shape. See Attending."""
         self.outermost.append(self._path[1] if len(self._path) > 1 else "")
         self.layers.append(_layer(module, q, k, v, mask, scale, more))
         return q.new_empty(*(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
     def mask(self, **of: Any) -> Any:
-        """See Attending. A tensor that knows its window; a layer that changes it hands on one that does not."""
+        """Return a tensor that knows its window; a layer that changes it passes on one that does not. See Attending."""
         found = torch.empty(1, 1, of["q_length"], of["kv_length"], dtype=torch.bool, device="meta")
         setattr(found, _WINDOW, window_of(of["mask_function"], self._positions))
         return found
@@ -71,7 +71,7 @@ class Recorder:
 
 
 def _unknown(more: dict[str, Any]) -> list[str]:
-    """What is asked for beside the usual."""
+    """Return the names of arguments that our attention does not know."""
     found = [
         name
         for name, value in more.items()

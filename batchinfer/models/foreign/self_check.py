@@ -70,7 +70,7 @@ def check_together(model: TransformersModel, ops: Ops, wanted: Wanted, dtype: to
 
 
 def _distance(found: Tensor, wanted: Tensor) -> Tensor:
-    """(tokens,)"""
+    """Return the distance of each token's logits, relative to their size, (tokens,)."""
     centred = wanted - wanted.mean(-1, keepdim=True)
     off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (found - wanted, centred))
     share: Tensor = off / size.clamp_min(1e-6)

@@ -1,4 +1,4 @@
-"""What a model is that transformers computes: found by running it without weights. No torch."""
+"""The spec of a model that transformers computes, found by running it without weights. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchinfer_kernels.cost import (
 
 @dataclass(frozen=True, slots=True)
 class ForeignLayer:
-    """What a layer asks of attention. `scale` multiplies scores; with a `soft_cap` they then become
+    """The attention that a layer needs. `scale` multiplies scores; with a `soft_cap` they then become
     soft_cap * tanh(score / soft_cap). `window`: how many keys a query sees, its own included; None: all. `sinks`: each
     head has a score without a value, which the layer hands over with every call."""
 
@@ -69,7 +69,7 @@ class ForeignSpec:
 
     @property
     def caches(self) -> Caches:
-        """What each layer keeps in the cache."""
+        """Return the cache of each layer."""
         return [layer.cache for layer in self.layers]
 
     @property

@@ -53,7 +53,7 @@ class CompiledLayer(DecoderLayer):
     """x and residual of a step stay in its plan's room, which each layer overwrites."""
 
     def __init__(self, compiled: CompiledOperators, spec: LayerSpec, parts: LayerParts) -> None:
-        """For what `covers` says. Raises ValueError where weights do not fit one another."""
+        """Make a layer that `covers` accepts. Raises ValueError if weights do not fit one another."""
         self._compiled = compiled
         attention, norms = spec.attention, parts.norms
         assert isinstance(attention, AttentionSpec), "see `covers`"

@@ -37,7 +37,7 @@ def is_installed() -> bool:
 
 
 def why_not(shape: AttentionShape, latent: bool) -> str | None:
-    """What of a model rules it out; None: nothing does."""
+    """Return the reason why a model cannot use it; None if it can."""
     if shape.deterministic:
         return "engine.deterministic is true"
     if latent:
@@ -127,7 +127,7 @@ class FlashInferPrefill:
         return plain and cache.k.dtype == self._shape.dtype
 
     def plan(self, inputs: AttentionInputs) -> PromptPages | None:
-        """What it is to read in a step; None: nothing."""
+        """Return the pages that it reads in a step; None if there are no prompts."""
         return PromptPages.of(inputs, self._block_size)
 
     def run(self, pages: PromptPages, q: Tensor, cache: LayerCache, scale: float, out: Tensor) -> None:

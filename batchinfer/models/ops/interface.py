@@ -151,7 +151,7 @@ class HeadsLinear(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentHeads:
-    """What takes queries to the latent that K is made of, and results from the one that V is made of, head by head."""
+    """The products that take queries to the latent of K, and results from the latent of V, head by head."""
 
     k: HeadsLinear
     v: HeadsLinear
@@ -291,8 +291,9 @@ class Ops(ABC):
         return found
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
-        """What attention of `rows` single queries takes at most while a step runs, beyond what it takes where every
-        row has a context of `longest` tokens and shares none: which steps those are depends on the operators."""
+        """Return the bytes that attention of `rows` single queries takes at most while a step runs, beyond what it
+        takes where every row has a context of `longest` tokens and shares none: which steps those are depends on the
+        operators."""
         return 0
 
     def allocate_cache(
@@ -435,8 +436,8 @@ class Ops(ABC):
         return sample_reference(logits, sampling)
 
     def log_probabilities(self, logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the chosen tokens (n,), and of the `most` most likely ones with their ids. See
-        batchinfer_kernels.log_probabilities."""
+        """Return the log-probabilities of the chosen tokens (n,), and of the `most` most likely ones with their ids.
+        See batchinfer_kernels.log_probabilities."""
         return log_probabilities_reference(logits, chosen, most)
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:

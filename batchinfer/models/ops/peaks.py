@@ -1,4 +1,4 @@
-"""What this machine reaches: in each dtype the best of 20 packed GEMMs, by torch's libraries and by the compiled
+"""Measures this machine's peaks: in each dtype the best of 20 packed GEMMs, by torch's libraries and by the compiled
 operators, whichever is faster; and of large reads and copies.
 
 A few seconds per device; on a busy machine the peaks come out low, so measure beside the run they are for.
@@ -88,7 +88,7 @@ def _reachable(device: str) -> torch.device:
 
 
 def _gemm_peak(where: torch.device, dtype: str, size: int) -> tuple[float, Multiplier]:
-    """Of the fastest, and who that is. Random data: zeros would let a GPU clock higher than it does in a run."""
+    """Return the rate of the fastest product, and which it is. Data is random, since zeros let a GPU clock higher."""
     generator = torch.Generator(device=where).manual_seed(0)
     if dtype == "int8":
         x, weight = (

@@ -180,7 +180,8 @@ class _Trial:
 
     @classmethod
     def random(cls, ops: PromptOps, sizes: PromptSizes, part: int, device: torch.device) -> _Trial:
-        """As many sequences of a `part` of the longest as a step takes: the end of each, if it takes no whole one."""
+        """Make a trial of as many sequences of a `part` of the longest as a step takes, or of the end of one, if none
+        fits whole."""
         shape, block = ops.shape, sizes.block_size
         context = max(2, min(sizes.longest, MOST_KEYS) // part)
         queries = max(2, min(context, sizes.tokens))

@@ -43,7 +43,7 @@ def compiled_operators() -> CompiledOperators | None:
 
 
 def onednn_has_int8() -> bool:
-    """On other CPUs than these it may not have it."""
+    """Return whether oneDNN is known to have int8 products on this CPU."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 

@@ -90,7 +90,7 @@ class TritonPlan(FixedPlan):
 
 
 class LatentPlan(FixedPlan):
-    """Where each token of a step reads latents: its sequence's block table, up to its own position."""
+    """The reads of latents in a step: each token reads its sequence's block table, up to its own position."""
 
     padded_tokens = 0
 
@@ -124,16 +124,16 @@ class TritonOps(Ops):
 
     @property
     def shape(self) -> AttentionShape:
-        """See PromptOps."""
+        """Return the attention's shape; see PromptOps."""
         return self._shape
 
     @property
     def latent(self) -> bool:
-        """See PromptOps."""
+        """Return whether the cache holds latents; see PromptOps."""
         return self._latent
 
     def with_prefill(self, prefill: FlashInferPrefill) -> TritonOps:
-        """See PromptOps."""
+        """Return these operators with another prefill attention; see PromptOps."""
         made = TritonOps(self._shape, self._quantization, self._latent)
         made._prefill, made.name = prefill, f"{self.name}+flashinfer"
         return made
@@ -180,7 +180,7 @@ class TritonOps(Ops):
         return TritonExperts(gate_up, down, activation, self._quantization, self._shape.deterministic)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Linear | None:
-        """As a kernel of ours multiplies it; None where the library does."""
+        """Pack a weight for our own kernel; None if the library multiplies it."""
         if self._quantization == "int8":
             return Int8Linear(weight, bias, activation)
         if self._quantization == "fp8":
@@ -279,8 +279,8 @@ class TritonOps(Ops):
     def _shared(
         self, inputs: AttentionInputs, lens: Ints, contexts: Ints, block_size: int
     ) -> list[attention_plan.SharedPrefix]:
-        """What single queries share, where the host can see it. Tables of a window do not show it: entries that it has
-        left are alike in all of them."""
+        """Return the prefixes that single queries share, if the host can see them. Tables of a window do not show it:
+        entries that it has left are alike in all of them."""
         if inputs.host_tables is None or not inputs.whole:
             return []
         return attention_plan.find_shared(lens, contexts, inputs.host_tables, block_size, self._shape.unit)

@@ -1,1 +1,1 @@
-"""What a model is: its layers, and the shapes, names and costs that follow from them."""
+"""The specification of a model: its layers, and the shapes, names and costs that follow from them."""

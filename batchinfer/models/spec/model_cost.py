@@ -1,4 +1,4 @@
-"""What a step of a model costs, derived from its spec. No torch."""
+"""The cost of a model's step, derived from its spec. No torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
 
 
 def _after_head(spec: ModelSpec) -> Iterator[OperatorCost]:
-    """What is done to logits. They are float32."""
+    """Yield the costs of the operators on logits, which are float32."""
     if spec.logit_multiplier != 1:
         yield _sampled("logit_multiplier", lambda n: scale_cost(n, spec.vocab, 4))
     if spec.logit_cap is not None:
@@ -147,8 +147,8 @@ def _heads(attention: LatentAttentionSpec, itemsize: int, weight_itemsize: int) 
 
 
 def _attention(spec: ModelSpec, itemsize: int) -> OperatorCost:
-    """Of all layers together: pairs and cached tokens are counted over all of them already, so that each costs what it
-    does in a mean layer."""
+    """Return the cost of attention of all layers together: pairs and cached tokens are counted over all of them
+    already, so that each costs what it does in a mean layer."""
     each = [_attention_of(layer.attention, itemsize) for layer in spec.layers if layer.attention is not None]
     whole = sum(each[1:], each[0])
     pair, read = (Cost(c.flops // len(each), c.bytes // len(each)) for c in (whole.pair, whole.kv_token))
@@ -192,7 +192,8 @@ def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
 
 
 def _experts(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> OperatorCost:
-    """Of the products of experts. Those of the first half read each token once, those of the second each row."""
+    """Return the cost of the experts' products. Those of the first half read each token once, those of the second each
+    row."""
 
     def cost(tokens: int, hit: int) -> Cost:
         rows = tokens * linear.chosen
@@ -208,8 +209,8 @@ def _experts(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Operato
 
 
 def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
-    """Those of the hidden state, which add the residual where they stand before a half of the layer, and those of q and
-    k where they are no heads' norms, which `rope_store` has."""
+    """Return the cost of the norms: of the hidden state, which add the residual where they stand before a half of the
+    layer, and of q and k where they are no heads' norms, which `rope_store` has."""
     found = Cost()
     for name, norm in layer.norms.items():
         attention = layer.attention

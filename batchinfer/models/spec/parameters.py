@@ -53,8 +53,9 @@ def parameter_count(spec: ModelSpec) -> int:
 
 
 def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterator[tuple[str, Joined]]:
-    """What the operators take: each linear layer's weight and bias, by its name, its parts above one another; each norm
-    and vector. `joined` makes one of the parameters that it is given. Weights that stay in codes are left out."""
+    """Yield the operators' parameters: each linear layer's weight and bias, by its name, its parts above one another;
+    each norm and vector. `joined` makes one of the parameters that it is given. Weights that stay in codes are left
+    out."""
     for name, norm in layer.norms.items():
         for parameter in norm_parameters(name, norm):
             yield parameter, joined([parameter])

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its rotary position embedding, in the spellings of transformers 4 and 5."""
+"""Reads a checkpoint's rotary position embedding, in the spellings of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
 
 
 def yarn_scale(raw: Mapping[str, Any], rope: RopeConfig) -> float:
-    """What DeepSeek's attention multiplies queries and keys with beside the rotation: derived from `mscale_all_dim`."""
+    """Return the factor of DeepSeek's queries and keys besides the rotation, derived from `mscale_all_dim`."""
     stated = _stated(raw)
     weight = stated.get("mscale_all_dim") if isinstance(stated, Mapping) else None
     return _mscale(rope.factor, weight) if rope.kind != "default" and isinstance(weight, int | float) else 1.0

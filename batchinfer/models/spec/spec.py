@@ -1,4 +1,4 @@
-"""What a model is: one description, from which shapes, names, memory, costs and operators are derived. No torch.
+"""The spec of a model: one description, from which shapes, names, memory, costs and operators are derived. No torch.
 
 config.json ─▶ families/ ─▶ ModelSpec ─▶ parameters (shapes, dummy weights, what a checkpoint must hold)
                                      ├─▶ model_cost (what plan, report and step budgets count with)
@@ -83,10 +83,10 @@ SCALE_BYTES = 4  # of a head's codes: float32
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a layer keeps of each token: K and V of `heads` heads of `dim` values. `window`: of how many tokens, the one
-    that is run included; None: of all. Where it is `latent`, K and V are made of the same values, which are kept once.
-    `shared`: the earlier layer whose K and V it reads; it keeps none itself. `dtype`: that of codes, which take a byte
-    each, with a float32 scale for each head; None: values are kept as they are, in the run's dtype.
+    """The cache of a layer: K and V of each token, of `heads` heads of `dim` values. `window`: of how many tokens, the
+    one that is run included; None: of all. Where it is `latent`, K and V are made of the same values, which are kept
+    once. `shared`: the earlier layer whose K and V it reads; it keeps none itself. `dtype`: that of codes, which take a
+    byte each, with a float32 scale for each head; None: values are kept as they are, in the run's dtype.
     """
 
     heads: int
@@ -449,12 +449,12 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec:
-        """Of the first layer that has one: heads and their sizes are those of all."""
+        """Return the attention of the first layer that has one, whose heads and sizes all layers share."""
         return next(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
     def caches(self) -> Caches:
-        """What each layer keeps in the cache; None: it has no attention."""
+        """Return the cache of each layer; None for a layer without attention."""
         return tuple(layer.cache for layer in self.layers)
 
     def caching(self, kept: KvCacheDtype) -> ModelSpec:
