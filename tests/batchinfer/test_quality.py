@@ -27,7 +27,8 @@ from batchinfer_kernels.arithmetic import CacheDtype, Dtype, KvCacheDtype, Quant
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.rope_store import coded_reference
-from tests.batchinfer.engine.teacher_forced import Forced, Place, Row, Way, load
+from tests.batchinfer.engine.small_engine import Place
+from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, load
 from tests.jobs.test_quickstart_run import accuracy, run
 
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.output_lengths import OutputLengths
-from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, Step
+from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
@@ -31,6 +34,12 @@ def sequence(
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=exact)
     request = Request(key.to_bytes(32, "big"), np.array(tokens, np.int32), params, shares_next)
     return Sequence.of(request, 100_000, None, 0.0)
+
+
+def distinct_tokens(rows: list[list[int]]) -> int:
+    """Count the nodes of the tokens' trie: the tokens to run when each node runs once."""
+    nodes = (accumulate(row, lambda *pair: hash(pair), initial=0) for row in rows)
+    return len(set().union(*nodes)) - 1
 
 
 def prefixes(seq: Sequence) -> list[int]:
@@ -139,3 +148,25 @@ class Driver:
             if len(seq) >= seq.max_length or early:
                 self.scheduler.finish(seq)
                 self.finished.append(seq)
+
+
+def driver_for(
+    rows: Iterable[Sequence] = (),
+    *,
+    blocks: int,
+    size: int = 4,
+    seqs: int = 8,
+    budget: int = 4096,
+    windows: tuple[int | None, ...] = (None,),
+    lengths: OutputLengths | None = None,
+    kind: type[Driver] = Driver,
+    seed: int = 0,
+    stops: float = 0.0,
+    **config: Any,
+) -> Driver:
+    """Make a driver of a scheduler on which these rows wait; `blocks` are those of each cache group."""
+    pool = BlockPool(blocks * len(windows), size, len(windows))
+    driver = kind(Scheduler(SchedulerConfig(seqs, budget, **config), pool, lengths, windows), seed, stops)
+    for row in rows:
+        driver.scheduler.add(row)
+    return driver

@@ -118,8 +118,8 @@ def constrained(runner: Any, on_host: bool = False) -> tuple[Any, GrammarConstra
 
 
 def run(runner: Any, limits: Limits, work: Seq[Row]) -> Ran:
-    """By an engine that checks its blocks after each step. As on a CPU, a runner that does not look ahead looks at its
-    tokens on the host; a row that runs alone always has its mask."""
+    """Run the rows. As on a CPU, a runner that does not look ahead looks at its tokens on the host; a row that runs
+    alone always has its mask."""
     runner, followed = constrained(runner, on_host=not runner.looks_ahead and limits.seqs > 1)
     streams = stop_streams(tokenizer().rust)
     engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=streams, constraints=followed)

@@ -19,10 +19,12 @@ import torch
 from batchinfer.engine.load import build as building
 from batchinfer.engine.load.build import BuiltEngine
 from batchinfer.models import sources
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.foreign import source as foreign_source
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
+from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.taped import Taped
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
@@ -30,7 +32,7 @@ Replace = Callable[[Any, str, Any], None]
 
 
 class NoMeter:
-    """The interpreter takes the host's memory."""
+    """Stands in for a GPU's memory, of which nothing is ever taken."""
 
     def free(self) -> int:
         return 1 << 30
@@ -55,6 +57,17 @@ def stand_in(replace: Replace) -> None:
         replace(module, "choose_ops", _as_on_a_gpu)
     replace(building, "GpuMeter", lambda _: NoMeter())
     replace(building, "GpuRecorder", Taped)
+
+
+def triton_ops(model: Checkpoint, quantization: Quantization = "none", deterministic: bool = False) -> Any:
+    """Make Triton's operators for a model in float32."""
+    from batchinfer.models.ops.triton_ops import TritonOps
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+    attention = model.spec.attention
+    sizes = (attention.q_heads, attention.kv_heads, attention.head_dim)
+    shape = AttentionShape(torch.float32, *sizes, deterministic)
+    return TritonOps(shape, quantization, attention.cache.latent)
 
 
 def build(*arguments: Any) -> BuiltEngine:

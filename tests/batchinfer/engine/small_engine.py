@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import RequestSample, StepSample
@@ -17,14 +22,17 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import CacheGroup, CacheLayout, cache_layout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
 from batchinfer.engine.runner.sampler import Sampler
-from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Step
+from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig, Step
+from batchinfer.engine.schedule.sequence import Sequence as EngineSequence
 from batchinfer.engine.schedule.sequence import SequenceStatus
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.ops.choose import choose_ops
-from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.interface import LayerCache, Ops
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.driver import Hopeful
@@ -32,6 +40,15 @@ from tests.batchinfer.models.paged import load_decoder
 from tests.checkpoints import kept_folder, make_checkpoint
 
 MAX_LEN = 320
+TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
+# Options of a Qwen2 whose layers have two windows
+MIXED: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+}
+Place = tuple[int, int]  # the number of a row, and a position in its answer
 
 
 @dataclass(frozen=True)
@@ -46,10 +63,14 @@ class Limits:
     scarce: bool = False
     copying: bool = True
 
+    def __str__(self) -> str:
+        shared = "shared" if self.caching else "private"
+        return f"budget{self.budget}-seqs{self.seqs}-{shared}-blocks{self.blocks}"
+
 
 @dataclass
 class Ran:
-    """What came of it."""
+    """The answers and samples of a run."""
 
     completions: dict[bytes, Completion] = field(default_factory=dict)
     steps: list[StepSample] = field(default_factory=list)
@@ -59,9 +80,18 @@ class Ran:
     def answers(self) -> dict[bytes, tuple[list[int], str]]:
         return {key: (c.token_ids.tolist(), c.finish_reason) for key, c in self.completions.items()}
 
+    def tokens(self, row: int) -> list[int]:
+        """Return the answer to a row, by its number."""
+        answer: list[int] = self.completions[key_of(row)].token_ids.tolist()
+        return answer
+
+    def total(self, name: str) -> Any:
+        """Sum a field of all steps."""
+        return sum(getattr(step, name) for step in self.steps)
+
     @property
     def logprobs(self) -> dict[bytes, list[Any] | None]:
-        """Of each answer: own and likeliest ones, and which those are; every token of it has some."""
+        """Return the log-probabilities of each answer's tokens, those of the likeliest, and which these are."""
         found: dict[bytes, list[Any] | None] = {}
         for key, completion in self.completions.items():
             some = completion.logprobs
@@ -71,9 +101,21 @@ class Ran:
         return found
 
 
-def greedy(prompts: Sequence[list[int]], most: int, **more: Any) -> list[Request]:
-    params = SamplingParams(max_tokens=most, **more)
-    return [Request(i.to_bytes(32, "big"), np.array(p, np.int32), params) for i, p in enumerate(prompts)]
+def key_of(row: int) -> bytes:
+    """Make a key that is a row's own in its first half, too, from which its draws are made."""
+    return 2 * row.to_bytes(16, "big")
+
+
+def number_of(key: bytes) -> int:
+    return int.from_bytes(key[16:], "big")
+
+
+def request(row: int, prompt: Sequence[int], most: int, **params: Any) -> Request:
+    return Request(key_of(row), np.array(prompt, np.int32), SamplingParams(max_tokens=most, **params))
+
+
+def greedy(prompts: Sequence[list[int]], most: int, **params: Any) -> list[Request]:
+    return [request(row, prompt, most, **params) for row, prompt in enumerate(prompts)]
 
 
 @cache
@@ -95,17 +137,104 @@ def cpu_ops(model: Checkpoint, quantization: Quantization = "none", codes: bool 
     return choose_ops(cpu, torch.float32, *sizes, quantization=quantization, latent=latent, codes=codes)
 
 
+def poison(cache: LayerCache, blocks: Any = slice(None)) -> None:
+    """Fill blocks with NaN, integers with -128, which is no code: nothing may read what was never written."""
+    for values in (cache.k, cache.v, *(cache.scales or ())):
+        values[blocks].fill_(float("nan") if values.is_floating_point() else -128)
+
+
+class PoisoningPool(BlockPool):
+    """Poisons blocks as soon as they are free: nothing may read them."""
+
+    def __init__(self, limits: Limits, groups: int, caches: Sequence[LayerCache]) -> None:
+        super().__init__(limits.blocks, limits.block_size, groups)
+        self._caches = caches
+
+    def _free_block(self, block: int) -> None:
+        super()._free_block(block)
+        for layer in self._caches:
+            poison(layer, block)
+
+
+@dataclass(frozen=True)
+class RecordingSampler(Sampler):
+    """Keeps the logits from which each token was chosen. `answers` are forced upon the rows."""
+
+    answers: Sequence[Sequence[int]] | None = None
+    seen: dict[Place, Tensor] = field(default_factory=dict)
+
+    def tries_argmax(self, sequences: list[EngineSequence]) -> bool:
+        return False
+
+    def sample(
+        self,
+        ops: Ops,
+        logits: Tensor,
+        sequences: list[EngineSequence],
+        device_tokens: DeviceTokens | None = None,
+    ) -> Sampled:
+        places = [(number_of(s.request.key), s.output_length) for s in sequences]
+        self.seen.update(zip(places, logits.clone(), strict=True))
+        if self.answers is None:
+            return super().sample(ops, logits, sequences, device_tokens)
+        return Sampled(torch.tensor([self.answers[row][at] for row, at in places]))
+
+
+def looking_ahead(runner: ModelRunner, kind: type[DeviceRunner] = DeviceRunner) -> DeviceRunner:
+    """Make a runner that launches steps ahead, as on a GPU, of one that does not."""
+    return kind(**{each.name: getattr(runner, each.name) for each in fields(ModelRunner)})
+
+
+@dataclass
+class NotedStep:
+    chunks: list[Chunk]
+    sampled: list[Request]
+    unread: int  # steps that were launched before it and whose tokens were not read yet
+
+    @property
+    def tokens(self) -> list[tuple[bytes, int]]:
+        """Return the key of the row and the position of each token."""
+        return [(c.sequence.request.key, at) for c in self.chunks for at in range(c.start, c.end)]
+
+
+@dataclass
+class Noted:
+    """Stands before a runner and notes its steps."""
+
+    runner: Any
+    steps: list[NotedStep] = field(default_factory=list)
+    read: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def launch(self, chunks: list[Chunk], copies: Any = ()) -> Any:
+        sampled = [c.sequence.request for c in chunks if c.samples]
+        self.steps.append(NotedStep(chunks, sampled, len(self.steps) - self.read))
+        return _Reading(self.runner.launch(chunks, copies), self)
+
+
+@dataclass
+class _Reading:
+    launched: Any
+    noted: Noted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.launched, name)
+
+    def tokens(self) -> list[list[int]]:
+        self.noted.read += 1
+        tokens: list[list[int]] = self.launched.tokens()
+        return tokens
+
+
 def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:
-    """In float32. What the cache never held is poisoned."""
+    """Make a runner in float32, whose cache is poisoned."""
     decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN)
     layout = cache_layout(model.spec.caches, limits.block_size, MAX_LEN)
     caches = allocate_caches(ops, model.spec.caches, layout, limits.blocks, torch.float32, device)
-    for layer in caches:  # of int8 no value is a NaN, and no code is -128
-        poison = -128 if layer.k.dtype == torch.int8 else float("nan")
-        layer.k.fill_(poison)
-        layer.v.fill_(poison)
-        for scale in layer.scales or ():
-            scale.fill_(float("nan"))
+    for layer in caches:
+        poison(layer)
     sampler = Sampler(frozenset(model.spec.eos_token_ids))
     cost = model_cost(model.spec, 4, 4)
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device))
@@ -135,15 +264,17 @@ class Preempting(Scheduler):
         return step
 
 
-def make_engine(runner: Any, limits: Limits, eos: frozenset[int], **more: Any) -> Engine:
+def make_engine(
+    runner: Any, limits: Limits, eos: frozenset[int], long_rope_beyond: int | None = None, **more: Any
+) -> Engine:
     least = 1 if limits.copying else None
     config = SchedulerConfig(limits.seqs, limits.budget, limits.caching, least_copied=least)
     windows = runner.layout.sizes.windows
-    pool = BlockPool(limits.blocks, limits.block_size, len(windows))
+    pool = PoisoningPool(limits, len(windows), getattr(runner, "caches", ()))
     # windows give blocks back as fast as rows grow, so that few memories are so scarce that a row is preempted
     kind = Preempting if limits.scarce and windows != (None,) else Scheduler
     scheduler = kind(config, pool, Hopeful() if limits.scarce else None, windows)
-    return Engine(runner, scheduler, EngineLimits(MAX_LEN, eos), **more)
+    return Engine(runner, scheduler, EngineLimits(MAX_LEN, eos, long_rope_beyond), **more)
 
 
 def layer_each(windows: Sequence[int | None], block_size: int) -> CacheLayout:
@@ -163,11 +294,22 @@ def watcher(_: SamplingParams) -> Callable[[int], int | None]:
     return watch
 
 
-def drain(engine: Engine, requests: Sequence[Request], after_step: Callable[[], None] | None = None) -> Ran:
-    """Integrity is checked after every step."""
-    engine.add(requests)
-    ran = Ran()
-    for output in engine.drain():
+def drain(
+    engine: Engine,
+    requests: Sequence[Request],
+    after_step: Callable[[], None] | None = None,
+    arrivals: Sequence[int] = (),
+) -> Ran:
+    """Run requests and check the engine's integrity after every step.
+
+    `arrivals`: the number of the step before which each request comes, ascending; all come before the first one else.
+    """
+    ran, number = Ran(), 0
+    waiting = deque(zip_longest(requests, arrivals, fillvalue=0))
+    while waiting or engine.unfinished:
+        while waiting and (waiting[0][1] <= number or not engine.unfinished):
+            engine.add([waiting.popleft()[0]])
+        output, number = engine.step(), number + 1
         engine.check_integrity()
         for completion in output.completions:
             assert completion.key not in ran.completions
@@ -176,4 +318,7 @@ def drain(engine: Engine, requests: Sequence[Request], after_step: Callable[[], 
         ran.requests |= {sample.key: sample for sample in output.requests}
         if after_step:
             after_step()
+        assert number < 20_000, "the engine does not get ahead"
+    assert engine.step().sample is None, "a step was left on the device"
+    assert engine._scheduler.pool.used == 0
     return ran

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.core.request import Request
 from batchinfer.core.samples import StepSample
-from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
-from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.scheduler import Scheduler
-from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.models.ops.interface import Ops
 from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization
 from tests.batchinfer.engine.driver import Hopeful
-from tests.batchinfer.engine.small_engine import Limits, Preempting, drain, greedy, make_engine
-
-Place = tuple[int, int]  # number of a row, position in its answer
+from tests.batchinfer.engine.small_engine import (
+    Limits,
+    Place,
+    Preempting,
+    Ran,
+    RecordingSampler,
+    drain,
+    greedy,
+    make_engine,
+    poison,
+    request,
+)
 
 
 @dataclass(frozen=True)
@@ -36,25 +38,6 @@ class Row:
 
     prompt: list[int]
     answer: list[int]
-
-
-@dataclass(frozen=True)
-class ForcedSampler(Sampler):
-    """Says what it is told to and keeps the logits."""
-
-    rows: Seq[Row] = ()
-    seen: dict[Place, Tensor] = field(default_factory=dict)
-
-    def tries_argmax(self, sequences: list[Sequence]) -> bool:
-        return False
-
-    def sample(
-        self, ops: Ops, logits: Tensor, sequences: list[Sequence], device_tokens: DeviceTokens | None = None
-    ) -> Sampled:
-        places = [(number_of(s.request.key), s.output_length) for s in sequences]
-        for place, row in zip(places, logits, strict=True):
-            self.seen[place] = row.clone()
-        return Sampled(torch.tensor([self.rows[number].answer[at] for number, at in places]))
 
 
 @dataclass(frozen=True)
@@ -73,14 +56,6 @@ class Way:
         said += ["shared" if self.caching else "private"]
         said += [f"blocks{self.blocks}"] if self.blocks else []
         return "-".join([*said, *(["backwards"] if self.backwards else [])])
-
-
-def key_of(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-def number_of(key: bytes) -> int:
-    return int.from_bytes(key, "big")
 
 
 def load(
@@ -114,8 +89,7 @@ def load(
         )
     )
     for cache in loaded.runner.caches:
-        for values in (cache.k, cache.v) if cache.scales is None else cache.scales:
-            values.fill_(float("nan"))
+        poison(cache)
     return loaded
 
 
@@ -123,8 +97,11 @@ class Forced:
     """One engine on a loaded model. Rows may be run again: their prefixes are then in the cache."""
 
     def __init__(self, loaded: LoadedModel, rows: Seq[Row], way: Way) -> None:
-        self.rows, self.way = rows, way
-        self.sampler = ForcedSampler(frozenset(), rows=rows)
+        self.way = way
+        self._requests = [
+            request(number, row.prompt, len(row.answer), ignore_eos=True) for number, row in enumerate(rows)
+        ]
+        self.sampler = RecordingSampler(frozenset(), answers=[row.answer for row in rows])
         limits = replace(
             loaded.limits,
             max_num_seqs=way.seqs,
@@ -141,22 +118,17 @@ class Forced:
 
     def run(self, numbers: Seq[int] | None = None) -> dict[Place, Tensor]:
         """Logits by place, of these rows or of all. The number of threads is set back afterwards."""
-        numbers = range(len(self.rows)) if numbers is None else numbers
+        numbers = range(len(self._requests)) if numbers is None else numbers
         before = torch.get_num_threads()
         torch.set_num_threads(self.way.threads)
         try:
-            self._engine.add([self._request(n) for n in sorted(numbers, reverse=self.way.backwards)])
+            self._engine.add([self._requests[n] for n in sorted(numbers, reverse=self.way.backwards)])
             for output in self._engine.drain():
                 self._engine.check_integrity()
                 self.steps += [output.sample] if output.sample else []
         finally:
             torch.set_num_threads(before)
         return self.sampler.seen
-
-    def _request(self, number: int) -> Request:
-        row = self.rows[number]
-        params = SamplingParams(max_tokens=len(row.answer), ignore_eos=True)
-        return Request(key_of(number), np.array(row.prompt, np.int32), params)
 
 
 def run_alone(loaded: LoadedModel, rows: Seq[Row]) -> dict[Place, Tensor]:
@@ -173,15 +145,13 @@ def different(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[Pla
     return sorted(place for place in wanted if not torch.equal(got[place], wanted[place]))
 
 
-def forced_logits(
-    runner: ModelRunner, limits: Limits, rows: Seq[Row]
-) -> tuple[dict[Place, Tensor], list[StepSample]]:
+def forced_logits(runner: ModelRunner, limits: Limits, rows: Seq[Row]) -> tuple[dict[Place, Tensor], Ran]:
     """The logits of answers that are given, all of one length, so that they can be compared wherever another token
-    would have won; and the steps that were run."""
-    sampler = ForcedSampler(frozenset(), rows=rows)
+    would have won; and what was run."""
+    sampler = RecordingSampler(frozenset(), answers=[row.answer for row in rows])
     engine = make_engine(replace(runner, sampler=sampler), limits, frozenset())
     ran = drain(engine, greedy([row.prompt for row in rows], len(rows[0].answer), ignore_eos=True))
-    return {place: logits.cpu() for place, logits in sampler.seen.items()}, ran.steps
+    return {place: logits.cpu() for place, logits in sampler.seen.items()}, ran
 
 
 def farthest(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[float]:

@@ -3,141 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
-from hypothesis import strategies as st
 
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import ConstraintWork
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import ConstraintMask
 from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner
-from tests.batchinfer.engine.small_engine import Limits, Ran, drain, make_engine, watcher
-from tests.batchinfer.engine.word_constraints import WordConstraints, word
-from tests.examples import examples
-
-LETTERS = [chr(ord("a") + token) for token in range(1, VOCAB)]
-EASY = Limits(budget=64, seqs=8, blocks=60, block_size=4)
+from tests.batchinfer.engine.random_work import EASY
+from tests.batchinfer.engine.small_engine import Ran, drain, make_engine, request, watcher
+from tests.batchinfer.engine.word_constraints import FIRST, WordConstraints, word
 
 
-def run(
-    rows: Seq[Request],
-    limits: Limits = EASY,
-    kind: Any = ModelRunner,
-    forces: bool = True,
-    on_host: bool = False,
-) -> Ran:
-    constraints = WordConstraints(EOS, forces)
-    runner = hashing_runner(kind, limits.blocks, limits.block_size)
+def engine_for(constraints: WordConstraints, on_host: bool = False) -> Engine:
+    runner = hashing_runner(ModelRunner, EASY.blocks, EASY.block_size)
     sampler = replace(runner.sampler, mask=ConstraintMask(constraints), on_host=on_host)
     runner = replace(runner, sampler=sampler)
-    return drain(
-        make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, constraints=constraints), rows
-    )
+    return make_engine(runner, EASY, frozenset([EOS]), stop_streams=watcher, constraints=constraints)
 
 
-def request(number: int, prompt: list[int], most: int = 12, **params: Any) -> Request:
-    key = np.random.default_rng(number).bytes(32)
-    return Request(key, np.array(prompt, np.int32), SamplingParams(max_tokens=most, **params))
+def run(rows: Seq[Request]) -> Ran:
+    return drain(engine_for(WordConstraints(EOS)), rows)
 
 
 def one(*words: str, **params: Any) -> Completion:
-    (found,) = run([request(0, [3, 1, 4], choice=words, **params)]).completions.values()
+    (found,) = run([request(0, [3, 1, 4], 12, choice=words, **params)]).completions.values()
     return found
-
-
-@st.composite
-def rows(draw: Any) -> list[Request]:
-    shared = draw(st.lists(st.integers(0, VOCAB - 1), max_size=10))
-    found = []
-    for number in range(draw(st.integers(1, 8))):
-        prompt = shared[: draw(st.integers(0, len(shared)))] + draw(
-            st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4)
-        )
-        words = draw(
-            st.lists(st.text(st.sampled_from(LETTERS[:3]), min_size=1, max_size=7), min_size=1, max_size=5)
-        )
-        params = {
-            "choice": tuple(words) if draw(st.integers(0, 3)) else (),
-            "temperature": draw(st.sampled_from([0.0, 1.0])),
-            "repetition_penalty": draw(st.sampled_from([1.0, 1.3])),
-            "min_tokens": draw(st.sampled_from([0, 3])),
-            "ignore_eos": draw(st.booleans()),
-            "stop": draw(st.sampled_from([(), (), ("there",)])),
-            "stop_token_ids": draw(st.sampled_from([(), (), (2,)])),
-            "logprobs": draw(st.sampled_from([None, None, 1])),
-        }
-        found.append(request(number, prompt, draw(st.integers(3, 9)), **params))
-    return found
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the work is cut."""
-
-    limits: Limits
-    kind: Any
-    on_host: bool  # whether tokens are looked at before masks are filled
-
-
-CUTS = st.builds(
-    Cut,
-    st.builds(
-        Limits,
-        budget=st.sampled_from([1, 3, 40]),
-        seqs=st.integers(1, 6),
-        caching=st.booleans(),
-        blocks=st.integers(10, 15),
-        block_size=st.just(4),
-        scarce=st.booleans(),
-    ),
-    st.sampled_from([ModelRunner, DeviceRunner]),
-    st.booleans(),
-)
-
-
-@settings(max_examples=examples(20, 120), deadline=None, print_blob=True)
-@given(rows(), CUTS)
-def test_answers_are_among_those_allowed_however_the_work_is_cut(work: list[Request], cut: Cut) -> None:
-    """Batches, chunks, preemption, look-ahead, forced tokens and masks filled only where they are needed change no
-    answer; what is not whole is an error."""
-    wanted = run(work, forces=False)
-    got = run(work, cut.limits, cut.kind, on_host=cut.on_host)
-    assert got.answers == wanted.answers
-    assert got.logprobs == wanted.logprobs
-    event(f"forced: {any(s.forced_tokens for s in got.steps)}")
-    event(f"preempted: {any(s.preemptions for s in got.steps)}")
-    for row in work:
-        answer = got.completions[row.key]
-        if not row.params.choice:
-            continue
-        said = word([token for token in answer.token_ids.tolist() if token != EOS])
-        if answer.error is None:
-            assert answer.finish_reason == "stop"
-            assert answer.text_length is None
-            assert said in row.params.choice
-        else:
-            assert answer.error.code == "incomplete_output"
-            assert any(text.startswith(said) for text in row.params.choice)
 
 
 def test_what_has_to_come_is_not_sampled() -> None:
-    found = run([request(0, [3, 1, 4], choice=("bcdef",)), request(1, [3, 1], choice=("bccc", "bddd"))])
-    (whole, split) = found.completions.values()
-    assert word(whole.token_ids) == "bcdef"
-    assert word(split.token_ids) in ("bccc", "bddd")
-    assert whole.finish_reason == split.finish_reason == "stop"
-    assert sum(s.sampled_tokens for s in found.steps) == 1, "one token of one row was left to choose"
-    assert sum(s.forced_tokens for s in found.steps) == 5 + 3
-    assert sum(s.compile_s for s in found.steps) == 1.0
-    assert sum(s.mask_s for s in found.steps) == 0.25 * len(found.steps)
+    rows = [request(0, [3, 1, 4], 12, choice=("bcdef",)), request(1, [3, 1], 12, choice=("bccc", "bddd"))]
+    found = run(rows)
+    assert found.answers[rows[0].key] == ([ord(letter) - FIRST for letter in "bcdef"], "stop")
+    assert word(found.tokens(1)) in ("bccc", "bddd")
+    assert found.total("sampled_tokens") == 1, "one token of one row was left to choose"
+    assert found.total("forced_tokens") == 5 + 3
+    assert found.total("compile_s") == 1.0
+    assert found.total("mask_s") == 0.25 * len(found.steps)
 
 
 def test_rows_with_log_probabilities_sample_each_token() -> None:
@@ -149,25 +58,17 @@ def test_rows_with_log_probabilities_sample_each_token() -> None:
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_row_that_needs_its_constraint_is_told_from_one_that_does_not(on_host: bool) -> None:
-    free = run([request(0, [3, 1, 4], 1)]).completions.popitem()[1].token_ids
-    likely = word(free) + "bb"
-    other = word([free[0] % (VOCAB - 1) + 1]) + "bb"
+    (first,) = run([request(0, [3, 1, 4], 1)]).tokens(0)
     constraints = WordConstraints(EOS, forces=False)
-    steered = {}
-    for words in ((likely, likely + "c"), (other, other + "c")):
-        runner = hashing_runner(ModelRunner, 60, 4)
-        sampler = replace(runner.sampler, mask=ConstraintMask(constraints), on_host=on_host)
-        engine = make_engine(
-            replace(runner, sampler=sampler), EASY, frozenset([EOS]), constraints=constraints
-        )
-        engine.add([request(0, [3, 1, 4], 1, choice=words)])
-        (sample,) = [r for output in engine.drain() for r in output.requests]
+    steered = []
+    for letter in (first, first % (VOCAB - 1) + 1):
+        begun = word([letter]) + "bb"
+        row = request(0, [3, 1, 4], 1, choice=(begun, begun + "c"))
+        (sample,) = drain(engine_for(constraints, on_host), [row]).requests.values()
         assert sample.constrained
-        steered[words] = sample.steered
-    assert list(steered.values()) == [False, True]
-    assert constraints.work.mask_s // 0.25 == (1 if on_host else 2), (
-        "on the host, one of two masks was needed"
-    )
+        steered.append(sample.steered)
+    assert steered == [False, True]
+    assert constraints.work.mask_s // 0.25 == (1 if on_host else 2), "on the host one of two masks was needed"
 
 
 @pytest.mark.parametrize(
@@ -179,11 +80,11 @@ def test_a_row_that_needs_its_constraint_is_told_from_one_that_does_not(on_host:
     ],
 )
 def test_what_is_cut_is_an_error_that_keeps_its_tokens(params: dict[str, Any], words: str) -> None:
-    (answer,) = run([request(0, [3, 1, 4], choice=("bcdefghijk",), **params)]).completions.values()
+    row = request(0, [3, 1, 4], **{"most": 12, "choice": ("bcdefghijk",), **params})
+    (answer,) = run([row]).completions.values()
     assert answer.finish_reason == "error"
     assert answer.error is not None
-    assert answer.error.code == "incomplete_output"
-    assert not answer.error.retryable
+    assert (answer.error.code, answer.error.retryable) == ("incomplete_output", False)
     assert words in answer.error.message
     assert "bcdefghijk".startswith(word(answer.token_ids))
     assert len(answer.token_ids) > 0
@@ -197,7 +98,7 @@ def test_min_tokens_end_no_answer_in_an_error() -> None:
 
 
 def test_a_constraint_that_cannot_be_compiled_fails_its_row_alone() -> None:
-    found = run([request(0, [1], choice=("fails",)), request(1, [1], choice=("bb",))])
+    found = run([request(0, [1], 12, choice=("fails",)), request(1, [1], 12, choice=("bb",))])
     failed, fine = found.completions.values()
     assert failed.error is not None
     assert failed.error.code == "constraint_failed"
@@ -208,7 +109,7 @@ def test_a_constraint_that_cannot_be_compiled_fails_its_row_alone() -> None:
 def test_an_engine_without_a_tokenizer_refuses_constraints() -> None:
     engine = make_engine(hashing_runner(ModelRunner, 60, 4), EASY, frozenset([EOS]))
     with pytest.raises(ValueError, match="cannot follow a constraint"):
-        engine.add([request(0, [1], choice=("b",))])
+        engine.add([request(0, [1], 12, choice=("b",))])
 
 
 def test_a_constraint_may_end_an_answer_before_its_longest() -> None:
@@ -222,12 +123,9 @@ def test_a_constraint_may_end_an_answer_before_its_longest() -> None:
     assert exact == [True, False]
 
 
-def test_an_engine_counts_its_own_work_alone():
+def test_an_engine_counts_its_own_work_alone() -> None:
     """Constraints that served another engine have worked already."""
     constraints = WordConstraints(EOS, work=ConstraintWork(compile_s=100.0, mask_s=100.0))
-    runner = hashing_runner(ModelRunner, EASY.blocks, EASY.block_size)
-    runner = replace(runner, sampler=replace(runner.sampler, mask=ConstraintMask(constraints)))
-    engine = make_engine(runner, EASY, frozenset([EOS]), constraints=constraints)
-    ran = drain(engine, [request(0, [3, 1, 4], choice=("bad", "cab"))])
-    assert sum(step.compile_s for step in ran.steps) == 0.5
-    assert 0 < sum(step.mask_s for step in ran.steps) < 100
+    ran = drain(engine_for(constraints), [request(0, [3, 1, 4], 12, choice=("bad", "cab"))])
+    assert ran.total("compile_s") == 0.5
+    assert 0 < ran.total("mask_s") < 100

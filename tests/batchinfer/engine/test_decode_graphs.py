@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits
-from batchinfer.engine.graphs.graph_capture import Captured
+from batchinfer.engine.graphs.graph_capture import Capture, Captured
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.batch import HostBatch
@@ -23,6 +23,7 @@ from batchinfer.engine.tensors.graph_sizes import SHORTEST, batch_sizes, context
 from batchinfer.engine.tensors.table_rows import TableRows
 from batchinfer.models.ops.interface import AttentionInputs, FixedPlan
 from batchinfer_kernels.step_tables import StepTables
+from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import (
     EOS,
     HashingOps,
@@ -33,6 +34,7 @@ from tests.batchinfer.engine.hashing_model import (
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, layer_each, make_engine
 
 LIMITS = Limits(budget=64, seqs=12, blocks=60, block_size=4)
+CPU = torch.device("cpu")
 
 
 def test_batch_sizes():
@@ -72,7 +74,7 @@ def test_padding_has_no_context_and_writes_where_nobody_reads():
         query_lens=[1, 1],
         context_lens=[9, 4],
     )
-    held = GraphInputs.of(batch, GraphSize(4, 16, 4, padding_slot=120), torch.device("cpu"))
+    held = GraphInputs.of(batch, GraphSize(4, 16, 4, padding_slot=120), CPU)
     first, second = held.inputs(batch, [torch.zeros(4, 4, dtype=torch.int32)] * 2)
     assert (first.slots.tolist(), second.slots.tolist()) == ([17, 3, 120, 120], [9, 7, 120, 120])
     assert first.context_lens == [9, 4, 0, 0]
@@ -82,16 +84,16 @@ def test_padding_has_no_context_and_writes_where_nobody_reads():
 
 
 class Counting:
-    """Captures, and says what was captured and replayed. The first `failing` captures find no memory."""
+    """Captures, and counts captures and replays. There is memory for so many captures as `room` says."""
 
-    def __init__(self, failing: int = 0) -> None:
+    def __init__(self, room: int = 1 << 30) -> None:
         self.captured: list[int] = []
-        self.replays = 0
-        self.failing = failing
+        self.tried = self.replays = 0
+        self.room = room
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        if self.failing:
-            self.failing -= 1
+        self.tried += 1
+        if self.tried > self.room:
             raise torch.OutOfMemoryError("none left")
         inner = captured_eagerly(run)
         self.captured.append(len(inner.result))
@@ -103,121 +105,126 @@ class Counting:
         return Captured(inner.result, replay)
 
 
-def ran(graphs: bool, capture: Any = captured_eagerly, rows: int = 12, longest: int = 40) -> Ran:
+def ran(capture: Capture | None = None, rows: int = 12, longest: int = 40, warmed_up: bool = False) -> Ran:
+    """Run 20 rows, their decode steps by graphs if they can be captured."""
     runner = hashing_runner(DeviceRunner, LIMITS.blocks, LIMITS.block_size)
-    if graphs:
+    if capture is not None:
         runner = with_graphs(runner, rows, longest, LIMITS.blocks, capture)
+    if warmed_up:
+        runner.graphs.end_warm_up()
     prompts = [[i % 7, 3, i % 5, *[1] * (i % 3)] for i in range(20)]
     return drain(make_engine(runner, LIMITS, frozenset([EOS])), greedy(prompts, 12))
 
 
 def test_steps_of_single_tokens_are_replayed_and_captured_once():
     capture = Counting()
-    got = ran(True, capture)
-    assert got.answers == ran(False).answers
+    got = ran(capture)
+    assert got.answers == ran().answers
     pure = [s for s in got.steps if s.decode_tokens + s.padded_tokens and not s.prefill_tokens]
     assert capture.replays == len(pure) > len(capture.captured)
     assert all((s.launch == "full_graph") == (s in pure) for s in got.steps), "others are eager"
     assert sum(s.capture_s > 0 for s in got.steps) == len(capture.captured)
     assert set(capture.captured) <= {1, 2, 4, 8, 12}
     assert all(capture.captured.count(size) <= 2 for size in capture.captured), "the plans are of two kinds"
-
-
-def test_padding_is_counted():
-    """Rows up to the size of the graph, and rows that had ended."""
-    padded = [s.padded_tokens for s in ran(True).steps]
-    assert sum(padded) > sum(s.padded_tokens for s in ran(False).steps)
+    assert got.total("padded_tokens") > ran().total("padded_tokens"), "rows up to the size of the graph"
 
 
 @pytest.mark.parametrize(("rows", "longest"), [(3, 40), (12, 9)])
 def test_what_no_graph_covers_runs_without(rows, longest):
     capture = Counting()
-    assert ran(True, capture, rows, longest).answers == ran(False).answers
-    decodes = sum(not s.prefill_tokens for s in ran(False).steps)
+    assert ran(capture, rows, longest).answers == ran().answers
+    decodes = sum(not s.prefill_tokens for s in ran().steps)
     assert 0 < capture.replays < decodes
 
 
-def test_without_memory_for_graphs_steps_run_without(caplog):
-    capture = Counting(failing=1)
-    got = ran(True, capture)
-    assert got.answers == ran(False).answers
-    assert capture.captured == []
-    assert {s.launch for s in got.steps} == {"eager"}
-    assert [r.levelname for r in caplog.records].count("WARNING") == 1
-    assert "too little GPU memory to capture" in caplog.text
-
-
-def test_what_was_captured_is_replayed_once_memory_is_out(caplog):
-    """Of all kinds of steps but one; and nothing more is tried."""
-
-    class Full(Counting):
-        tried = 0
-
-        def __call__(self, run: Callable[[], Tensor]) -> Captured:
-            self.tried += 1
-            if self.tried > 1:
-                raise torch.OutOfMemoryError("none left")
-            return super().__call__(run)
-
-    capture, enough = Full(), Counting()
-    got, wanted = ran(True, capture), ran(True, enough)
-    assert got.answers == wanted.answers
-    assert (capture.tried, len(capture.captured)) == (2, 1)
+@pytest.mark.parametrize("room", [0, 1])
+def test_what_was_captured_is_replayed_once_memory_is_out(caplog, room):
+    """Nothing more is tried, and other steps are launched without a graph."""
+    capture, enough = Counting(room), Counting()
+    got, wanted = ran(capture), ran(enough)
+    assert got.answers == wanted.answers == ran().answers
+    assert (capture.tried, len(capture.captured)) == (room + 1, room)
     launched = [s.launch for s in got.steps].count("full_graph")
-    assert 1 < launched == capture.replays < enough.replays
+    assert launched == capture.replays < enough.replays
+    assert (launched > 1) == (room > 0)
+    assert [r.levelname for r in caplog.records].count("WARNING") == 1
     assert caplog.text.count("too little GPU memory to capture") == 1
 
 
 def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():
     """Kinds that come once or twice are launched as they are; the answers are the same."""
     at_once, later = Counting(), Counting()
-    wanted = ran(True, at_once).answers
-    runner = hashing_runner(DeviceRunner, LIMITS.blocks, LIMITS.block_size)
-    runner = with_graphs(runner, 12, 40, LIMITS.blocks, later)
-    runner.graphs.end_warm_up()
-    prompts = [[i % 7, 3, i % 5, *[1] * (i % 3)] for i in range(20)]
-    got = drain(make_engine(runner, LIMITS, frozenset([EOS])), greedy(prompts, 12))
-    assert got.answers == wanted
+    wanted, got = ran(at_once), ran(later, warmed_up=True)
+    assert got.answers == wanted.answers
     assert 0 < len(later.captured) < len(at_once.captured)
     assert [s.launch for s in got.steps].count("full_graph") == later.replays
     assert later.replays >= at_once.replays - 2 * len(at_once.captured)
 
 
-def test_graphs_read_what_tables_hold_now():
-    """A row that was preempted and read again has other blocks, and may come back one token further."""
-    read: list[list[list[int]]] = []
+class OneRow:
+    """Decode graphs of one row, run without an engine; its plans note whether they carry on the one before, and its
+    steps which blocks they read."""
 
-    def forward(token_ids: Tensor, inputs: Any, plans: Any) -> Tensor:
-        read.append(inputs[0].block_tables.tolist())
+    def __init__(self) -> None:
+        self.read: list[list[list[int]]] = []
+        self.carried: list[bool] = []
+        self.rows, self.tables = TableRows(), DeviceTables()
+        layout, limits = layer_each([None], 4), GraphLimits(1, 16, 4, scratch_block=30)
+        laid = GraphTables(1, limits.table_entries, CPU)
+        ops = CarryingOps(self.carried)
+        self.graphs = DecodeGraphs(self._forward, ops, limits, layout.groups, laid, captured_eagerly)
+
+    def _forward(self, token_ids: Tensor, inputs: Any, plans: Any) -> Tensor:
+        self.read.append(inputs[0].block_tables.tolist())
         return torch.zeros(len(token_ids), 1)
 
-    layout, limits = layer_each([None], 4), GraphLimits(1, 16, 4, scratch_block=30)
-    laid = GraphTables(1, limits.table_entries, torch.device("cpu"))
-    graphs = DecodeGraphs(forward, HashingOps(), limits, layout.groups, laid, captured_eagerly)
-    sequence, rows, tables = greedy_sequence([1] * 9), TableRows(), DeviceTables()
+    def step(self, sequence: Sequence, context: int) -> None:
+        at, zero = np.array([context - 1]), np.zeros(1, np.int64)
+        slots = sequence.tables[0][(context - 1) // 4] * 4 + at % 4
+        tables = self.rows.of([sequence])
+        batch = HostBatch(zero, at, [slots], tables, [True], zero, [sequence], [1], [context])
+        self.tables.refresh(self.rows, CPU)
+        self.graphs.run(batch, self.tables, lambda _: None)
+
+
+class CarryingOps(HashingOps):
+    def __init__(self, carried: list[bool]) -> None:
+        self._carried = carried
+
+    def plan_captured(self, inputs: AttentionInputs, *_: Any, before: Any = None, **__: Any) -> FixedPlan:
+        self._carried.append(before is not None)
+        return super().plan_captured(inputs)
+
+
+def test_graphs_read_what_tables_hold_now():
+    """A row that was preempted and read again has other blocks, and may come back one token further."""
+    one, row = sequence([1] * 9, 20), OneRow()
     for context, table in ((9, [1, 2, 3]), (10, [1, 2, 3]), (11, [7, 8, 9]), (13, [7, 8, 9, 4])):
-        sequence.tables = [table]
+        one.tables = [table]
         if table[0] == 7:
-            graphs.interrupt()
-        batch = one_row(sequence, context, rows)
-        tables.refresh(rows, torch.device("cpu"))
-        graphs.run(batch, tables, lambda _: None)
-        assert read[-1] == [[*table, *[0] * (4 - len(table))]]
+            row.graphs.interrupt()
+        row.step(one, context)
+        assert row.read[-1] == [[*table, *[0] * (4 - len(table))]]
+
+
+def test_the_plan_of_the_step_before_is_carried_on_for_the_same_rows_one_token_further():
+    """Else what rows share is sought anew."""
+    one, other, row = sequence([1] * 9, 20), sequence([1] * 9, 20), OneRow()
+    one.tables, other.tables = [[1, 2, 3, 4]], [[1, 2, 3, 4]]
+    for each, context in ((one, 9), (one, 10), (one, 12), (one, 13), (other, 14), (other, 15)):
+        row.step(each, context)
+    assert row.carried == [False, True, False, True, False, True]
 
 
 def test_tables_that_were_written_in_part_are_written_again(monkeypatch):
     """Graphs of all sizes share their memory."""
-    sequences, rows, kept, cpu = (
-        [greedy_sequence([1] * 8) for _ in range(4)],
-        TableRows(),
-        DeviceTables(),
-        torch.device("cpu"),
-    )
+    sequences = [sequence([1] * 8, 20) for _ in range(4)]
     for number, one in enumerate(sequences):
         one.tables = [[2 * number + 1, 2 * number + 2], [2 * number + 21, 2 * number + 22]]
+    rows, kept = TableRows(), DeviceTables()
     tables = rows.of(sequences)
-    kept.refresh(rows, cpu)
-    laid, size, larger = GraphTables(2, 100, cpu), GraphSize(4, 8, 4, 0), GraphSize(4, 16, 4, 0)
+    kept.refresh(rows, CPU)
+    laid, size, larger = GraphTables(2, 100, CPU), GraphSize(4, 8, 4, 0), GraphSize(4, 16, 4, 0)
     wanted = [view.tolist() for view in laid.fill(size, tables, kept)]
 
     def stopped(views: list[Tensor], *rest: Any) -> None:
@@ -229,39 +236,3 @@ def test_tables_that_were_written_in_part_are_written_again(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             laid.fill(larger, tables, kept)
     assert [view.tolist() for view in laid.fill(size, tables, kept)] == wanted
-
-
-def test_the_plan_of_the_step_before_is_carried_on_for_the_same_rows_one_token_further():
-    """Else what rows share is sought anew."""
-
-    carried: list[bool] = []
-
-    class Asked(HashingOps):
-        def plan_captured(self, inputs: AttentionInputs, *_: Any, before: Any = None, **__: Any) -> FixedPlan:
-            carried.append(before is not None)
-            return super().plan_captured(inputs)
-
-    def forward(token_ids: Tensor, *_: Any) -> Tensor:
-        return torch.zeros(len(token_ids), 1)
-
-    layout, limits = layer_each([None], 4), GraphLimits(1, 16, 4, scratch_block=30)
-    laid = GraphTables(1, limits.table_entries, torch.device("cpu"))
-    graphs = DecodeGraphs(forward, Asked(), limits, layout.groups, laid, captured_eagerly)
-    (one, other), rows, tables = (greedy_sequence([1] * 9) for _ in "ab"), TableRows(), DeviceTables()
-    for sequence, context in ((one, 9), (one, 10), (one, 12), (one, 13), (other, 14), (other, 15)):
-        sequence.tables = [sequence.tables[0] if sequence.tables else [1, 2, 3, 4]]
-        batch = one_row(sequence, context, rows)
-        tables.refresh(rows, torch.device("cpu"))
-        graphs.run(batch, tables, lambda _: None)
-    assert carried == [False, True, False, True, False, True]
-
-
-def greedy_sequence(tokens: list[int]) -> Sequence:
-    (request,) = greedy([tokens], 20)
-    return Sequence.of(request, 100, None, 0.0)
-
-
-def one_row(sequence: Sequence, context: int, rows: TableRows) -> HostBatch:
-    at, zero = np.array([context - 1]), np.zeros(1, np.int64)
-    slots = sequence.tables[0][(context - 1) // 4] * 4 + at % 4
-    return HostBatch(zero, at, [slots], rows.of([sequence]), [True], zero, [sequence], [1], [context])

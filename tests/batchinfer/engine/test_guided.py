@@ -5,31 +5,34 @@ Each whole answer obeys its constraint, and the tokens of every row are those th
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from batchinfer.core.request import TokenLogprobs
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraint
 from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.load.device_fit import CacheRoom, fit
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.runner.model_runner import Launched, ModelRunner
-from batchinfer.engine.runner.runner import StepLaunch
-from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.models.ops.interface import LayerCache
-from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.guided_rows import KINDS, Row, check, constrained, rows, run, text_of
-from tests.batchinfer.engine.small_engine import Limits, Ran, checkpoint, cpu_ops, folder, make_runner
+from tests.batchinfer.engine.interpreted_gpu import NoMeter
+from tests.batchinfer.engine.small_engine import (
+    Limits,
+    Ran,
+    checkpoint,
+    cpu_ops,
+    folder,
+    make_runner,
+)
 from tests.batchinfer.engine.teacher_forced import load
 from tests.batchinfer.models.foreign.kit import Foreign, make
 
@@ -42,22 +45,9 @@ WAYS: dict[str, Limits] = {
 }
 
 
-def cpu_runner(limits: Limits, quantization: Quantization = "none") -> ModelRunner:
+def cpu_runner(limits: Limits) -> ModelRunner:
     model = checkpoint("llama", num_hidden_layers=1)
-    return make_runner(model, cpu_ops(model, quantization), limits)
-
-
-class NoMeter:
-    """A CPU's memory is not measured."""
-
-    def free(self) -> int:
-        return 1 << 30
-
-    def restart(self) -> None:
-        """Nothing is counted."""
-
-    def peak(self) -> int:
-        return 0
+    return make_runner(model, cpu_ops(model), limits)
 
 
 def rehearsed(limits: Limits) -> DeviceRunner:
@@ -154,13 +144,6 @@ def asking(number: int, **params: Any) -> Row:
     return Row("choice", "own", replace(request, params=SamplingParams(**{"max_tokens": 20, **params})))
 
 
-def test_min_tokens_leave_the_end_to_the_constraint() -> None:
-    chosen = [asking(n, choice=("a", "ab"), min_tokens=9, temperature=50.0) for n in range(12)]
-    ran = run(cpu_runner(TOGETHER), TOGETHER, chosen)
-    assert {text_of(completion) for completion in ran.completions.values()} == {"a", "ab"}
-    assert all(completion.error is None for completion in ran.completions.values())
-
-
 @pytest.mark.parametrize("choice", [("yes.",), ("yes.", "no.")], ids=["forced", "sampled"])
 def test_a_stop_string_that_is_a_whole_answers_end_cuts_it(choice: tuple[str, ...]) -> None:
     """What is left of the text is none of the choices."""
@@ -171,16 +154,6 @@ def test_a_stop_string_that_is_a_whole_answers_end_cuts_it(choice: tuple[str, ..
     assert answer.error.code == "incomplete_output"
     assert text_of(answer) in ("yes", "no")
     assert found[free.request.key].error is None
-
-
-@pytest.mark.parametrize("way", [pytest.param("together", marks=pytest.mark.slow), "preempted"])
-def test_int8_weights(way: str) -> None:
-    """By the compiled operators, whose numbers do not depend on who shares a batch."""
-    chosen = rows(wishes=("greedy", "sampled", "penalised"))
-    ran = run(cpu_runner(WAYS[way], "int8"), WAYS[way], chosen)
-    assert ran.answers == run(cpu_runner(ALONE, "int8"), ALONE, chosen).answers
-    assert ran.answers != {row.request.key: alone().answers[row.request.key] for row in chosen}
-    assert sum(check(row, ran.completions[row.request.key]) for row in chosen) >= 8
 
 
 @pytest.mark.parametrize(
@@ -215,68 +188,3 @@ def test_a_model_in_transformers_code() -> None:
     ran = run(foreign().runner(TOGETHER), TOGETHER, chosen)
     assert ran.answers == run(foreign().runner(ALONE), ALONE, chosen).answers
     assert sum(check(row, ran.completions[row.request.key]) for row in chosen) >= 6
-
-
-@dataclass(frozen=True)
-class Noted:
-    """A step: the keys of the sequences that it samples for, and whether the tokens of the one before were unread."""
-
-    keys: frozenset[bytes]
-    ahead: bool
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Counts the steps whose tokens are read."""
-
-    inner: Launched
-    read: list[int]
-
-    @property
-    def padded_tokens(self) -> int:
-        return self.inner.padded_tokens
-
-    @property
-    def launch(self) -> StepLaunch | None:
-        return self.inner.launch
-
-    def tokens(self) -> list[list[int]]:
-        self.read[0] += 1
-        return self.inner.tokens()
-
-    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
-        return self.inner.logprobs()
-
-
-def noting(steps: list[Noted]) -> type[DeviceRunner]:
-    """A runner that notes each step."""
-    read = [0]
-
-    class Noting(DeviceRunner):
-        def launch(self, chunks: list[Chunk], copies: Any = ()) -> Launched:
-            keys = frozenset(chunk.sequence.request.key for chunk in chunks if chunk.samples)
-            steps.append(Noted(keys, read[0] < len(steps)))
-            return Reading(DeviceRunner.launch(self, chunks, copies), read)
-
-    return Noting
-
-
-def test_rows_under_constraints_wait_for_their_tokens_and_others_do_not() -> None:
-    """A row without one samples in each step after its first; one with may do so in every second."""
-    steps: list[Noted] = []
-    chosen = rows(("schema", "regex", "free"), ("greedy", "sampled", "penalised"))
-    plain = rehearsed(TOGETHER)
-    runner = noting(steps)(**{field.name: getattr(plain, field.name) for field in fields(plain)})
-    ran = run(runner, TOGETHER, chosen)
-    assert sum(step.ahead for step in steps) > len(steps) - 5
-    for row in chosen:
-        places = [at for at, step in enumerate(steps) if row.request.key in step.keys]
-        if row.kind == "free":
-            extra = (
-                ran.completions[row.request.key].finish_reason == "stop"
-            )  # a step that looked ahead of its end
-            assert len(places) == len(ran.completions[row.request.key].token_ids) + extra > 20
-            assert places == list(range(places[0], places[0] + len(places)))
-        else:
-            assert len(places) > 5
-            assert not any(steps[b].ahead for a, b in itertools.pairwise(places) if b == a + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -28,6 +28,8 @@ from batchinfer.report.tables.tables import run_row
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.small_engine import (
     Limits,
+    Noted,
+    NotedStep,
     Ran,
     checkpoint,
     cpu_ops,
@@ -44,22 +46,6 @@ OUTPUT = 12
 PEAKS = Peaks(1e10, 1e10)
 LIMITS = Limits(budget=96, blocks=400)
 FLOAT = 4
-
-
-@dataclass
-class Noted:
-    """Stands before a runner and notes each step's chunks: (sequence, start, length), and how many sample."""
-
-    runner: Any
-    steps: list[tuple[list[tuple[Any, int, int]], int]] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.runner, name)
-
-    def launch(self, chunks: list[Any], copies: Any = ()) -> Any:
-        sampled = sum(c.samples for c in chunks)
-        self.steps.append(([(c.sequence.request, c.start, c.length) for c in chunks], sampled))
-        return self.runner.launch(chunks, copies)
 
 
 def rows(shared: bool) -> list[Request]:
@@ -122,13 +108,15 @@ def counted_flops(model: Any, prompt: list[int], answer: list[int], cached: int)
 def test_flops_are_those_that_torch_counts(family: str, shared: bool, tmp_path: Path) -> None:
     requests, model = rows(shared), eager(family)
     ran, _ = run(family, requests)
-    expected = 0
-    for request in requests:
-        answer, cached = (
-            ran.completions[request.key].token_ids.tolist(),
+    expected = sum(
+        counted_flops(
+            model,
+            request.prompt.tolist(),
+            ran.answers[request.key][0],
             ran.requests[request.key].cached_tokens,
         )
-        expected += counted_flops(model, request.prompt.tolist(), answer, cached)
+        for request in requests
+    )
     assert any(sample.cached_tokens for sample in ran.requests.values()) == shared
     row = reported(ran, tmp_path)
     assert row["flops"] == pytest.approx(expected, rel=0.01)
@@ -166,38 +154,35 @@ def watched(model: Any, passed: Passed) -> Iterator[None]:
             handle.remove()
 
 
+# How often each module's operand and its result pass: q, k and v are stored or turned, and attention reads q and writes
+# as much; norms read x and the residual and write both; what the activation wrote is read
+PASSES = {
+    "embed_tokens": (0, 2),
+    "input_layernorm": (0, 4),
+    "post_attention_layernorm": (0, 4),
+    "q_proj": (1, 5),
+    "k_proj": (0, 3),
+    "v_proj": (0, 3),
+    "o_proj": (1, 1),
+    "gate_proj": (1, 2),
+    "up_proj": (0, 2),
+    "down_proj": (2, 1),
+}
+
+
 def _note(passed: Passed, name: str, module: Any, given: Any, output: Any) -> None:
     last = name.rpartition(".")[2]
     weights = sum(p.nbytes for p in module.parameters())
-    if last == "lm_head":
-        passed.sampled += (
-            given.nbytes + output.nbytes + output.nbytes + 8 * output.shape[1]
-        )  # the sampler reads
+    if last in PASSES:
+        operand, result = PASSES[last]
+        passed.token += operand * given.nbytes + result * output.nbytes
+        passed.weights += weights if last != "embed_tokens" else 0
+    elif last == "lm_head":  # the sampler reads the logits, and writes a token
+        passed.sampled += given.nbytes + 2 * output.nbytes + 8 * output.shape[1]
         passed.head_weights += weights
     elif name == "model.norm":  # adds the residual, of the rows that are sampled
         passed.sampled += 4 * output.nbytes / output.shape[1]
         passed.head_weights += weights
-    elif last.endswith("layernorm"):
-        passed.token += 4 * output.nbytes  # x and the residual are read, and both written
-        passed.weights += weights
-    elif last in ("q_proj", "k_proj", "v_proj"):
-        passed.token += output.nbytes * (1 + 2) + (
-            given.nbytes if last == "q_proj" else 0
-        )  # stored, or turned
-        passed.weights += weights
-        if last == "q_proj":
-            passed.token += 2 * output.nbytes  # attention reads q and writes as much
-    elif last in ("gate_proj", "up_proj"):
-        passed.token += 2 * output.nbytes + (given.nbytes if last == "gate_proj" else 0)
-        passed.weights += weights
-    elif last == "down_proj":
-        passed.token += given.nbytes + given.nbytes + output.nbytes  # what the activation wrote is read
-        passed.weights += weights
-    elif last == "o_proj":
-        passed.token += given.nbytes + output.nbytes
-        passed.weights += weights
-    elif last == "embed_tokens":
-        passed.token += 2 * output.nbytes
 
 
 def counted_bytes(model: Any, noted: Noted) -> float:
@@ -207,21 +192,22 @@ def counted_bytes(model: Any, noted: Noted) -> float:
     turned = config.num_hidden_layers * (4 * config.head_dim + 8)  # cos and sin, and where to store
     kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * FLOAT
     total = 0.0
-    for chunks, sampled in noted.steps:
+    for step in noted.steps:
+        sampled = len(step.sampled)
         total += passed.weights + (passed.head_weights if sampled else 0)
-        total += sum(length for _, _, length in chunks) * (passed.token / tokens + turned)
-        total += sampled * passed.sampled + kept * _distinct(chunks)
+        total += len(step.tokens) * (passed.token / tokens + turned)
+        total += sampled * passed.sampled + kept * _distinct(step)
     return total
 
 
-def _distinct(chunks: list[tuple[Any, int, int]]) -> int:
-    """Cached tokens that a step reads: whole blocks of a prompt that several rows begin with once."""
+def _distinct(step: NotedStep) -> int:
+    """Count the cached tokens that a step reads: whole blocks of a prompt that several rows begin with once."""
     size, blocks, others = LIMITS.block_size, set(), 0
-    for request, start, length in chunks:
-        prompt, end = request.prompt.tolist(), start + length
-        whole = min(end, len(prompt)) // size
+    for chunk in step.chunks:
+        prompt = chunk.sequence.request.prompt.tolist()
+        whole = min(chunk.end, len(prompt)) // size
         blocks |= {tuple(prompt[: (at + 1) * size]) for at in range(whole)}
-        others += end - whole * size
+        others += chunk.end - whole * size
     return len(blocks) * size + others
 
 

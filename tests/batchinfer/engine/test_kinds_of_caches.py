@@ -3,7 +3,6 @@ and logits in float32, however the work is cut and shared; and what their caches
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor
 
 from batchinfer.core.errors import JobFileError, Unavailable
-from batchinfer.core.request import Completion
-from batchinfer.core.samples import StepSample
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load.build import load_model
@@ -35,20 +32,24 @@ from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.cost import ModelCost, StepShape
 from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.paged_attention import CODES
-from tests.batchinfer.engine.small_engine import Limits, cpu_ops, drain, greedy, make_engine, make_runner
-from tests.batchinfer.engine.teacher_forced import Place, Row, forced_logits
-from tests.batchinfer.engine.test_engine import (
-    OUTPUT,
-    SETTINGS,
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, stand_in, triton_ops
+from tests.batchinfer.engine.small_engine import (
+    TRITON,
+    Limits,
+    Place,
+    Ran,
     RecordingSampler,
-    Setting,
-    key_of,
-    prompts,
-    run_engine,
+    cpu_ops,
+    drain,
+    greedy,
+    make_engine,
+    make_runner,
 )
-from tests.batchinfer.engine.test_engine import greedy as eight_tokens
+from tests.batchinfer.engine.teacher_forced import Row, forced_logits
+from tests.batchinfer.engine.test_engine import OUTPUT, SETTINGS, check_steps, prompts, run_engine
 from tests.batchinfer.made_up import MadeUp, PlainDecoder, register
 from tests.checkpoints import kept_folder
+from tests.examples import first_of
 from tests.kernels.gpu.pairs import each_first
 
 NORMED = {"qk_norm": True, "attention_bias": True}
@@ -58,6 +59,11 @@ MODELS = {
     "none": MadeUp((0, None, 2, None)),
     "both": MadeUp((None, 1, 2, None, 1, 2), (None, 24, None, None, 24, None), NORMED),
 }
+COMPARED = list(MODELS)
+CODED = ("int8", "fp8")
+MODELS["whole"] = MadeUp((0, 1, 2, 3))
+# Layers that keep codes: some read those of others, and some have a window
+MODELS |= {dtype: MadeUp((0, 1, 1, 0), (None, 24, 24, None), {"cache_dtype": dtype}) for dtype in CODED}
 # Blocks that are scarce where windows give theirs back
 SCARCE = {"shared-windows": {"blocks": 75}, "both": {"blocks": 58}}
 ALWAYS = (SETTINGS[1], SETTINGS[2], SETTINGS[5])  # mixed and shared; private pieces; preempted
@@ -89,48 +95,31 @@ def logits_of(name: str, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Te
     return plain(name).logits([*prompt, *answer[:-1]])[len(prompt) - 1 :]
 
 
-def check(
-    name: str,
-    done: dict[bytes, Completion],
-    seen: dict[tuple[bytes, int], Tensor],
-    rows: list[list[int]],
-    most: int = OUTPUT,
-) -> None:
+def check(name: str, ran: Ran, seen: dict[Place, Tensor], rows: list[list[int]], most: int = OUTPUT) -> None:
     """Every answer is the plain decoder's greedy one: each token is the likeliest after those before it."""
     end = MODELS[name].config["eos_token_id"]
     for row, prompt in enumerate(rows):
-        tokens = done[key_of(row)].token_ids.tolist()
+        tokens = ran.tokens(row)
         assert len(tokens) == most or (0 < len(tokens) < most and tokens[-1] == end)
         assert end not in tokens[:-1]
         logits = logits_of(name, tuple(prompt), tuple(tokens))
         assert tokens == logits.argmax(-1).tolist()
-        got = torch.stack([seen[key_of(row), i] for i in range(len(tokens))]).cpu()
+        got = torch.stack([seen[row, at] for at in range(len(tokens))]).cpu()
         torch.testing.assert_close(got, logits, atol=1e-4, rtol=1e-4)
 
 
-def check_steps(steps: list[StepSample], setting: Setting | Limits) -> None:
-    """The setting has done what it is there for."""
-    assert (sum(s.cached_tokens for s in steps) > 0) == setting.caching
-    assert (sum(s.preemptions for s in steps) > 0) == setting.scarce
-    if setting.budget in (32, 64):
-        assert any(s.prefill_tokens and s.decode_tokens for s in steps), "no step mixed prefill and decode"
-
-
-@pytest.mark.parametrize(("setting", "name"), each_first(ALWAYS, list(MODELS)), ids=str)
-def test_tokens_and_logits_equal_those_of_a_plain_decoder(name: str, setting: Setting) -> None:
-    setting = replace(setting, **SCARCE.get(name, {})) if setting.scarce else setting
-    done, seen, steps = run_engine(folder(name), setting, eight_tokens(prompts()))
-    check(name, done, seen, prompts())
-    check_steps(steps, setting)
+@pytest.mark.parametrize(("limits", "name"), each_first(ALWAYS, COMPARED), ids=str)
+def test_tokens_and_logits_equal_those_of_a_plain_decoder(name: str, limits: Limits) -> None:
+    limits = replace(limits, **SCARCE.get(name, {})) if limits.scarce else limits
+    ran, seen = run_engine(folder(name), limits, greedy(prompts(), OUTPUT))
+    check(name, ran, seen, prompts())
+    check_steps(ran, limits)
 
 
 @pytest.mark.parametrize("name", ["shared-windows", "both"])
 def test_torchs_operators_do_the_same(name: str) -> None:
-    done, seen, _ = run_engine(folder(name), SETTINGS[1], eight_tokens(prompts()), ops=TorchOps())
-    check(name, done, seen, prompts())
-
-
-TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
+    ran, seen = run_engine(folder(name), SETTINGS[1], greedy(prompts(), OUTPUT), ops=TorchOps())
+    check(name, ran, seen, prompts())
 
 
 @TRITON
@@ -140,20 +129,13 @@ TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="
     "limits", [Limits(budget=32), pytest.param(Limits(blocks=60, scarce=True), marks=pytest.mark.slow)]
 )
 def test_tritons_operators_do_the_same(name: str, limits: Limits) -> None:
-    import triton
-
-    from batchinfer.models.ops.triton_ops import TritonOps
-    from batchinfer_kernels.gpu.attention_plan import AttentionShape
-
-    device = "cpu" if triton.knobs.runtime.interpret else "cuda"
     model = inspect_checkpoint(folder(name))
-    runner = make_runner(model, TritonOps(AttentionShape(torch.float32, 4, 2, 16)), limits, device)
     sampler = RecordingSampler(frozenset(model.spec.eos_token_ids))
-    rows = [prompt for prompt in prompts() if len(prompt) in (1, 33, 64)]
-    engine = make_engine(replace(runner, sampler=sampler), limits, sampler.eos_token_ids)
-    ran = drain(engine, greedy(rows, 3))
-    check(name, ran.completions, sampler.seen, rows, 3)
-    check_steps(ran.steps, limits)
+    runner = replace(make_runner(model, triton_ops(model), limits, DEVICE), sampler=sampler)
+    rows = [prompt for prompt in prompts() if len(prompt) in (1, 33)]
+    ran = drain(make_engine(runner, limits, sampler.eos_token_ids), greedy(rows, 3))
+    check(name, ran, sampler.seen, rows, 3)
+    check_steps(ran, limits)
 
 
 def held(caches: list[LayerCache]) -> int:
@@ -198,17 +180,9 @@ def engine_config(name: str, **more: Any) -> EngineConfig:
 
 
 def test_a_built_engine_has_memory_for_as_many_more_rows() -> None:
-    """Two of four layers keep something, and half as much memory is needed, or holds twice the blocks."""
-    plain, half = (load_model(engine_config(name)).info for name in ("shared-windows", "none"))
-    assert (plain.kv_bytes / plain.blocks) / (half.kv_bytes / half.blocks) in (0.5, 1.0, 1.5)
-    memory = {"kv_memory": 2**20}
-    whole = MadeUp((0, 1, 2, 3))
-    MODELS["whole"] = whole
-    try:
-        blocks = [load_model(engine_config(name, **memory)).info.blocks for name in ("whole", "none")]
-    finally:
-        del MODELS["whole"]
-    assert blocks[1] == 2 * blocks[0]
+    """Two of four layers keep something: the same memory holds twice the blocks."""
+    whole, half = (load_model(engine_config(name, kv_memory=2**20)).info for name in ("whole", "none"))
+    assert half.blocks == 2 * whole.blocks
 
 
 def test_what_a_fused_layer_does_not_know_is_run_as_single_operators() -> None:
@@ -286,47 +260,30 @@ def test_what_cannot_be_read_is_refused(reads: Any, windows: Any, message: str) 
         cache_layout(caches, 16, 300)
 
 
-CODED = ("int8", "fp8")
-
-
-def coded(dtype: str) -> str:
-    """A model whose layers keep codes: some read those of others, and some have a window."""
-    MODELS.setdefault(dtype, MadeUp((0, 1, 1, 0), (None, 24, 24, None), {"cache_dtype": dtype}))
-    return dtype
-
-
 def forced(name: str, ops: Ops, device: str, rows: list[Row]) -> dict[Place, Tensor]:
     limits = Limits(budget=32)
     runner = make_runner(inspect_checkpoint(folder(name)), ops, limits, device)
-    found, steps = forced_logits(runner, limits, rows)
-    check_steps(steps, limits)
+    found, ran = forced_logits(runner, limits, rows)
+    check_steps(ran, limits)
     return found
 
 
 @TRITON
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(one, marks=[] if one == "int8" else pytest.mark.slow) for one in CODED]
-)
+@pytest.mark.parametrize("dtype", first_of(CODED, 1))
 def test_a_cache_of_codes_holds_what_they_stand_for(dtype: str) -> None:
     """Logits are those of a plain decoder that rounds K and V to codes, but where a sum in another order has turned a
     code into the next one; without codes they are further away."""
-    import triton
-
-    from batchinfer.models.ops.triton_ops import TritonOps
-    from batchinfer_kernels.gpu.attention_plan import AttentionShape
-
-    device = "cpu" if triton.knobs.runtime.interpret else "cuda"
-    check_codes(dtype, TritonOps(AttentionShape(torch.float32, 4, 2, 16)), device)
+    check_codes(dtype, triton_ops(inspect_checkpoint(folder(dtype))), DEVICE)
 
 
 def test_a_cpu_keeps_int8_codes() -> None:
-    check_codes("int8", cpu_ops(inspect_checkpoint(folder(coded("int8"))), codes=True), "cpu")
+    check_codes("int8", cpu_ops(inspect_checkpoint(folder("int8")), codes=True), "cpu")
 
 
 def check_codes(dtype: str, ops: Ops, device: str) -> None:
-    rows = [Row(prompt, [7, 11, 13]) for prompt in prompts() if len(prompt) in (2, 33, 64)]
-    got = forced(coded(dtype), ops, device, rows)
+    rows = [Row(prompt, [7, 11, 13]) for prompt in prompts() if len(prompt) in (2, 33)]
+    got = forced(dtype, ops, device, rows)
     wanted, exact = (
         [plain.logits(row.prompt + row.answer)[len(row.prompt) - 1 : -1] for row in rows]
         for plain in (PlainDecoder(folder(dtype)), PlainDecoder(folder(dtype), coded=False))
@@ -338,53 +295,41 @@ def check_codes(dtype: str, ops: Ops, device: str) -> None:
     assert off[-1] < without / 3
 
 
-def test_a_cpu_has_as_much_more_room_for_codes() -> None:
-    """Heads and blocks are whole vectors here: nothing is rounded up."""
-    ops, caches = cpu_ops(inspect_checkpoint(folder(coded("int8"))), codes=True), MODELS["int8"].spec.caches
+def check_room(dtype: str, ops: Ops, kept: torch.dtype) -> None:
+    """A value takes a byte and each head of a token a scale of four; heads and blocks are whole vectors here."""
+    caches = MODELS[dtype].spec.caches
     layout = cache_layout(caches, 16, 300)
     made = allocate_caches(ops, caches, layout, 5, torch.bfloat16, "cpu")
-    assert {cache.k.dtype for cache in made} == {torch.int8}
+    assert {cache.k.dtype for cache in made} == {kept}
     assert held(made) == 5 * block_bytes(ops, caches, layout, 2) == 5 * layout.depth * 16 * 2 * 2 * (16 + 4)
     assert not ops.holds(CacheSpec(1, 8, latent=True, dtype="int8"))
+
+
+def test_a_cpu_has_as_much_more_room_for_codes() -> None:
+    ops = cpu_ops(inspect_checkpoint(folder("int8")), codes=True)
+    check_room("int8", ops, torch.int8)
     assert not ops.holds(CacheSpec(1, 16, dtype="fp8"))
 
 
 @TRITON
-def test_codes_take_a_byte_and_memory_is_counted_so() -> None:
-    from batchinfer.models.ops.triton_ops import TritonOps
-    from batchinfer_kernels.gpu.attention_plan import AttentionShape
-
-    assert not TritonOps(AttentionShape(torch.float32, 4, 2, 16)).holds(
-        CacheSpec(1, 8, latent=True, dtype="int8")
-    )
-    for dtype in CODED:
-        spec = MODELS[coded(dtype)].spec
-        layout = cache_layout(spec.caches, 16, 300)
-        ops = TritonOps(AttentionShape(torch.bfloat16, 4, 2, 16))
-        made = allocate_caches(ops, spec.caches, layout, 5, torch.bfloat16, "cpu")
-        assert {cache.k.dtype for cache in made} == {CODES[dtype]}
-        assert (
-            held(made)
-            == 5 * block_bytes(ops, spec.caches, layout, 2)
-            == 5 * layout.depth * 16 * 2 * 2 * (16 + 4)
-        )
-        cost, values = (
-            model_cost(spec, 2, 2),
-            model_cost(MadeUp((0, 1, 1, 0), (None, 24, 24, None)).spec, 2, 2),
-        )
-        assert cost.kv_bytes(300) * 32 == values.kv_bytes(300) * 20
-        read = step_cost(values, "attention", 5)[1] - step_cost(cost, "attention", 5)[1]
-        # a byte less of each value of K and V, and a scale of 4 for each head
-        assert read == 5 * cost.seen(100) * 2 * 2 * (16 - 4)
+@pytest.mark.parametrize("dtype", CODED)
+def test_codes_take_a_byte_and_memory_is_counted_so(dtype: Any) -> None:
+    check_room(dtype, triton_ops(inspect_checkpoint(folder(dtype))), CODES[dtype])
+    spec, plain = MODELS[dtype].spec, MadeUp((0, 1, 1, 0), (None, 24, 24, None)).spec
+    cost, values = model_cost(spec, 2, 2), model_cost(plain, 2, 2)
+    assert cost.kv_bytes(300) * 32 == values.kv_bytes(300) * 20
+    read = step_cost(values, "attention", 5)[1] - step_cost(cost, "attention", 5)[1]
+    # a byte less of each value of K and V, and a scale of 4 for each head
+    assert read == 5 * cost.seen(100) * 2 * 2 * (16 - 4)
 
 
 def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelSource, "load", lambda *_: pytest.fail("it loads"))
     with pytest.raises(Unavailable, match="KV cache is to keep fp8, which cpu operators do not") as refused:
-        load_model(engine_config(coded("fp8")))
+        load_model(engine_config("fp8"))
     assert refused.value.exit_code == 69
     with pytest.raises(ValueError, match="keep no int8"):
-        cpu_ops(inspect_checkpoint(folder(coded("int8")))).allocate_cache(
+        cpu_ops(inspect_checkpoint(folder("int8"))).allocate_cache(
             CacheSpec(2, 16, dtype="int8"), 3, 16, torch.float32, "cpu"
         )
 
@@ -400,7 +345,7 @@ def test_a_cpu_that_cannot_keep_codes_says_why(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("batchinfer.models.ops.choose.CompiledOperators", refuse)
     with pytest.raises(Unavailable, match=r"int8 needs .*no C compiler.* install one .*, or take it out"):
-        load_model(engine_config(coded("int8")))
+        load_model(engine_config("int8"))
 
 
 @TRITON
@@ -409,11 +354,7 @@ def test_a_cpu_that_cannot_keep_codes_says_why(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["both", "int8"])
 def test_the_gpus_path_with_captured_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Dummy steps, padded and captured decode steps, looking ahead."""
-    from tests.batchinfer.engine.interpreted_gpu import stand_in
-
     stand_in(monkeypatch.setattr)
-    if name in CODED:
-        coded(name)
     sizes = {"longest": 60, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
     loaded = load_model(replace(engine_config(name), device="cuda", **sizes))
     runner = loaded.runner
@@ -423,4 +364,4 @@ def test_the_gpus_path_with_captured_steps(monkeypatch: pytest.MonkeyPatch, name
     rows = [prompt for prompt in prompts() if len(prompt) in (7, 33)][:3]
     ran = drain(loaded.engine(), greedy(rows, 3))
     wanted = [PlainDecoder(folder(name)).greedy(row, 3)[0] for row in rows]
-    assert [ran.completions[key_of(n)].token_ids.tolist() for n in range(len(rows))] == wanted
+    assert [ran.tokens(row) for row in range(len(rows))] == wanted

@@ -13,13 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchinfer.core.request import Request, TokenLogprobs
-from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
-from batchinfer.engine.schedule.sequence import CollectedLogprobs, Sequence
+from batchinfer.engine.schedule.sequence import CollectedLogprobs
 from batchinfer.models.ops.torch_ops import TorchOps
-from tests.batchinfer.engine.hashing_model import EOS, hashing_runner
+from tests.batchinfer.engine.hashing_model import hashing_runner
 from tests.batchinfer.engine.small_engine import (
     Limits,
     Ran,
@@ -27,11 +25,14 @@ from tests.batchinfer.engine.small_engine import (
     cpu_ops,
     drain,
     folder,
+    key_of,
+    looking_ahead,
     make_engine,
     make_runner,
+    request,
     watcher,
 )
-from tests.batchinfer.engine.test_sampler import Multiples
+from tests.batchinfer.engine.test_sampler import Multiples, make_sequence
 from tests.batchinfer.models.foreign.kit import make
 
 OUTPUT = 10
@@ -58,21 +59,18 @@ WAYS = {
 def rows() -> list[Request]:
     rng = random.Random(4)
     shared = [rng.randrange(250) for _ in range(32)]
-    made = []
-    for number, (length, kind) in enumerate(zip(LENGTHS, KINDS, strict=True)):
-        prompt = shared[: length // 2] + [rng.randrange(250) for _ in range(length - length // 2)]
-        params = SamplingParams(max_tokens=OUTPUT, **kind)
-        made.append(Request(np.random.default_rng(number).bytes(32), np.array(prompt, np.int32), params))
-    return made
+    own = [[rng.randrange(250) for _ in range(length - length // 2)] for length in LENGTHS]
+    prompts = [shared[: length // 2] + rest for length, rest in zip(LENGTHS, own, strict=True)]
+    return [request(n, prompt, OUTPUT, **KINDS[n]) for n, prompt in enumerate(prompts)]
 
 
 def run(runner: ModelRunner, limits: Limits, eos: frozenset[int], requests: list[Request]) -> Ran:
     return drain(make_engine(runner, limits, eos, stop_streams=watcher), requests)
 
 
-def check(request: Request, answer: list[int], found: TokenLogprobs | None, logits: torch.Tensor) -> None:
+def check(row: Request, answer: list[int], found: TokenLogprobs | None, logits: torch.Tensor) -> None:
     """`logits`: of the answer's positions, (m, vocab)."""
-    most = request.params.logprobs
+    most = row.params.logprobs
     if most is None:
         assert found is None
         return
@@ -89,12 +87,12 @@ def check(request: Request, answer: list[int], found: TokenLogprobs | None, logi
 
 
 def check_all(ran: Ran, requests: list[Request], theirs: Any) -> None:
-    for request in requests:
-        completion = ran.completions[request.key]
-        answer, prompt = completion.token_ids.tolist(), request.prompt.tolist()
+    for row in requests:
+        completion = ran.completions[row.key]
+        answer, prompt = completion.token_ids.tolist(), row.prompt.tolist()
         with torch.inference_mode():
             logits = theirs(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        check(request, answer, completion.logprobs, logits)
+        check(row, answer, completion.logprobs, logits)
 
 
 @cache
@@ -124,28 +122,10 @@ def test_they_are_those_of_transformers_logits(family: str, way: str) -> None:
 
 def test_steps_that_look_ahead_bring_them_along() -> None:
     model, limits, requests = checkpoint("llama"), WAYS["at once"], rows()
-    base = make_runner(model, cpu_ops(model), limits)
-    fields = (base.model, base.ops, base.caches, base.layout, base.sampler, base.cost, base.device)
-    ran = run(DeviceRunner(*fields), limits, frozenset(model.spec.eos_token_ids), requests)
-    check_all(ran, requests, reference("llama"))
-
-
-@pytest.mark.parametrize("room", [1, 3, 7])
-def test_steps_that_run_in_pieces_bring_them_along(room: int) -> None:
-    limits = Limits(budget=40, seqs=12, blocks=80, block_size=4)
-
-    def ran(room: int) -> Ran:
-        runner = hashing_runner(DeviceRunner, limits.blocks, limits.block_size, room=room)
-        params = [SamplingParams(max_tokens=12, logprobs=(None, 2, 0)[i % 3]) for i in range(20)]
-        prompts = [np.array([i % 7, 3, i % 5, *[1] * (i % 9)], np.int32) for i in range(20)]
-        requests = [
-            Request(bytes([i] * 32), p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))
-        ]
-        return run(runner, limits, frozenset([EOS]), requests)
-
-    wanted = ran(1 << 30)
-    assert ran(room).logprobs == wanted.logprobs
-    assert sum(found is not None for found in wanted.logprobs.values()) == 13
+    runner = looking_ahead(make_runner(model, cpu_ops(model), limits))
+    check_all(
+        run(runner, limits, frozenset(model.spec.eos_token_ids), requests), requests, reference("llama")
+    )
 
 
 def test_models_that_transformers_computes_have_them() -> None:
@@ -153,15 +133,6 @@ def test_models_that_transformers_computes_have_them() -> None:
     limits, requests = WAYS["chunks"], rows()
     ran = run(foreign.runner(limits), limits, frozenset(foreign.source.spec.eos_token_ids), requests)
     check_all(ran, requests, foreign.theirs)
-
-
-def make_sequence(key: int, output: list[int], **params: Any) -> Sequence:
-    request = Request(
-        np.random.default_rng(key).bytes(32), np.array([1, 2], np.int32), SamplingParams(**params)
-    )
-    sequence = Sequence.of(request, 1000, None, 0.0)
-    sequence.tokens.extend(output)
-    return sequence
 
 
 @pytest.mark.parametrize("asking", [range(6), (0, 2, 5), (3,)])
@@ -174,12 +145,12 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
         {"repetition_penalty": 3.0},
         {"min_tokens": 9, "stop_token_ids": (7,)},
         {"temperature": 0.7, "top_k": 2},
-        {"max_tokens": 5},  # masked: token 7 is no multiple of 5
+        {"most": 5},  # masked: token 7 is no multiple of 5
         {},
         {"frequency_penalty": 9.0},
     ]
     sequences = [
-        make_sequence(i, [7, 7], **{"max_tokens": 100, **kind, "logprobs": 4 if i in asking else None})
+        make_sequence(i, [1, 2], [7, 7], **{"most": 100, **kind}, logprobs=4 if i in asking else None)
         for i, kind in enumerate(kinds)
     ]
     sampler = Sampler(frozenset(), Multiples())
@@ -195,25 +166,13 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
     torch.testing.assert_close(found.top, wanted.topk(4).values)
 
 
-def test_rows_that_ask_do_not_take_the_argmax_alone() -> None:
-    sampler = Sampler(frozenset())
-    assert sampler.tries_argmax([make_sequence(0, [])])
-    assert not sampler.tries_argmax([make_sequence(0, []), make_sequence(1, [], logprobs=0)])
-
-
 def test_more_than_the_vocabulary_has_are_all_of_it() -> None:
     limits = Limits(budget=40, seqs=12, blocks=80, block_size=4)
-    request = Request(b"k" * 32, np.array([3, 4], np.int32), SamplingParams(max_tokens=3, logprobs=20))
-    ran = run(hashing_runner(ModelRunner, 80, 4), limits, frozenset(), [request])
-    found = ran.completions[request.key].logprobs
+    ran = run(hashing_runner(ModelRunner, 80, 4), limits, frozenset(), [request(0, [3, 4], 3, logprobs=20)])
+    found = ran.completions[key_of(0)].logprobs
     assert found is not None
     assert found.top.shape == (3, 12)
     np.testing.assert_allclose(np.exp(found.top).sum(-1), 1, atol=1e-5)
-
-
-def test_an_answer_without_tokens_has_none() -> None:
-    found = CollectedLogprobs().all()
-    assert (len(found), found.top.shape, found.top_ids.shape) == (0, (0, 0), (0, 0))
 
 
 def test_they_are_copied_out_of_the_arrays_of_a_step() -> None:

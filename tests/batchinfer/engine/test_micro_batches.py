@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,20 +27,16 @@ LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
 
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=8),
-    st.integers(1, 40),
+    st.integers(1, 40) | st.none(),
 )
 def test_pieces_are_the_step_in_order(spans, tokens):
     chunks = [Chunk(sequence([1] * (start + length), 5), start, length) for start, length in spans]
     batches = MicroBatches(tokens).split(chunks)
-    assert all(0 < sum(c.length for c in batch) <= tokens for batch in batches)
+    sizes = [sum(c.length for c in batch) for batch in batches]
+    assert all(0 < size <= tokens for size in sizes) if tokens else len(sizes) == 1
     flat = [(c.sequence, at) for batch in batches for c in batch for at in range(c.start, c.end)]
     assert flat == [(c.sequence, at) for c in chunks for at in range(c.start, c.end)]
     assert [c.sequence for batch in batches for c in batch if c.samples] == [c.sequence for c in chunks]
-
-
-def test_without_limits_a_step_is_one_piece():
-    chunks = [Chunk(sequence([1] * 9, 5), 0, 9)]
-    assert MicroBatches().split(chunks) == [chunks]
 
 
 def run(room: int) -> tuple[Ran, int]:
@@ -48,18 +46,28 @@ def run(room: int) -> tuple[Ran, int]:
     return drain(engine, greedy(prompts, 12)), runner.most_tokens or 0
 
 
+def before_forward(monkeypatch: pytest.MonkeyPatch, called: Callable[[Tensor], Any]) -> None:
+    """Call this before each step of the model; what it returns is held while the step runs."""
+    whole = HashingModel.forward
+
+    def forward(model: HashingModel, token_ids: Tensor, *step: Any) -> Tensor:
+        _held = called(token_ids)
+        return whole(model, token_ids, *step)
+
+    monkeypatch.setattr(HashingModel, "forward", forward)
+
+
 def test_what_a_failed_step_held_is_given_back_before_the_pieces_run(monkeypatch):
     """To the device: others than torch ask for memory, too."""
     held: list[weakref.ref[Tensor]] = []
     kept: list[int] = []
-    real = HashingModel.forward
 
-    def forward(self: HashingModel, token_ids: Tensor, *rest: Any) -> Tensor:
+    def hold(token_ids: Tensor) -> Tensor:
         made = torch.zeros(len(token_ids))
         held.append(weakref.ref(made))
-        return real(self, token_ids, *rest)
+        return made
 
-    monkeypatch.setattr(HashingModel, "forward", forward)
+    before_forward(monkeypatch, hold)
     monkeypatch.setattr(
         torch.cuda, "empty_cache", lambda: kept.append(sum(one() is not None for one in held))
     )
@@ -137,14 +145,14 @@ def test_the_scheduler_is_told_when_a_peak_has_passed(monkeypatch):
     """Answers are the same; steps are as large as at first once there is memory for them again."""
     monkeypatch.setattr(micro_batches, "PATIENCE", 3)
     wanted, _ = run(1 << 30)
-    ran, whole = [], HashingModel.forward
+    ran: list[int] = []
 
-    def forward(model: HashingModel, token_ids: Tensor, *step: Any) -> Tensor:
+    def scarce_at_first(token_ids: Tensor) -> None:
         ran.append(len(token_ids))
-        model.room = 7 if len(ran) < 12 else 1 << 30
-        return whole(model, token_ids, *step)
+        if len(ran) <= 12 and len(token_ids) > 7:
+            raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(HashingModel, "forward", forward)
+    before_forward(monkeypatch, scarce_at_first)
     got, most = run(1 << 30)
     assert got.answers == wanted.answers
     assert most > 12, "more than there are rows: decode steps say nothing about more"
@@ -178,24 +186,21 @@ def test_answers_do_not_depend_on_it(room, caplog):
 )
 def test_what_is_not_torch_s_says_in_its_own_words_that_memory_is_out(monkeypatch, error):
     """A kernel that is loaded late, a graph's first launch, a library's handle."""
+    wanted = run(1 << 30)[0].answers
 
-    def forward(model: HashingModel, token_ids: Tensor, *step: Any) -> Tensor:
+    def fail(token_ids: Tensor) -> None:
         if len(token_ids) > 7:
             raise error
-        return whole(model, token_ids, *step)
 
-    wanted, whole = run(1 << 30)[0].answers, HashingModel.forward
-    monkeypatch.setattr(HashingModel, "forward", forward)
+    before_forward(monkeypatch, fail)
     got, most = run(1 << 30)
     assert got.answers == wanted
     assert 1 <= most <= 7
 
 
 def test_other_errors_are_none_of_memory(monkeypatch):
-    def forward(*_: Any) -> Tensor:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(HashingModel, "forward", forward)
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    before_forward(monkeypatch, Mock(side_effect=error))
     with pytest.raises(torch.AcceleratorError, match="illegal"):
         run(1 << 30)
 

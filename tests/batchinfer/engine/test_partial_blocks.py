@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,20 +11,13 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.engine.kv.kv_cache import BlockPool
-from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
-from batchinfer.engine.schedule.sequence import Sequence
-from tests.batchinfer.engine.driver import Driver, sequence
+from batchinfer.engine.schedule.scheduler import Step
+from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for, sequence
 from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, drain, greedy, make_engine
 from tests.batchinfer.engine.small_engine import make_runner as float32_runner
 from tests.examples import examples
 
 ENOUGH = 60  # longest rows that the cache has room for
-
-
-def distinct(rows: list[list[int]]) -> int:
-    """Nodes of the tokens' trie."""
-    return len({known for row in rows for known in accumulate(row, lambda *pair: hash(pair), initial=0)}) - 1
 
 
 @st.composite
@@ -48,28 +40,14 @@ def trees(draw: Any) -> list[list[int]]:
     return rows
 
 
-def ran(scheduler: Scheduler, rows: list[list[int]], outputs: int) -> tuple[Driver, int]:
-    """Prompt tokens that run where all rows wait from the beginning."""
-    driver = Driver(scheduler)
-    for key, row in enumerate(rows):
-        scheduler.add(sequence(row, outputs, key, exact=True))
+def ran(rows: list[list[int]], outputs: int, size: int, room: float, **limits: Any) -> tuple[Driver, int]:
+    """Run rows that all wait from the beginning; the prompt tokens that ran. `room`: in longest rows."""
+    blocks = int(room * (-(-(max(map(len, rows)) + 8) // size) + 1))
+    sequences = [sequence(row, outputs, key, exact=True) for key, row in enumerate(rows)]
+    driver = driver_for(sequences, blocks=blocks, size=size, **limits)
     driver.drain()
     assert len(driver.finished) == len(rows)
     return driver, driver.ran - len(rows) * (outputs - 1)
-
-
-def scheduler_for(
-    rows: list[list[int]],
-    size: int,
-    room: float,
-    seqs: int,
-    budget: int,
-    windows: tuple[int | None, ...] = (None,),
-) -> Scheduler:
-    longest = max(map(len, rows)) + 8
-    blocks = int(room * (-(-longest // size) + 1)) * len(windows)
-    pool = BlockPool(blocks, size, len(windows))
-    return Scheduler(SchedulerConfig(seqs, budget), pool, windows=windows)
 
 
 @given(
@@ -86,9 +64,9 @@ def test_each_token_of_a_tree_runs_once(
     """Whatever the block size, and in any order, while all of them wait."""
     if shuffled:
         random.Random(size).shuffle(rows)
-    driver, tokens = ran(scheduler_for(rows, size, ENOUGH, seqs, budget), rows, 4)
+    driver, tokens = ran(rows, 4, size, ENOUGH, seqs=seqs, budget=budget)
     event(f"copied: {driver.copied > 0}")
-    assert distinct(rows) <= tokens <= 1.02 * distinct(rows)
+    assert distinct_tokens(rows) <= tokens <= 1.02 * distinct_tokens(rows)
     assert tokens + driver.cached == sum(map(len, rows))
 
 
@@ -104,24 +82,20 @@ def test_every_row_ends_where_memory_is_scarce(
     rows: list[list[int]], size: int, room: float, windows: tuple[int | None, ...], seqs: int
 ) -> None:
     """`Driver` checks what each of them reads, the scheduler what is kept."""
-    scheduler = scheduler_for(rows, size, room, seqs, 64, windows)
-    driver, _ = ran(scheduler, rows, 6)
+    driver, _ = ran(rows, 6, size, room, seqs=seqs, budget=64, windows=windows)
     event(f"copied: {driver.copied > 0}, preempted: {driver.preempted > 0}")
-    assert (scheduler.pool.used, scheduler.pool.cached) == (0, 0)
+    pool = driver.scheduler.pool
+    assert (pool.used, pool.cached) == (0, 0)
 
 
-def rows_of_one_step(rows: list[list[int]], size: int = 16) -> tuple[Scheduler, Any]:
-    scheduler = Scheduler(SchedulerConfig(8, 4096), BlockPool(64, size))
-    for key, row in enumerate(rows):
-        scheduler.add(sequence(row, 4, key))
-    return scheduler, scheduler.schedule()
+def rows_of_one_step(*rows: list[int]) -> Step:
+    return driver_for([sequence(row, 4, key) for key, row in enumerate(rows)], blocks=64, size=16).step()
 
 
 def test_rows_of_one_step_copy_from_one_another() -> None:
     """The third shares more with the second than the second with the first: what the second copied in this step comes
     from the first, as copies of a step are made side by side."""
-    rows = [[7] * 20 + [1] * 5, [7] * 20 + [2] * 9, [7] * 20 + [2] * 6 + [3] * 4]
-    scheduler, step = rows_of_one_step(rows)
+    step = rows_of_one_step([7] * 20 + [1] * 5, [7] * 20 + [2] * 9, [7] * 20 + [2] * 6 + [3] * 4)
     first, second, third = (chunk.sequence.tables[0][1] for chunk in step.chunks)
     assert [chunk.length for chunk in step.chunks] == [25, 9, 4]
     assert [tuple(copy[2:]) for copy in step.copies] == [
@@ -130,20 +104,18 @@ def test_rows_of_one_step_copy_from_one_another() -> None:
         (second, third, 4, 10),
     ]
     assert (step.cached_tokens, step.copied_tokens) == (20 + 26, 4 + 10)
-    scheduler.check_integrity()
 
 
 def test_the_block_in_which_a_prompt_ends_is_copied_too() -> None:
-    _, step = rows_of_one_step([[5] * 19, [5] * 19, [5] * 18 + [6] * 3])
+    step = rows_of_one_step([5] * 19, [5] * 19, [5] * 18 + [6] * 3)
     assert [chunk.length for chunk in step.chunks] == [19, 1, 3]
 
 
 def test_one_block_is_kept_for_all_that_wait_for_the_same_tokens() -> None:
     """The first row ends before the others are admitted; what they share with it stays until the last one is."""
-    scheduler = Scheduler(SchedulerConfig(1, 4096), BlockPool(40, 16))
-    driver = Driver(scheduler)
-    for key in range(6):
-        scheduler.add(sequence([7] * 23 + [10 + key] * 30, 4, key, exact=True))
+    rows = [sequence([7] * 23 + [10 + key] * 30, 4, key, exact=True) for key in range(6)]
+    driver = driver_for(rows, blocks=40, size=16, seqs=1)
+    scheduler = driver.scheduler
     while len(driver.finished) < 5:
         driver.step()
         waiting = len(scheduler.waiting)
@@ -156,33 +128,26 @@ def test_one_block_is_kept_for_all_that_wait_for_the_same_tokens() -> None:
 
 def test_a_source_is_not_given_away_before_it_was_copied() -> None:
     """A block that is kept for rows of this step may not be what another one of them gets to write to."""
-    scheduler = Scheduler(SchedulerConfig(4, 4096), BlockPool(9, 16))
-    driver = Driver(scheduler)
-    scheduler.add(sequence([7] * 23 + [1] * 20, 2, 0, exact=True))
-    for key in range(1, 6):
-        scheduler.add(sequence([7] * 23 + [10 + key] * (20 + key), 20, key, exact=True))
+    rows = [sequence([7] * 23 + [1] * 20, 2, 0, exact=True)]
+    rows += [sequence([7] * 23 + [10 + n] * (20 + n), 20, n, exact=True) for n in range(1, 6)]
+    driver = driver_for(rows, blocks=9, size=16, seqs=4)
     driver.drain()
     assert driver.copied > 0
 
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_nothing_is_copied_where_it_does_not_pay(caching: bool) -> None:
-    config = SchedulerConfig(8, 4096, prefix_caching=caching, least_copied=None if caching else 1)
-    scheduler = Scheduler(config, BlockPool(64, 16))
-    for key in range(3):
-        scheduler.add(sequence([7] * 20 + [key] * 5, 4, key))
-    step = scheduler.schedule()
+    rows = [sequence([7] * 20 + [key] * 5, 4, key) for key in range(3)]
+    least = None if caching else 1
+    step = driver_for(rows, blocks=64, size=16, prefix_caching=caching, least_copied=least).step()
     assert not step.copies
     assert step.cached_tokens == (32 if caching else 0)
 
 
 def test_rows_that_are_rotated_in_another_way_share_nothing() -> None:
-    scheduler = Scheduler(SchedulerConfig(8, 4096), BlockPool(64, 16))
-    rows: list[Sequence] = [sequence([7] * 20 + [key] * 5, 4, key) for key in range(2)]
+    rows = [sequence([7] * 20 + [key] * 5, 4, key) for key in range(2)]
     rows[1].rope_offset = 100_000
-    for row in rows:
-        scheduler.add(row)
-    assert not scheduler.schedule().copies
+    assert not driver_for(rows, blocks=64, size=16).step().copies
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -211,19 +176,17 @@ def test_answers_are_the_same_with_and_without(family: str, limits: Limits) -> N
     """To the token; what the cache never held is NaN."""
     model = checkpoint(family)
     work = greedy(prompts(3), 9, ignore_eos=True)
-    found = {}
-    for copying in (False, True):
-        each = replace(limits, copying=copying)
-        found[copying] = drain(
-            make_engine(float32_runner(model, cpu_ops(model), each), each, frozenset()), work
-        )
-    assert found[True].answers == found[False].answers
-    saved = [sum(step.cached_tokens for step in found[way].steps) for way in (False, True)]
-    copied = [sum(step.copied_tokens for step in found[way].steps) for way in (False, True)]
-    assert copied[0] == 0 < copied[1]
-    assert saved[0] < saved[1]
-    prompt = [sum(step.prefill_tokens - step.recomputed_tokens for step in found[way].steps) for way in found]
-    assert prompt[0] - prompt[1] == saved[1] - saved[0]
+    without, copying = (
+        drain(make_engine(float32_runner(model, cpu_ops(model), each), each, frozenset()), work)
+        for each in (replace(limits, copying=False), limits)
+    )
+    assert copying.answers == without.answers
+    assert without.total("copied_tokens") == 0 < copying.total("copied_tokens")
+    saved = copying.total("cached_tokens") - without.total("cached_tokens")
+    assert saved > 0
+    for name, sign in (("prefill_tokens", 1), ("recomputed_tokens", -1)):
+        saved += sign * (copying.total(name) - without.total(name))
+    assert saved == 0
 
 
 def test_bytes_of_copies_are_those_of_what_is_read_and_written() -> None:
@@ -241,16 +204,11 @@ def test_bytes_of_copies_are_those_of_what_is_read_and_written() -> None:
 
 def test_what_a_row_that_does_not_fit_would_copy_is_not_held() -> None:
     """The last row alone needs the whole cache, and waits for the step in flight of one that has left."""
-    scheduler = Scheduler(SchedulerConfig(8, 64), BlockPool(6, 4))
     common = list(range(10))
-    first, other, last = (
-        sequence(prompt, outputs, key, exact=True)
-        for key, (prompt, outputs) in enumerate(
-            [([*common, 50], 1), ([70, 71], 1), ([*common, *range(100, 111)], 3)]
-        )
-    )
-    for one in (first, other, last):
-        scheduler.add(one)
+    first = sequence([*common, 50], 1, 0, exact=True)
+    other = sequence([70, 71], 1, 1, exact=True)
+    last = sequence([*common, *range(100, 111)], 3, 2, exact=True)
+    scheduler = driver_for([first, other, last], blocks=6, budget=64).scheduler
     step = scheduler.schedule()
     assert [chunk.sequence for chunk in step.chunks] == [first, other]
     scheduler.launched(step)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.batchinfer.engine.teacher_forced import Forced, Place, Row, Way, different, load
+from tests.batchinfer.engine.small_engine import Place
+from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, load
 from tests.checkpoints import kept_folder, make_checkpoint
 
 ANSWER = 5
@@ -42,9 +43,9 @@ def rows() -> tuple[Row, ...]:
     return tuple(Row(prompt, tokens(rng, ANSWER)) for prompt in prompts)
 
 
-def logits(block_size: int, deterministic: bool, least: int | None, way: Way) -> dict[Place, Tensor]:
-    loaded = load(model(), "bfloat16", deterministic=deterministic, block_size=block_size, blocks=200)
-    forced = Forced(replace(loaded, limits=replace(loaded.limits, least_copied=least)), rows(), way)
+def logits(block_size: int, least: int | None) -> dict[Place, Tensor]:
+    loaded = load(model(), "bfloat16", deterministic=False, block_size=block_size, blocks=200)
+    forced = Forced(replace(loaded, limits=replace(loaded.limits, least_copied=least)), rows(), Way(64))
     found = forced.run()
     copied = sum(step.copied_tokens for step in forced.steps)
     assert (copied > 0) == (least is not None)
@@ -52,15 +53,8 @@ def logits(block_size: int, deterministic: bool, least: int | None, way: Way) ->
 
 
 @pytest.mark.parametrize("block_size", [5, 16, 32])
-@pytest.mark.parametrize("way", [Way(19), Way(4096, seqs=3)], ids=str)
-def test_deterministic_logits_have_the_same_bits(block_size: int, way: Way) -> None:
-    wanted = logits(block_size, True, None, way)
-    assert different(logits(block_size, True, 1, way), wanted) == []
-
-
-@pytest.mark.parametrize("block_size", [5, 16, 32])
 def test_each_token_is_within_tolerance_of_the_likeliest(block_size: int) -> None:
-    wanted, found = (logits(block_size, False, least, Way(64)) for least in (None, 1))
+    wanted, found = (logits(block_size, least) for least in (None, 1))
     assert wanted.keys() == found.keys()
     for place, row in wanted.items():
         likeliest = found[place][row.argmax()]

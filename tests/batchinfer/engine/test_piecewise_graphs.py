@@ -3,7 +3,6 @@ what a graph would read. `Taped` stands in for the device."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,30 +15,27 @@ from torch import Tensor
 
 from batchinfer.engine.graphs.graph_capture import R, Replay
 from batchinfer.engine.graphs.piecewise_graphs import EVEN, PiecewiseGraphs, token_sizes
-from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.decoder.attention import HeadsAttention
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer import made_up
+from tests.batchinfer.engine.interpreted_gpu import triton_ops
 from tests.batchinfer.engine.small_engine import (
+    MIXED,
+    TRITON,
     Limits,
     Ran,
     checkpoint,
     drain,
     greedy,
+    looking_ahead,
     make_engine,
     make_runner,
 )
 from tests.batchinfer.engine.taped import Taped
 from tests.examples import first_of
 
-MIXED = {
-    "num_hidden_layers": 3,
-    "use_sliding_window": True,
-    "sliding_window": 24,
-    "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
-}
 VARIANTS = {
     "llama": ("llama", {}),
     "two groups of windows": ("qwen2", MIXED),
@@ -85,10 +81,7 @@ def runner_for(
     ops: Ops | None = None,
 ) -> Any:
     """As for a GPU, on torch's operators if on no others; the last block of the cache belongs to nobody."""
-    plain = make_runner(model, ops or TorchOps(), replace(limits, blocks=limits.blocks + 1))
-    runner = DeviceRunner(
-        plain.model, plain.ops, plain.caches, plain.layout, plain.sampler, plain.cost, plain.device
-    )
+    runner = looking_ahead(make_runner(model, ops or TorchOps(), replace(limits, blocks=limits.blocks + 1)))
     if recorder is None:
         return runner
     decoder: Any = runner.model
@@ -131,23 +124,15 @@ def test_layers_that_read_the_cache_of_another_or_attend_to_nothing(monkeypatch,
     check(inspect_checkpoint(tmp_path))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
+@TRITON
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
 @pytest.mark.parametrize("family", first_of(("deepseek_v3", "qwen2_moe"), 1))
 def test_bits_and_counts_of_experts_are_the_same_where_they_have_to_be(family):
     """Triton's operators, deterministic: padding rows change no bit, and count as nobody's tokens."""
-    from batchinfer.models.ops.triton_ops import TritonOps
-    from batchinfer_kernels.gpu.attention_plan import AttentionShape
-
     model = checkpoint(family)
-    attention = model.spec.attention
-    shape = AttentionShape(
-        torch.float32, attention.q_heads, attention.kv_heads, attention.head_dim, deterministic=True
-    )
     limits, recorder, found = replace(LIMITS, budget=30), Taped(), []
     for own in (None, recorder):
-        ops = TritonOps(shape, latent=attention.cache.latent)
-        runner = runner_for(model, own, limits, most=40, ops=ops)
+        runner = runner_for(model, own, limits, most=40, ops=triton_ops(model, deterministic=True))
         runner.model.expert_loads.restart()
         engine = make_engine(runner, limits, frozenset(model.spec.eos_token_ids))
         got = drain(engine, greedy(PROMPTS[:4], 2, logprobs=2, ignore_eos=True))
@@ -163,54 +148,48 @@ def test_rows_that_copy_from_the_middle_of_a_block_are_captured_too():
     assert sum(step.copied_tokens for step in got.steps) > 0
 
 
-@pytest.mark.parametrize("failing", [0, 4])
-def test_without_memory_for_graphs_steps_run_without(caplog, failing):
-    """The first size, or the second: two layers are three pieces."""
+class Full(Taped):
+    """A device that has memory for so many recordings, and on which a warm-up of steps of more than `most` tokens
+    fails, which leaves less."""
 
-    class Full(Taped):
-        def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-            if len(self.launches) == failing:
-                raise torch.OutOfMemoryError("none left")
-            return super().record(run)
+    def __init__(self, room: int = 1 << 30, most: int = 64) -> None:
+        super().__init__()
+        self.room, self.most, self.tried = room, most, 80
 
-    model, recorder = checkpoint("llama"), Full()
-    runner = runner_for(model, recorder)
-    assert runner.mixed.sizes == [80] * (failing > 0)
-    assert "too little GPU memory to capture steps of" in caplog.text
-    assert ran(runner, model).answers == ran(runner_for(model, None), model).answers
-    assert (recorder.replays > 0) == (failing > 0)
+    def warm_up(self, run: Callable[[], object]) -> None:
+        if self.tried > self.most:
+            self.tried -= 16
+            raise torch.OutOfMemoryError("none left")
+        super().warm_up(run)
+
+    def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
+        if len(self.launches) == self.room:
+            raise torch.OutOfMemoryError("none left")
+        return super().record(run)
 
 
-def test_smaller_steps_are_captured_where_there_is_no_memory_for_larger_ones(caplog):
-    """The attempt has taken memory that no step run operator by operator gets back."""
-
-    class Full(Taped):
-        most = 80
-
-        def warm_up(self, run: Callable[[], object]) -> None:
-            if self.most > 64:
-                self.most -= 16
-                raise torch.OutOfMemoryError("none left")
-            super().warm_up(run)
-
-    model, recorder = checkpoint("llama"), Full()
-    runner = runner_for(model, recorder)
-    assert runner.mixed.sizes == [64]
-    assert "too little GPU memory to capture steps of 80 tokens" in caplog.text
+@pytest.mark.parametrize(
+    ("recorder", "most", "sizes"),
+    [
+        (Full(room=0, most=80), 80, []),
+        (Full(room=4, most=80), 80, [80]),  # two layers are three pieces
+        (Full(), 80, [64]),
+        (Taped(), 20, [20]),
+    ],
+    ids=["no memory", "memory for the first", "memory for smaller ones", "larger steps"],
+)
+def test_steps_that_are_not_captured_are_launched(caplog, recorder, most, sizes):
+    model = checkpoint("llama")
+    runner = runner_for(model, recorder, most=most)
+    assert runner.mixed.sizes == sizes
+    assert ("too little GPU memory to capture steps of" in caplog.text) == isinstance(recorder, Full)
     got = ran(runner, model)
     assert got.answers == ran(runner_for(model, None), model).answers
     tokens = [step.prefill_tokens + step.decode_tokens for step in got.steps]
-    assert max(tokens) > 64
-    assert recorder.replays == 3 * sum(n <= 64 for n in tokens) > 0
-
-
-def test_larger_steps_are_launched():
-    model, recorder = checkpoint("llama"), Taped()
-    got = ran(runner_for(model, recorder, most=20), model)
-    assert got.answers == ran(runner_for(model, None), model).answers
-    tokens = [step.prefill_tokens + step.decode_tokens for step in got.steps]
-    assert max(tokens) > 20
-    assert recorder.replays == 3 * sum(n <= 20 for n in tokens)
+    largest = max(sizes, default=0)
+    assert max(tokens) > largest
+    assert recorder.replays == 3 * sum(n <= largest for n in tokens)
+    assert (recorder.replays > 0) == (largest > 0)
 
 
 def test_what_a_graph_would_not_see_is_not_seen_here(monkeypatch):

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.core.request import Request
-from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.load.build import build_engine, load_model
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs
 from batchinfer_kernels.step_tables import StepTables
+from tests.batchinfer.engine.small_engine import drain, greedy
 from tests.checkpoints import edit_json, make_checkpoint
 
 PROMPT = [5, 17, 200, 3, 44]
@@ -37,11 +36,7 @@ def promising(tmp_path: Path) -> Path:
 
 def answer(folder: Path, longest: int, most: int) -> list[int]:
     engine = build_engine(config(folder, longest)).engine
-    engine.add(
-        [Request(bytes(32), np.array(PROMPT, np.int32), SamplingParams(max_tokens=most, ignore_eos=True))]
-    )
-    (done,) = [completion for output in engine.drain() for completion in output.completions]
-    return list(done.token_ids.tolist())
+    return drain(engine, greedy([PROMPT], most, ignore_eos=True)).tokens(0)
 
 
 def test_the_table_is_as_long_as_the_longest_row(promising: Path) -> None:

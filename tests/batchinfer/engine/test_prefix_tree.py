@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,15 +15,13 @@ from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.engine.config import REQUEST_BATCH
-from batchinfer.engine.kv.kv_cache import BlockPool
-from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.report.tables.prefixes import PrefixTree
 from tests.batchinfer.data.small_index import good_row, write_index
-from tests.batchinfer.engine.driver import Driver
+from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for
 from tests.kernels.gpu.pairs import each_first
 
 BLOCK = 16
@@ -62,14 +60,10 @@ def planned(rows: list[list[int]], folder: Path, batch: int = REQUEST_BATCH) -> 
         yield requests
 
 
-def fewest(rows: list[list[int]]) -> int:
-    """Prompt tokens to run when every node of the tokens' trie runs once."""
-    return len({known for row in rows for known in accumulate(row, lambda *pair: hash(pair), initial=0)}) - 1
-
-
-def run(scheduler: Scheduler, batches: Iterator[list[Request]], queued: int) -> Driver:
-    """Feeds as the parent does: at least `queued` in flight while there are more."""
-    driver, more = Driver(scheduler), True
+def run(batches: Iterator[list[Request]], queued: int = 192, **limits: Any) -> Driver:
+    """Feed as the parent does: at least `queued` rows are in flight while there are more."""
+    driver, more = driver_for(**{"size": BLOCK, "seqs": 64, "budget": 2048, **limits}), True
+    scheduler = driver.scheduler
     while more or scheduler.waiting or scheduler.running:
         while more and len(scheduler.waiting) + len(scheduler.running) < queued:
             batch = next(batches, None)
@@ -78,6 +72,11 @@ def run(scheduler: Scheduler, batches: Iterator[list[Request]], queued: int) -> 
                 scheduler.add(Sequence.of(request, 10_000, None, 0.0))
         driver.step()
     return driver
+
+
+def prompt_tokens(driver: Driver) -> int:
+    """Count the prompt tokens that ran."""
+    return driver.ran - sum(s.output_length - 1 for s in driver.finished)
 
 
 SCARCE, SOME, PLENTY = 1.3, 3.0, 30.0  # memory, in longest rows
@@ -94,13 +93,11 @@ MORE = {SCARCE: 1.02, SOME: 1.02, PLENTY: 1.0}
 def test_each_node_runs_once(shape, room, budget, tmp_path):
     rows = tree(*shape, seed=3)
     longest = max(map(len, rows)) + 12
-    pool = BlockPool(int(room * (-(-longest // BLOCK) + 1)), BLOCK)
-    scheduler = Scheduler(SchedulerConfig(64, budget), pool)
-    driver = run(scheduler, planned(rows, tmp_path), queued=192)
+    blocks = int(room * (-(-longest // BLOCK) + 1))
+    driver = run(planned(rows, tmp_path), blocks=blocks, budget=budget)
     assert len(driver.finished) == len(rows)
     assert driver.preempted == 0
-    outputs = sum(s.output_length - 1 for s in driver.finished)
-    assert fewest(rows) <= driver.ran - outputs <= MORE[room] * fewest(rows)
+    assert distinct_tokens(rows) <= prompt_tokens(driver) <= MORE[room] * distinct_tokens(rows)
 
 
 @pytest.mark.parametrize("size", [5, 16, 33])
@@ -112,9 +109,8 @@ def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_pa
         patch.setattr("batchinfer.plan.order.run_order.MANY", 1)
         plan, tokens = plan_of(rows, tmp_path)
     requests = [request for _, some in planned_requests(plan, tokens, REQUEST_BATCH) for request in some]
-    scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(4000 // size, size))
-    driver = run(scheduler, iter([requests]), queued=192)
-    assert driver.cached == plan.shared_prefix_tokens == sum(map(len, rows)) - fewest(rows)
+    driver = run(iter([requests]), blocks=4000 // size, size=size)
+    assert driver.cached == plan.shared_prefix_tokens == sum(map(len, rows)) - distinct_tokens(rows)
     reported = PrefixTree()
     for request in requests:
         reported.add(request)
@@ -126,25 +122,17 @@ def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_pa
     ) == sorted(tuple(node.values()) for node in wanted)
 
 
-def test_the_document_outlives_a_queue_that_runs_dry(tmp_path):
-    """Batches of 4 rows, each sent when nothing is left of the one before: the next request is announced."""
-    rows = tree(0, 200, 3, 10, seed=5)
-    scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(60, BLOCK))
-    driver = run(scheduler, planned(rows, tmp_path, 4), queued=1)
-    outputs = sum(s.output_length - 1 for s in driver.finished)
-    assert driver.ran - outputs == fewest(rows)
-
-
-def test_a_window_border_costs_nothing(tmp_path):
-    """Documents that begin behind the same 70 tokens and end before the 128th, in batches of four of them."""
-    rows = tree(70, 50, 16, 16, seed=9)
-    scheduler = Scheduler(SchedulerConfig(4, 2048), BlockPool(80, BLOCK))
-    driver = run(scheduler, planned(rows, tmp_path, 64), queued=12)
-    assert driver.ran - sum(s.output_length - 1 for s in driver.finished) == fewest(rows)
-
-
-def test_a_prefix_of_more_than_4096_tokens_runs_once(tmp_path):
-    rows = tree(5000, 50, 3, 4, seed=2)
-    scheduler = Scheduler(SchedulerConfig(64, 2048), BlockPool(400, BLOCK))
-    driver = run(scheduler, planned(rows, tmp_path), queued=192)
-    assert driver.ran - sum(s.output_length - 1 for s in driver.finished) == fewest(rows)
+@pytest.mark.parametrize(
+    ("shape", "batch", "limits"),
+    [
+        # Each batch is sent when nothing is left of the one before: the next request is announced
+        ((0, 200, 3, 10), 4, {"blocks": 60, "queued": 1}),
+        # A border of batches costs nothing: documents begin behind the same 70 tokens and end before the 128th
+        ((70, 50, 16, 16), 64, {"blocks": 80, "queued": 12, "seqs": 4}),
+        ((5000, 50, 3, 4), REQUEST_BATCH, {"blocks": 400}),
+    ],
+    ids=["the queue runs dry", "a border of batches", "a prefix of more than 4096 tokens"],
+)
+def test_batches_cost_nothing(shape, batch, limits, tmp_path):
+    rows = tree(*shape, seed=5)
+    assert prompt_tokens(run(planned(rows, tmp_path, batch), **limits)) == distinct_tokens(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,21 +11,15 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from batchinfer.core.request import Request
-from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.ops.interface import NO_TOKEN
 from batchinfer.models.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.small_engine import request
 
 
-def make(key: int, prompt: list[int], output: list[int], most: int = 99, **params) -> Sequence:
-    request = Request(
-        np.random.default_rng(key).bytes(32),
-        np.array(prompt, np.int32),
-        SamplingParams(max_tokens=most, **params),
-    )
-    sequence = Sequence.of(request, 1000, None, 0.0)
+def make_sequence(key: int, prompt: list[int], output: list[int], most: int = 99, **params: Any) -> Sequence:
+    sequence = Sequence.of(request(key, prompt, most, **params), 1000, None, 0.0)
     sequence.tokens.extend(output)
     return sequence
 
@@ -61,7 +56,7 @@ def test_sampled_frequencies_follow_transformers_warpers(params):
     if "min_p" in params:
         warpers.append(hf.MinPLogitsWarper(params["min_p"]))
     wanted = warpers(torch.zeros(1, 1, dtype=torch.long), logits[None].clone()).softmax(-1)[0]
-    rows = [make(i, [1], [], **params) for i in range(4000)]
+    rows = [make_sequence(i, [1], [], **params) for i in range(4000)]
     tokens = chosen(logits.expand(4000, -1).clone(), rows)
     seen = torch.bincount(torch.tensor(tokens), minlength=12) / 4000
     assert (seen[wanted == 0] == 0).all()
@@ -72,7 +67,7 @@ def test_a_row_draws_the_same_token_in_any_company():
     torch.manual_seed(1)
     logits = torch.randn(40, 50)
     kinds = [{"temperature": 0.8}, {"temperature": 1.1, "top_p": 0.7}, {}, {"temperature": 2.0, "top_k": 3}]
-    rows = [make(i, [1, 2], [3] * (i % 4), **kinds[i % 4]) for i in range(40)]
+    rows = [make_sequence(i, [1, 2], [3] * (i % 4), **kinds[i % 4]) for i in range(40)]
     together = chosen(logits.clone(), rows)
     alone = [chosen(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(40)]
     assert together == alone
@@ -81,11 +76,11 @@ def test_a_row_draws_the_same_token_in_any_company():
 def test_penalties_equal_transformers_and_their_definitions():
     torch.manual_seed(2)
     logits = torch.randn(1, 20)
-    sequence = make(0, [1, 2, 2], [3, 3, 4], repetition_penalty=1.7)
+    sequence = make_sequence(0, [1, 2, 2], [3, 3, 4], repetition_penalty=1.7)
     wanted = hf.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[1, 2, 2, 3, 3, 4]]), logits.clone())
     got = reshaped(logits, sequence)
     torch.testing.assert_close(got, wanted)
-    sequence = make(0, [1, 2, 2], [3, 3, 4], presence_penalty=0.5, frequency_penalty=0.25)
+    sequence = make_sequence(0, [1, 2, 2], [3, 3, 4], presence_penalty=0.5, frequency_penalty=0.25)
     got = reshaped(logits, sequence)
     lowered = (logits - got)[0]
     assert lowered[3].item() == pytest.approx(0.5 + 2 * 0.25)
@@ -96,9 +91,9 @@ def test_penalties_equal_transformers_and_their_definitions():
 def test_min_tokens_bans_eos_and_stop_tokens_until_reached():
     logits = torch.zeros(1, 6)
     logits[0, 5], logits[0, 4], logits[0, 1] = 9.0, 8.0, 1.0
-    early = make(0, [1], [2], min_tokens=2, stop_token_ids=(4,))
+    early = make_sequence(0, [1], [2], min_tokens=2, stop_token_ids=(4,))
     assert chosen(logits.clone(), [early], 5) == [1]
-    late = make(0, [1], [2, 2], min_tokens=2, stop_token_ids=(4,))
+    late = make_sequence(0, [1], [2, 2], min_tokens=2, stop_token_ids=(4,))
     assert chosen(logits.clone(), [late], 5) == [5]
 
 
@@ -106,7 +101,7 @@ def test_rows_without_finite_logits_are_told_apart():
     logits = torch.zeros(3, 4)
     logits[1] = float("nan")
     logits[2, 0] = float("inf")
-    rows = [make(i, [1], [], temperature=t) for i, t in enumerate((0.0, 1.0, 0.0))]
+    rows = [make_sequence(i, [1], [], temperature=t) for i, t in enumerate((0.0, 1.0, 0.0))]
     assert chosen(logits, rows) == [0, NO_TOKEN, NO_TOKEN]
 
 
@@ -115,7 +110,7 @@ def test_the_smallest_temperatures_draw_the_argmax(temperature):
     """Divided by it a score is infinite: a token beyond the vocabulary was drawn, which ends the engine."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 10
     wanted = logits.argmax(-1).tolist()
-    rows = [make(i, [1], [], temperature=temperature) for i in range(3)]
+    rows = [make_sequence(i, [1], [], temperature=temperature) for i in range(3)]
     assert chosen(logits, rows) == wanted
 
 
@@ -136,10 +131,10 @@ class Multiples:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_masked_rows_get_allowed_tokens_alone(temperature):
     logits = torch.randn(60, 71, generator=torch.Generator().manual_seed(3))
-    rows = [make(i, [i % 5], [], temperature=temperature, most=3 + i % 3) for i in range(60)]
+    rows = [make_sequence(i, [i % 5], [], temperature=temperature, most=3 + i % 3) for i in range(60)]
     sampler = Sampler(frozenset(), Multiples())
     assert not sampler.tries_argmax(rows)
-    assert sampler.tries_argmax([make(0, [1], [], most=4)])
+    assert sampler.tries_argmax([make_sequence(0, [1], [], most=4)])
     got = sampler.sample(TorchOps(), logits.clone(), rows).tokens.tolist()
     free = chosen(logits.clone(), rows)
     for token, unmasked, row, scores in zip(got, free, rows, logits, strict=True):
@@ -157,7 +152,7 @@ def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
     """On the host; and at once for a row whose last token was not what it would have been without its mask."""
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(5))
     logits[::3, 30], logits[1::3, 31] = 9.0, 9.0
-    rows = [make(i, [1], [], temperature=0.0, most=2 if i == 8 else 5) for i in range(9)]
+    rows = [make_sequence(i, [1], [], temperature=0.0, most=2 if i == 8 else 5) for i in range(9)]
     rows[6].masking.followed = False
     filled: list[list[Sequence]] = []
 
@@ -189,7 +184,7 @@ def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
 
 def test_a_mask_of_every_token_changes_nothing():
     logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(4))
-    rows = [make(i, [1], [2], temperature=1.0, top_p=0.9) for i in range(8)]
+    rows = [make_sequence(i, [1], [2], temperature=1.0, top_p=0.9) for i in range(8)]
 
     class All(Multiples):
         def fill(self, sequences: list[Sequence], bits: np.ndarray) -> None:

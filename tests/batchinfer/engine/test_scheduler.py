@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.batched_admission import AdmissionCosts
-from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
-from tests.batchinfer.engine.driver import Driver, Hopeful, sequence
+from tests.batchinfer.engine.driver import Driver, Hopeful, driver_for, sequence
 from tests.examples import examples
 
 prompts = st.lists(
@@ -50,11 +50,19 @@ def test_every_sequence_finishes_and_reads_only_its_own_prefix(
     rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, costs, seed
 ):
     """Random arrivals, lengths, trees, early ends, preemptions and cache groups; `Driver` checks every step."""
-    pool = BlockPool(blocks * (4 // block_size) * len(windows), block_size, len(windows))
-    lengths = Hopeful() if hopeful else None
-    config = SchedulerConfig(max_num_seqs, budget, caching, costs)
-    scheduler = Scheduler(config, pool, lengths, windows)
-    driver = Driver(scheduler, seed, stops)
+    driver = driver_for(
+        blocks=blocks * (4 // block_size),
+        size=block_size,
+        seqs=max_num_seqs,
+        budget=budget,
+        windows=windows,
+        lengths=Hopeful() if hopeful else None,
+        seed=seed,
+        stops=stops,
+        prefix_caching=caching,
+        admission_costs=costs,
+    )
+    scheduler, pool = driver.scheduler, driver.scheduler.pool
     tokens = [[10 + branch for branch in path for _ in range(5)] + [99] * own for path, own, _ in rows]
     waiting = [
         sequence(tokens[key], out, key, exact=key % 3 == 0, shares_next=common(tokens, key))
@@ -85,13 +93,14 @@ def common(tokens: list[list[int]], row: int) -> int:
 @given(rows=prompts, windows=windows, seed=st.integers(0, 1 << 16))
 @settings(max_examples=examples(16, 50), deadline=None, print_blob=True)
 def test_what_waits_can_be_forgotten_at_any_time(rows, windows, seed):
-    pool = BlockPool(24 * len(windows), 2, len(windows))
-    scheduler = Scheduler(SchedulerConfig(4, 16), pool, Hopeful(), windows)
-    driver = Driver(scheduler, seed)
-    for key, (path, own, out) in enumerate(rows):
-        scheduler.add(
-            sequence([10 + b for b in path for _ in range(5)] + [99] * own, out, key, shares_next=3)
-        )
+    sequences = [
+        sequence([10 + b for b in path for _ in range(5)] + [99] * own, out, key, shares_next=3)
+        for key, (path, own, out) in enumerate(rows)
+    ]
+    driver = driver_for(
+        sequences, blocks=24, size=2, seqs=4, budget=16, windows=windows, lengths=Hopeful(), seed=seed
+    )
+    scheduler = driver.scheduler
     for _ in range(seed % 20):
         driver.step()
     scheduler.forget_waiting()
@@ -101,27 +110,19 @@ def test_what_waits_can_be_forgotten_at_any_time(rows, windows, seed):
 
 
 def test_rows_of_one_step_share_the_prefix_that_is_computed_in_it():
-    pool = BlockPool(64, 4)
-    scheduler = Scheduler(SchedulerConfig(8, 256), pool)
-    for i in range(8):
-        scheduler.add(sequence([7] * 40 + [i], 4, i))
-    step = scheduler.schedule()
+    step = driver_for([sequence([7] * 40 + [i], 4, i) for i in range(8)], blocks=64).step()
     assert [c.length for c in step.chunks] == [41] + [1] * 7
     assert step.cached_tokens == 7 * 40
-    scheduler.check_integrity()
 
 
 def shared_rows(windows: tuple[int | None, ...], later: bool) -> tuple[Driver, list[Sequence]]:
     """Two rows that share 40 tokens run one after the other; the second is added at once, or once the first decodes."""
-    pool = BlockPool(200, 4, len(windows))
-    scheduler = Scheduler(SchedulerConfig(1, 256), pool, windows=windows)
     rows = [sequence([7] * 40 + [i] * 3, 30, i, exact=True) for i in (1, 2)]
-    driver = Driver(scheduler)
-    scheduler.add(rows[0])
+    driver = driver_for(rows[:1], blocks=200, seqs=1, windows=windows)
     if later:
         for _ in range(20):
             driver.step()
-    scheduler.add(rows[1])
+    driver.scheduler.add(rows[1])
     return driver, rows
 
 
@@ -146,25 +147,19 @@ def test_a_prefix_whose_end_a_window_has_lost_is_computed_again(windows, found):
 
 
 def test_the_youngest_is_preempted_and_comes_back_first():
-    pool = BlockPool(6, 1)
-    scheduler = Scheduler(SchedulerConfig(2, 64, prefix_caching=False), pool, Hopeful())
     old, young = sequence([1, 2], 4, 1), sequence([3, 4], 4, 2)
-    scheduler.add(old)
-    scheduler.add(young)
-    driver = Driver(scheduler)
+    driver = driver_for([old, young], blocks=6, size=1, seqs=2, lengths=Hopeful(), prefix_caching=False)
     while not driver.preempted:
         driver.step()
-    assert young.preemptions == 1
-    assert old.preemptions == 0
-    assert scheduler.waiting[0] is young
+    assert (young.preemptions, old.preemptions) == (1, 0)
+    assert driver.scheduler.waiting[0] is young
     driver.drain()
     assert driver.finished == [old, young]
 
 
 def test_a_sequence_larger_than_the_cache_is_refused_with_the_numbers():
-    scheduler = Scheduler(SchedulerConfig(2, 64), BlockPool(4, 4))
     with pytest.raises(ValueError, match=r"17 tokens need 5 KV blocks and there are 4"):
-        scheduler.add(sequence([1] * 10, 7))
+        driver_for([sequence([1] * 10, 7)], blocks=4)
 
 
 def pool_with_cached_chain(turns: list[list[int]]) -> tuple[BlockPool, list[int]]:
@@ -230,10 +225,8 @@ def test_a_token_run_again_is_prefill_however_short_its_chunk():
     """Counted as a decode, it made `prefill - recomputed`, which the progress adds up, negative."""
     seq = sequence(list(range(4)), 8)
     seq.tokens.extend([7, 7])
-    seq.computed, seq.computed_before_preemption = (
-        4,
-        5,
-    )  # preempted after five tokens; four of them run again so far
+    # preempted after five tokens; four of them run again so far
+    seq.computed, seq.computed_before_preemption = 4, 5
     again, new = Chunk(seq, 4, 1), Chunk(seq, 5, 1)
     assert (again.recomputed, again.decodes) == (1, 0)
     assert (new.recomputed, new.decodes) == (0, 1)

@@ -14,28 +14,25 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 import torch
-import triton
 from torch import Tensor
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.ops.interface import CodedWeight, Experts, ExpertWeights, Linear, Ops
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference
 from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference
 from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
-from tests.batchinfer.engine.small_engine import Limits, make_runner
-from tests.batchinfer.engine.teacher_forced import Place, Row, farthest, forced_logits
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
+from tests.batchinfer.engine.small_engine import Limits, Place, make_runner
+from tests.batchinfer.engine.teacher_forced import Row, farthest, forced_logits
 from tests.checkpoints import kept_folder
 from tests.kernels.gpu.float8_sums import float8_rounding
 from tests.packed_weights import make_fp8
 
-DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
 
 # Sizes that 128 does not divide, so that fused parts begin within a block; experts, latents; a part of a stored tensor
@@ -107,16 +104,9 @@ class StoredOps(TorchOps):
         return StoredExperts(gate_up, down, activation)
 
 
-def triton_ops(model: Checkpoint, deterministic: bool = False) -> Ops:
-    attention = model.spec.attention
-    sizes = (attention.q_heads, attention.kv_heads, attention.head_dim)
-    shape = AttentionShape(torch.float32, *sizes, deterministic)
-    return TritonOps(shape, "stored", attention.cache.latent)
-
-
 def prompts() -> list[list[int]]:
     rng = random.Random(3)
-    return [[rng.randrange(250) for _ in range(n)] for n in (1, 9, 23, 40)]
+    return [[rng.randrange(250) for _ in range(n)] for n in (1, 9, 23)]
 
 
 def forced(model: Checkpoint, ops: Ops, limits: Limits) -> dict[Place, Tensor]:
@@ -131,7 +121,7 @@ def forced(model: Checkpoint, ops: Ops, limits: Limits) -> dict[Place, Tensor]:
 def test_stored_codes_are_what_their_references_say(kind: str) -> None:
     model, limits = stored(kind), Limits(budget=32)
     wanted = forced(model, StoredOps(), limits)
-    got = forced(model, triton_ops(model), limits)
+    got = forced(model, triton_ops(model, "stored"), limits)
     plain = forced(inspect_checkpoint(folders(kind)[1]), TorchOps(), limits)
     off, unquantised = farthest(got, wanted), farthest(plain, wanted)
     half = len(off) // 2
@@ -146,7 +136,7 @@ def test_stored_codes_are_what_their_references_say(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("blocks of experts", marks=pytest.mark.slow)])
 def test_a_row_has_the_same_bits_in_a_batch(kind: str) -> None:
     model = stored(kind)
-    ops = triton_ops(model, deterministic=True)
+    ops = triton_ops(model, "stored", deterministic=True)
     alone = forced(model, ops, Limits(budget=4096, seqs=1, caching=False))
     together = forced(model, ops, Limits(budget=24))
     assert all(torch.equal(together[place], alone[place]) for place in alone)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,8 @@ from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.loop.engine import Draft
 from batchinfer.engine.schedule.sequence import Sequence
-from tests.batchinfer.engine.small_engine import Limits, Ran, greedy, make_engine, watcher
+from tests.batchinfer.engine.random_work import Work, works
+from tests.batchinfer.engine.small_engine import Limits, Noted, Ran, drain, greedy, make_engine, watcher
 from tests.batchinfer.engine.speculating import VOCAB, Speculating, next_token
 from tests.examples import examples
 
@@ -38,96 +37,41 @@ def guesses(seed: int, right: float) -> Draft:
 
 
 def run(
-    runner: Speculating, limits: Limits, rows: Seq[Request], draft: Draft | None = None, seed: int = 0
+    runner: Speculating,
+    limits: Limits,
+    rows: Seq[Request],
+    draft: Draft | None = None,
+    arrivals: Seq[int] = (),
 ) -> Ran:
-    """Requests arrive at random; integrity is checked after every step."""
     runner.block_size = limits.block_size
     engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, draft=draft)
-    arrivals, waiting, ran = random.Random(seed), list(rows)[::-1], Ran()
-    while waiting or engine.unfinished:
-        while waiting and (arrivals.random() < 0.4 or not engine.unfinished):
-            engine.add([waiting.pop()])
-        output = engine.step()
-        engine.check_integrity()
-        for completion in output.completions:
-            assert completion.key not in ran.completions
-            ran.completions[completion.key] = completion
-        ran.steps += [output.sample] if output.sample else []
-        assert len(ran.steps) < 5000, "the engine does not get ahead"
-    assert engine.step().sample is None, "a step was left on the device"
-    assert engine._scheduler.pool.used == 0
-    return ran
-
-
-@st.composite
-def requests(draw: Any, number: int, shared: list[int]) -> Request:
-    own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9))
-    most = draw(st.integers(0, 14))
-    params = SamplingParams(
-        max_tokens=most,
-        min_tokens=draw(st.integers(0, most)) if draw(st.booleans()) else 0,
-        ignore_eos=draw(st.booleans()),
-        stop=("there",) if draw(st.integers(0, 3)) == 0 else (),
-        stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=1))),
-        logprobs=draw(st.sampled_from([None, 2])),
-    )
-    prompt = shared[: draw(st.integers(0, len(shared)))] + own
-    return Request(number.to_bytes(32, "big"), np.array(prompt, np.int32), params)
-
-
-@dataclass(frozen=True)
-class Case:
-    limits: Limits
-    rows: list[Request]
-    looks_ahead: bool
-    drafting: float | None  # the share of drafts that are right; None: no drafts
-    nan_every: int
-    windows: tuple[int | None, ...]  # of cache groups
-    seed: int
-
-
-@st.composite
-def cases(draw: Any) -> Case:
-    shared = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=14))
-    rows = [draw(requests(i, shared)) for i in range(draw(st.integers(1, 9)))]
-    windows = draw(st.sampled_from([(None,), (None,), (3,), (None, 6), (12, None, 1)]))
-    limits = Limits(
-        budget=draw(st.sampled_from([1, 3, 8, 40])),
-        seqs=draw(st.integers(1, 6)),
-        caching=draw(st.booleans()),
-        blocks=draw(st.integers(10, 15)) * len(windows),
-        block_size=4,
-        scarce=draw(st.booleans()),
-    )
-    drafting, nan_every = draw(st.sampled_from([None, 0.0, 0.5, 1.0])), draw(st.sampled_from([0, 0, 11]))
-    return Case(
-        limits, rows, draw(st.booleans()), drafting, nan_every, windows, draw(st.integers(0, 1 << 16))
-    )
+    return drain(engine, rows, arrivals=arrivals)
 
 
 @settings(max_examples=examples(50, 250), deadline=None, print_blob=True)
-@given(cases())
-def test_answers_are_those_of_one_token_a_step(case: Case) -> None:
-    """Random numbers of tokens, drafts and rejections, barriers, lengths, stops, broken logits and preemptions."""
-    one = Speculating(nan_every=case.nan_every, windows=case.windows)
-    wanted = run(one, case.limits, case.rows, seed=case.seed)
+@given(works(), st.sampled_from([None, 0.0, 0.5, 1.0]), st.booleans())
+def test_answers_are_those_of_one_token_a_step(work: Work, right: float | None, looks_ahead: bool) -> None:
+    """Random numbers of tokens, drafts of which a share is right, rejections, barriers, lengths, stops, broken logits
+    and preemptions change no answer."""
+    one = Speculating(nan_every=work.nan_every, windows=work.windows)
+    wanted = run(one, work.limits, work.rows, arrivals=work.arrivals)
     runner = Speculating(
-        looks_ahead=case.looks_ahead,
-        nan_every=case.nan_every,
+        looks_ahead=looks_ahead,
+        nan_every=work.nan_every,
         barriers=lambda request: request.key[-1] % 2 == 0,
-        windows=case.windows,
-        random=random.Random(case.seed),
+        windows=work.windows,
+        random=random.Random(work.seed),
     )
-    draft = None if case.drafting is None else guesses(case.seed, case.drafting)
-    got = run(runner, case.limits, case.rows, draft, case.seed)
+    draft = None if right is None else guesses(work.seed, right)
+    got = run(runner, work.limits, work.rows, draft, work.arrivals)
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
     tokens = sum(len(c.token_ids) + (c.error is not None) for c in got.completions.values())
-    assert sum(s.sampled_tokens for s in got.steps) == tokens
+    assert got.total("sampled_tokens") == tokens
     names = ("prefill_tokens", "decode_tokens", "padded_tokens")
-    assert sum(getattr(s, name) for s in got.steps for name in names) == runner.ran
+    assert sum(map(got.total, names)) == runner.ran
     assert all(getattr(s, name) >= 0 for s in got.steps for name in names)
-    event(f"preempted: {any(s.preemptions for s in got.steps)}")
+    event(f"preempted: {got.total('preemptions') > 0}")
     event(f"rejected: {runner.rejected > 0}, accepted: {runner.accepted > 0}")
     event(f"none at once: {0 in runner.counts}, several: {max(runner.counts, default=0) > 1}")
 
@@ -138,9 +82,7 @@ def long_rows(count: int = 4, most: int = 20) -> list[Request]:
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
 def test_right_drafts_are_run_once_and_save_steps(looks_ahead: bool) -> None:
-    rows = long_rows(most=21)
-    one = run(Speculating(looks_ahead), Limits(), rows)
-    runner = Speculating(looks_ahead)
+    one, runner = run(Speculating(looks_ahead), Limits(), long_rows(most=21)), Speculating(looks_ahead)
 
     def draft(sequence: Sequence) -> list[int]:
         tokens = list(sequence.tokens)
@@ -148,32 +90,26 @@ def test_right_drafts_are_run_once_and_save_steps(looks_ahead: bool) -> None:
             tokens.append(next_token(tokens))
         return tokens[len(sequence) :]
 
-    got = run(runner, Limits(), rows, draft)
+    got = run(runner, Limits(), long_rows(most=21), draft)
     assert got.answers == one.answers
     assert runner.rejected == 0
     for name in ("prefill_tokens", "decode_tokens", "sampled_tokens", "padded_tokens", "flops"):
-        assert sum(getattr(s, name) for s in got.steps) == sum(getattr(s, name) for s in one.steps), name
+        assert got.total(name) == one.total(name), name
     assert max(runner.counts) == 4
     assert len(got.steps) < (0.8 if looks_ahead else 0.6) * len(one.steps)
 
 
 def test_rejected_positions_count_as_padding_and_their_blocks_are_free_again() -> None:
-    rows = long_rows(count=1)
-    limits = Limits(block_size=1)
+    limits, rows, runner = Limits(block_size=1), long_rows(count=1), Speculating()
     one = run(Speculating(), limits, rows)
-    runner = Speculating()
-
-    def draft(sequence: Sequence) -> list[int]:
-        return [(next_token(sequence.tokens) + 1) % VOCAB] * 5
-
-    got = run(runner, limits, rows, draft)
+    got = run(runner, limits, rows, lambda sequence: [(next_token(sequence.tokens) + 1) % VOCAB] * 5)
     assert got.answers == one.answers
     assert runner.accepted == 0
-    assert sum(s.padded_tokens for s in got.steps) == runner.rejected > 50
+    assert got.total("padded_tokens") == runner.rejected > 50
     # a block a position: those of the last token and of the drafts are not held once the step has ended
     assert [s.blocks_used for s in got.steps[:-1]] == [s.blocks_used for s in one.steps[:-1]]
     for name in ("prefill_tokens", "decode_tokens", "sampled_tokens", "recomputed_tokens", "flops"):
-        assert sum(getattr(s, name) for s in got.steps) == sum(getattr(s, name) for s in one.steps), name
+        assert got.total(name) == one.total(name), name
 
 
 def test_a_stop_in_the_middle_of_several_tokens_drops_the_rest() -> None:
@@ -197,41 +133,26 @@ def test_a_stop_in_the_middle_of_several_tokens_drops_the_rest() -> None:
     assert got.answers == {row.key: (answer[:2], "length")}
 
 
-def test_a_sequence_without_tokens_to_get_ends_once_its_prompt_has_run() -> None:
-    """As scoring and embedding need it; beside sequences that get tokens."""
-    for looks_ahead in (False, True):
-        rows = [
-            *greedy([[i] * 10 for i in range(3)], 0),
-            *[replace(r, key=b"\1" + r.key[1:]) for r in long_rows(3, 5)],
-        ]
-        runner = Speculating(looks_ahead)
-        got = run(runner, Limits(budget=7), rows)
-        assert all(got.answers[r.key] == ([], "length") for r in rows[:3])
-        assert all(len(got.answers[r.key][0]) == 5 for r in rows[3:])
-        assert (
-            sum(s.prefill_tokens for s in got.steps) + sum(s.cached_tokens for s in got.steps)
-            == 3 * 10 + 3 * 4
-        )
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_a_sequence_without_tokens_to_get_ends_once_its_prompt_has_run(looks_ahead: bool) -> None:
+    """Scoring and embedding need it, beside sequences that get tokens."""
+    scored = greedy([[i] * 10 for i in range(3)], 0)
+    answered = [replace(r, key=b"\1" + r.key[1:]) for r in long_rows(3, 5)]
+    got = run(Speculating(looks_ahead), Limits(budget=7), [*scored, *answered])
+    assert all(got.answers[r.key] == ([], "length") for r in scored)
+    assert all(len(got.answers[r.key][0]) == 5 for r in answered)
+    assert got.total("prefill_tokens") + got.total("cached_tokens") == 3 * 10 + 3 * 4
 
 
 def test_no_step_looks_ahead_of_a_barrier() -> None:
     """The sequence with one runs in every second step; the other in each."""
     barred, free = long_rows(2, 8)
-    order: list[list[bytes]] = []
-
-    class Watched(Speculating):
-        def launch(self, chunks: list[Any], copies: Any = ()) -> Any:
-            order.append([c.sequence.request.key for c in chunks])
-            return super().launch(chunks, copies)
-
-    runner = Watched(looks_ahead=True, barriers=lambda request: request.key == barred.key)
-    engine = make_engine(runner, Limits(), frozenset())
-    runner.block_size = Limits().block_size
-    engine.add([barred, free])
-    answers = {c.key: c.token_ids.tolist() for output in engine.drain() for c in output.completions}
-    assert {len(a) for a in answers.values()} == {8}
-    assert order[:8] == [[barred.key, free.key], [free.key]] * 4
-    assert order[8:] == [[barred.key], [barred.key], [barred.key], [barred.key]]
+    runner = Noted(Speculating(looks_ahead=True, barriers=lambda request: request.key == barred.key))
+    runner.runner.block_size = Limits().block_size
+    got = drain(make_engine(runner, Limits(), frozenset()), [barred, free])
+    assert {len(tokens) for tokens, _ in got.answers.values()} == {8}
+    order = [step.sampled for step in runner.steps]
+    assert order == [[barred, free], [free]] * 4 + [[barred]] * 4
 
 
 def test_a_runner_that_breaks_its_word_is_told() -> None:

@@ -6,8 +6,11 @@ import importlib.util
 import random
 import re
 import sys
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -15,22 +18,19 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 import torch
-import triton
 from torch import Tensor
 
 from batchinfer.core.request import Request
 from batchinfer.data.constraints.constrained import grammar_constraints
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.cache_layout import cache_layout
-from batchinfer.engine.load import build, device_fit
+from batchinfer.engine.load import build
 from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.load.device_fit import Fitted
 from batchinfer.engine.load.dummy_steps import sizes_between
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
-from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.ops import flashinfer_prefill, prefill_choice
 from batchinfer.models.ops.interface import Head, Linear, Ops
 from batchinfer.models.ops.torch_ops import TorchOps
@@ -38,24 +38,28 @@ from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gpu import attention_plan, matmul_tiles
-from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from tests.batchinfer.engine import guided_rows
-from tests.batchinfer.engine.interpreted_gpu import stand_in
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, stand_in, triton_ops
 from tests.batchinfer.engine.small_engine import (
     MAX_LEN,
+    MIXED,
     Limits,
+    Place,
     Ran,
+    RecordingSampler,
     checkpoint,
     cpu_ops,
     drain,
     folder,
     greedy,
+    looking_ahead,
     make_engine,
     make_runner,
+    request,
 )
-from tests.batchinfer.engine.teacher_forced import Place, Row, farthest, forced_logits
+from tests.batchinfer.engine.teacher_forced import Row, different, farthest, forced_logits
 from tests.batchinfer.models.ops import flashinfer_stand_in
 from tests.checkpoints import kept_folder
 from tests.foreign_models import EOS as FOREIGN_EOS
@@ -63,15 +67,8 @@ from tests.foreign_models import make_foreign
 from tests.kernels.gpu.float8_sums import float8_rounding
 from tests.kernels.gpu.specialisations import recorded
 
-DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
 
-MIXED = {
-    "num_hidden_layers": 3,
-    "use_sliding_window": True,
-    "sliding_window": 24,
-    "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
-}
 VARIANTS = {
     "llama": ("llama", {}),
     "llama-one-layer": ("llama", {"num_hidden_layers": 1}),
@@ -121,17 +118,13 @@ def prompts(every: int = 1) -> list[list[int]]:
     return (own + [shared + row[:7] for row in own])[::every]
 
 
-def triton_ops(variant: str, quantization: Quantization = "none", deterministic: bool = False) -> TritonOps:
+def model_of(variant: str) -> Checkpoint:
     family, options = VARIANTS[variant]
-    attention = checkpoint(family, **options).spec.attention
-    sizes = (attention.q_heads, attention.kv_heads, attention.head_dim)
-    shape = AttentionShape(torch.float32, *sizes, deterministic)
-    return TritonOps(shape, quantization, attention.cache.latent)
+    return checkpoint(family, **options)
 
 
 def ran(variant: str, limits: Limits, ops: Ops, device: str, rows: list[list[int]]) -> Ran:
-    family, options = VARIANTS[variant]
-    model = checkpoint(family, **options)
+    model = model_of(variant)
     engine = make_engine(make_runner(model, ops, limits, device), limits, frozenset(model.spec.eos_token_ids))
     return drain(engine, greedy(rows, OUTPUT))
 
@@ -139,31 +132,24 @@ def ran(variant: str, limits: Limits, ops: Ops, device: str, rows: list[list[int
 def on_the_cpu(
     variant: str, limits: Limits, rows: list[list[int]], quantization: Quantization = "none"
 ) -> Ran:
-    family, options = VARIANTS[variant]
-    return ran(variant, limits, cpu_ops(checkpoint(family, **options), quantization), "cpu", rows)
+    return ran(variant, limits, cpu_ops(model_of(variant), quantization), "cpu", rows)
 
 
-def cases():
-    for variant in VARIANTS:
-        for setting in SETTINGS:
-            if variant == "llama-one-layer":  # for what is about the engine, not about layers
-                continue
-            slow = (
-                setting != "chunked" if variant == "llama" else variant not in ALWAYS or setting != "chunked"
-            )
-            yield pytest.param(variant, setting, marks=[pytest.mark.slow] if slow else [])
+def cases() -> Iterator[Any]:
+    for variant, setting in product(VARIANTS, SETTINGS):
+        if variant == "llama-one-layer":  # for what is about the engine, not about layers
+            continue
+        thin = setting == "chunked" and variant in ALWAYS
+        yield pytest.param(variant, setting, marks=[] if thin else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize(("variant", "setting"), list(cases()))
 def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
-    limits = SETTINGS[setting]
-    family, options = VARIANTS[variant]
-    caches = checkpoint(family, **options).spec.caches
+    limits, caches = SETTINGS[setting], model_of(variant).spec.caches
     layout = cache_layout(caches, limits.block_size, MAX_LEN)
     if limits.scarce and layout.sizes.windowed:
-        limits = replace(
-            limits, blocks=60
-        )  # of fewer layers; rows are preempted all the same, see `Preempting`
+        # of fewer layers; rows are preempted all the same, see `Preempting`
+        limits = replace(limits, blocks=60)
     # half of the rows do for what a family's layers add; to preempt some takes all
     rows = prompts(2 if setting == "chunked" and variant != "llama" else 1)
     wanted = on_the_cpu(variant, limits, rows)
@@ -178,16 +164,14 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
     monkeypatch.setattr(attention_plan, "LEAST_SHARED_KEYS", 32)
     monkeypatch.setattr(attention_plan, "LEAST_SHARERS", 2)
     monkeypatch.setattr(attention_plan, "find_shared", watched)
-    got = ran(variant, limits, triton_ops(variant), DEVICE, rows)
+    got = ran(variant, limits, triton_ops(model_of(variant)), DEVICE, rows)
     assert got.answers == wanted.answers
     assert len({tuple(tokens) for tokens, _ in got.answers.values()}) >= len(rows) - 1
     together = layout.whole is not None and not caches[0].latent
     assert any(levels) == (limits.caching and together), "rows that begin alike are to be attended together"
-    assert (sum(s.preemptions for s in got.steps) > 0) == limits.scarce
+    assert (got.total("preemptions") > 0) == limits.scarce
     if limits.budget == 32:
-        assert any(s.prefill_tokens and s.decode_tokens for s in got.steps), (
-            "no step mixed prefill and decode"
-        )
+        assert any(s.prefill_tokens and s.decode_tokens for s in got.steps), "no step mixed both"
 
 
 class ReferenceLinear(Linear):
@@ -221,9 +205,8 @@ class ReferenceOps(TorchOps):
 
 
 def forced(ops: Ops, limits: Limits, device: str) -> dict[Place, Tensor]:
-    """Logits of answers that are given, so that they can be compared wherever another token would have won."""
     rng = random.Random(12)
-    rows = [Row(prompt, [rng.randrange(250) for _ in range(FORCED)]) for prompt in prompts()]
+    rows = [Row(prompt, [rng.randrange(250) for _ in range(FORCED)]) for prompt in prompts(2)]
     return forced_logits(make_runner(checkpoint("llama"), ops, limits, device), limits, rows)[0]
 
 
@@ -233,8 +216,8 @@ def test_codes_are_what_their_reference_says(quantization):
     but where that turns the code of an activation into the next one."""
     limits = SETTINGS["chunked"]
     wanted = forced(ReferenceOps(quantization), limits, DEVICE)
-    got = forced(triton_ops("llama", quantization), limits, DEVICE)
-    assert len(wanted) == FORCED * len(prompts())
+    got = forced(triton_ops(model_of("llama"), quantization), limits, DEVICE)
+    assert len(wanted) == FORCED * len(prompts(2))
     off, unquantised = farthest(got, wanted), farthest(forced(TorchOps(), limits, DEVICE), wanted)
     half = len(off) // 2
     short = quantization == "fp8" and float8_rounding() > 0  # sums of few bits turn codes here and there
@@ -246,31 +229,13 @@ def test_codes_are_what_their_reference_says(quantization):
     assert farthest(got, cpu)[-1] < unquantised[0] / 3, "a CPU's int8 is another one"
 
 
-def recorder(seen: dict[tuple[bytes, int], Tensor]) -> type[DeviceRunner]:
-    """A runner that keeps the logits of each token of each answer, as `seen[key, position]`."""
-
-    class Recorder(DeviceRunner):
-        def next_tokens(
-            self, hidden: Tensor, sequences: list[Sequence], device_tokens: DeviceTokens | None = None
-        ) -> Sampled:
-            for sequence, row in zip(sequences, self.model.logits(hidden), strict=True):
-                seen[sequence.request.key, sequence.output_length] = row.clone()
-            return DeviceRunner.next_tokens(self, hidden, sequences, device_tokens)
-
-    return Recorder
-
-
 def logits_of(
     ops: Ops, limits: Limits, requests: list[Request], variant: str = "llama"
-) -> tuple[dict[tuple[bytes, int], Tensor], Ran]:
-    """By (key, position), of an engine that looks ahead as a GPU's does; and what it ran."""
-    seen: dict[tuple[bytes, int], Tensor] = {}
-    family, options = VARIANTS[variant]
-    made = make_runner(checkpoint(family, **options), ops, limits, DEVICE)
-    runner = recorder(seen)(**{f.name: getattr(made, f.name) for f in fields(ModelRunner)})
-    ran = drain(make_engine(runner, limits, frozenset()), requests)
-    assert len(seen) >= len(requests), "what is sampled was not seen"
-    return seen, ran
+) -> tuple[dict[Place, Tensor], Ran]:
+    """Run an engine that looks ahead as a GPU's does: its logits, and what it ran."""
+    sampler = RecordingSampler(frozenset())
+    runner = replace(looking_ahead(make_runner(model_of(variant), ops, limits, DEVICE)), sampler=sampler)
+    return sampler.seen, drain(make_engine(runner, limits, frozenset()), requests)
 
 
 @pytest.fixture
@@ -285,23 +250,18 @@ def short_segments(monkeypatch):
     monkeypatch.setattr(attention_plan, "LEAST_SHARERS", 2)
 
 
-def apart(ops: Ops, requests: list[Request], variant: str = "llama") -> dict[tuple[bytes, int], Tensor]:
-    """Each alone, its prompt in one piece and nothing in the cache: the yardstick."""
+def apart(ops: Ops, requests: list[Request], variant: str = "llama") -> dict[Place, Tensor]:
+    """Run each row alone, its prompt in one piece and nothing in the cache: the yardstick."""
     alone = Limits(budget=4096, seqs=1, caching=False)
     return {place: row for one in requests for place, row in logits_of(ops, alone, [one], variant)[0].items()}
 
 
 def same_bits(
-    ops: Ops,
-    limits: Limits,
-    requests: list[Request],
-    wanted: dict[tuple[bytes, int], Tensor],
-    variant: str = "llama",
+    ops: Ops, limits: Limits, requests: list[Request], wanted: dict[Place, Tensor], variant: str = "llama"
 ) -> Ran:
-    """What was run, where the logits are those of `wanted`."""
+    """Run the rows, whose logits have to be those of `wanted`."""
     got, run = logits_of(ops, limits, requests, variant)
-    assert wanted.keys() <= got.keys()
-    assert [place for place in wanted if not torch.equal(got[place], wanted[place])] == []
+    assert different({place: got[place] for place in wanted}, wanted) == []
     return run
 
 
@@ -309,12 +269,12 @@ def same_bits(
 def test_a_row_has_the_same_bits_in_a_batch():
     """Its prompt in pieces or out of the cache, in steps of fewer and of more rows than a tile of theirs has."""
     variant, requests = "llama-one-layer", greedy(prompts(), 3, ignore_eos=True)
-    ops = triton_ops(variant, deterministic=True)
+    ops = triton_ops(model_of(variant), deterministic=True)
     wanted = apart(ops, [requests[i] for i in (2, 7)], variant)
     run = same_bits(ops, Limits(budget=80), requests, wanted, variant)
     rows = [s.prefill_tokens + s.decode_tokens for s in run.steps]
     assert min(rows) < 64 < max(rows)
-    assert sum(s.cached_tokens for s in run.steps) > 0
+    assert run.total("cached_tokens") > 0
 
 
 @pytest.mark.slow
@@ -322,28 +282,26 @@ def test_a_row_has_the_same_bits_in_a_batch():
 @pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
 def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
     """In chunks, with what others left in the cache, preempted, the last first."""
-    ops, requests = (
-        triton_ops("llama", quantization, deterministic=True),
-        greedy(prompts(), 4, ignore_eos=True),
-    )
+    ops = triton_ops(model_of("llama"), quantization, deterministic=True)
+    requests = greedy(prompts(), 4, ignore_eos=True)
     wanted = apart(ops, requests)
     assert len(wanted) == 4 * len(prompts())
     for limits in SETTINGS.values():
         run = same_bits(ops, limits, requests[:: -1 if limits.scarce else 1], wanted)
-        assert (sum(s.cached_tokens for s in run.steps) > 0) == limits.caching
-        assert (sum(s.preemptions for s in run.steps) > 0) == limits.scarce
+        assert (run.total("cached_tokens") > 0) == limits.caching
+        assert (run.total("preemptions") > 0) == limits.scarce
     if quantization == "fp8":  # which no CPU computes
         return
     cpu = on_the_cpu("llama", SETTINGS["whole"], prompts(), quantization)
-    tokens = {key: [int(wanted[key, at].argmax()) for at in range(OUTPUT)] for key in cpu.answers}
-    assert tokens == {key: answer[:OUTPUT] for key, (answer, _) in cpu.answers.items()}
+    for row in range(len(requests)):
+        assert [int(wanted[row, at].argmax()) for at in range(OUTPUT)] == cpu.tokens(row)[:OUTPUT]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_segments")
 def test_the_default_mode_is_not_row_invariant():
     """Else the test above would find nothing, and the price be paid for nothing."""
-    ops, requests = triton_ops("llama"), greedy(prompts(), 4, ignore_eos=True)
+    ops, requests = triton_ops(model_of("llama")), greedy(prompts(), 4, ignore_eos=True)
     wanted = apart(ops, requests)
     got, _ = logits_of(ops, SETTINGS["chunked"], requests)
     assert sum(not torch.equal(got[place], wanted[place]) for place in wanted) > len(prompts())
@@ -366,22 +324,16 @@ def gpus_config(quantization: Quantization, deterministic: bool, rows: int = 5) 
     )
 
 
-def loaded_as_a_job_does(
-    monkeypatch, config: EngineConfig
-) -> tuple[LoadedModel, dict[tuple[bytes, int], Tensor]]:
-    """Dummy steps, a scratch block, padded and captured decode steps, looking ahead; and where logits are kept."""
+def loaded_as_a_job_does(monkeypatch, config: EngineConfig) -> LoadedModel:
+    """Load a model with dummy steps, a scratch block, padded and captured decode steps, looking ahead."""
     stand_in(monkeypatch.setattr)
-    seen: dict[tuple[bytes, int], Tensor] = {}
-    monkeypatch.setattr(device_fit, "DeviceRunner", recorder(seen))
-    loaded = build.load_model(config, constraints=grammar_constraints(guided_rows.tokenizer()))
-    seen.clear()  # of dummy steps
-    return loaded, seen
+    return build.load_model(config, constraints=grammar_constraints(guided_rows.tokenizer()))
 
 
 @pytest.mark.usefixtures("short_segments")
 def test_all_of_the_gpus_path(monkeypatch):
     with recorded() as compiled:
-        loaded, _ = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
+        loaded = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
     info, runner = loaded.info, loaded.runner
     assert (info.ops, info.linear, info.blocks) == ("triton", "library", 51), (
         "five rows of 60 tokens, and a quarter more"
@@ -412,19 +364,17 @@ def check_constraints(loaded: LoadedModel) -> None:
     """Masked by Triton's kernels, and beside a row that is free: the same tokens as the CPU's."""
     choices = ("b" * 4, "abc", "abd")
     wishes = [{"choice": choices}, {"regex": "[a-c]{2}-[xy]"}, {}, {"choice": choices, "temperature": 1.5}]
-    work = [
-        replace(greedy([prompts()[0]], 6, **wish)[0], key=bytes([n] * 32)) for n, wish in enumerate(wishes)
-    ]
+    work = [request(row, prompts()[0], 6, **wish) for row, wish in enumerate(wishes)]
     got = drain(loaded.engine(), work)
     limits, model = SETTINGS["chunked"], checkpoint("llama", num_hidden_layers=1)
     runner, followed = guided_rows.constrained(make_runner(model, cpu_ops(model), limits))
     engine = make_engine(runner, limits, frozenset(model.spec.eos_token_ids), constraints=followed)
     assert got.answers == drain(engine, work).answers
-    texts = [guided_rows.text_of(got.completions[request.key]) for request in work]
+    texts = [guided_rows.text_of(got.completions[row.key]) for row in work]
     assert texts[0] in choices
     assert re.fullmatch("[a-c]{2}-[xy]", texts[1])
     assert texts[3] in choices
-    assert sum(step.forced_tokens for step in got.steps) > 1
+    assert got.total("forced_tokens") > 1
 
 
 @pytest.mark.slow
@@ -435,7 +385,7 @@ def test_transformers_code_on_the_gpus_path(monkeypatch):
     theirs = make_foreign(foreign, "phi")
     theirs.set_attn_implementation("eager")
     rows = [prompt for prompt in prompts() if len(prompt) < 40][:4]
-    loaded, _ = loaded_as_a_job_does(monkeypatch, replace(gpus_config("none", False), model=foreign))
+    loaded = loaded_as_a_job_does(monkeypatch, replace(gpus_config("none", False), model=foreign))
     assert (loaded.info.ops, loaded.info.linear) == ("transformers", "transformers")
     assert isinstance(loaded.runner, DeviceRunner)
     assert isinstance(loaded.runner.ops, TritonOps)
@@ -451,19 +401,18 @@ def test_transformers_code_on_the_gpus_path(monkeypatch):
 @pytest.mark.usefixtures("short_segments")
 def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
     """Padding and graphs of longer contexts change no bit either."""
-    loaded, seen = loaded_as_a_job_does(monkeypatch, gpus_config("int8", deterministic=True, rows=4))
-    info = loaded.info
+    loaded = loaded_as_a_job_does(monkeypatch, gpus_config("int8", deterministic=True, rows=4))
+    info, sampler = loaded.info, RecordingSampler(frozenset())
     assert (info.ops, info.linear, info.quantization, info.deterministic) == ("triton", "int8", "int8", True)
     requests = greedy(prompts(), 4, ignore_eos=True)[5:]
-    run = drain(loaded.engine(), requests)
+    run = drain(replace(loaded, runner=replace(loaded.runner, sampler=sampler)).engine(), requests)
     assert any(s.padded_tokens for s in run.steps), "three rows take the graph of four"
-    assert all(
-        s.prefill_tokens + s.decode_tokens + s.padded_tokens == 32 for s in run.steps if s.prefill_tokens
-    )
-    ops = triton_ops("llama-one-layer", "int8", deterministic=True)
+    sizes = [s.prefill_tokens + s.decode_tokens + s.padded_tokens for s in run.steps if s.prefill_tokens]
+    assert set(sizes) == {32}
+    ops = triton_ops(model_of("llama-one-layer"), "int8", deterministic=True)
     wanted = apart(ops, requests[1:2], "llama-one-layer")
     assert len(wanted) == 4
-    assert [place for place in wanted if not torch.equal(seen[place], wanted[place])] == []
+    assert different({place: sampler.seen[place] for place in wanted}, wanted) == []
 
 
 @pytest.mark.parametrize("processors", [78, 132])  # of an H20 and an H100
@@ -492,9 +441,9 @@ def test_answers_are_the_same_where_flashinfer_reads_prompts(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(flashinfer_prefill, "is_installed", lambda: True)
     monkeypatch.setattr(flashinfer_prefill, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(flashinfer_prefill, "HEAD_DIMS", (triton_ops("llama").shape.head_dim,))
+    monkeypatch.setattr(flashinfer_prefill, "HEAD_DIMS", (triton_ops(model_of("llama")).shape.head_dim,))
     monkeypatch.setattr(prefill_choice, "MARGIN", float("inf"))
-    loaded, _ = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
+    loaded = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
     assert loaded.info.ops == "triton+flashinfer"
     wrappers = module.BatchPrefillWithPagedKVCacheWrapper.made
     before = sum(wrapper.runs for wrapper in wrappers)
@@ -537,7 +486,6 @@ def test_int8_weights_take_a_byte_each(monkeypatch):
     plain, quantised, fp8 = (
         build.load_model(gpus_config(q, False)).info.weight_bytes for q in ("none", "int8", "fp8")
     )
-    family, options = VARIANTS["llama-one-layer"]
-    spec = checkpoint(family, **options).spec
+    spec = model_of("llama-one-layer").spec
     linear = spec.head.values + sum(layer.values for layer in spec.linears())
     assert plain - quantised == plain - fp8 == 3 * linear
