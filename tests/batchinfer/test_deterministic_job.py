@@ -1,14 +1,19 @@
-"""A whole job with `engine.deterministic: true`: the published bytes do not depend on how the work was done."""
+"""Whole jobs with `engine.deterministic: true`, with values and with codes in the cache: the published bytes do not
+depend on how the work was done, and the report counts what it took."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from batchinfer import cli
+from batchinfer_kernels.cpu.build import CODES, is_built, library_path
 from tests.batchinfer.wrong_jobs import Place, make_place
 from tests.checkpoints import make_model_folder
 
@@ -40,25 +45,74 @@ def published(place: Place) -> list[str]:
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-@pytest.mark.parametrize("quantization", [pytest.param("none", marks=pytest.mark.slow), "int8"])
+def ask(place: Place, quantization: str, kept: str) -> None:
+    """Sampled answers at a high temperature: the last bit of a logit would show sooner or later."""
+    place.job(
+        model=f"model: {{path: model, dtype: bfloat16, quantization: {quantization}, kv_cache_dtype: {kept}}}",
+        sampling="sampling: {max_tokens: 24, temperature: 1.5, ignore_eos: true, logprobs: 3}",
+        engine="engine: {deterministic: true, data_parallel: 1}",
+    )
+
+
+def last(place: Place, table: str) -> list[dict[str, Any]]:
+    """Read a table of the latest run's report."""
+    files = (place.folder / "out" / "res-report").glob(f"{table}-*.parquet")
+    return pq.read_table(max(files, key=lambda path: path.stat().st_mtime_ns)).to_pylist()
+
+
+def moved(place: Place, layers: int) -> tuple[int, int]:
+    """Bytes of all steps, and how many times a layer wrote or read a token's K and V; a copy does both."""
+    steps = last(place, "steps")
+    stored = sum(step["prefill_tokens"] + step["decode_tokens"] + 2 * step["copied_tokens"] for step in steps)
+    return sum(step["bytes"] for step in steps), sum(step["kv_tokens"] for step in steps) + stored * layers
+
+
 @pytest.mark.parametrize(
-    ("first", "then"), [((), SLOWLY), pytest.param(SLOWLY, (), marks=pytest.mark.slow)], ids=["fast", "slow"]
+    ("quantization", "kept", "first", "then"),
+    [
+        ("int8", "int8", SLOWLY, ()),
+        *(
+            pytest.param(quantization, "auto", *ways, marks=pytest.mark.slow)
+            for quantization in ("none", "int8")
+            for ways in ((SLOWLY, ()), ((), SLOWLY))
+        ),
+    ],
 )
 def test_the_published_bytes_are_the_same(
-    tmp_path: Path, model: Path, quantization: str, first: tuple[str, ...], then: tuple[str, ...]
+    tmp_path: Path,
+    model: Path,
+    quantization: str,
+    kept: str,
+    first: tuple[str, ...],
+    then: tuple[str, ...],
 ) -> None:
-    """Sampled answers at a high temperature: the last bit of a logit would show sooner or later."""
-    places = [make_place(tmp_path / name, model) for name in ("at-once", "grown")]
-    for place in places:
+    at_once, grown = (make_place(tmp_path / name, model) for name in ("at-once", "grown"))
+    for place in (at_once, grown):
         place.rows(*ROWS)
-        place.job(
-            model=f"model: {{path: model, dtype: bfloat16, quantization: {quantization}}}",
-            sampling="sampling: {max_tokens: 24, temperature: 1.5, ignore_eos: true, logprobs: 3}",
-            engine="engine: {deterministic: true}",
-        )
-    at_once, grown = places
+        ask(place, quantization, kept)
     run(at_once)
     run(grown, "input.limit=13", *first)
     run(grown, *then)
     assert published(at_once) == published(grown)
     assert len({row["generated_text"] for row in at_once.table()}) > len(ROWS) // 2
+    assert len(last(at_once, "requests")) == len(ROWS)
+    assert len(last(grown, "requests")) == len(ROWS) - 13
+    if kept == "int8":
+        check_codes(at_once, grown, model)
+
+
+def check_codes(at_once: Place, grown: Place, model: Path) -> None:
+    """The report counts what codes take, and their answers are not those of a job without."""
+    assert is_built(library_path(sources=CODES))
+    assert last(at_once, "run")[0]["kv_cache_dtype"] == "int8"
+    coded = published(grown)
+    ask(grown, "int8", "auto")
+    run(grown)
+    assert len(last(grown, "requests")) == len(ROWS)
+    assert published(grown) != coded
+    config = json.loads((model / "config.json").read_text())
+    dim, layers = config["hidden_size"] // config["num_attention_heads"], config["num_hidden_layers"]
+    (few, touched), (many, as_often) = moved(at_once, layers), moved(grown, layers)
+    assert touched == as_often
+    # K and V of each head: of every value one byte instead of two, and a scale of four
+    assert many - few == touched * config["num_key_value_heads"] * 2 * (dim - 4)

@@ -150,41 +150,27 @@ def test_more_engines_than_cores_are_refused_before_anything_is_read(job: Path) 
         run(job, FAKE, TWO, ("engine.threads", "1"))
 
 
-@pytest.mark.parametrize("deterministic", first_of(("true", "false"), 1))
-def test_real_engines_give_the_same_rows_as_one(tmp_path: Path, model: Path, deterministic: str) -> None:
-    """In float32, greedy; and sampled to the bit where bits are promised."""
-    found, rows = [], people(48)
-    for engines in ("1", "2"):
-        folder = tmp_path / engines
-        folder.mkdir()
-        sampling = {"max_tokens": 12, "ignore_eos": True} | (
-            {"temperature": 1.2, "logprobs": 2} if deterministic == "true" else {}
-        )
-        job = write_job(folder, model, rows, sampling=sampling, engine={"max_num_seqs": 8})
-        settings = (("engine.data_parallel", engines), ("engine.deterministic", deterministic))
-        row = run(job, RunOptions(), ("model.dtype", "float32"), *settings).row
-        assert (row["replicas"], row["rows_ok"]) == (int(engines), 48)
-        found.append(table(job))
-    assert found[0] == found[1]
-
-
-def test_a_real_engine_that_is_killed_changes_no_row(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("deterministic", first_of((True, False), 1))
+def test_real_engines_give_the_same_rows_as_one(
+    tmp_path: Path, model: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
-    for engines in ("1", "2"):
-        folder = tmp_path / engines
+    """Also where one of them is killed; greedy in float32, and sampled to the bit where bits are promised."""
+    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    sampled = {"temperature": 1.2, "logprobs": 2} if deterministic else {}
+    real, found = RunOptions().engine, []
+    for engines, factory in (("1", real), ("2", real), ("2", "tests.batchinfer.test_replicas:mortal")):
+        folder = tmp_path / str(len(found))
         folder.mkdir()
         job = write_job(
-            folder, model, people(48), sampling={"max_tokens": 12, "ignore_eos": True},
-            engine={"max_num_seqs": 8, "deterministic": True},
+            folder, model, people(48), sampling={"max_tokens": 12, "ignore_eos": True, **sampled},
+            engine={"max_num_seqs": 8, "deterministic": deterministic},
         )  # fmt: skip
-        monkeypatch.setenv("DIED", str(folder / "died"))
-        factory = "tests.batchinfer.test_replicas:mortal" if engines == "2" else RunOptions().engine
-        row = run(job, RunOptions(engine=factory), ("engine.data_parallel", engines)).row
-        assert row["worker_restarts"] == int(engines) - 1
+        settings = (("engine.data_parallel", engines), ("model.dtype", "float32"))
+        row = run(job, RunOptions(engine=factory), *settings).row
+        killed = int(factory != real)
+        assert (row["replicas"], row["rows_ok"], row["worker_restarts"]) == (int(engines), 48, killed)
         found.append(table(job))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def mortal(*arguments: Any) -> Any:
