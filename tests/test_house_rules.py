@@ -39,7 +39,6 @@ HEADLESS = {
     "kernels": 122,
     "pipeline": 57,
     "plan": 52,
-    "engine": 20,
     "report": 18,
     "bench": 15,
 }

@@ -74,7 +74,7 @@ class GraphLimits:
         return self.rows * self.blocks(self.longest)
 
     def blocks(self, tokens: int) -> int:
-        """Count the blocks of a sequence of so many tokens."""
+        """Count the blocks of a sequence of this many tokens."""
         return -(-tokens // self.block_size)
 
 

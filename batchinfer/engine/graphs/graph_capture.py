@@ -50,7 +50,7 @@ class GraphRecorder(ABC):
         by what is recorded later, and must be replayed later. Raises torch.OutOfMemoryError."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        """See Capture."""
+        """Warm up, then capture, as `Capture` says."""
         self.warm_up(run)
         return Captured(*self.record(run))
 

@@ -55,7 +55,7 @@ class SplitModel(Protocol):
         """Run a forward pass that yields before each attention, and is sent its result."""
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the buffers of steps of up to so many tokens."""
+        """Allocate the buffers of steps of up to `tokens` tokens."""
 
 
 def token_sizes(most: int) -> list[int]:
@@ -151,7 +151,7 @@ class PiecewiseGraphs:
         )
 
     def covers(self, tokens: int) -> bool:
-        """Whether a step of so many tokens can be run here."""
+        """Whether a step of this many tokens can be run here."""
         return bool(self.sizes) and tokens <= self.sizes[-1]
 
     def run(
@@ -226,7 +226,7 @@ class PiecewiseGraphs:
         return own
 
     def _views(self, own: _AttentionCall, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return (queries, results of attention) of so many tokens."""
+        """Return (queries, results of attention) of this many tokens."""
         (heads, dim), (_, attended) = own.shapes
         return (
             self._buffers.queries[: tokens * heads * dim].view(tokens, heads, dim),

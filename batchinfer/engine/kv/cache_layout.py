@@ -1,4 +1,4 @@
-"""Where the K and V of each layer lie: which layers share block tables, and which lie in the same block.
+"""The cache layout says where the K and V of each layer lie: which layers share block tables, and which share a block.
 
 Layers of one kind (all tokens are kept, or those of a window) take and free blocks at the same positions. They are cut
 into groups of `depth` layers, with a block table each, and a block holds one group's `depth` layers. So all blocks

@@ -44,7 +44,7 @@ class Reservations:
 
 
 class BlockPool:
-    """Reference-counted blocks. A block is used (count > 0), cached (count 0, but reserved) or free.
+    """Counts the references to blocks. A block is used (count > 0), cached (count 0, but reserved) or free.
 
     A waiting sequence reserves the contents that it could share (`reserve`), by its arrival in the queue. A block that
     nobody uses is kept exactly while its content is reserved. When no free block is left, cached ones give way:
@@ -130,7 +130,7 @@ class BlockPool:
         return idle
 
     def let_go(self, blocks: Iterable[int]) -> None:
-        """Undo `hold`."""
+        """Undo `hold`: a block without users is cached or free again."""
         for block in blocks:
             self._held.discard(block)
             if not self._references[block]:
@@ -144,7 +144,7 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks with one user and no content. Raises IndexError when so many are not available."""
+        """Take blocks with one user and no content. Raises IndexError when there are too few."""
         missing = count - len(self._free)
         if missing > 0:
             self._evict(missing)

@@ -29,11 +29,11 @@ class TableSizes:
         return len(self.windows)
 
     def blocks(self, tokens: int) -> int:
-        """Count the blocks of one table that keeps so many tokens."""
+        """Count the blocks of one table that keeps this many tokens."""
         return -(-tokens // self.block_size)
 
     def span(self, window: int, chunk: int = 1) -> int:
-        """The most blocks that hold what a chunk of so many tokens sees, wherever it begins."""
+        """The most blocks that hold what a chunk of this many tokens sees, wherever it begins."""
         return (window + chunk + self.block_size - 3) // self.block_size + 1
 
     def left(self, window: int, start: int) -> int:
@@ -41,13 +41,13 @@ class TableSizes:
         return max(0, start - window + 1) // self.block_size
 
     def alone(self, tokens: int, budget: int) -> int:
-        """The most blocks that a sequence of up to so many tokens holds at once, run up to `budget` at a time."""
+        """The most blocks that a sequence of up to `tokens` tokens holds at once, run up to `budget` at a time."""
         whole, chunk = self.blocks(tokens), max(1, min(tokens, budget))
         windows = sum(tables * min(whole, self.span(window, chunk)) for window, tables in self.windowed)
         return self.whole * whole + windows
 
     def among_others(self, tokens: int) -> int:
-        """Count the most blocks that a sequence of so many tokens holds beside its share of `for_chunks`.
+        """Count the most blocks that a sequence of this many tokens holds beside its share of `for_chunks`.
 
         A chunk of c tokens sees span(window) + ceil((c - 1) / block_size) blocks at most: no more than one, and
         c // block_size, beyond those of a single token.

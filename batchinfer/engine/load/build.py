@@ -164,7 +164,7 @@ class _CacheMemory:
         return CacheRoom(self._blocks, self._allocate, self.longest, least)
 
     def _blocks(self, needed: int) -> int:
-        """How many blocks the cache gets, where steps need so many bytes; see `cache_blocks`."""
+        """How many blocks the cache gets, where steps need `needed` bytes; see `cache_blocks`."""
         config, limits, device = self.config, self.limits, self.runner.device
         free = _free_bytes(device)
         if device.type == "cpu" and config.memory is not None:

@@ -61,7 +61,7 @@ _DECODES = (
     (256, 200),
 )
 _MIXED: tuple[list[Part], ...] = ([(200, 1)] * 128 + [(0, 384)], [(256, 1)] * 32 + [(512, 480)])
-# Steps of so many tokens whose cache no step has used before, to be compared with the same step on one that was used
+# Steps of this many tokens whose cache no step has used before, to be compared with the same step on one that was used
 FIRST_USES, FIRST_USE_TOKENS = 8, 2048
 HOST_RUNS = ((256, 12), (64, 20), (8, 30))  # rows, and tokens of each answer
 
@@ -173,7 +173,7 @@ def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chun
 
 
 def _host_times(loaded: LoadedModel, rows: int, tokens: int) -> list[tuple[int, float]]:
-    """Time the steps of an engine that answers so many rows: their rows, and seconds beside the model."""
+    """Time the steps of an engine that answers this many rows: their rows, and seconds beside the model."""
     draw = random.Random(rows)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     prompts = ([draw.randrange(5, 2000) for _ in range(32)] for _ in range(rows))

@@ -98,9 +98,9 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """What the profile run has found."""
+    """The measurements of the profile run."""
 
-    step_bytes: int  # that steps take, beside the weights and the cache
+    step_bytes: int  # that steps take in addition to the weights and the cache
     limits: SchedulerConfig  # of the steps for which there is memory
     micro_batches: MicroBatches
     layers: int  # with attention
@@ -174,7 +174,7 @@ def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
 
 
 def _static_buffers(runner: ModelRunner, tokens: int) -> StaticBuffers | None:
-    """Allocate what is passed on between the pieces of steps of up to so many tokens, before the cache is allocated;
+    """Allocate what is passed on between the pieces of steps of up to `tokens` tokens, before the cache is allocated;
     None: no step is captured in pieces."""
     if not tokens or not isinstance(runner.ops, GraphOps) or not isinstance(runner.model, SplitModel):
         return None

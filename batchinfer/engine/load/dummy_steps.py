@@ -45,19 +45,19 @@ class GpuMeter:
         self._device, self._before = device, 0
 
     def restart(self) -> None:
-        """See MemoryMeter."""
+        """Count from the memory that is reserved now, after unused memory was given back."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_reserved(self._device)
 
     def peak(self) -> int:
-        """See MemoryMeter."""
+        """Return the most bytes that were reserved at once since `restart`."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - self._before
 
     def free(self) -> int:
-        """See MemoryMeter."""
+        """Return the bytes that the device has left."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
@@ -107,9 +107,9 @@ class DummySteps:
         return replace(COSTLY, logprobs=self.logprobs)
 
     def profile(self, meter: MemoryMeter, mixed: int = 0) -> int:
-        """Measure the bytes that the largest step takes beside the weights and the cache, plus those of the largest
-        decode step, which its graph keeps, and of the largest one that is captured in pieces, of `mixed` tokens. A step
-        for which there is no memory is measured in the micro-batches that it is then run in."""
+        """Measure the bytes that the largest step takes in addition to the weights and the cache, plus those of the
+        largest decode step, which its graph keeps, and of the largest one that is captured in pieces, of `mixed`
+        tokens. A step for which there is no memory is measured in the micro-batches that it is then run in."""
         total = 0
         for tokens in (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows)):
             meter.restart()

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceRun:
-    """See Launched."""
+    """The tokens and log-probabilities of a launched step, which are on their way to the host."""
 
     download: Download | None  # tokens, then what `asking` says; None: nothing was sampled
     padded_tokens: int
@@ -45,7 +45,7 @@ class DeviceRun:
     masked: list[Masked] = field(default_factory=list)
 
     def tokens(self) -> list[list[int]]:
-        """See Launched."""
+        """Wait for the step; the next token of each chunk that samples."""
         if self.download is None:
             return []
         arrays = self.download.arrays()
@@ -54,7 +54,7 @@ class DeviceRun:
         return [[token] for token in arrays[0].tolist()]
 
     def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
-        """See Launched."""
+        """Wait for the step; the log-probabilities of each sequence that asks."""
         if self.download is None or not self.asking:
             return {}
         found: dict[Sequence, TokenLogprobs] = {}

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 # Steps of at least half the limit that have to succeed before a larger one is tried. A step for which there is no
-# memory costs about two: one in so many is little, and a peak that has passed is forgotten within seconds.
+# memory costs about two: one in PATIENCE steps is little, and a peak that has passed is forgotten within seconds.
 PATIENCE = 256
 
 

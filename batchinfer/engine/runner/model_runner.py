@@ -49,11 +49,11 @@ class RunnerOutput:
     launch: StepLaunch | None = None
 
     def tokens(self) -> list[list[int]]:
-        """See Launched."""
+        """Return the next tokens of each chunk that samples."""
         return self.next_tokens
 
     def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
-        """See Launched."""
+        """Return the log-probabilities of each sequence that asks."""
         return self.next_logprobs
 
 
@@ -81,7 +81,7 @@ class ModelRunner:
 
     @property
     def most_tokens(self) -> int | None:
-        """See Runner."""
+        """The runner never limits its steps: None."""
         return None
 
     @property
@@ -129,5 +129,5 @@ class ModelRunner:
         return self.sampler.next_tokens(self.ops, self.model, hidden, sequences, device_tokens)
 
     def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
-        """See batchinfer.engine.schedule.step_shape."""
+        """Sum up the least work of these chunks; `step_shape` explains the arguments."""
         return step_shape(chunks, sampled, shared, self.layout, copied)

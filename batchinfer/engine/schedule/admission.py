@@ -81,7 +81,7 @@ class _Growing:
         self._count += 1
 
     def blocks(self, steps: int) -> int:
-        """Count the blocks after so many steps."""
+        """Count the blocks after `steps` steps."""
         blocks, rest = divmod(steps, self._size)
         parts = self._parts
         # growing by `rest` tokens ends in one block more, in two where the block overflows, in none where both are 0

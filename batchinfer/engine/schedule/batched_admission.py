@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# At the latest when one in so many places, or blocks of the cache, has come free: times of steps are estimates.
+# At the latest when one in this many places, or blocks of the cache, has come free: times of steps are estimates.
 IDLE = 5
 
 
@@ -41,10 +41,10 @@ class BatchedAdmission:
         self.ended = 0  # sequences that have, since admission stopped
         self._places = 0  # sequences that ran then
         self._wasted_s = 0.0  # since then
-        self._counted = self._brought = 0  # of so many that wait, the tokens that would be run
+        self._counted = self._brought = 0  # of the sequences that wait, the tokens that would be run
 
     def stop(self, running: int) -> None:
-        """There is no room beside so many sequences."""
+        """There is no room beside this many sequences."""
         self._places = running
         self.ended = self._counted = self._brought = 0
         self._wasted_s = 0.0
@@ -52,7 +52,7 @@ class BatchedAdmission:
     def waits(
         self, running: int, waiting: int, cached: int, budget: int, brought: Callable[[int], int]
     ) -> bool:
-        """Whether no place is filled in this step, in which so many sequences run and wait.
+        """Whether no place is filled in this step, in which these numbers of sequences run and wait.
 
         `cached`: tokens whose K and V they read; `budget`: tokens that the step may still run; `brought`: those that
         the first n that wait would run.

@@ -28,11 +28,11 @@ class BlockTables:
         return bool(self._windows)
 
     def missing(self, sequence: Sequence, tokens: int) -> int:
-        """Count the blocks to allocate until the tables hold so many tokens; less than 0 if they hold more."""
+        """Count the blocks to allocate until the tables hold this many tokens; less than 0 if they hold more."""
         return (self.sizes.blocks(tokens) - len(sequence.tables[0])) * len(sequence.tables)
 
     def extend(self, sequence: Sequence, missing: int) -> None:
-        """Allocate so many blocks, as many for each table."""
+        """Allocate `missing` blocks, as many for each table."""
         blocks, tables = self.pool.allocate(missing), sequence.tables
         for number, table in enumerate(tables):
             table += blocks[number :: len(tables)]
@@ -59,7 +59,7 @@ class BlockTables:
                 sequence.freed[group] = last
 
     def cut(self, sequence: Sequence, tokens: int) -> bool:
-        """Free the blocks behind so many tokens; whether there were any."""
+        """Free the blocks behind the first `tokens` tokens; whether there were any."""
         kept = self.sizes.blocks(tokens)
         if kept >= len(sequence.tables[0]):
             return False
@@ -78,7 +78,7 @@ class BlockTables:
         sequence.tables, sequence.freed = [], []
 
     def give_back(self, sequence: Sequence) -> None:
-        """Undo `share`."""
+        """Undo `share`: drop the references to all shared blocks."""
         for blocks in self.held(sequence):
             self.pool.release(blocks)
         sequence.tables, sequence.freed = [], []

@@ -84,7 +84,7 @@ class PromptIndex:
             self._prompts.remove(sequence)
 
     def neighbours(self, sequence: Sequence) -> Iterator[Sequence]:
-        """See SortedPrompts."""
+        """Yield the sequences with the most tokens in common, as `SortedPrompts.neighbours` does."""
         return self._prompts.neighbours(sequence)
 
 
@@ -126,7 +126,7 @@ class PartialBlocks:
             self._prompts.remove(sequence)
 
     def wanted(self, sequence: Sequence) -> PartialBlock | None:
-        """What the sequence copies."""
+        """Return the partial block that the sequence copies."""
         return self._wanted.get(sequence)
 
     def reserve(self, block: PartialBlock | None, arrival: int) -> None:
@@ -150,7 +150,7 @@ class PartialBlocks:
         return PartialBlock(sequence.content(index, size), index, rest)
 
     def match(self, sequence: Sequence, blocks: int) -> int:
-        """Count the tokens that the sequence can copy behind so many whole blocks."""
+        """Count the tokens that the sequence can copy behind this many whole blocks."""
         wanted = self._wanted.get(sequence)
         if wanted is None or wanted.index != blocks or self._sources(wanted, sequence) is None:
             return 0

@@ -15,9 +15,9 @@ from batchinfer.engine.schedule.output_lengths import OutputLengths
 from batchinfer.engine.schedule.partial_blocks import Copy, PartialBlock, PartialBlocks
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
 
-# One in so many blocks stays free of estimates (docs/measurements/scheduling.md)
+# One in this many blocks stays free of estimates (docs/measurements/scheduling.md)
 HEAD_ROOM = 20
-# A row that did not fit is looked at again when another has ended, or after so many steps: while it waits the others
+# A row that did not fit is looked at again when another has ended, or after this many steps: while it waits the others
 # get closer to their ends. A forecast for 256 rows takes 0.2 to 0.5 ms, so this hides it.
 RETRY_STEPS = 8
 
@@ -337,7 +337,7 @@ class Scheduler:
         return budget
 
     def _make_room(self, sequence: Sequence, tokens: int, step: Step) -> bool:
-        """Allocate blocks for so many tokens, preempting the youngest if needed. False: this one was preempted."""
+        """Allocate blocks for this many tokens, preempting the youngest if needed. False: this one was preempted."""
         missing = -(-tokens // self.pool.block_size) - len(sequence.tables[0])
         if missing <= 0:  # nearly always
             return True

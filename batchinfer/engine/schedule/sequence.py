@@ -24,7 +24,7 @@ _ROTATED_LATER = b"rotated from a later row"
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands between its arrival and its end."""
+    """The state of a sequence between its arrival and its end."""
 
     WAITING = auto()  # queued, for the first time or after a preemption; it holds no blocks
     RUNNING = auto()  # each step may run it
@@ -67,7 +67,7 @@ class CollectedLogprobs:
 
 @dataclass(slots=True)
 class Masking:
-    """What the sampler remembers of a row's mask."""
+    """The sampler's memory of a row's mask."""
 
     followed: bool = True  # whether the last token would have been the same without the mask
     ever_steered: bool = False  # whether the mask ever kept the row from its most likely token

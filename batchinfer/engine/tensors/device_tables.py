@@ -89,7 +89,7 @@ class GraphTables:
         return [flat[: rows * blocks].view(rows, blocks) for flat in self._flat]
 
     def fill(self, size: GraphSize, tables: Seq[StepTables], kept: DeviceTables) -> list[Tensor]:
-        """Write the tables of a step of at most so many rows → `views`. Padding rows hold another row's."""
+        """Write the tables of a step of at most this many rows → `views`. Padding rows hold another row's."""
         views, last, rows = self.views(size), self._laid, tables[0].rows
         known = last is not None and last.size == size and last.rows is rows
         if last is not None and known:

@@ -26,7 +26,7 @@ class GraphSize:
     padding_slot: int  # where padding rows write their keys to
 
     def blocks(self, tokens: int) -> int:
-        """Count the blocks of a sequence of so many tokens."""
+        """Count the blocks of a sequence of this many tokens."""
         return -(-tokens // self.block_size)
 
 

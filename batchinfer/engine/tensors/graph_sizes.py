@@ -8,7 +8,7 @@ from __future__ import annotations
 # power of two. A decode step reads the weights and the cache whatever it is padded to, so that a sixteenth of rows more
 # costs little; each graph keeps a few MiB, and takes its time to be captured.
 STRIDE, PARTS = 8, 16
-# Bounds of the longest context: each is so many times the one before. Programs behind a context's end return at once.
+# Bounds of the longest context, each a multiple of the one before. Programs behind a context's end return at once.
 SHORTEST, GROWTH = 1024, 4
 # After the warm-up a kind of step is captured when it comes for the third time: a capture takes as long as many steps,
 # and some kinds never come again.
