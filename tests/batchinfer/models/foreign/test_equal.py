@@ -44,7 +44,7 @@ def test_greedy_tokens_equal_transformers(kind: str) -> None:
     runner, steps = foreign.runner(room[-1]), []
     for limits in room:
         ran = drain(make_engine(runner, limits, frozenset({EOS})), greedy(prompts(), OUTPUT))
-        found = [ran.completions[i.to_bytes(32, "big")].token_ids.tolist() for i in range(len(wanted))]
+        found = [ran.tokens(row) for row in range(len(wanted))]
         assert found == wanted
         steps += ran.steps
     assert len({token for answer in wanted for token in answer}) > 5, "answers too flat to show a slip"
@@ -65,4 +65,4 @@ def test_experts_of_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> No
     wanted = foreign.greedy(prompts(), OUTPUT)
     room = scarcities(foreign)[-1]
     ran = drain(make_engine(foreign.runner(room), room, frozenset({EOS})), greedy(prompts(), OUTPUT))
-    assert [ran.completions[i.to_bytes(32, "big")].token_ids.tolist() for i in range(len(wanted))] == wanted
+    assert [ran.tokens(row) for row in range(len(wanted))] == wanted
