@@ -1,6 +1,9 @@
-"""Compiled attention: equal to the reference, and equal bit by bit however a step is cut and shared."""
+"""Compiled attention over caches of values and of int8 codes, in vectors and in emulated matrix tiles: equal to the
+reference, and equal bit by bit however a step is cut and shared."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,188 +12,105 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.rope_store import coded_reference
 from tests.examples import examples
-from tests.kernels.cpu_cache import laid_out
-from tests.kernels.test_cpu_operators import DTYPES, TOLERANCE
-from tests.kernels.test_paged_attention import leave_behind, poisoned_case
+from tests.kernels.cpu_cache import codes_laid_out, plain
+from tests.kernels.cpu_kit import DTYPES, TOLERANCE, operators
+from tests.kernels.cpu_steps import Step, assert_rows_are_their_own, poisoned_step, tree_step
+from tests.kernels.test_copy_parts import BLOCKS, by_place, some_parts
 
-
-@pytest.fixture(scope="module")
-def compiled() -> CompiledOperators:
-    return CompiledOperators()
-
-
-def attend(compiled, q, caches, table, queries, contexts, scale, window=None, share=True, **rules):
-    block_size, group = caches[0].shape[2], q.shape[1] // caches[0].shape[1]
-    pages = (table.numpy(), compiled.pages(block_size)) if share else ()
-    items = attention_items(queries, contexts, group, *pages)
-    k, v = laid_out(compiled, *caches)
-    return compiled.paged_attention(q, k, v, block_size, table, items, scale, window, **rules)
+BF16 = torch.bfloat16
+# How products are computed, the dtype of a run, and whether its caches hold codes
+KINDS = [
+    *((None, dtype, False) for dtype in DTYPES),
+    ("emulated", BF16, False),
+    *((way, dtype, True) for way in ("none", "emulated") for dtype in DTYPES),
+]
+COMPILED = operators("none", codes=True)
+LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6)
 
 
 @given(
     seed=st.integers(0, 2**16),
-    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(KINDS),
     kv_heads=st.sampled_from([1, 2, 3]),
-    share=st.sampled_from([1, 3, 4, 7, 16]),
-    dim=st.sampled_from([2, 20, 64, 96, 128, 256]),
-    block_size=st.sampled_from([1, 4, 16, 21, 100]),
+    group=st.sampled_from([1, 3, 4, 7, 16, 17, examples(17, 48)]),
+    dim=st.sampled_from([2, 20, 64, 80, 96, 128, 256]),
+    block_size=st.sampled_from([1, 4, 16, 21, 32, 100]),
     window=st.sampled_from([None, 1, 5, 63, 64, 130]),
     soft_cap=st.sampled_from([None, 0.5, 20.0]),
     sunk=st.booleans(),
-    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6),
+    lengths=LENGTHS,
 )
-@settings(max_examples=examples(26, 80), deadline=None)
-def test_equals_the_reference(seed, dtype, kv_heads, share, dim, block_size, window, soft_cap, sunk, lengths):
-    compiled = CompiledOperators()
+@settings(max_examples=examples(50, 380), deadline=None)
+def test_equals_the_reference(seed, kind, kv_heads, group, dim, block_size, window, soft_cap, sunk, lengths):
+    way, dtype, codes = kind
     chunks = [(queries, queries + before) for queries, before in lengths]
-    q, caches, table = poisoned_case(seed, kv_heads * share, kv_heads, dim, block_size, chunks)
-    q, caches = q.to(dtype), [c.to(dtype) for c in caches]
-    queries, contexts = [n for n, _ in chunks], [c for _, c in chunks]
-    rules = {"soft_cap": soft_cap, "sinks": torch.randn(q.shape[1]) * 3 if sunk else None}
-    wanted = paged_attention_reference(q, *caches, table, queries, contexts, 0.3, window, **rules)
-    got = attend(compiled, q, caches, table, queries, contexts, 0.3, window, **rules)
-    torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
-    leave_behind(caches, table, chunks, window)
-    left = attend(compiled, q, caches, table, queries, contexts, 0.3, window, share=False, **rules)
+    step = poisoned_step(seed, kv_heads * group, kv_heads, dim, block_size, chunks).to(dtype, codes)
+    rules = {"soft_cap": soft_cap, "sinks": torch.randn(step.q.shape[1]) * 3 if sunk else None}
+    got = step.attend(operators(way, codes), window, **rules)
+    torch.testing.assert_close(got, step.reference(window, **rules), **TOLERANCE[dtype])
+    step.leave_behind(window)
+    left = step.attend(operators(way, codes), window, share=False, **rules)
     assert torch.equal(left, got), "a block is read that a window has left"
-
-
-def tree_case(seed, dtype, kv_heads, group, dim, block_size, children, depths, own):
-    """Single queries of sequences whose block tables form a tree: `depths` blocks at each level, then their own."""
-    generator = torch.Generator().manual_seed(seed)
-    paths = [()]
-    fresh = iter(range(10_000))
-    for blocks in depths:
-        paths = [
-            (*path, *shared)
-            for path in paths
-            for shared in [[next(fresh) for _ in range(blocks)] for _ in range(children)]
-        ]
-    rows = [(*path, *(next(fresh) for _ in range(own))) for path in paths for _ in range(children)]
-    order = torch.randperm(len(rows), generator=generator).tolist()
-    table = torch.tensor([rows[i] for i in order], dtype=torch.int32)
-    used = int(table.max()) + 1
-    caches = [torch.randn(used, kv_heads, block_size, dim, generator=generator).to(dtype) for _ in range(2)]
-    q = torch.randn(len(rows), kv_heads * group, dim, generator=generator).to(dtype)
-    last = table.shape[1] * block_size
-    contexts = [last - i % min(own * block_size, 7) for i in range(len(rows))]
-    return q, caches, table, contexts
 
 
 @given(
     seed=st.integers(0, 2**16),
-    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(KINDS),
     group=st.sampled_from([1, 3, 16]),
-    dim=st.sampled_from([20, 64, 128]),
+    dim=st.sampled_from([20, 64, 80]),
     block_size=st.sampled_from([16, 64, 5]),
     children=st.integers(2, 5),
-    depths=st.lists(st.integers(1, 24), min_size=1, max_size=3),
+    depths=st.lists(st.integers(1, 12), min_size=1, max_size=examples(2, 3)),
     window=st.sampled_from([None, 40, 1000]),
     special=st.booleans(),
 )
-@settings(max_examples=examples(8, 40), deadline=None)
+@settings(max_examples=examples(20, 120), deadline=None)
 def test_shared_prefixes_of_several_levels_change_no_bit(
-    seed, dtype, group, dim, block_size, children, depths, window, special
+    seed, kind, group, dim, block_size, children, depths, window, special
 ):
     """`special`: with a soft cap and sinks."""
-    compiled = CompiledOperators()
-    case = tree_case(seed, dtype, 2, group, dim, block_size, children, depths, own=2)
-    q, caches, table, contexts = case
-    one = [1] * len(contexts)
-    rules = {"soft_cap": 3.0, "sinks": torch.arange(-1.0, q.shape[1] - 1)} if special else {}
-    together = attend(compiled, q, caches, table, one, contexts, 0.2, window, **rules)
-    apart = attend(compiled, q, caches, table, one, contexts, 0.2, window, share=False, **rules)
-    assert torch.equal(together, apart)
-    wanted = paged_attention_reference(q, *caches, table, one, contexts, 0.2, window, **rules)
-    torch.testing.assert_close(together, wanted, **TOLERANCE[dtype])
+    way, dtype, codes = kind
+    step = tree_step(seed, 2, group, dim, block_size, children, depths, own=2).to(dtype, codes)
+    rules = {"soft_cap": 3.0, "sinks": torch.arange(-1.0, step.q.shape[1] - 1)} if special else {}
+    together = step.attend(operators(way, codes), window, **rules)
+    assert torch.equal(together, step.attend(operators(way, codes), window, share=False, **rules))
+    torch.testing.assert_close(together, step.reference(window, **rules), **TOLERANCE[dtype])
 
 
-def test_two_levels_are_found(compiled):
-    case = tree_case(0, torch.float32, 1, 1, 64, 16, 4, [16, 16], own=1)
-    items = attention_items([1] * len(case[3]), case[3], 1, case[2].numpy(), compiled.pages(16))
-    assert items.levels == 3
-    tiles = 16 * 16 // compiled.tile
-    covered: dict[int, int] = {}
-    for first, rows, _, start, end, starts, ends in items.items.tolist():
-        for token, position in items.rows[first : first + rows].tolist():
-            last = position // compiled.tile + 1 if ends else end
-            assert starts == (start == 0)
-            covered[token] = covered.get(token, 0) + last - start
-    assert covered == {t: (c - 1) // compiled.tile + 1 for t, c in enumerate(case[3])}
-    shared = sum(end - start for *_, start, end, _, ends in items.items.tolist() if not ends)
-    assert shared == 4 * tiles + 16 * tiles  # every node once: 4 documents at the top, 4 below each
+@pytest.mark.parametrize(("way", "dtype", "codes"), KINDS)
+def test_a_row_does_not_depend_on_its_step(way, dtype, codes):
+    step = poisoned_step(5, 6, 2, 64, 16, [(90, 150), (1, 70), (33, 33)]).to(dtype, codes)
+    assert_rows_are_their_own(step, operators(way, codes))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_does_not_depend_on_its_step(compiled, dtype, threads):
-    """Whole, in chunks of any size, alone, with others, on one thread or two: the same bits."""
-    q, caches, table = poisoned_case(5, 6, 2, 64, 16, [(90, 150), (1, 70), (33, 33)])
-    q, caches = q.to(dtype), [c.to(dtype) for c in caches]
-    before = torch.get_num_threads()
-    whole = attend(compiled, q, caches, table, [90, 1, 33], [150, 70, 33], 0.2)
-    try:
-        torch.set_num_threads(threads)
-        for size in (1, 7, 32, 89):
-            for start in range(0, 90, size):
-                n = min(size, 90 - start)
-                part = attend(compiled, q[start : start + n], caches, table[:1], [n], [60 + start + n], 0.2)
-                assert torch.equal(part, whole[start : start + n])
-        assert torch.equal(attend(compiled, q[90:91], caches, table[1:2], [1], [70], 0.2), whole[90:91])
-        assert torch.equal(attend(compiled, q[91:], caches, table[2:], [33], [33], 0.2), whole[91:])
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_large_scores_do_not_overflow(compiled):
-    q, k = torch.full((1, 1, 64), 300.0), torch.zeros(3, 1, 16, 64)
-    v = torch.randn(3, 1, 16, 64)
-    k[1] = 300.0  # the middle block outweighs everything
-    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
-    got = attend(compiled, q, [k, v], table, [1], [48], 1.0)
-    torch.testing.assert_close(got[0, 0], v[1, 0].mean(0), atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+@pytest.mark.parametrize(("way", "dtype", "codes"), KINDS)
+def test_what_is_no_number_shows_where_it_is_seen_and_nowhere_else(way, dtype, codes, what):
+    """A query's in its own row and head, a key's and a value's in every row that sees it, in its heads."""
+    step = poisoned_step(6, 6, 2, 64, 16, [(20, 90)]).to(dtype, codes)
+    whole = step.attend(operators(way, codes))
+    if what == "query":
+        step.q[3, 4, 63] = float("inf")
+        broken = (slice(3, 4), slice(4, 5))
+    else:  # of position 82, which the queries from the 12th on see, and of position 18, which all see
+        k, v = step.scales or (step.k[..., 5], step.v)
+        seen, cache, block = (12, k, 5) if what == "key" else (0, v, 1)
+        cache[step.table[0, block], 1, 2] = float("nan")
+        broken = (slice(seen, None), slice(3, None))
+    got = step.attend(operators(way, codes))
+    assert got[broken].isnan().all()
+    got[broken] = whole[broken]
+    assert torch.equal(got, whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_in_a_key_reaches_the_output(compiled, dtype):
-    """Broken weights must show: the flags may not let the compiler assume that there is no NaN."""
-    q, k, v = (torch.ones(s, dtype=dtype) for s in ((1, 1, 8), (1, 1, 4, 8), (1, 1, 4, 8)))
-    k[0, 0, 1, 3] = float("nan")
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    assert attend(compiled, q, [k, v], table, [1], [4], 1.0).isnan().any()
-
-
-def test_work_is_cut_without_gap_and_longest_first():
-    items = attention_items([1, 40, 3], [500, 40, 100], 3)
-    named = [
-        tuple(row)
-        for first, rows, *_ in items.items.tolist()
-        for row in items.rows[first : first + rows].tolist()
-    ]
-    assert sorted(named) == sorted(
-        [(0, 499)] + [(1 + i, i) for i in range(40)] + [(41 + i, 97 + i) for i in range(3)]
-    )
-    sizes = [rows * items.rows[first + rows - 1, 1] for first, rows, *_ in items.items.tolist()]
-    assert sizes == sorted(sizes, reverse=True)
-    with pytest.raises(ValueError, match=f"at most {MAX_ROWS}"):
-        attention_items([1], [1], MAX_ROWS + 1)
-
-
-def test_a_cache_of_another_layout_is_refused(compiled):
-    q, cache = torch.ones(1, 1, 6), torch.ones(1, 1, 4, 6)  # no whole vectors on any CPU
-    items = attention_items([1], [4], 1)
-    with pytest.raises(ValueError, match="blocks are"):
-        compiled.paged_attention(q, cache, cache, 4, torch.zeros(1, 1, dtype=torch.int32), items, 1.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_in_any_key_that_is_seen_reaches_the_output(compiled, dtype):
+def test_nan_in_any_key_that_is_seen_reaches_the_output(dtype):
     """Whichever tile and lane it stands in, alone or with others, and however little else its tile has."""
     torch.manual_seed(0)
-    tile, dim = compiled.tile, 20
-    k, v = torch.randn(8 * 16, dim), torch.randn(8, 1, 16, dim).to(dtype)
+    compiled, tile, dim = operators(), operators().tile, 20
+    k, v = torch.randn(8 * 16, dim), torch.randn(8, 1, 16, dim)
     for position in range(2 * tile if tile <= 64 else 128):
         table = torch.arange(position // 16 + 1, dtype=torch.int32)[None]
         cases = [(position, position + 1, None)]
@@ -199,21 +119,136 @@ def test_nan_in_any_key_that_is_seen_reaches_the_output(compiled, dtype):
         for start, end, window in cases:
             broken = k.clone()
             broken[start:end] = float("nan")
-            keys = broken.view(8, 1, 16, dim).to(dtype)
-            q = torch.randn(1, 1, dim).to(dtype)
-            got = attend(compiled, q, [keys, v], table, [1], [position + 1], 0.2, window)
-            assert got.isnan().all(), (position, start, end, window)
+            step = Step(torch.randn(1, 1, dim), broken.view(8, 1, 16, dim), v, table, [(1, position + 1)])
+            assert step.to(dtype).attend(compiled, window).isnan().all(), (position, start, end, window)
 
 
-def test_items_for_another_group_are_refused(compiled):
-    q, cache = torch.ones(1, 6, 8), torch.ones(1, *compiled.cache_shape(2, 4, 8))
-    items = attention_items([1], [4], 1)
+def test_large_scores_do_not_overflow():
+    k = torch.zeros(3, 1, 16, 64)
+    k[1] = 300.0  # the middle block outweighs everything
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    step = Step(torch.full((1, 1, 64), 1000.0), k, torch.randn(3, 1, 16, 64), table, [(1, 48)])
+    wanted = step.v[1, 0].mean(0)
+    torch.testing.assert_close(step.attend(operators())[0, 0], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_and_weights_of_any_size_are_as_exact_with_codes(dtype):
+    """Integers of 16 bits have a unit of their own for each row, and for the weights of each of its tiles."""
+    step = poisoned_step(7, 6, 2, 64, 16, [(8, 300)])
+    step = replace(step, q=step.q * torch.logspace(-36, 0, 8)[:, None, None])
+    step.q[5], step.q[6, :, 1:] = 0, 0
+    step.v[:, :, 3:7] *= 1e-3
+    step = step.to(dtype, codes=True)
+    torch.testing.assert_close(step.attend(COMPILED), step.reference(), **TOLERANCE[dtype])
+
+
+def test_two_levels_are_found():
+    compiled, step = operators(), tree_step(0, 1, 1, 64, 16, 4, [16, 16], own=1)
+    items = attention_items(step.queries, step.contexts, 1, step.table.numpy(), compiled.pages(16))
+    assert items.levels == 3
+    tiles = 16 * 16 // compiled.tile
+    covered: dict[int, int] = {}
+    for first, rows, _, start, end, starts, ends in items.items.tolist():
+        for token, position in items.rows[first : first + rows].tolist():
+            last = position // compiled.tile + 1 if ends else end
+            assert starts == (start == 0)
+            covered[token] = covered.get(token, 0) + last - start
+    assert covered == {t: (c - 1) // compiled.tile + 1 for t, c in enumerate(step.contexts)}
+    shared = sum(end - start for *_, start, end, _, ends in items.items.tolist() if not ends)
+    assert shared == 4 * tiles + 16 * tiles  # every node once: 4 documents at the top, 4 below each
+
+
+def test_work_is_cut_without_gap_and_longest_first():
+    items = attention_items([1, 40, 3], [500, 40, 100], 3)
+    firsts = items.items[:, :2].tolist()
+    named = [tuple(row) for first, rows in firsts for row in items.rows[first : first + rows].tolist()]
+    assert sorted(named) == sorted(
+        [(0, 499)] + [(1 + i, i) for i in range(40)] + [(41 + i, 97 + i) for i in range(3)]
+    )
+    sizes = [rows * items.rows[first + rows - 1, 1] for first, rows in firsts]
+    assert sizes == sorted(sizes, reverse=True)
+    with pytest.raises(ValueError, match=f"at most {MAX_ROWS}"):
+        attention_items([1], [1], MAX_ROWS + 1)
+
+
+def rows_to_store(tokens, kv_heads, dim, dtype, seed):
+    torch.manual_seed(seed)
+    both = torch.randn(tokens, 2 + 2 * kv_heads, dim) * torch.logspace(-3, 2, tokens)[:, None, None]
+    both[0, 2:] = 0  # all of a head's values
+    both[-1, 2, 0], both[-1, -1, 1] = float("nan"), float("inf")
+    return both.to(dtype).split((2, kv_heads, kv_heads), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("block_size", "dim", "normed"), [(16, 64, False), (5, 20, True), (40, 128, True)])
+def test_codes_and_scales_are_those_of_what_a_cache_of_values_holds(dtype, block_size, dim, normed):
+    """To the last bit, wherever tokens of a run and single ones go; nothing else is written."""
+    tokens, kv_heads = 37, 3
+    q, k, v = rows_to_store(tokens, kv_heads, dim, dtype, seed=dim)
+    angles, positions = torch.randn(100, dim // 2), torch.arange(40, 40 + tokens)
+    blocks = -(-2 * tokens // block_size)
+    slots = torch.cat((torch.arange(3, 3 + 20), torch.randperm(tokens - 20) + 30))
+    norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if normed else (None, None)
+    shape = (blocks, *COMPILED.cache_shape(kv_heads, block_size, dim))
+    kept = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
+    codes = [torch.full(shape, -128, dtype=torch.int8) for _ in range(2)]
+    scales = tuple(torch.full(shape[:3], 7.0) for _ in range(2))
+    step = (q, k, v, angles.cos(), angles.sin(), positions)
+    same = COMPILED.rope_store(*step, *kept, block_size, slots, *norms)
+    got = COMPILED.rope_store(*step, *codes, block_size, slots, *norms, scales=scales)
+    assert torch.equal(got, same)
+    at = (slots // block_size, slice(None), slots % block_size)
+    untouched = torch.ones(blocks, block_size, dtype=torch.bool)
+    untouched[at[0], at[2]] = False
+    found = plain(*codes, block_size, dim, dtype.itemsize)
+    for value, code, scale in zip(plain(*kept, block_size, dim), found, scales, strict=True):
+        wanted, wanted_scales = coded_reference(value[at], torch.int8)
+        torch.testing.assert_close(scale[at], wanted_scales, rtol=0, atol=0, equal_nan=True)
+        finite = wanted_scales.isfinite()
+        assert torch.equal(code[at][finite], wanted[finite])
+        assert not finite.all(), "the case has no broken head"
+        assert (code.transpose(1, 2)[untouched] == -128).all()
+        assert (scale[:, :, :block_size].transpose(1, 2)[untouched] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 4), (3, 5, 12), (2, 64, 20)], ids=str)
+def test_parts_are_copied_with_their_scales(shape, dtype):
+    parts, heads = some_parts(shape[1], seed=3), shape[0]
+    caches = [torch.randint(-127, 128, (BLOCKS, *shape), dtype=torch.int8) for _ in range(2)]
+    scales = [torch.rand(BLOCKS, heads, shape[1]) for _ in range(2)]
+    k, v, laid = codes_laid_out(COMPILED, *caches, scales, dtype.itemsize)
+    COMPILED.copy_parts(k, v, torch.tensor(parts), laid, dtype)
+    for found, cache in zip(plain(k, v, *shape[1:], dtype.itemsize), caches, strict=True):
+        assert torch.equal(found, by_place(cache, parts))
+    for found, scale in zip(laid, scales, strict=True):
+        assert torch.equal(found[:, :, : shape[1]], by_place(scale, parts))
+
+
+def attend_one(compiled: CompiledOperators, q, k, v, block_size=4, **options):
+    items, table = attention_items([1], [1], 1), torch.zeros(1, 1, dtype=torch.int32)
+    return compiled.paged_attention(q, k, v, block_size, table, items, 1.0, **options)
+
+
+def test_caches_that_do_not_fit_are_refused():
+    compiled, plain_ones, vectors = operators(), CompiledOperators(tiles="none"), operators().lanes
+    q, heads_of_5 = torch.ones(1, 1, 6), torch.zeros(1, 2, vectors, vectors).bfloat16()
+    no_vectors, fits = torch.ones(1, 1, 4, 6), torch.ones(1, *compiled.cache_shape(2, 4, 8))
+    codes, scales = torch.zeros(1, 1, 16, 16, dtype=torch.int8), (torch.zeros(1, 1, 16),) * 2
+    assert COMPILED.keeps_codes
+    assert not plain_ones.keeps_codes
+    with pytest.raises(ValueError, match="blocks are"):
+        attend_one(compiled, q, no_vectors, no_vectors)
     with pytest.raises(ValueError, match="planned for 1 query heads a KV head, used with 3"):
-        compiled.paged_attention(q, cache, cache, 4, torch.zeros(1, 1, dtype=torch.int32), items, 1.0)
-
-
-def test_a_cache_of_another_type_is_refused(compiled):
-    q, shape = torch.ones(1, 2, 8), (1, *compiled.cache_shape(2, 4, 8))
-    caches, items = [torch.ones(shape), torch.ones(shape).bfloat16()], attention_items([1], [4], 1)
+        attend_one(compiled, torch.ones(1, 6, 8), fits, fits)
     with pytest.raises(ValueError, match=r"bfloat16, wanted .* of torch.float32"):
-        compiled.paged_attention(q, *caches, 4, torch.zeros(1, 1, dtype=torch.int32), items, 1.0)
+        attend_one(compiled, torch.ones(1, 2, 8), fits, fits.bfloat16())
+    with pytest.raises(ValueError, match=r"heads of 5 values of torch.bfloat16"):
+        attend_one(compiled, torch.zeros(1, 2, 5).bfloat16(), heads_of_5, heads_of_5)
+    with pytest.raises(ValueError, match="at most 256"):
+        compiled.cache_shape(1, 16, 257)
+    with pytest.raises(ValueError, match="were not asked for"):
+        attend_one(plain_ones, torch.zeros(1, 1, 16), codes, codes, 16, scales=scales)
+    with pytest.raises(ValueError, match=r"a cache of torch.int8 has no scale"):
+        COMPILED.copy_parts(codes, codes, torch.zeros(1, 4, dtype=torch.int64), None, BF16)

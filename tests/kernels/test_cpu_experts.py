@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.packed import PackedExperts
 from batchinfer_kernels.experts import (
     Choice,
     choose_experts,
@@ -20,8 +23,9 @@ from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.routing import Routing
 from tests.examples import examples
-from tests.kernels.test_cpu_linear import TOLERANCE, WAYS, operators, threads_of
-from tests.kernels.test_cpu_operators import DTYPES
+from tests.kernels.cpu_kit import DTYPES, WAYS, operators, threads_of
+from tests.kernels.gpu.pairs import pairs_first
+from tests.kernels.test_cpu_linear import TOLERANCE, packed_of
 
 COUNT = 5
 
@@ -46,6 +50,13 @@ def choice_of(tokens: int, chosen: int = 2, count: int = COUNT, seed: int = 0) -
     return choose_experts(logits, Routing(count, chosen, normalised=True))
 
 
+def packed_experts(compiled, weight, int8: bool, bias=None, kind="plain") -> PackedExperts:
+    """Return the experts' weights as the operators want them; `int8`: as codes."""
+    if int8:
+        return compiled.pack_expert_codes(*coded(weight), bias, kind)
+    return compiled.pack_experts(weight, bias, kind)
+
+
 @pytest.mark.parametrize("tiles", WAYS)
 @given(
     seed=st.integers(0, 2**16),
@@ -53,30 +64,22 @@ def choice_of(tokens: int, chosen: int = 2, count: int = COUNT, seed: int = 0) -
     counts=st.lists(st.sampled_from([0, 0, 1, 2, 5, 6, 7, 13, 40]), min_size=1, max_size=9),
     inputs=st.sampled_from([1, 3, 31, 64, 129]),
     outputs=st.sampled_from([2, 6, 62, 64, 66, 130]),
-    gated=st.booleans(),
+    activation=st.sampled_from([None, "silu"]),
     biased=st.booleans(),
     int8=st.booleans(),
 )
-@settings(max_examples=examples(40, 120), deadline=None)
+@settings(max_examples=examples(25, 120), deadline=None)
 def test_grouped_products_equal_the_reference(
-    tiles, seed, dtype, counts, inputs, outputs, gated, biased, int8
+    tiles, seed, dtype, counts, inputs, outputs, activation, biased, int8
 ):
     torch.manual_seed(seed)
-    compiled, kind = operators(tiles), "gated" if gated else "plain"
-    x, weight = (
-        torch.randn(sum(counts), inputs).to(dtype),
-        torch.randn(len(counts), outputs, inputs).to(dtype),
-    )
+    compiled, kind = operators(tiles), "gated" if activation else "plain"
+    x, weight = torch.randn(sum(counts), inputs), torch.randn(len(counts), outputs, inputs).to(dtype)
+    x, starts = x.to(dtype), starts_of(counts)
     bias = torch.randn(len(counts), outputs).to(dtype) if biased else None
-    options = {"activation": "silu" if gated else None}
-    starts = starts_of(counts)
-    if int8:
-        codes, scales = coded(weight)
-        got = compiled.grouped_linear(x, compiled.pack_expert_codes(codes, scales, bias, kind), starts)
-        wanted = grouped_matmul_reference(x, codes, starts, bias, scales=scales, **options)
-    else:
-        got = compiled.grouped_linear(x, compiled.pack_experts(weight, bias, kind), starts)
-        wanted = grouped_matmul_reference(x, weight, starts, bias, **options)
+    got = compiled.grouped_linear(x, packed_experts(compiled, weight, int8, bias, kind), starts)
+    weight, scales = coded(weight) if int8 else (weight, None)
+    wanted = grouped_matmul_reference(x, weight, starts, bias, scales=scales, activation=activation)
     torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
 
 
@@ -88,34 +91,34 @@ def test_each_row_is_that_of_the_linear_layer(compiled, dtype, int8):
     counts = [0, 7, 1, 0, 12]
     x, weight = torch.randn(sum(counts), 131).to(dtype), torch.randn(COUNT, 130, 131).to(dtype)
     starts = starts_of(counts)
-    packed = compiled.pack_expert_codes(*coded(weight), None) if int8 else compiled.pack_experts(weight, None)
-    got = compiled.grouped_linear(x, packed, starts)
-    for expert, (first, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
-        one = weight[expert]
-        single = compiled.pack_codes(*quantize_weight(one), None) if int8 else compiled.pack_linear(one, None)
+    got = compiled.grouped_linear(x, packed_experts(compiled, weight, int8), starts)
+    for expert, (first, end) in enumerate(pairwise(starts.tolist())):
+        single = packed_of(compiled, weight[expert], int8)
         assert torch.equal(got[first:end], compiled.linear(x[first:end], single))
 
 
 def packed_pair(compiled, dtype, int8=False, biased=False, hidden=70, inner=37, count=COUNT, kind="gated"):
-    """(packed, and what the reference takes)"""
+    """Return the packed weights of both products, and what the reference takes."""
     torch.manual_seed(4)
     gate_up = torch.randn(count, 2 * inner, hidden).to(dtype) / 8
     down = torch.randn(count, hidden, inner).to(dtype) / 8
     biases = [torch.randn(part.shape[:2]).to(dtype) if biased else None for part in (gate_up, down)]
-    pack = (lambda w, *rest: compiled.pack_expert_codes(*coded(w), *rest)) if int8 else compiled.pack_experts
-    packed = pack(gate_up, biases[0], kind), pack(down, biases[1])
-    return packed, (gate_up, down, biases)
+    first = packed_experts(compiled, gate_up, int8, biases[0], kind)
+    return (first, packed_experts(compiled, down, int8, biases[1])), (gate_up, down, biases)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 2, 40])
-@pytest.mark.parametrize("chosen", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("kind", "activation"),
-    [("gated", "silu"), ("gelu_gated", "gelu_tanh"), ("clamped_gated", "clamped_swiglu")],
+    ("dtype", "biased", "tokens", "chosen", "gate"),
+    pairs_first(
+        DTYPES,
+        [False, True],
+        [0, 1, 2, 40],
+        [1, 2, 5],
+        [("gated", "silu"), ("gelu_gated", "gelu_tanh"), ("clamped_gated", "clamped_swiglu")],
+    ),
 )
-def test_experts_equal_the_reference(compiled, dtype, biased, tokens, chosen, kind, activation):
+def test_experts_equal_the_reference(compiled, dtype, biased, tokens, chosen, gate):
+    kind, activation = gate
     packed, (gate_up, down, biases) = packed_pair(compiled, dtype, biased=biased, kind=kind)
     x, choice, loads = torch.randn(tokens, 70).to(dtype), choice_of(tokens, chosen), torch.full((COUNT,), 3)
     got = compiled.experts(x, *packed, choice, loads)
@@ -179,20 +182,19 @@ def test_a_broken_token_breaks_no_other(compiled, int8):
 def test_what_does_not_fit_is_refused(compiled):
     (gate_up, down), _ = packed_pair(compiled, torch.float32)
     x, choice, loads = torch.randn(4, 70), choice_of(4), torch.zeros(COUNT).long()
-    for bad in (-1, COUNT):
-        wrong = Choice(torch.full((4, 2), bad), choice.weights)
-        with pytest.raises(ValueError, match="an expert below 0 or above 4"):
-            compiled.experts(x, gate_up, down, wrong, loads)
-    with pytest.raises(ValueError, match="take 70 inputs"):
-        compiled.experts(x[:, :69].contiguous(), gate_up, down, choice, loads)
-    with pytest.raises(ValueError, match="do not fit"):
-        compiled.experts(x, down, gate_up, choice, loads)
-    with pytest.raises(ValueError, match="experts are"):
-        compiled.experts(x[:3], gate_up, down, choice, loads)
-    with pytest.raises(ValueError, match="loads are"):
-        compiled.experts(x, gate_up, down, choice, loads[1:])
-    with pytest.raises(ValueError, match=r"x is torch.bfloat16"):
-        compiled.experts(x.bfloat16(), gate_up, down, choice, loads)
+    beyond, below = (Choice(torch.full((4, 2), bad), choice.weights) for bad in (COUNT, -1))
+    given = {"x": x, "gate_up": gate_up, "down": down, "choice": choice, "loads": loads}
+    for wrong, words in (
+        ({"choice": beyond}, "an expert below 0 or above 4"),
+        ({"choice": below}, "an expert below 0 or above 4"),
+        ({"x": x[:, :69].contiguous()}, "take 70 inputs"),
+        ({"gate_up": down, "down": gate_up}, "do not fit"),
+        ({"x": x[:3]}, "experts are"),
+        ({"loads": loads[1:]}, "loads are"),
+        ({"x": x.bfloat16()}, r"x is torch.bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            compiled.experts(**{**given, **wrong})
     with pytest.raises(ValueError, match="starts are"):
         compiled.grouped_linear(x, gate_up, starts_of([1, 1, 1, 0, 0]))
     with pytest.raises(ValueError, match="no matrices"):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from functools import cache
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.packed import PackedWeight
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
-from batchinfer_kernels.tiles import TileWay
+from batchinfer_kernels.tiles import tile_grant
 from tests.examples import examples
+from tests.kernels.cpu_kit import DTYPES, WAYS, operators, threads_of
 from tests.kernels.gpu.pairs import pairs_first
-from tests.kernels.test_cpu_operators import DTYPES
 
 # Sums of a few hundred products of unit normals in float32, then one rounding to the stored type
 TOLERANCE = {
@@ -30,14 +28,8 @@ GATES = {
     "clamped_gated": "clamped_swiglu",
     "exact_gelu_gated": "gelu",
 }
-# How products are computed: as this machine does it, in matrix tiles, by matrix multiply-accumulate
-WAYS: tuple[TileWay | None, ...] = (None, "emulated", "emulated_mmla")
+EMULATED = WAYS[1:]
 AVX2_LANES = 8  # and what has AVX2 has fused multiply-adds
-
-
-@cache
-def operators(tiles: TileWay | None = None) -> CompiledOperators:
-    return CompiledOperators(tiles=tiles)
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -45,14 +37,11 @@ def compiled(request) -> CompiledOperators:
     return operators(request.param)
 
 
-@contextmanager
-def threads_of(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def packed_of(compiled: CompiledOperators, weight, int8: bool, bias=None, kind="plain") -> PackedWeight:
+    """Return a weight as the operators want it; `int8`: as codes."""
+    if int8:
+        return compiled.pack_codes(*quantize_weight(weight), bias, kind)
+    return compiled.pack_linear(weight, bias, kind)
 
 
 def wide(x, weight, bias):
@@ -149,32 +138,82 @@ def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, ki
 def test_a_row_does_not_depend_on_its_batch(compiled, dtype, int8, inputs):
     torch.manual_seed(1)
     x, weight = torch.randn(300, inputs).to(dtype), torch.randn(130, inputs).to(dtype)
-    if int8:
-        packed = compiled.pack_codes(*quantize_weight(weight), None)
-        run = compiled.linear
-    else:
-        packed, run = compiled.pack_linear(weight, None), compiled.linear
-    whole, before = run(x, packed), torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
+    packed = packed_of(compiled, weight, int8)
+    whole = compiled.linear(x, packed)
+    for threads in (1, 2):
+        with threads_of(threads):
             for rows in (1, 2, 3, 5, 6, 7, 16, 17, 33, 64, 299):
-                assert torch.equal(run(x[:rows], packed), whole[:rows])
-                assert torch.equal(run(x[-rows:].contiguous(), packed), whole[-rows:])
-    finally:
-        torch.set_num_threads(before)
+                assert torch.equal(compiled.linear(x[:rows], packed), whole[:rows])
+                assert torch.equal(compiled.linear(x[-rows:].contiguous(), packed), whole[-rows:])
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_shows(compiled, value):
+def test_what_is_no_number_shows(compiled, value, int8):
     x, weight = torch.ones(3, 40), torch.randn(6, 40)
     x[1, 33] = value
-    for y in (
-        compiled.linear(x, compiled.pack_linear(weight, None)),
-        compiled.linear(x, compiled.pack_codes(*quantize_weight(weight), None)),
-    ):
-        assert not y[1].isfinite().any()
-        assert y[[0, 2]].isfinite().all()
+    y = compiled.linear(x, packed_of(compiled, weight, int8))
+    assert not y[1].isfinite().any()
+    assert y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("way", EMULATED)
+@pytest.mark.parametrize("inputs", [1, 33, 64, 95])
+@pytest.mark.parametrize("rows", [1, 2, 17, 33])
+def test_a_broken_row_breaks_no_other_in_its_tile(way, rows, inputs):
+    """0 x NaN is NaN: neither the rows of a tile nor what lies behind a row's end may meet."""
+    torch.manual_seed(3)
+    compiled = operators(way)
+    room = torch.full((rows + 2, inputs), float("nan"), dtype=torch.bfloat16)
+    room[1:-1] = torch.randn(rows, inputs)
+    packed = compiled.pack_linear(torch.randn(70, inputs).bfloat16(), None)
+    whole = compiled.linear(room[1:-1], packed)
+    assert whole.isfinite().all()
+    for broken in {0, rows // 2, rows - 1}:
+        x = room[1:-1].clone()
+        x[broken, -1] = float("inf")
+        got = compiled.linear(x, packed)
+        others = [row for row in range(rows) if row != broken]
+        assert got[others].equal(whole[others])
+        assert not got[broken].isfinite().any()
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(DTYPES),
+    rows=st.sampled_from([1, 3, 16, 17, 33, 50]),
+    inputs=st.sampled_from([1, 3, 31, 64, 129, 260]),
+    outputs=st.sampled_from([2, 6, 62, 64, 130]),
+    kind=st.sampled_from(["plain", "float", *GATES]),
+    biased=st.booleans(),
+)
+@settings(max_examples=examples(20, 60), deadline=None)
+def test_int8_has_the_bits_of_vectors(seed, dtype, rows, inputs, outputs, kind, biased):
+    """Sums are exact, so that no key need tell the ways apart; the greatest result is the same one, too."""
+    torch.manual_seed(seed)
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs)
+    x[-1, :1] = float("nan")
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    vectors, *others = [
+        (one.linear(x, packed), one.argmax(x, packed) if kind == "float" else None)
+        for one in map(operators, ("none", *EMULATED))
+        for packed in [packed_of(one, weight, True, bias, kind)]
+    ]
+    for results, greatest in others:
+        assert vectors[0].view(torch.uint8).equal(results.view(torch.uint8))
+        assert greatest is None or greatest.equal(vectors[1])
+
+
+@pytest.mark.skipif(
+    not tile_grant().given, reason=tile_grant().refusal or "this CPU has no tiles that are known"
+)
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 33, 300])
+@pytest.mark.parametrize("inputs", [31, 64, 577])
+def test_the_cpus_tiles_have_the_bits_of_those_in_c(rows, inputs):
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(200, inputs).bfloat16()
+    ours, in_c = (one.linear(x, one.pack_linear(weight, None, "float")) for one in map(operators, WAYS[:2]))
+    assert ours.equal(in_c)
 
 
 def test_what_does_not_fit_is_refused(compiled):
@@ -208,16 +247,10 @@ def test_the_greatest_result_is_the_first_of_equals(tiles, seed, dtype, rows, ou
     weight = torch.randint(-steps, steps, (outputs, 8)).to(dtype)
     weight[:, :4] = -weight[:, :4].abs() - 1
     x[:1, 4:] = 0
-    if int8:
-        packed = compiled.pack_codes(*quantize_weight(weight), None, "float")
-        logits = compiled.linear(x, packed)
-    else:
-        packed = compiled.pack_linear(weight, None, "float")
-        logits = compiled.linear(x, packed)
+    packed = packed_of(compiled, weight, int8, kind="float")
     with threads_of(threads):
         got = compiled.argmax(x, packed)
-    wanted = [row.index(max(row)) for row in logits.tolist()]
-    assert got.tolist() == wanted
+    assert got.tolist() == [row.index(max(row)) for row in compiled.linear(x, packed).tolist()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
+from batchinfer_kernels.cpu.attention_plan import MAX_ROWS
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.cpu.structures import (
@@ -30,13 +30,7 @@ from batchinfer_kernels.mask import mask_reference, mask_words
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
 from tests.kernels.cpu_cache import laid_out, plain
-
-DTYPES = (torch.float32, torch.bfloat16)
-# One rounding of the stored type: 2^-24 and 2^-8, with room for sums in another order.
-TOLERANCE = {
-    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
-    torch.bfloat16: {"atol": 2e-2, "rtol": 1.6e-2},
-}
+from tests.kernels.cpu_kit import DTYPES, TOLERANCE
 
 
 @pytest.fixture(scope="session")
@@ -230,18 +224,6 @@ def test_structures_are_those_of_the_library():
     structures = (*steps, ExpertsStructure, Latent, PartsStructure)
     ours = [ctypes.sizeof(structure) for structure in structures]
     assert list(found) == [*ours, MAX_HEAD_DIM, MAX_ROWS]
-
-
-def test_heads_that_end_within_a_word_are_refused(compiled):
-    q, cache = torch.zeros(1, 2, 5).bfloat16(), torch.zeros(1, 2, compiled.lanes, compiled.lanes).bfloat16()
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"heads of 5 values of torch.bfloat16"):
-        compiled.paged_attention(q, cache, cache, 4, table, attention_items([1], [1], 1), 1.0)
-
-
-def test_heads_that_are_too_large_are_refused(compiled):
-    with pytest.raises(ValueError, match="at most 256"):
-        compiled.cache_shape(1, 16, 257)
 
 
 def test_nan_reaches_the_output(compiled):

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
 from batchinfer_kernels.layer_norm import layer_norm_reference
+from tests.kernels.cpu_kit import DTYPES, threads_of
 
 ROWS = 130
 # Shorter than a vector, around its multiples, odd, and beyond what torch sums at once (64 vectors)
 WIDTHS = (1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 100, 127, 255, 257, 577, 1025, 2049)
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def drawn(width: int, dtype: torch.dtype, heads: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, weight, bias, residual; rows far from 0, whose mean takes most of their bits."""
+    """Return x, weight, bias and residual; rows are far from 0, so that their mean takes most of their bits."""
     generator = torch.Generator().manual_seed(width)
     shape = (width,) if heads is None else (heads, width)
     x, residual = (torch.randn(ROWS, *shape, generator=generator) * 3 + 5 for _ in range(2))
@@ -41,7 +29,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
         beside = None if residual is None else residual[start:stop].clone()
         return layer_norm_reference(x[start:stop].clone(), weight, bias, 1e-5, beside)
 
-    with threads(1):
+    with threads_of(1):
         alone = [torch.cat(parts) for parts in zip(*(normed(i, i + 1) for i in range(ROWS)), strict=True)]
     for start in starts:
         for part, wanted in zip(normed(start, ROWS), alone, strict=True):
@@ -50,20 +38,20 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
             assert torch.equal(part, wanted[: start + 1]), f"{start + 1} rows"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, width: int) -> None:
     x, weight, bias, residual = drawn(width, dtype)
-    with threads(2):
+    with threads_of(2):
         check(x, weight, bias, residual, range(ROWS))
         check(x, weight, None, None, range(0, ROWS, 13))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 20, 33, 64, 129])
 def test_nor_do_the_heads_of_a_row(dtype: torch.dtype, width: int) -> None:
     """Each with a weight of its own."""
     x, weight, bias, _ = drawn(width, dtype, heads=3)
-    with threads(2):
+    with threads_of(2):
         check(x, weight, bias, None, range(0, ROWS, 7))
         check(x, weight, None, None, range(0, ROWS, 13))

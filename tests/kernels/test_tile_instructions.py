@@ -18,9 +18,10 @@ import torch
 from batchinfer_kernels import tiles
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.quantized_linear import quantize_weight
 from tests.kernels.c_units import compiled_unit
-from tests.kernels.test_cpu_linear import GATES, operators, threads_of
+from tests.kernels.cpu_kit import operators, threads_of
+from tests.kernels.test_cpu_experts import packed_experts, starts_of
+from tests.kernels.test_cpu_linear import GATES, packed_of
 
 LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
 pytestmark = [
@@ -73,9 +74,7 @@ def test_linear_layers_have_the_bits_of_tiles_in_c(real, traps, rows, inputs, in
     x, weight, bias = (torch.randn(*size).bfloat16() for size in ((rows, inputs), (130, inputs), (130,)))
 
     def run(compiled: CompiledOperators, kind: str) -> torch.Tensor:
-        if int8:
-            return compiled.linear(x, compiled.pack_codes(*quantize_weight(weight), bias, kind))
-        return compiled.linear(x, compiled.pack_linear(weight, bias, kind))
+        return compiled.linear(x, packed_of(compiled, weight, int8, bias, kind))
 
     for kind in ("plain", "float", *GATES):
         with executed(traps) as counts, threads_of(2):
@@ -88,15 +87,13 @@ def test_linear_layers_have_the_bits_of_tiles_in_c(real, traps, rows, inputs, in
 @pytest.mark.parametrize("int8", [False, True])
 def test_experts_have_the_bits_of_tiles_in_c(real, traps, int8):
     torch.manual_seed(5)
-    counts_of, starts = [0, 40, 1, 17, 3], torch.tensor([0, 0, 40, 41, 58, 61])
-    x, weight = torch.randn(61, 70).bfloat16(), torch.randn(len(counts_of), 66, 70).bfloat16()
-    codes, scales = quantize_weight(weight.flatten(0, 1))
+    counts = [0, 40, 1, 17, 3]
+    x, weight = torch.randn(61, 70).bfloat16(), torch.randn(len(counts), 66, 70).bfloat16()
 
     def run(compiled: CompiledOperators) -> torch.Tensor:
-        if int8:
-            shaped = codes.view(weight.shape), scales.view(weight.shape[:2])
-            return compiled.grouped_linear(x, compiled.pack_expert_codes(*shaped, None, "gated"), starts)
-        return compiled.grouped_linear(x, compiled.pack_experts(weight, None, "gated"), starts)
+        return compiled.grouped_linear(
+            x, packed_experts(compiled, weight, int8, None, "gated"), starts_of(counts)
+        )
 
     with executed(traps), threads_of(2):
         got = run(real)

@@ -11,7 +11,7 @@ import torch
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.tiles import tile_grant
-from tests.kernels.test_cpu_linear import operators, threads_of
+from tests.kernels.cpu_kit import operators, threads_of
 
 ROWS = (1, 2, 3, 6, 8, 12, 16, 17, 32, 33, 64, 128, 1024)
 SHAPES = ((576, 960), (576, 3072), (1536, 576))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import platform
 import signal
@@ -16,10 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer_kernels.cpu import build
+from batchinfer_kernels.tiles import FLAGS, Grant, ask
 from tests.examples import examples
 from tests.kernels.c_units import assembled, compiled_unit
+from tests.kernels.cpu_kit import assert_goes_through, operators
 from tests.kernels.tile_probe import address, multiply, shapes_of
 
+X86 = platform.machine() in ("x86_64", "AMD64")
 LEAST = Fraction(2) ** -126  # the smallest normal float
 
 
@@ -214,7 +219,7 @@ multiply(probe, x, weight, total, shapes=shapes)
 """
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the signal is that of x86-64")
+@pytest.mark.skipif(not X86, reason="the signal is that of x86-64")
 @pytest.mark.parametrize(
     ("change", "signal_"),
     [
@@ -232,26 +237,86 @@ def test_what_the_instructions_refuse_is_refused(probe_path, change, signal_):
     assert ended_by(probe_path, REFUSED.format(change)) == signal_
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the signal is that of x86-64")
+@pytest.mark.skipif(not X86, reason="the signal is that of x86-64")
 def test_a_tile_without_a_shape_is_refused(probe_path):
     lines = "probe.load_without_shape(address(np.zeros(256, np.uint32)))"
     assert ended_by(probe_path, lines) == signal.SIGILL
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="no such instructions")
+CONFIGURED = ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease")
+
+
+@pytest.mark.skipif(not X86, reason="no such instructions")
 @pytest.mark.parametrize(
-    ("options", "found"), [((), True), (("-DNO_TILES",), False), (("-DEMULATED_TILES",), False)]
+    ("source", "instructions"),
+    [
+        ("tile_probe.c", (*CONFIGURED, "tilezero", "tdpbusd")),
+        (str(build.FOLDER / "bfloat16.c"), (*CONFIGURED, "tdpbusd")),
+        (str(build.FOLDER / "attention_bfloat16.c"), CONFIGURED),
+    ],
 )
-def test_instructions_are_used_where_the_compiler_may(options, found):
-    """Compiled for a CPU that has them, on any."""
-    text = assembled("tile_probe.c", "-march=sapphirerapids", *options)
-    for instruction in (
-        "ldtilecfg",
-        "tileloadd",
-        "tilezero",
-        "tdpbf16ps",
-        "tdpbusd",
-        "tilestored",
-        "tilerelease",
-    ):
-        assert (instruction in text) == found
+def test_instructions_are_used_where_the_compiler_may(source, instructions):
+    """Compiled for a CPU that has them, on any; -O1, since it is not run."""
+    for options in ((), ("-DNO_TILES",)):
+        text = assembled(source, "-march=sapphirerapids", "-O1", *options)
+        assert {instruction for instruction in instructions if instruction in text} == (
+            set() if options else set(instructions)
+        )
+
+
+def test_what_is_granted_is_asked_for():
+    asked = []
+
+    def request(error: int) -> int:
+        asked.append(error)
+        return error
+
+    assert ask(frozenset({"avx512f", "amx_tile"}), lambda: request(0)) == Grant(False)
+    assert asked == []  # a system that knows no tiles may not know the question
+    if X86:
+        assert ask(FLAGS, lambda: request(0)) == Grant(True)
+        refused = ask(FLAGS, lambda: request(errno.EPERM))
+        assert (refused.given, refused.way) == (False, "none")
+        assert "Operation not permitted" in refused.refusal
+
+
+def test_operators_say_what_they_compute_in():
+    assert [operators(way).has_tiles for way in ("none", "emulated", "emulated_mmla")] == [False, True, False]
+
+
+OPERATORS = """
+import sys, torch
+from batchinfer_kernels.cpu.attention_plan import attention_items
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.quantized_linear import quantize_weight
+from tests.kernels.guarded_tensor import at_the_end
+
+compiled = CompiledOperators(tiles=sys.argv[1])
+torch.manual_seed(0)
+for rows in (1, 16, 17, 33):
+    for inputs in (1, 31, 64, 97):
+        weight = torch.randn(130, inputs)
+        plain, codes = compiled.pack_linear(weight.bfloat16(), None), quantize_weight(weight)
+        for packed in (plain, compiled.pack_codes(*codes, None)):
+            panels = at_the_end(packed.panels)
+            packed.structure.panels = panels.data_ptr()
+            x = at_the_end(torch.randn(rows, inputs).bfloat16())
+            assert compiled.linear(x, packed).isfinite().all()
+table = torch.zeros(1, 1, dtype=torch.int32)
+for size in (4, 16, 40):
+    items = attention_items([size], [size], 3)
+    for dim in (20, 64, 80):
+        shape = (1, *compiled.cache_shape(1, size, dim))
+        q, k, v = (at_the_end(torch.randn(s).bfloat16()) for s in ((size, 3, dim), shape, shape))
+        assert compiled.paged_attention(q, k, v, size, table, items, 0.3).isfinite().all()
+    for rank, turned in ((512, 64), (32, 32), (20, 8), (33, 2)):
+        cache = at_the_end(torch.randn(1, 1, size, rank + turned).bfloat16())
+        q = at_the_end(torch.randn(size, 3, rank + turned).bfloat16())
+        assert compiled.latent_attention(q, cache, table, items, 0.3, rank).isfinite().all()
+"""
+
+
+@pytest.mark.parametrize("way", ["emulated", "emulated_mmla"])
+def test_operators_read_nothing_beside_their_operands(way):
+    """Operands of products and of attention end where memory does."""
+    assert_goes_through(OPERATORS, way)

@@ -9,16 +9,10 @@ import torch
 
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.latent_attention import latent_attention_reference
-from batchinfer_kernels.paged_attention import paged_attention_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.tiles import OPTIONS
-from tests.kernels.test_cpu_attention import attend, tree_case
-from tests.kernels.test_cpu_codes import attend as attend_codes
-from tests.kernels.test_cpu_codes import coded
-from tests.kernels.test_cpu_operators import DTYPES, TOLERANCE
-from tests.kernels.test_latent_attention import attend as attend_latents
-from tests.kernels.test_latent_attention import latent_case
+from tests.kernels.cpu_kit import DTYPES, TOLERANCE
+from tests.kernels.cpu_steps import latent_step, tree_step
 
 # What takes an instruction set away from `-march=native`. An option for a set that is not there changes nothing.
 NARROWER = {
@@ -51,35 +45,17 @@ def operators(request, tmp_path_factory) -> CompiledOperators:
     return found
 
 
+@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [20, 64, 72])
-@pytest.mark.parametrize("group", [1, 3])
-def test_shared_prefixes_change_no_bit(operators, dtype, dim, group):
+@pytest.mark.parametrize(("dim", "group"), [(20, 3), (64, 1), (72, 7)])
+def test_shared_prefixes_change_no_bit(operators, dtype, dim, group, codes):
     """Rows of a shared prefix go through a loop that is compiled for their number, alone through the one for one."""
     for children in (2, 3, 5):
         for depths, block_size in (([2], 16), ([1], 64), ([3, 2], 5), ([24], 5)):
-            q, caches, table, contexts = tree_case(
-                children, dtype, 2, group, dim, block_size, children, depths, own=2
-            )
-            one = [1] * len(contexts)
-            together = attend(operators, q, caches, table, one, contexts, 0.2)
-            apart = attend(operators, q, caches, table, one, contexts, 0.2, share=False)
-            assert torch.equal(together, apart), (children, depths, block_size)
-            wanted = paged_attention_reference(q, *caches, table, one, contexts, 0.2)
-            torch.testing.assert_close(together, wanted, **TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "group"), [(20, 3), (64, 1), (72, 7)])
-def test_shared_prefixes_change_no_bit_of_codes(operators, dtype, dim, group):
-    for children, depths, block_size in ((2, [2], 16), (5, [1], 64), (3, [3, 2], 5)):
-        q, values, table, contexts = tree_case(1, dtype, 2, group, dim, block_size, children, depths, own=2)
-        caches, scales = zip(*map(coded, values), strict=True)
-        step = (table, [1] * len(contexts), contexts, 0.2)
-        together = attend_codes(operators, q, caches, scales, *step)
-        assert torch.equal(together, attend_codes(operators, q, caches, scales, *step, share=False))
-        wanted = paged_attention_reference(q, *caches, *step, k_scale=scales[0], v_scale=scales[1])
-        torch.testing.assert_close(together, wanted, **TOLERANCE[dtype])
+            step = tree_step(children, 2, group, dim, block_size, children, depths, own=2).to(dtype, codes)
+            together = step.attend(operators)
+            assert torch.equal(together, step.attend(operators, share=False)), (children, depths, block_size)
+            torch.testing.assert_close(together, step.reference(), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,17 +87,8 @@ def test_results_of_many_rows_are_those_of_a_row_alone(operators, dtype, width):
             poisoned = torch.full((rows + 2 * more, width), float("nan")).to(dtype)
             y = poisoned.flatten()[more * width + first :]
             total = torch.empty_like(x)
-            norm(
-                x.data_ptr(),
-                other.data_ptr(),
-                weight.data_ptr(),
-                y.data_ptr(),
-                total.data_ptr(),
-                rows,
-                width,
-                1e-5,
-                offset,
-            )
+            places = (tensor.data_ptr() for tensor in (x, other, weight, y, total))
+            norm(*places, rows, width, 1e-5, offset)
             alone = [
                 operators.rms_norm(x[i : i + 1], weight, 1e-5, other[i : i + 1], offset) for i in range(rows)
             ]
@@ -146,12 +113,8 @@ def test_codes_of_many_rows_are_those_of_a_row_alone(operators, dtype, inputs):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rank", "turned"), [(64, 32), (33, 8)])
 def test_a_query_of_latents_does_not_depend_on_the_others(operators, dtype, rank, turned):
-    chunks = [(40, 75), (1, 33)]
-    q, cache, table, queries, contexts = latent_case(rank, 6, rank, turned, 24, chunks)
-    q, cache = q.to(dtype), cache.to(dtype)
-    together = attend_latents(operators, q, cache, table, queries, contexts, 0.3, rank)
+    step = latent_step(rank, 6, rank, turned, 24, [(40, 75), (1, 33)]).to(dtype)
+    together = step.attend(operators)
     for n in (1, 7, 39):
-        alone = attend_latents(operators, q[:n], cache, table[:1], [n], [35 + n], 0.3, rank)
-        assert torch.equal(alone, together[:n])
-    wanted = latent_attention_reference(q, cache, table, queries, contexts, 0.3, rank)
-    torch.testing.assert_close(together, wanted, **TOLERANCE[dtype])
+        assert torch.equal(step.part(0, 0, n).attend(operators), together[:n])
+    torch.testing.assert_close(together, step.reference(), **TOLERANCE[dtype])

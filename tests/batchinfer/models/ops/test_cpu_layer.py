@@ -26,7 +26,7 @@ from batchinfer.models.spec.spec import (
 )
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from tests.examples import examples
-from tests.kernels.test_cpu_linear import WAYS, operators
+from tests.kernels.cpu_kit import WAYS, operators
 
 HIDDEN, INNER, KV_HEADS, BLOCK, SHARED = 52, 70, 2, 16, 9
 

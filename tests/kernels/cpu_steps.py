@@ -1,0 +1,173 @@
+"""Steps of attention for the compiled operators: caches in which nothing unused may be read, and how a step is run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.cpu.attention_plan import attention_items
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.paged_attention import AttentionGroup, SequenceShape, build_group, group_sequences
+from batchinfer_kernels.latent_attention import latent_attention_reference
+from batchinfer_kernels.paged_attention import paged_attention_reference
+from batchinfer_kernels.rope_store import coded_reference
+from tests.kernels.cpu_cache import codes_laid_out, laid_out
+from tests.kernels.cpu_kit import threads_of
+
+Chunks = list[tuple[int, int]]  # queries, and the context that they end
+
+
+@dataclass(frozen=True)
+class Step:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    chunks: Chunks
+    scales: tuple[Tensor, Tensor] | None = None  # of caches of codes
+
+    @property
+    def queries(self) -> list[int]:
+        return [queries for queries, _ in self.chunks]
+
+    @property
+    def contexts(self) -> list[int]:
+        return [context for _, context in self.chunks]
+
+    def to(self, dtype: torch.dtype, codes: bool = False) -> Step:
+        """Return this step with values of a dtype; `codes`: with caches of int8 codes of the values."""
+        if not codes:
+            return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+        (k, k_scale), (v, v_scale) = coded(self.k), coded(self.v)
+        return replace(self, q=self.q.to(dtype), k=k, v=v, scales=(k_scale, v_scale))
+
+    def attend(self, compiled: CompiledOperators, window=None, share=True, **rules) -> Tensor:
+        size, group = self.k.shape[2], self.q.shape[1] // self.k.shape[1]
+        pages = (self.table.numpy(), compiled.pages(size)) if share else ()
+        items, scales = attention_items(self.queries, self.contexts, group, *pages), None
+        if self.scales is None:
+            k, v = laid_out(compiled, self.k, self.v)
+        else:
+            k, v, scales = codes_laid_out(compiled, self.k, self.v, self.scales, self.q.element_size())
+        return compiled.paged_attention(
+            self.q, k, v, size, self.table, items, 0.3, window, scales=scales, **rules
+        )
+
+    def reference(self, window=None, **rules) -> Tensor:
+        k_scale, v_scale = self.scales or (None, None)
+        caches = (self.k, self.v, self.table, self.queries, self.contexts)
+        return paged_attention_reference(
+            self.q, *caches, 0.3, window, k_scale=k_scale, v_scale=v_scale, **rules
+        )
+
+    def leave_behind(self, window: int | None) -> None:
+        """Poison the blocks that the window of each chunk's first query has left, and name another in the tables."""
+        for row, (queries, context) in enumerate(self.chunks):
+            seen = 0 if window is None else max(0, context - queries - window + 1)
+            left = self.table[row, : seen // self.k.shape[2]]
+            for tensor in self.scales or (self.k, self.v):
+                tensor[left.long()] = float("nan")
+            left[:] = self.table[row, 0]
+
+    def part(self, row: int, first: int, count: int) -> Step:
+        """Return the step of queries [first, first + count) of one sequence alone."""
+        queries, context = self.chunks[row]
+        start = sum(self.queries[:row]) + first
+        chunks = [(count, context - queries + first + count)]
+        return replace(self, q=self.q[start : start + count], table=self.table[row : row + 1], chunks=chunks)
+
+    def groups(self, window: int | None = None) -> list[AttentionGroup]:
+        """Return the groups of sequences as torch's operators take them."""
+        shapes = [
+            SequenceShape(row, sum(self.queries[:row]), queries, context)
+            for row, (queries, context) in enumerate(self.chunks)
+        ]
+        size, windows = self.k.shape[2], frozenset({window})
+        return [build_group(group, self.table, size, windows) for group in group_sequences(shapes)]
+
+
+@dataclass(frozen=True)
+class LatentStep(Step):
+    """A step over a cache of latents, which is `k`. `rank`: the first values of a latent, which are its V."""
+
+    rank: int = 0
+
+    def attend(self, compiled: CompiledOperators, window=None, share=True, heads=None) -> Tensor:
+        """`heads`: how many heads an item has; by default all."""
+        pages = (self.table.numpy(), compiled.latent_pages(self.k.shape[2], self.q.dtype)) if share else ()
+        items = attention_items(self.queries, self.contexts, heads or self.q.shape[1], *pages)
+        return compiled.latent_attention(self.q, self.k, self.table, items, 0.3, self.rank)
+
+    def reference(self) -> Tensor:
+        step = (self.k, self.table, self.queries, self.contexts)
+        return latent_attention_reference(self.q, *step, 0.3, self.rank)
+
+
+def coded(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(blocks, heads, block_size, D) as codes and scales, (blocks, heads, block_size); the scale of what nobody wrote
+    is NaN, which its values were."""
+    blocks, heads, size, dim = values.shape
+    codes, scales = coded_reference(values.transpose(1, 2).reshape(-1, heads, dim), torch.int8)
+    return (
+        codes.view(blocks, size, heads, dim).transpose(1, 2).contiguous(),
+        scales.view(blocks, size, heads).transpose(1, 2).contiguous(),
+    )
+
+
+def poisoned_step(seed: int, heads: int, kv_heads: int, dim: int, block_size: int, chunks: Chunks) -> Step:
+    """Random values; places of the caches that no sequence uses are NaN."""
+    torch.manual_seed(seed)
+    tables = [-(-context // block_size) for _, context in chunks]
+    total = sum(tables) + 3
+    caches = [torch.full((total, kv_heads, block_size, dim), float("nan")) for _ in range(2)]
+    free = list(range(total))
+    random.Random(seed).shuffle(free)
+    table = torch.zeros(len(chunks), max(tables), dtype=torch.int32)
+    for row, (_, context) in enumerate(chunks):
+        for i in range(tables[row]):
+            table[row, i] = block = free.pop()
+            used = min(block_size, context - i * block_size)
+            for cache in caches:
+                cache[block, :, :used] = torch.randn(kv_heads, used, dim)
+    return Step(torch.randn(sum(n for n, _ in chunks), heads, dim), *caches, table, chunks)
+
+
+def latent_step(seed: int, heads: int, rank: int, turned: int, block_size: int, chunks: Chunks) -> LatentStep:
+    """Likewise over latents; `turned`: the values of a latent that are rotated, behind the first `rank`."""
+    return LatentStep(**vars(poisoned_step(seed, heads, 1, rank + turned, block_size, chunks)), rank=rank)
+
+
+def tree_step(seed: int, kv_heads: int, group: int, dim: int, block_size: int, children, depths, own) -> Step:
+    """Single queries of sequences whose block tables form a tree: `depths` blocks at each level, then their own."""
+    generator, fresh, paths = torch.Generator().manual_seed(seed), iter(range(10_000)), [()]
+    for blocks in depths:
+        paths = [
+            (*path, *shared)
+            for path in paths
+            for shared in [[next(fresh) for _ in range(blocks)] for _ in range(children)]
+        ]
+    rows = [(*path, *(next(fresh) for _ in range(own))) for path in paths for _ in range(children)]
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    table = torch.tensor([rows[i] for i in order], dtype=torch.int32)
+    shape = (int(table.max()) + 1, kv_heads, block_size, dim)
+    caches = [torch.randn(shape, generator=generator) for _ in range(2)]
+    q = torch.randn(len(rows), kv_heads * group, dim, generator=generator)
+    last = table.shape[1] * block_size
+    return Step(q, *caches, table, [(1, last - i % min(own * block_size, 7)) for i in range(len(rows))])
+
+
+def assert_rows_are_their_own(step: Step, compiled: CompiledOperators) -> None:
+    """Whole, in chunks that fill a tile of rows or do not, alone, with others, on one thread or two: the same bits."""
+    whole = step.attend(compiled)
+    for threads in (1, 2):
+        with threads_of(threads):
+            for row, queries in enumerate(step.queries):
+                start = sum(step.queries[:row])
+                for size in {1, 5, 6, 17, 32, queries - 1} if queries > 40 else {queries}:
+                    for first in range(0, queries, size):
+                        part = step.part(row, first, min(size, queries - first))
+                        wanted = whole[start + first : start + first + len(part.q)]
+                        assert torch.equal(part.attend(compiled), wanted), (row, first, size)
