@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from batchinfer_kernels import cost
 from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
@@ -34,71 +37,81 @@ from batchinfer_kernels.sample import RowSampling, sample_reference
 from tests.kernels.counting import bytes_of, counted
 
 
-def layer(tokens, inputs, outputs):
-    """x, and a weight."""
-    x, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs)
-    return x.bfloat16(), weight.bfloat16()
+def assert_counted(found: cost.Cost, reference: Any, *arguments: Any, moved: Any, **options: Any) -> None:
+    """`moved`: the operands; the results are moved, too."""
+    assert found.flops == counted(reference, *arguments, **options)
+    made = reference(*arguments, **options)
+    assert found.bytes == bytes_of(*moved, *(made if isinstance(made, tuple) else (made,)))
 
 
-@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33)])
-def test_linear(sizes):
-    x, weight = layer(*sizes)
-    found = cost.linear_cost(*sizes, 2, 2)
-    assert found.flops == counted(matmul_reference, x, weight)
-    assert found.bytes == bytes_of(x, weight, matmul_reference(x, weight))
+def operands(weight: Any) -> list[Tensor]:
+    """Return what of a weight is read: a tensor, codes with their scales, or the fields of a coded weight."""
+    if isinstance(weight, Tensor):
+        return [weight]
+    parts = weight if isinstance(weight, tuple) else (getattr(weight, n, None) for n in OPERANDS)
+    return [part for part in parts if part is not None]
 
 
-@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33)])
-def test_linear_of_codes(sizes):
-    x, weight = layer(*sizes)
-    for reference, codes, declared in (
-        (quantized_linear_reference, quantize_weight(weight), cost.quantized_linear_cost),
-        (fp8_matmul_reference, quantize_rows_fp8(weight), cost.fp8_linear_cost),
-    ):
-        found = declared(*sizes, 2)
-        assert found.flops == counted(reference, x, *codes)
-        assert found.bytes == bytes_of(x, *codes, reference(x, *codes))
+OPERANDS = ("packed", "codes", "scales", "zeros")
+# How a weight is coded, its reference, the cost that is declared, and the options of this
+LINEAR: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "plain": (lambda weight: weight, matmul_reference, cost.linear_cost, {"weight_itemsize": 2}),
+    "int8": (quantize_weight, quantized_linear_reference, cost.quantized_linear_cost, {}),
+    "fp8": (quantize_rows_fp8, fp8_matmul_reference, cost.fp8_linear_cost, {}),
+    "block_fp8": (quantize_blocks_fp8, block_fp8_matmul_reference, cost.block_fp8_linear_cost, {}),
+    "int8_weight": (quantize_int8, int8_weight_matmul_reference, cost.weight_only_linear_cost, {}),
+    **{
+        f"int4_{group}{'_zeros' * zeros}": (
+            partial(quantize_int4, group=group, symmetric=not zeros),
+            int4_weight_matmul_reference,
+            cost.weight_only_linear_cost,
+            {"group": group, "zeros": zeros},
+        )
+        for group in (32, 128)
+        for zeros in (False, True)
+    },
+}
 
 
-@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 300, 200)])
-def test_linear_of_codes_with_scales_of_blocks(sizes):
-    x, weight = layer(*sizes)
-    coded = quantize_blocks_fp8(weight)
-    found = cost.block_fp8_linear_cost(*sizes, 2)
-    assert found.flops == counted(block_fp8_matmul_reference, x, coded)
-    assert found.coded_ops == 2 * math.prod(sizes)
-    assert found.bytes == bytes_of(x, coded.codes, coded.scales, block_fp8_matmul_reference(x, coded))
+@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33), (5, 300, 200)])
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear(name, sizes):
+    quantize, reference, declared, options = LINEAR[name]
+    tokens, inputs, outputs = sizes
+    x, weight = torch.randn(tokens, inputs).bfloat16(), quantize(torch.randn(outputs, inputs).bfloat16())
+    found, given = declared(*sizes, 2, **options), weight if isinstance(weight, tuple) else (weight,)
+    assert_counted(found, reference, x, *given, moved=[x, *operands(weight)])
+    assert found.coded_ops == (2 * math.prod(sizes) if name in ("int8", "block_fp8") else 0)
+
+
+STARTS = torch.tensor([0, 2, 2, 6])  # the second expert has no row
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 4), (200, 33)])
+def test_grouped_linear(inputs, outputs):
+    x, weight = torch.randn(6, inputs).bfloat16(), torch.randn(3, outputs, inputs).bfloat16()
+    found = cost.grouped_linear_cost(6, 2, inputs, outputs, 2, 2)
+    assert_counted(found, grouped_matmul_reference, x, weight, STARTS, moved=[x, weight[:2]])
+    thrice = cost.grouped_linear_cost(6, 2, inputs, outputs, 2, 2, tokens=2)
+    y = grouped_matmul_reference(x, weight, STARTS)
+    assert (thrice.flops, thrice.bytes) == (found.flops, bytes_of(x[:2], weight[:2], y))
+
+
+def test_grouped_linear_of_codes():
+    x, weight = torch.randn(6, 40).bfloat16(), torch.randn(3 * 12, 40).bfloat16()
+    codes, scales = (part.view(3, 12, *part.shape[1:]) for part in quantize_weight(weight))
+    found, moved = cost.quantized_grouped_linear_cost(6, 2, 40, 12, 2), [x, codes[:2], scales[:2]]
+    assert found.coded_ops == 2 * 6 * 40 * 12
+    assert_counted(found, grouped_matmul_reference, x, codes, STARTS, scales=scales, moved=moved)
 
 
 def test_grouped_linear_of_codes_with_scales_of_blocks():
     x, coded = torch.randn(6, 140).bfloat16(), quantize_blocks_fp8(torch.randn(3 * 32, 140), 16)
-    codes, scales, lines = coded.codes.view(3, 32, 140), coded.scales.view(3, 2, 2), coded.lines[:32]
+    codes, scales = coded.codes.view(3, 32, 140), coded.scales.view(3, 2, 2)
+    options = {"scales": scales, "lines": coded.lines[:32], "moved": [x, codes[:2], scales[:2]]}
     found = cost.block_fp8_grouped_linear_cost(6, 2, 140, 32, 2, block=(16, 128))
-    assert found.flops == counted(grouped_matmul_reference, x, codes, STARTS, scales=scales, lines=lines)
     assert found.coded_ops == 2 * 6 * 140 * 32
-    y = grouped_matmul_reference(x, codes, STARTS, scales=scales, lines=lines)
-    assert found.bytes == bytes_of(x, codes[:2], scales[:2], y)
-
-
-@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33)])
-def test_linear_of_a_coded_weight(sizes):
-    x, weight = layer(*sizes)
-    coded = quantize_int8(weight)
-    found = cost.weight_only_linear_cost(*sizes, 2)
-    assert found.flops == counted(int8_weight_matmul_reference, x, coded)
-    assert found.bytes == bytes_of(x, coded.packed, coded.scales, int8_weight_matmul_reference(x, coded))
-
-
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize("sizes", [(1, 128, 4), (5, 200, 33)])
-def test_linear_of_a_weight_coded_in_groups(sizes, group, zeros):
-    x, weight = layer(*sizes)
-    coded = quantize_int4(weight, group, symmetric=not zeros)
-    found = cost.weight_only_linear_cost(*sizes, 2, group=group, zeros=zeros)
-    operands = (coded.packed, coded.scales, *([] if coded.zeros is None else [coded.zeros]))
-    assert found.flops == counted(int4_weight_matmul_reference, x, coded)
-    assert found.bytes == bytes_of(x, *operands, int4_weight_matmul_reference(x, coded))
+    assert_counted(found, grouped_matmul_reference, x, codes, STARTS, **options)
 
 
 def spelled_layer_norm(x, weight, bias, eps, residual):
@@ -128,12 +141,10 @@ def test_layer_norm(tokens, hidden, biased, added):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm(tokens, hidden, dtype):
     x, weight = torch.randn(tokens, hidden).to(dtype), torch.ones(hidden, dtype=dtype)
-    plain = cost.rms_norm_cost(tokens, hidden, x.element_size(), residual=False)
-    assert plain.flops == counted(rms_norm_reference, x, weight, 1e-5)
-    assert plain.bytes == bytes_of(x, weight, x)
-    fused = cost.rms_norm_cost(tokens, hidden, x.element_size(), residual=True)
-    assert fused.flops == counted(rms_norm_reference, x, weight, 1e-5, x)
-    assert fused.bytes == bytes_of(x, x, weight, x, x)
+    for residual, moved in ((None, [x, weight, x]), (x, [x, x, weight, x, x])):
+        found = cost.rms_norm_cost(tokens, hidden, x.element_size(), residual=residual is not None)
+        assert found.flops == counted(rms_norm_reference, x, weight, 1e-5, residual)
+        assert found.bytes == bytes_of(*moved)
 
 
 @pytest.mark.parametrize("codes", [None, "int8", "fp8"])
@@ -168,8 +179,7 @@ def test_rope_of_q_alone(normed):
     q, cos = torch.randn(3, 6, 16).bfloat16(), torch.ones(3, 4)
     norms = [torch.ones(16).bfloat16()] if normed else []
     found = cost.rope_store_cost(3, 6, 0, 16, 2, rotary_dim=8, normed=normed)
-    assert found.flops == counted(rope_reference, q, cos, cos, *norms)
-    assert found.bytes == bytes_of(q, q, cos, cos, *norms)
+    assert_counted(found, rope_reference, q, cos, cos, *norms, moved=[q, cos, cos, *norms])
 
 
 def test_rope_of_whole_heads():
@@ -180,20 +190,13 @@ def test_rope_of_whole_heads():
 def test_gated_activation():
     gate_up = torch.randn(3, 22)
     found = cost.gated_activation_cost(3, 11, 4)
-    assert found.flops == counted(gated_activation_reference, gate_up, "silu")
-    assert found.bytes == bytes_of(gate_up, gate_up[:, :11])
+    assert_counted(found, gated_activation_reference, gate_up, "silu", moved=[gate_up])
 
 
 def test_scaling_and_capping():
-    x = torch.randn(3, 50).bfloat16()
-    found = cost.scale_cost(3, 50, 2)
-    assert (found.flops, found.bytes) == (counted(lambda: x * 0.5), bytes_of(x, x))
-    logits = torch.randn(3, 50)
-    found = cost.cap_cost(3, 50)
-    assert (found.flops, found.bytes) == (
-        counted(lambda: (logits / 30).tanh() * 30),
-        bytes_of(logits, logits),
-    )
+    x, logits = torch.randn(3, 50).bfloat16(), torch.randn(3, 50)
+    assert_counted(cost.scale_cost(3, 50, 2), lambda: x * 0.5, moved=[x])
+    assert_counted(cost.cap_cost(3, 50), lambda: (logits / 30).tanh() * 30, moved=[logits])
 
 
 @pytest.mark.parametrize("drawn", [0, 2])
@@ -234,32 +237,7 @@ def test_mask():
 def test_log_probabilities():
     logits, chosen = torch.randn(3, 50), torch.zeros(3).long()
     found = cost.log_probabilities_cost(3, 50, 4, 4)
-    assert found.flops == counted(log_probabilities_reference, logits, chosen, 4)
-    assert found.bytes == bytes_of(logits, chosen, *log_probabilities_reference(logits, chosen, 4))
-
-
-STARTS = torch.tensor([0, 2, 2, 6])  # the second expert has no row
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 4), (200, 33)])
-def test_grouped_linear(inputs, outputs):
-    x, weight = torch.randn(6, inputs).bfloat16(), torch.randn(3, outputs, inputs).bfloat16()
-    found = cost.grouped_linear_cost(6, 2, inputs, outputs, 2, 2)
-    assert found.flops == counted(grouped_matmul_reference, x, weight, STARTS)
-    y = grouped_matmul_reference(x, weight, STARTS)
-    assert found.bytes == bytes_of(x, weight[:2], y)
-    thrice = cost.grouped_linear_cost(6, 2, inputs, outputs, 2, 2, tokens=2)
-    assert (thrice.flops, thrice.bytes) == (found.flops, bytes_of(x[:2], weight[:2], y))
-
-
-def test_grouped_linear_of_codes():
-    x, weight = torch.randn(6, 40).bfloat16(), torch.randn(3 * 12, 40).bfloat16()
-    codes, scales = (part.view(3, 12, *part.shape[1:]) for part in quantize_weight(weight))
-    found = cost.quantized_grouped_linear_cost(6, 2, 40, 12, 2)
-    assert found.flops == counted(grouped_matmul_reference, x, codes, STARTS, scales=scales)
-    assert found.coded_ops == 2 * 6 * 40 * 12
-    y = grouped_matmul_reference(x, codes, STARTS, scales=scales)
-    assert found.bytes == bytes_of(x, codes[:2], scales[:2], y)
+    assert_counted(found, log_probabilities_reference, logits, chosen, 4, moved=[logits, chosen])
 
 
 def test_routing_and_combination():
@@ -269,8 +247,6 @@ def test_routing_and_combination():
     found = cost.routing_cost(tokens, 7, 3)
     assert found.flops == counted(choose_experts, logits, routing)
     assert found.bytes == bytes_of(logits, choice.experts, choice.weights)
-    made, groups = torch.randn(15, 11), group_by_expert(choice.experts, 7)
-    found = cost.combine_cost(tokens, 3, 11, 4)
-    arguments = (made, groups.order, choice.weights)
-    assert found.flops == counted(combine_reference, *arguments)
-    assert found.bytes == bytes_of(*arguments, combine_reference(*arguments))
+    groups = group_by_expert(choice.experts, 7)
+    arguments = (torch.randn(15, 11), groups.order, choice.weights)
+    assert_counted(cost.combine_cost(tokens, 3, 11, 4), combine_reference, *arguments, moved=arguments)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import RowSampling
 
 # Every filter alone, all together, and greedy rows between
@@ -43,3 +44,32 @@ def row_sampling(kinds: list[dict[str, Any]], device: str = "cpu", seed: int = 0
 def some_logits(rows: int, vocab: int, spread: float, device: str = "cpu", seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, vocab, generator=generator) * spread).to(device)
+
+
+def penalties_of(
+    histories: list[tuple[list[int], list[int]]], banned: list[list[int]], rows: list[int], device: str
+) -> Penalties:
+    """`histories`: prompt and answer of each row; they are laid out in another order, with something between them."""
+    width, n = max([len(b) for b in banned], default=0), len(rows)
+    tokens, starts = [99], [0] * n
+    for i in reversed(range(n)):
+        starts[i] = len(tokens)
+        tokens += [*histories[i][0], *histories[i][1], 5]
+    spread = torch.arange(n, dtype=torch.float32)
+    found = Penalties(
+        torch.tensor(rows, dtype=torch.int32),
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int64),
+        torch.tensor([len(p) for p, _ in histories], dtype=torch.int32),
+        torch.tensor([len(p) + len(a) for p, a in histories], dtype=torch.int32),
+        torch.where(spread % 3 == 1, 1.0, 1.1 + spread / 7),
+        spread / 10,
+        0.3 - spread / 20,
+        torch.tensor([b + [-1] * (width - len(b)) for b in banned], dtype=torch.int32).reshape(n, width),
+    )
+    return moved(found, device)
+
+
+def moved(penalties: Penalties, device: str) -> Penalties:
+    names = penalties.__dataclass_fields__
+    return Penalties(**{name: getattr(penalties, name).to(device) for name in names})

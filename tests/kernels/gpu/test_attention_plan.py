@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batchinfer_kernels.gpu import attention_launch, attention_plan
 from batchinfer_kernels.gpu.attention_plan import (
@@ -17,7 +15,6 @@ from batchinfer_kernels.gpu.attention_plan import (
     plan_attention,
 )
 from batchinfer_kernels.step_tables import StepTables
-from tests.examples import examples
 
 SHAPE = AttentionShape(torch.bfloat16, 8, 2, 64)  # 128 rows of 4 heads: 32 queries an item; tiles of 64 keys
 
@@ -138,6 +135,8 @@ def test_shared_blocks_are_found_level_by_level() -> None:
     found = find_shared([1] * 8 + [2], [600] * 9, StepTables.of(tables), 128, 64)
     assert [(sorted(p.sequences), p.keys) for p in found] == [(list(range(8)), 256), ([0, 1, 2, 3], 512)]
     assert plan([1] * 8 + [2], [600] * 9, found).prefixes is not None
+    whole = find_shared([1] * 8 + [2], [600] * 9, StepTables.of(tables), 128, 512)
+    assert [(sorted(p.sequences), p.keys) for p in whole] == [([0, 1, 2, 3], 512)], "no part of a unit"
     short = find_shared([1] * 8, [256] * 8, StepTables.of(tables[:8]), 128, 64)
     assert short == [], "all of block 2 but its last key is before the query"
 
@@ -150,74 +149,3 @@ def test_little_that_is_shared_is_left_alone() -> None:
     apart = tables_of(*[[i, 9, 9] for i in range(8)])
     assert find_shared([1] * 8, [600] * 8, StepTables.of(apart), 256, 64) == []
     assert find_shared([], [], StepTables.of(np.zeros((0, 3), np.int32)), 256, 64) == []
-
-
-@st.composite
-def steps(draw) -> tuple[list[int], list[int], np.ndarray]:
-    """Query lengths, contexts and tables of sequences whose blocks come of a tree; blocks of 16 keys.
-
-    Few different blocks, the first one among them, which is also what tables are padded with; contexts that end
-    anywhere, within blocks that others share, too.
-    """
-    width = draw(st.integers(1, 8))
-    trunk = draw(st.lists(st.integers(0, 9), min_size=width, max_size=width))
-    lens, contexts, rows = [], [], []
-    for _ in range(draw(st.integers(0, 12))):
-        kept = draw(st.integers(0, width))
-        rows.append(
-            trunk[:kept] + draw(st.lists(st.integers(0, 2), min_size=width - kept, max_size=width - kept))
-        )
-        contexts.append(draw(st.integers(0, 16 * width)))
-        used = -(-contexts[-1] // 16)
-        rows[-1][used:] = [0] * (width - used)
-        lens.append(draw(st.sampled_from((1, 1, 1, 1, 2))))
-    return lens, contexts, np.array(rows, np.int32).reshape(len(rows), width)
-
-
-def keys_in_common(tables: np.ndarray, contexts: list[int], one: int, other: int, unit: int) -> int:
-    """Whole units in the same blocks, before both queries."""
-    blocks = (min(contexts[one], contexts[other]) - 1) // 16
-    while (tables[one, :blocks] != tables[other, :blocks]).any():
-        blocks -= 1
-    return blocks * 16 // unit * unit
-
-
-@settings(max_examples=examples(100, 300), deadline=None)
-@given(steps(), st.sampled_from((16, 32)), st.sampled_from((16, 48)), st.integers(2, 4))
-def test_nothing_worth_a_level_is_missed(step, unit, least_keys, sharers) -> None:
-    lens, contexts, tables = step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_plan, "LEAST_SHARED_KEYS", least_keys)
-        patch.setattr(attention_plan, "LEAST_SHARERS", sharers)
-        found = find_shared(lens, contexts, StepTables.of(tables), 16, unit)
-    taken = [0] * len(lens)
-    for prefix in found:
-        first, members = prefix.sequences[0], prefix.sequences
-        assert len(set(members)) == len(members) >= sharers
-        assert all(lens[i] == 1 for i in members)
-        assert all(keys_in_common(tables, contexts, first, i, unit) >= prefix.keys for i in members)
-        assert {taken[i] for i in members} == {taken[first]}, "levels nest"
-        assert prefix.keys >= taken[first] + least_keys
-        for i in members:
-            taken[i] = prefix.keys
-    singles = [i for i, queries in enumerate(lens) if queries == 1 and contexts[i] > 0]
-    for i in singles:
-        others = sorted(keys_in_common(tables, contexts, i, j, unit) for j in singles if j != i)
-        if len(others) >= sharers - 1:
-            assert taken[i] > others[-(sharers - 1)] - least_keys
-
-
-def test_a_query_within_a_shared_block_does_not_stand_between_those_that_share_it() -> None:
-    """The third sequence writes the last key of block 2; its table, padded with 0, is that of the first, in block 0."""
-    tables = tables_of([1, 2, 0], [1, 2, 5], [1, 2], [1, 2, 7], [1, 2, 8])
-    contexts = [2 * 256 + 9, 3 * 256, 2 * 256, 3 * 256, 3 * 256]
-    found = find_shared([1] * 5, contexts, StepTables.of(tables), 256, 64)
-    assert [(sorted(p.sequences), p.keys) for p in found] == [([0, 1, 2, 3, 4], 256), ([0, 1, 3, 4], 512)]
-
-
-def test_levels_may_be_as_many_as_sequences() -> None:
-    """Turn after turn of one long conversation."""
-    count = 1500
-    turns = np.tril(np.broadcast_to(np.arange(1, count + 1, dtype=np.int32), (count, count)))
-    found = find_shared([1] * count, [256 * (i + 1) for i in range(count)], StepTables.of(turns), 256, 64)
-    assert len(found) == count - attention_plan.LEAST_SHARERS

@@ -7,8 +7,6 @@ import torch
 
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.gpu.copy_parts import copy_parts
-from tests.kernels.gpu.aot import TARGETS, compile_launch
-from tests.kernels.gpu.pairs import each_first
 from tests.kernels.test_copy_parts import BLOCKS, SHAPES, equal, some_parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
@@ -42,14 +40,3 @@ def test_caches_with_gaps_are_refused():
     cache = torch.zeros(4, 2, 4, 16)[..., ::2]
     with pytest.raises(ValueError, match="contiguous"):
         copy_parts(cache, cache, torch.zeros(1, 4, dtype=torch.int64))
-
-
-def launch(dtype: str) -> None:
-    k, v = (torch.zeros(64, 8, 16, 128, dtype=getattr(torch, dtype)) for _ in range(2))
-    copy_parts(k, v, torch.zeros(5, 4, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(("target", "dtype"), each_first(TARGETS, ["float32", "bfloat16", "int8"]))
-def test_compiles(target, dtype):
-    (found,) = compile_launch("tests.kernels.gpu.test_copy_parts:launch", (dtype,), target)
-    found.check()

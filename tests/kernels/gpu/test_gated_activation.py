@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu.gated_activation import gated_activation
-from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
-from tests.kernels.gpu.pairs import each_first, every_pair
 from tests.kernels.gpu.poison import poisoned
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
@@ -79,32 +75,3 @@ def test_rows_may_be_strided(device):
 def test_what_does_not_fit_is_refused(gate_up, activation):
     with pytest.raises(ValueError):
         gated_activation(gate_up, activation)
-
-
-def launch(dtype: str, intermediate: int, activation: str) -> None:
-    gated_activation(torch.zeros(16, 2 * intermediate, dtype=getattr(torch, dtype)), activation)
-
-
-@pytest.mark.parametrize(("target", "case"), each_first(TARGETS, [("bfloat16", "silu"), ("float32", "gelu")]))
-def test_compiles(target, case):
-    dtype, activation = case
-    path = "tests.kernels.gpu.test_gated_activation:launch"
-    (found,) = compile_launch(path, (dtype, 14_336, activation), target)
-    found.check()
-    if target in NVIDIA:
-        assert found.wide_loads() >= 2, "gate and up"
-        assert found.wide_stores() >= 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "dtype", "intermediate"),
-    every_pair(list(product(TARGETS, ACTIVATIONS)), ["bfloat16", "float16", "float32"], [100, 1536, 14_336]),
-    ids=str,
-)
-def test_compiles_at_all_sizes(kind, dtype, intermediate):
-    """All activations on all targets, in all dtypes and at all sizes, but not at all sizes in all dtypes."""
-    target, activation = kind
-    path = "tests.kernels.gpu.test_gated_activation:launch"
-    (found,) = compile_launch(path, (dtype, intermediate, activation), target)
-    found.check()

@@ -50,14 +50,6 @@ def launch_grouped(
         target.processors = before
 
 
-def launch_combine(dtype: str, tokens: int, chosen: int, width: int) -> None:
-    """The same for the combination."""
-    from batchinfer_kernels.gpu.combine import combine
-
-    made = torch.zeros(tokens * chosen, width, dtype=getattr(torch, dtype))
-    combine(made, torch.arange(len(made)), torch.zeros(tokens, chosen))
-
-
 def compiled(
     target: str,
     rows: int,
@@ -98,16 +90,6 @@ def test_scales_of_blocks(target: str, rows: int) -> None:
 def test_deterministic_products_and_odd_sizes() -> None:
     compiled("sm_90", MANY, deterministic=True, activation="silu")
     compiled("sm_90", MANY, ODD, experts=ODD_EXPERTS)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_combination(target: str) -> None:
-    arguments = ("bfloat16", 64, 8, 2048)
-    (kernel,) = compile_launch("tests.kernels.gpu.test_grouped_matmul_aot:launch_combine", arguments, target)
-    kernel.check()
-    if target in NVIDIA:
-        assert kernel.wide_loads() >= 1
-        assert kernel.wide_stores() >= 1
 
 
 @pytest.mark.slow

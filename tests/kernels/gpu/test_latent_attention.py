@@ -8,8 +8,6 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.latent_attention import latent_attention
 from tests.kernels.cpu_steps import LatentStep, latent_step
-from tests.kernels.gpu.aot import TARGETS, compile_launch
-from tests.kernels.gpu.pairs import each_first
 from tests.kernels.gpu.poison import poisoned
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -64,17 +62,3 @@ def test_the_result_goes_where_it_is_wanted(device):
         latent_attention(*tensors, *places, SCALE, 20, torch.empty_like(tensors[0]))
     with pytest.raises(ValueError, match="first 29 of 28"):
         latent_attention(*tensors, *places, SCALE, 29)
-
-
-def launch(dtype: str, heads: int, rank: int, turned: int) -> None:
-    cache = torch.zeros(4, 1, 16, rank + turned, dtype=getattr(torch, dtype))
-    q = torch.zeros(8, heads, rank + turned, dtype=cache.dtype)
-    table, rows = torch.zeros(8, 64, dtype=torch.int32), torch.arange(8)
-    latent_attention(q, cache, table, rows, rows, SCALE, rank)
-
-
-@pytest.mark.parametrize(("target", "dtype"), each_first(TARGETS, ["bfloat16", "float32"]))
-def test_compiles(target, dtype):
-    """At the sizes of DeepSeek-V3."""
-    (found,) = compile_launch("tests.kernels.gpu.test_latent_attention:launch", (dtype, 128, 512, 64), target)
-    found.check()

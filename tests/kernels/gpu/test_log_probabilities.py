@@ -8,8 +8,6 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.log_probabilities import log_probabilities
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
-from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
-from tests.kernels.gpu.pairs import each_first
 from tests.kernels.gpu.poison import poisoned
 from tests.kernels.gpu.sampling_cases import some_logits
 
@@ -76,17 +74,3 @@ def test_equals_the_reference_at_all_sizes(device, vocab):
 def test_what_does_not_fit_is_refused(chosen, most):
     with pytest.raises(ValueError):
         log_probabilities(torch.zeros(2, 8), chosen, most)
-
-
-def launch(dtype: str, vocab: int) -> None:
-    log_probabilities(torch.zeros(16, vocab, dtype=getattr(torch, dtype)), torch.zeros(16).long(), 20)
-
-
-@pytest.mark.parametrize(("target", "dtype"), each_first(TARGETS, ["float32", "bfloat16"]))
-def test_compiles(target, dtype):
-    found = compile_launch("tests.kernels.gpu.test_log_probabilities:launch", (dtype, 151_936), target)
-    for kernel in found:
-        kernel.check()
-        if target in NVIDIA:
-            assert kernel.wide_loads() >= 1, kernel.summary()
-    assert len(found) == 2

@@ -7,8 +7,6 @@ import torch
 
 from batchinfer_kernels.gpu.mask import mask
 from batchinfer_kernels.mask import mask_reference, mask_words
-from tests.kernels.gpu.aot import TARGETS, compile_launch
-from tests.kernels.gpu.pairs import each_first
 from tests.kernels.gpu.sampling_cases import some_logits
 
 
@@ -37,14 +35,3 @@ def test_no_rows(device):
 def test_bits_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="bits"):
         mask(torch.zeros(1, 40), torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32))
-
-
-def launch(dtype: str) -> None:
-    bits = torch.zeros((16, mask_words(151_936)), dtype=torch.int32)
-    mask(torch.zeros(16, 151_936, dtype=getattr(torch, dtype)), torch.arange(16, dtype=torch.int32), bits)
-
-
-@pytest.mark.parametrize(("target", "dtype"), each_first(TARGETS, ["float32", "bfloat16"]))
-def test_compiles(target, dtype):
-    (found,) = compile_launch("tests.kernels.gpu.test_mask:launch", (dtype,), target)
-    found.check()

@@ -12,40 +12,9 @@ from torch import Tensor
 from batchinfer_kernels.gpu import penalties as module
 from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.penalties import Penalties, penalise_reference
-from tests.kernels.gpu.aot import TARGETS, compile_launch
-from tests.kernels.gpu.pairs import each_first
-from tests.kernels.gpu.sampling_cases import some_logits
+from tests.kernels.gpu.sampling_cases import moved, penalties_of, some_logits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def case(
-    histories: list[tuple[list[int], list[int]]], banned: list[list[int]], rows: list[int], device: str
-) -> Penalties:
-    """histories: prompt and answer of each row, laid out in another order with something between them."""
-    width, n = max([len(b) for b in banned], default=0), len(rows)
-    tokens, starts = [99], [0] * n
-    for i in reversed(range(n)):
-        starts[i] = len(tokens)
-        tokens += [*histories[i][0], *histories[i][1], 5]
-    spread = torch.arange(n, dtype=torch.float32)
-    found = Penalties(
-        torch.tensor(rows, dtype=torch.int32),
-        torch.tensor(tokens, dtype=torch.int32),
-        torch.tensor(starts, dtype=torch.int64),
-        torch.tensor([len(p) for p, _ in histories], dtype=torch.int32),
-        torch.tensor([len(p) + len(a) for p, a in histories], dtype=torch.int32),
-        torch.where(spread % 3 == 1, 1.0, 1.1 + spread / 7),
-        spread / 10,
-        0.3 - spread / 20,
-        torch.tensor([b + [-1] * (width - len(b)) for b in banned], dtype=torch.int32).reshape(n, width),
-    )
-    return moved(found, device)
-
-
-def moved(penalties: Penalties, device: str) -> Penalties:
-    names = penalties.__dataclass_fields__
-    return Penalties(**{name: getattr(penalties, name).to(device) for name in names})
 
 
 def check(logits: Tensor, penalties: Penalties) -> None:
@@ -69,7 +38,7 @@ def test_equals_the_reference(device, dtype):
         ([1], [19, 20, -1]),
     ]
     banned = [[3, 4], [], [0], [19, 20, 99], [], [1]]
-    penalties = case(histories, banned, [6, 0, 3, 2, 5, 1], device)
+    penalties = penalties_of(histories, banned, [6, 0, 3, 2, 5, 1], device)
     check(some_logits(7, 20, 3.0, device).to(dtype), penalties)
     check(some_logits(7, 20, 3.0, device).to(dtype), replace(penalties, banned=penalties.banned[:, :0]))
 
@@ -81,7 +50,7 @@ def test_long_histories_take_several_tiles(device, monkeypatch):
         (random.integers(0, 50, n).tolist(), random.integers(0, 50, m).tolist())
         for n, m in ((70, 90), (33, 31))
     ]
-    check(some_logits(2, 50, 3.0, device), case(histories, [list(range(40)), [1]], [0, 1], device))
+    check(some_logits(2, 50, 3.0, device), penalties_of(histories, [list(range(40)), [1]], [0, 1], device))
 
 
 @pytest.mark.slow
@@ -94,14 +63,14 @@ def test_equals_the_reference_on_many_rows(device, seed):
     banned = [random.integers(0, 4000, random.integers(0, 9)).tolist() for _ in range(9)]
     check(
         some_logits(9, 4000, 3.0, device, seed),
-        case(histories, banned, random.permutation(9).tolist(), device),
+        penalties_of(histories, banned, random.permutation(9).tolist(), device),
     )
 
 
 def test_nothing_to_do(device):
     logits = some_logits(2, 20, 1.0, device)
     before = logits.clone()
-    penalise(logits, case([], [], [], device))
+    penalise(logits, penalties_of([], [], [], device))
     assert torch.equal(logits, before)
 
 
@@ -117,24 +86,14 @@ def test_nothing_to_do(device):
 )
 def test_what_does_not_fit_is_refused(changed):
     with pytest.raises(ValueError):
-        penalise(torch.zeros(1, 8), replace(case([([1], [2])], [[]], [0], "cpu"), **changed))
+        penalise(torch.zeros(1, 8), replace(penalties_of([([1], [2])], [[]], [0], "cpu"), **changed))
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (1, 9)])
 def test_counts_that_do_not_fit_are_refused(shape):
     with pytest.raises(ValueError, match="counts"):
         penalise(
-            torch.zeros(1, 8), case([([1], [2])], [[]], [0], "cpu"), torch.zeros(shape, dtype=torch.int32)
+            torch.zeros(1, 8),
+            penalties_of([([1], [2])], [[]], [0], "cpu"),
+            torch.zeros(shape, dtype=torch.int32),
         )
-
-
-def launch(dtype: str) -> None:
-    histories = [(list(range(100)), list(range(60)))] * 16
-    penalties = case(histories, [[1, 2, 3]] * 16, list(range(16)), "cpu")
-    penalise(torch.zeros(16, 151_936, dtype=getattr(torch, dtype)), penalties)
-
-
-@pytest.mark.parametrize(("target", "dtype"), each_first(TARGETS, ["float32", "bfloat16"]))
-def test_compiles(target, dtype):
-    (found,) = compile_launch("tests.kernels.gpu.test_penalties:launch", (dtype,), target)
-    found.check()

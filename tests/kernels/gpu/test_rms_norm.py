@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 
 from batchinfer_kernels.gpu import rms_norm as module
 from batchinfer_kernels.gpu.rms_norm import rms_norm
 from batchinfer_kernels.rms_norm import rms_norm_reference
-from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
-from tests.kernels.gpu.pairs import each_first, every_pair
 from tests.kernels.gpu.poison import poisoned
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -102,41 +98,3 @@ def test_nan_stays_in_its_row(device):
 def test_what_does_not_fit_is_refused(x, weight, residual):
     with pytest.raises(ValueError):
         rms_norm(x, weight, 1e-5, residual)
-
-
-def launch(dtype: str, hidden: int, residual: bool, offset: float = 0.0) -> None:
-    x = torch.zeros(16, hidden, dtype=getattr(torch, dtype))
-    rms_norm(x, x[0], 1e-5, x if residual else None, offset)
-
-
-@pytest.mark.parametrize(
-    ("target", "case"),
-    each_first(
-        TARGETS,
-        [("bfloat16", 4096, 0.0), ("bfloat16", 4096, 1.0), ("float32", 16384, 0.0), ("float16", 20_480, 0.0)],
-    ),
-)
-def test_compiles(target, case):
-    dtype, hidden, offset = case
-    (found,) = compile_launch("tests.kernels.gpu.test_rms_norm:launch", (dtype, hidden, True, offset), target)
-    found.check()
-    if target in NVIDIA:
-        assert found.wide_loads() >= 3, "x, residual and weight"
-        assert found.wide_stores() >= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "hidden", "residual"),
-    every_pair(
-        list(product(TARGETS, ["bfloat16", "float16", "float32"])),
-        [64, 576, 4096, 5120, 16_384, 20_480],
-        [False, True],
-    ),
-    ids=str,
-)
-def test_compiles_at_all_sizes(kind, hidden, residual):
-    """All dtypes at all sizes on all targets, and each of these with and without a residual."""
-    target, dtype = kind
-    (found,) = compile_launch("tests.kernels.gpu.test_rms_norm:launch", (dtype, hidden, residual), target)
-    found.check()

@@ -12,8 +12,7 @@ from torch import Tensor
 from batchinfer_kernels.gpu import rope_store as module
 from batchinfer_kernels.gpu.rope_store import rope, rope_store
 from batchinfer_kernels.rope_store import coded_reference, rope_store_reference
-from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
-from tests.kernels.gpu.pairs import each_first, every_pair
+from tests.kernels.gpu.pairs import every_pair
 from tests.kernels.gpu.poison import poisoned
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -55,6 +54,11 @@ class Case:
             self.norms = dict(zip(("q_norm", "k_norm"), norms, strict=True))
         self.tensors = {name: tensor.to(self.device) for name, tensor in {**found, **self.norms}.items()}
 
+    @property
+    def tables(self) -> dict[str, Tensor]:
+        """Return angles as tables in which the kernel looks positions up."""
+        return {"cos": self.table.cos(), "sin": self.table.sin(), "positions": self.positions}
+
     def caches(self) -> dict[str, Tensor]:
         blocks = -(-(self.tokens + 7) // self.block_size)
         shape = (blocks, self.kv_heads, self.block_size, self.dim)
@@ -65,21 +69,19 @@ class Case:
         return found
 
     def check(self) -> None:
-        ours, theirs, tables = self.caches(), self.caches(), (self.table.cos(), self.table.sin())
-        rows = {"cos": tables[0][self.positions], "sin": tables[1][self.positions]}
+        ours, theirs = self.caches(), self.caches()
+        rows = {name: self.tables[name][self.positions] for name in ("cos", "sin")}
         options = {"eps": 1e-5, "interleaved": self.interleaved, "offset": self.offset}
         wanted = rope_store_reference(**self.tensors, **rows, **theirs, **options)
-        looked_up = {"cos": tables[0], "sin": tables[1], "positions": self.positions}
-        for given in (rows, looked_up):
+        for given in (rows, self.tables):
             with poisoned():
                 got = rope_store(**self.tensors, **given, **ours, **options)
             tolerance = TOLERANCE[self.dtype]
             torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
             for name, stored in ours.items():
                 self.check_cache(stored, theirs[name])
-            alone = {name: part for name, part in given.items() if name in ("cos", "sin", "positions")}
             with poisoned():
-                again = rope(self.tensors["q"], **alone, norm=self.norms.get("q_norm"), **options)
+                again = rope(self.tensors["q"], **given, norm=self.norms.get("q_norm"), **options)
             assert torch.equal(again, got), "q alone has the same bits"
 
     def check_cache(self, got: Tensor, wanted: Tensor) -> None:
@@ -242,79 +244,3 @@ def test_what_does_not_fit_q_alone_is_refused(changed):
     table = torch.ones(5, 32)
     with pytest.raises(ValueError):
         rope(**{"q": Case().tensors["q"], "cos": table, "sin": table, **changed})
-
-
-def launch(dtype: str, codes: str | None, dim: int, pairs: int, normed: bool, interleaved: bool) -> None:
-    cache_dtype = None if codes is None else getattr(torch, codes)
-    case = Case(
-        tokens=16,
-        q_heads=32,
-        kv_heads=8,
-        dim=dim,
-        pairs=pairs,
-        dtype=getattr(torch, dtype),
-        cache_dtype=cache_dtype,
-        normed=normed,
-        interleaved=interleaved,
-        block_size=16,
-    )
-    tables = {"cos": case.table, "sin": case.table, "positions": case.positions}
-    rope_store(**case.tensors, **tables, **case.caches(), interleaved=interleaved)
-
-
-def launch_alone(dtype: str, normed: bool, interleaved: bool) -> None:
-    case = Case(tokens=16, q_heads=32, kv_heads=8, dim=128, dtype=getattr(torch, dtype), normed=normed)
-    tables = {"cos": case.table, "sin": case.table, "positions": case.positions}
-    rope(case.tensors["q"], **tables, norm=case.norms.get("q_norm"), interleaved=interleaved)
-
-
-PATH = "tests.kernels.gpu.test_rope_store:launch"
-
-
-@pytest.mark.parametrize(
-    ("target", "case"),
-    each_first(
-        TARGETS,
-        [
-            ("bfloat16", None, True, False),
-            ("float32", "int8", False, False),
-            ("float16", "float8_e4m3fn", True, True),
-        ],
-    ),
-)
-def test_compiles(target, case):
-    dtype, codes, normed, interleaved = case
-    (found,) = compile_launch(PATH, (dtype, codes, 128, 64, normed, interleaved), target)
-    found.check()
-    if target in NVIDIA:
-        assert found.wide_loads() >= 5, "halves of q, of k, and v"
-        if codes is None:
-            assert found.wide_stores() >= 5
-
-
-@pytest.mark.parametrize(
-    ("target", "case"), each_first(TARGETS, [("bfloat16", True, False), ("float32", False, True)])
-)
-def test_q_alone_compiles(target, case):
-    dtype, normed, interleaved = case
-    (found,) = compile_launch(PATH + "_alone", (dtype, normed, interleaved), target)
-    found.check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "size", "dtype", "normed", "interleaved"),
-    every_pair(
-        list(product(TARGETS, [None, "int8", "float8_e4m3fn"])),
-        [(64, 32), (80, 40), (96, 24), (256, 128)],
-        ["bfloat16", "float16", "float32"],
-        [False, True],
-        [False, True],
-    ),
-    ids=str,
-)
-def test_compiles_in_all_kinds(kind, size, dtype, normed, interleaved):
-    """All codes with all sizes on all targets, and each of these in all dtypes, with and without the rest."""
-    (target, codes), (dim, pairs) = kind, size
-    (found,) = compile_launch(PATH, (dtype, codes, dim, pairs, normed, interleaved), target)
-    found.check()

@@ -13,7 +13,6 @@ from batchinfer_kernels.gpu import sample as module
 from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.sample import NO_TOKEN, RowSampling, sample_reference
 from tests.kernels import row_by_row
-from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.poison import poisoned
 from tests.kernels.gpu.sampling_cases import KINDS, row_sampling, some_logits
 
@@ -165,29 +164,3 @@ def test_rows_may_be_strided_and_out_given(device):
 def test_what_does_not_fit_is_refused(logits, changed):
     with pytest.raises(ValueError):
         sample(logits, replace(row_sampling([{}, {}]), **changed))
-
-
-def launch(dtype: str, vocab: int, drawn: bool) -> None:
-    logits = torch.zeros(16, vocab, dtype=getattr(torch, dtype))
-    sample(logits, row_sampling([{}] * 16) if drawn else None)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("dtype", "vocab"), [("float32", 151_936)])
-def test_compiles(target, dtype, vocab):
-    found = compile_launch("tests.kernels.gpu.test_sample:launch", (dtype, vocab, True), target)
-    for kernel in found:
-        kernel.check()
-        if target in NVIDIA:
-            assert kernel.wide_loads() >= 1, kernel.summary()
-    assert len(found) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("vocab", [50_257, 128_256, 262_144])
-def test_compiles_at_all_sizes(target, dtype, vocab):
-    for drawn in (False, True):
-        for kernel in compile_launch("tests.kernels.gpu.test_sample:launch", (dtype, vocab, drawn), target):
-            kernel.check()

@@ -1,0 +1,182 @@
+"""Kernels around the matrix products, and attention over latents, compiled for GPUs: nothing spills, loads are wide."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from batchinfer_kernels.gpu.combine import combine
+from batchinfer_kernels.gpu.copy_parts import copy_parts
+from batchinfer_kernels.gpu.gated_activation import gated_activation
+from batchinfer_kernels.gpu.latent_attention import latent_attention
+from batchinfer_kernels.gpu.log_probabilities import log_probabilities
+from batchinfer_kernels.gpu.mask import mask
+from batchinfer_kernels.gpu.penalties import penalise
+from batchinfer_kernels.gpu.rms_norm import rms_norm
+from batchinfer_kernels.gpu.rope_store import rope, rope_store
+from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.mask import mask_words
+from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
+from tests.kernels.gpu.pairs import each_first, every_pair
+from tests.kernels.gpu.sampling_cases import penalties_of, row_sampling
+from tests.kernels.gpu.test_rope_store import Case
+
+VOCAB = 151_936
+DTYPES = ("bfloat16", "float16", "float32")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
+CODES = (None, "int8", "float8_e4m3fn")
+
+
+def zeros(dtype: str, *shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=getattr(torch, dtype))
+
+
+# ---- launches for the compiler: arguments are JSON's types
+
+
+def launch_gated_activation(dtype: str, intermediate: int, activation: Any) -> None:
+    gated_activation(zeros(dtype, 16, 2 * intermediate), activation)
+
+
+def launch_rms_norm(dtype: str, hidden: int, residual: bool, offset: float) -> None:
+    x = zeros(dtype, 16, hidden)
+    rms_norm(x, x[0], 1e-5, x if residual else None, offset)
+
+
+def launch_mask(dtype: str) -> None:
+    bits = torch.zeros((16, mask_words(VOCAB)), dtype=torch.int32)
+    mask(zeros(dtype, 16, VOCAB), torch.arange(16, dtype=torch.int32), bits)
+
+
+def launch_copy_parts(dtype: str) -> None:
+    copy_parts(*(zeros(dtype, 64, 8, 16, 128) for _ in "kv"), torch.zeros(5, 4, dtype=torch.int64))
+
+
+def launch_log_probabilities(dtype: str) -> None:
+    log_probabilities(zeros(dtype, 16, VOCAB), torch.zeros(16).long(), 20)
+
+
+def launch_penalise(dtype: str) -> None:
+    histories = [(list(range(100)), list(range(60)))] * 16
+    penalise(zeros(dtype, 16, VOCAB), penalties_of(histories, [[1, 2, 3]] * 16, list(range(16)), "cpu"))
+
+
+def launch_sample(dtype: str, vocab: int, drawn: bool) -> None:
+    sample(zeros(dtype, 16, vocab), row_sampling([{}] * 16) if drawn else None)
+
+
+def launch_combine(dtype: str, tokens: int, chosen: int, width: int) -> None:
+    made = zeros(dtype, tokens * chosen, width)
+    combine(made, torch.arange(len(made)), torch.zeros(tokens, chosen))
+
+
+def launch_latent_attention(dtype: str, heads: int, rank: int, turned: int) -> None:
+    q, cache = zeros(dtype, 8, heads, rank + turned), zeros(dtype, 4, 1, 16, rank + turned)
+    rows = torch.arange(8)
+    latent_attention(q, cache, torch.zeros(8, 64, dtype=torch.int32), rows, rows, 0.3, rank)
+
+
+def launch_rope_store(
+    dtype: str, codes: str | None, dim: int, pairs: int, normed: bool, interleaved: bool
+) -> None:
+    cache_dtype = None if codes is None else getattr(torch, codes)
+    case = Case(16, 32, 8, dim, pairs, getattr(torch, dtype), cache_dtype, normed, interleaved, block_size=16)
+    rope_store(**case.tensors, **case.tables, **case.caches(), interleaved=interleaved)
+
+
+def launch_rope(dtype: str, normed: bool, interleaved: bool) -> None:
+    case = Case(16, 32, 8, 128, dtype=getattr(torch, dtype), normed=normed)
+    rope(case.tensors["q"], **case.tables, norm=case.norms.get("q_norm"), interleaved=interleaved)
+
+
+# ---- the tests
+
+
+class Kind(NamedTuple):
+    """Arguments of a launch, how many kernels it has, and the least loads and stores of 16 bytes of each of them."""
+
+    arguments: tuple[Any, ...]
+    kernels: int = 1
+    loads: int = 0
+    stores: int = 0
+
+
+KINDS = {
+    "gated_activation": [  # gate and up
+        Kind(("bfloat16", 14_336, "silu"), loads=2, stores=1),
+        Kind(("float32", 14_336, "gelu"), loads=2, stores=1),
+    ],
+    "rms_norm": [  # x, residual and weight
+        Kind(("bfloat16", 4096, True, 0.0), loads=3, stores=2),
+        Kind(("bfloat16", 4096, True, 1.0), loads=3, stores=2),
+        Kind(("float32", 16_384, True, 0.0), loads=3, stores=2),
+        Kind(("float16", 20_480, True, 0.0), loads=3, stores=2),
+    ],
+    "mask": [Kind(("float32",)), Kind(("bfloat16",))],
+    "copy_parts": [Kind(("float32",)), Kind(("bfloat16",)), Kind(("int8",))],
+    "log_probabilities": [Kind(("float32",), 2, loads=1), Kind(("bfloat16",), 2, loads=1)],
+    "penalise": [Kind(("float32",)), Kind(("bfloat16",))],
+    "sample": [Kind(("float32", VOCAB, True), 4, loads=1)],
+    "combine": [Kind(("bfloat16", 64, 8, 2048), loads=1, stores=1)],
+    "latent_attention": [  # at the sizes of DeepSeek-V3
+        Kind(("bfloat16", 128, 512, 64)),
+        Kind(("float32", 128, 512, 64)),
+    ],
+    "rope_store": [  # halves of q, of k, and v
+        Kind(("bfloat16", None, 128, 64, True, False), loads=5, stores=5),
+        Kind(("float32", "int8", 128, 64, False, False), loads=5),
+        Kind(("float16", "float8_e4m3fn", 128, 64, True, True), loads=5),
+    ],
+    "rope": [Kind(("bfloat16", True, False)), Kind(("float32", False, True))],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "kind"),
+    [
+        pytest.param(name, *case.values, marks=case.marks)
+        for name, kinds in KINDS.items()
+        for case in each_first(TARGETS, kinds)
+    ],
+)
+def test_compiles(name: str, target: str, kind: Kind) -> None:
+    found = compile_launch(f"tests.kernels.gpu.test_pointwise_aot:launch_{name}", kind.arguments, target)
+    assert len(found) == kind.kernels
+    for kernel in found:
+        kernel.check()
+        if target in NVIDIA:
+            assert kernel.wide_loads() >= kind.loads, kernel.summary()
+            assert kernel.wide_stores() >= kind.stores, kernel.summary()
+
+
+def swept() -> list[tuple[str, str, tuple[Any, ...]]]:
+    """All activations, codes and dtypes on all targets with all sizes, but not all of these with one another."""
+    sizes = [50_257, 128_256, 262_144]
+    found = [("sample", t, args) for t in TARGETS for args in product(DTYPES[:2], sizes, (False, True))]
+    for (target, activation), *given in every_pair(
+        list(product(TARGETS, ACTIVATIONS)), DTYPES, [100, 1536, 14_336]
+    ):
+        found.append(("gated_activation", target, (*given, activation)))
+    for (target, dtype), *given in every_pair(
+        list(product(TARGETS, DTYPES)), [64, 576, 4096, 5120, 16_384, 20_480], [False, True]
+    ):
+        found.append(("rms_norm", target, (dtype, *given, 0.0)))
+    for (target, codes), size, dtype, *given in every_pair(
+        list(product(TARGETS, CODES)),
+        [(64, 32), (80, 40), (96, 24), (256, 128)],
+        DTYPES,
+        [False, True],
+        [False, True],
+    ):
+        found.append(("rope_store", target, (dtype, codes, *size, *given)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "target", "arguments"), swept(), ids=str)
+def test_sweep(name: str, target: str, arguments: tuple[Any, ...]) -> None:
+    for kernel in compile_launch(f"tests.kernels.gpu.test_pointwise_aot:launch_{name}", arguments, target):
+        kernel.check()
