@@ -113,7 +113,8 @@ def check_block_fp8_matmul(
 
 
 def check_blocks(weight: BlockWeight) -> None:
-    """The same of the weight alone, or of those of several experts."""
+    """Raise ValueError for a weight, or the weights of several experts, whose codes, scales and lines do not fit one
+    another."""
     *experts, outputs, inputs = weight.codes.shape
     if weight.codes.dtype != FP8:
         raise ValueError(f"codes are {weight.codes.dtype}, not {FP8}")

@@ -1,4 +1,4 @@
-"""What every operator computes and has to move, as plain integers.
+"""The costs of all operators: what each computes and has to move, as plain integers.
 
 Importable without torch, so that the planner and the report can read it. FLOPs count a multiply-add as two.
 Bytes count each operand once: what has to cross the memory bus when nothing is read twice. `seconds` is the
@@ -18,7 +18,7 @@ PACKED_TOGETHER = 128
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What the hardware can do: FLOP/s in the dtype at hand, and bytes/s."""
+    """The peaks of the hardware: FLOP/s in the dtype at hand, and bytes/s."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -30,7 +30,7 @@ class Peaks:
         return max(self.flops_per_s, self.coded_ops_per_s or 0.0)
 
     def part(self, parts: int) -> Peaks:
-        """Of one of so many equal parts of the hardware."""
+        """Return the peaks of one of `parts` equal parts of the hardware."""
         integer = None if self.coded_ops_per_s is None else self.coded_ops_per_s / parts
         return Peaks(self.flops_per_s / parts, self.bytes_per_s / parts, integer)
 
@@ -74,15 +74,17 @@ def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_it
 
 
 def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """The same with an int8 weight and its scales: a token's activations are quantised (3 a value: compare, multiply,
-    round; 2 divisions a token) and its sums scaled (2 each). The quantised activations move nothing."""
+    """Return the cost of a linear layer with an int8 weight and its scales: a token's activations are quantised (3
+    operations a value: compare, multiply, round; 2 divisions a token) and its sums scaled (2 each). The quantised
+    activations move nothing."""
     products = 2 * tokens * inputs * outputs
     moved = itemsize * tokens * (inputs + outputs) + inputs * outputs + 4 * outputs
     return Cost(products + tokens * (3 * inputs + 2 * outputs + 2), moved, products)
 
 
 def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """The same with float8_e4m3fn for int8, into which a value is bounded too. Its peak is the caller's to choose."""
+    """Return the cost of a linear layer with a float8_e4m3fn weight and its scales: as `quantized_linear_cost`, and
+    each value is bounded before it is rounded. The caller chooses the peak."""
     cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
     return Cost(cost.flops + tokens * inputs, cost.bytes)
 
@@ -90,8 +92,9 @@ def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Co
 def block_fp8_linear_cost(
     tokens: int, inputs: int, outputs: int, itemsize: int, block: tuple[int, int] = (128, 128)
 ) -> Cost:
-    """The same with a scale for each `block` (outputs, inputs) of the weight. A token has a scale for each group of
-    inputs (2 divisions); the sum of a group is multiplied with the product of two scales, and added (3 each)."""
+    """Return the cost of a linear layer with a float8_e4m3fn weight that has a scale for each `block` (outputs,
+    inputs). A token has a scale for each group of inputs (2 divisions); the sum of a group is multiplied with the
+    product of two scales, and added (3 each)."""
     groups, blocks = -(-inputs // block[1]), -(-outputs // block[0])
     products = 2 * tokens * inputs * outputs
     moved = itemsize * tokens * (inputs + outputs) + inputs * outputs + 4 * groups * blocks
@@ -116,7 +119,7 @@ def grouped_linear_cost(
 def quantized_grouped_linear_cost(
     rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
 ) -> Cost:
-    """The same with int8 weights and their scales; each row is quantised."""
+    """Return the cost of `grouped_linear_cost` with int8 weights and their scales; each row is quantised."""
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
     return Cost(
         plain.flops + rows * (3 * inputs + 2 * outputs + 2), plain.bytes + 4 * hit * outputs, plain.flops
@@ -132,7 +135,8 @@ def block_fp8_grouped_linear_cost(
     tokens: int | None = None,
     block: tuple[int, int] = (128, 128),
 ) -> Cost:
-    """The same with float8 of which blocks share a scale; each row is quantised."""
+    """Return the cost of `grouped_linear_cost` with float8_e4m3fn weights of which blocks share a scale; each row is
+    quantised."""
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
     one = block_fp8_linear_cost(rows, inputs, outputs, itemsize, block)
     scales = 4 * hit * -(-inputs // block[1]) * -(-outputs // block[0])
@@ -331,8 +335,9 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """What an operator costs in a step, over all its layers: `step` however much it runs (reading weights), and so much
-    for each of what a StepShape counts. One that is `only_sampled` does not run in a step that samples nothing.
+    """The cost of an operator in a step, over all its layers: `step` however much it runs (reading weights), and a cost
+    for each of the things that a StepShape counts. One that is `only_sampled` does not run in a step that samples
+    nothing.
 
     `expert`: for each expert that has tokens, of `experts` in a layer, of which a token uses `chosen`.
     """
@@ -350,7 +355,7 @@ class OperatorCost:
     chosen: int = 0
 
     def __add__(self, other: OperatorCost) -> OperatorCost:
-        """Of both together, as of one operator: `other` says what kind of operator it is."""
+        """Return the cost of both together, as one operator: `other` says what kind of operator it is."""
         parts = [getattr(self, part) + getattr(other, part) for part in _PARTS]
         return replace(other, name=self.name, **dict(zip(_PARTS, parts, strict=True)))
 
@@ -381,7 +386,8 @@ PRODUCT_INTENSITY = 8
 
 
 def operator_kind(operator: OperatorCost) -> OperatorKind:
-    """What kind of work an operator is. `sampling`: all that only sampled rows pass, the head's product included."""
+    """Return the kind of work that an operator does. `sampling` is everything that only sampled rows pass, the head's
+    product included."""
     if operator.pair.flops:
         return "attention"
     if operator.only_sampled:
@@ -409,7 +415,7 @@ class ModelCost:
 
     @property
     def layers(self) -> int:
-        """Those with attention."""
+        """The number of layers with attention."""
         return len(self.windows)
 
     def kv_bytes(self, tokens: int) -> int:

@@ -51,8 +51,9 @@ def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The same for a value wherever it stands. On a CPU torch computes the last few values of a tensor by other
-    instructions than the others, and the last bit may differ: computed in float64, it is rounded away."""
+    """Return the sigmoid, with the same bits for a value wherever it stands. On a CPU torch computes the last few
+    values of a tensor by other instructions than the others, and the last bit may differ: computed in float64, it is
+    rounded away."""
     return x.double().sigmoid().to(x.dtype)
 
 

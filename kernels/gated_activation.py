@@ -26,7 +26,7 @@ def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tenso
 
 
 def activation_reference(x: Tensor, activation: Activation) -> Tensor:
-    """Of each value. Raises ValueError for one that needs a gate and an up."""
+    """Return the activation of each value. Raises ValueError for one that needs a gate and an up."""
     if activation == "clamped_swiglu":
         raise ValueError("clamped_swiglu is computed of a gate and an up")
     if activation == "silu":

@@ -58,6 +58,6 @@ def products(x: Tensor, weight: Tensor) -> Tensor:
 def finished(
     sums: Tensor, bias: Tensor | None, out_dtype: torch.dtype, activation: Activation | None
 ) -> Tensor:
-    """What follows the scaled sums, (T, N) float32: the bias, the gate, the one rounding."""
+    """Return the result of scaled sums, (T, N) float32, after the bias, the gate and the one rounding."""
     wide = sums if bias is None else sums + bias.float()
     return (wide if activation is None else gated_activation_reference(wide, activation)).to(out_dtype)

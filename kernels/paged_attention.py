@@ -48,7 +48,7 @@ def gather_cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 def gather_values(cache: Tensor, scale: Tensor | None, table: Tensor, length: int) -> Tensor:
-    """The same as float32 values, whatever the cache holds."""
+    """Return the cached values of a sequence as float32, whatever the cache holds."""
     values = gather_cached(cache, table, length).float()
     return values if scale is None else values * gather_cached(scale, table, length)[..., None]
 
@@ -111,9 +111,8 @@ def paged_attention_lse_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with (T, q_heads) float32 beside it: the natural logarithm of each softmax's sum, a sink's part
-    included; -inf for a query that sees nothing.
-    """
+    """Return the result of `paged_attention_reference`, and (T, q_heads) float32: the natural logarithm of each
+    softmax's sum, a sink's part included; -inf for a query that sees nothing."""
     check_paged_attention(q, k_cache, v_cache, block_tables)
     check_attention_extras(q, k_cache, sinks, k_scale, v_scale)
     out, start = torch.empty_like(q), 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What holds for n of the rows of some logits; everything on their device and contiguous."""
+    """The penalties of n of the rows of some logits; all tensors are on their device and contiguous."""
 
     rows: Tensor  # (n,) int32, each at most once
     tokens: Tensor  # (any,) int32: what the rows hold so far, each row's prompt and answer in one piece
@@ -60,7 +60,7 @@ def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
 
 
 def _penalise(logits: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
-    """logits: (vocab,). Reads and writes only those of tokens that the row holds."""
+    """Penalise one row of logits, (vocab,), of which only tokens that the row holds are read and written."""
     factor = penalties.repetition[i]
     said, counts = torch.unique(_known(answer, logits), return_counts=True)
     seen = torch.unique(torch.cat((said, _known(prompt, logits)))) if factor != 1.0 else said

@@ -1,4 +1,4 @@
-"""Which single queries of a step pass over leading blocks of the cache together, as the host reads off block tables.
+"""Find the single queries of a step that pass over leading blocks of the cache together, from block tables on the host.
 
 Sequences that begin in the same blocks form a group; groups nest, as prompts share beginnings of several lengths
 (Hydragen, Juravsky et al., 2024; several levels as in FlashInfer's cascade). How much makes a group worth it, and in
@@ -25,7 +25,8 @@ _FACTOR = np.uint64(
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What is worth a group: so many sequences that share so many units beyond the group around it."""
+    """The least that is worth a group: a number of sequences, and of units that they share beyond the group around
+    it."""
 
     sequences: int
     units: int
@@ -88,7 +89,7 @@ def _columns(tables: StepTables, single: Ints, full: Ints) -> int:
 
 
 def _all_differ(values: NDArray[Any]) -> bool:
-    """(n,). np.unique takes several times as long."""
+    """Return whether no two values (n,) are equal. np.unique takes several times as long."""
     ordered = np.sort(values)
     return not (ordered[1:] == ordered[:-1]).any()
 

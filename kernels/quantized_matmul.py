@@ -189,8 +189,8 @@ def int8_weight_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """As matmul_reference. Codes are multiplied as values of x's dtype, which hold them exactly; a sum is multiplied
-    with its output's scale in float32."""
+    """Multiply as matmul_reference does. Codes are multiplied as values of x's dtype, which hold them exactly; a sum is
+    multiplied with its output's scale in float32."""
     check_int8_weight(x, weight, bias, out_dtype, activation)
     codes = unpack_codes(weight.packed, 8, weight.inputs).view(torch.int8)
     return finished(products(x, codes) * weight.scales, bias, out_dtype or x.dtype, activation)

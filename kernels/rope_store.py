@@ -35,7 +35,8 @@ def check_pairs(q: Tensor, pairs: int) -> None:
 
 
 def check_rotary(q: Tensor, k: Tensor, v: Tensor, pairs: int, slots: Tensor) -> None:
-    """The same with k and v, and where they go."""
+    """Raise ValueError where q, k and v, or the slots that they go to, do not fit, or heads cannot be rotated in that
+    many pairs."""
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit")
     check_pairs(q, pairs)

@@ -1,4 +1,4 @@
-"""From logits to token ids: temperature, top-k, top-p, min-p, and one draw by inversion."""
+"""The reference of sampling, from logits to token ids: temperature, top-k, top-p, min-p, and one draw by inversion."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _nucleus(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Te
 
 
 def _draw(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """By inversion: the first token whose cumulated probability exceeds the draw."""
+    """Draw by inversion: the first token whose cumulated probability exceeds the draw."""
     cumulated = kept_probabilities(logits, sampling).cumsum(-1)
     total = cumulated[:, -1]
     target = uniforms(sampling.keys, sampling.positions) * total

@@ -1,4 +1,4 @@
-"""Which query rows pass over which tiles of the paged KV cache together: planned once a step, read in every layer.
+"""Plan which query rows pass over which tiles of the paged KV cache together, once a step; every layer reads the plan.
 
 A step's queries are cut into items: rows of one sequence that walk its block table, as many as fit a core's cache.
 Single queries of sequences that share leading blocks (`prefix_groups`) pass over those together, level after level:
@@ -43,7 +43,7 @@ class CachePages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
-    """What `paged_attention` works through."""
+    """The work items that `paged_attention` goes through."""
 
     items: Tensor  # (n, 7) int64
     level_ends: Tensor  # (levels,) int64
@@ -52,8 +52,8 @@ class Items:
     group: int  # query heads a KV head: an item's rows times these are at most MAX_ROWS
 
     def structure(self, tables: Tensor, group: int) -> PlanStructure:
-        """For the operators; tables: (S, blocks) int32, the step's. Both must outlive it. Raises ValueError where the
-        items were cut for another group."""
+        """Return the items as the operators take them; tables: (S, blocks) int32, the step's. Both must outlive it.
+        Raises ValueError where the items were cut for another group."""
         if group != self.group:
             raise ValueError(f"items planned for {self.group} query heads a KV head, used with {group}")
         items, ends, rows = (tensor.data_ptr() for tensor in (self.items, self.level_ends, self.rows))
@@ -140,7 +140,7 @@ def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> I
 def _shared(
     lens: Ints, contexts: Ints, tables: NDArray[np.int32] | None, pages: CachePages | None
 ) -> list[PrefixGroup]:
-    """What single queries share, in tiles."""
+    """Return the keys that single queries share, counted in tiles."""
     if tables is None or pages is None:
         return []
     worth = Worth(LEAST_SHARERS, LEAST_SHARED_TILES)

@@ -94,7 +94,7 @@ def library_path(cache: Path | None = None, tiles: TileWay | None = None, source
 
 
 def cache_folder() -> Path:
-    """`${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
+    """Return the folder in which libraries are kept: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "batchinfer" / "kernels"
 
@@ -163,7 +163,7 @@ def _cores() -> int:
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], of: Sources) -> str:
-    """What the library depends on: `-march=native` makes it good for this kind of CPU alone."""
+    """Return a digest of all that the library depends on: `-march=native` makes it good for this kind of CPU alone."""
     version = Compilers().call((compiler, "--version"))
     sources = [path.read_text() for path in (*of, *sorted(FOLDER.glob("*.h")))]
     parts = (*sources, *flags, compiler, version, platform.machine(), _cpu())

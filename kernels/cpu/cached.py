@@ -45,7 +45,8 @@ Functions = dict[tuple[str, torch.dtype], Any]
 
 
 class CachedOperators:
-    """Of a library of operators, and of one of those for codes where that was asked for."""
+    """The operators that use the KV cache, from a library for caches of values and, where that was asked for, from one
+    for caches of codes."""
 
     def __init__(
         self, lanes: int, tile: int, library: ctypes.CDLL, codes: ctypes.CDLL | None, functions: Functions
@@ -71,8 +72,8 @@ class CachedOperators:
         return CachePages(block_size, self.lanes, self.tile // self.lanes)
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
-        """Of one block: (kv_heads, block size, head size), the last two rounded up to whole vectors. Raises ValueError
-        for heads of more than MAX_HEAD_DIM."""
+        """Return the shape of one block: (kv_heads, block size, head size), the last two rounded up to whole vectors.
+        Raises ValueError for heads of more than MAX_HEAD_DIM."""
         if head_dim > MAX_HEAD_DIM:
             raise ValueError(f"a head of {head_dim} values; at most {MAX_HEAD_DIM} are compiled for")
         return kv_heads, _up(block_size, self.lanes), _up(head_dim, self.lanes)
@@ -97,8 +98,9 @@ class CachedOperators:
         interleaved: bool = False,
         scales: Scales | None = None,
     ) -> Tensor:
-        """See batchinfer_kernels.rope_store; cos and sin are whole tables (positions, pairs), looked up here, caches
-        (blocks, *cache_shape), and the scales of codes (blocks, *cache_shape[:2]).
+        """Rotate q and k, and store k and v, as batchinfer_kernels.rope_store says; cos and sin are whole tables
+        (positions, pairs), looked up here, caches (blocks, *cache_shape), and the scales of codes (blocks,
+        *cache_shape[:2]).
 
         q, k and v may be slices of one fused tensor: heads within rows of equal stride.
         """
@@ -166,8 +168,8 @@ class CachedOperators:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """See batchinfer_kernels.copy_parts; the caches are (blocks, *cache_shape). `dtype`: of the run, by which codes
-        are laid out; a cache of values says it itself."""
+        """Copy parts of blocks as batchinfer_kernels.copy_parts says; the caches are (blocks, *cache_shape). `dtype` is
+        the run's, on which the layout of codes depends; a cache of values says it itself."""
         check_copy_parts(k_cache, v_cache, parts)
         self._checked("copy_parts", parts)
         _, kv_heads, places, width = k_cache.shape
@@ -193,8 +195,9 @@ class CachedOperators:
         *,
         scales: Scales | None = None,
     ) -> Tensor:
-        """See batchinfer_kernels.paged_attention; sinks are float32. `items` were planned for these tables with
-        `pages(block_size)`, the caches are (blocks, *cache_shape), the scales of codes (blocks, *cache_shape[:2])."""
+        """Attend as batchinfer_kernels.paged_attention says; sinks are float32. `items` were planned for these tables
+        with `pages(block_size)`, the caches are (blocks, *cache_shape), the scales of codes (blocks,
+        *cache_shape[:2])."""
         tokens, q_heads, dim = q.shape
         kv_heads = k_cache.shape[1]
         cache = self._cache((k_cache, v_cache), scales, kv_heads, block_size, q)
@@ -268,7 +271,7 @@ class CachedOperators:
         return Cache(*map(address, caches), address(k_scale), address(v_scale))
 
     def _function_of(self, name: str, dtype: torch.dtype, coded: bool = False) -> Any:
-        """Of the library for such a cache."""
+        """Return a function of the library for caches of values, or of the one for codes."""
         functions = self._coded if coded else self._functions
         if coded and not functions:
             raise ValueError(f"{name}: the operators for a cache of codes were not asked for")

@@ -122,7 +122,7 @@ class CompiledOperators(CachedOperators):
         return PackedExperts(panels, _reordered(bias, order), (count, outputs, inputs), kind, starts, ordered)
 
     def grouped_linear(self, x: Tensor, weight: PackedExperts, starts: Tensor) -> Tensor:
-        """See batchinfer_kernels.grouped_matmul, for a weight that is plain or gated."""
+        """Multiply as batchinfer_kernels.grouped_matmul says, with a weight that is plain or gated."""
         rows = len(x)
         if x.dim() != 2 or x.shape[1] != weight.inputs:
             raise ValueError(f"x is {tuple(x.shape)}, the weights take {weight.inputs} inputs")
@@ -139,8 +139,8 @@ class CompiledOperators(CachedOperators):
     def experts(
         self, x: Tensor, gate_up: PackedExperts, down: PackedExperts, choice: Choice, loads: Tensor
     ) -> Tensor:
-        """See batchinfer_kernels.experts, for the activation that the kind of `gate_up` names. Adds each expert's rows
-        to `loads` (experts,) int64. Raises ValueError for an expert that is not there."""
+        """Compute experts as batchinfer_kernels.experts says, with the activation that the kind of `gate_up` names.
+        Adds each expert's rows to `loads` (experts,) int64. Raises ValueError for an expert that is not there."""
         check_choice(x, choice)
         room = ExpertsRoom(x, gate_up, down, choice, loads)
         self._checked("experts", x, choice.experts, choice.weights)
@@ -177,7 +177,7 @@ class CompiledOperators(CachedOperators):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """See batchinfer_kernels.rms_norm."""
+        """Normalise as batchinfer_kernels.rms_norm says."""
         check_rms_norm(x, weight, residual)
         y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
         rows = x.numel() // max(x.shape[-1], 1)
@@ -185,7 +185,7 @@ class CompiledOperators(CachedOperators):
         return y, total
 
     def gate(self, gate_up: Tensor, kind: Kind) -> Tensor:
-        """See batchinfer_kernels.gated_activation, for the activation that the kind names."""
+        """Compute batchinfer_kernels.gated_activation with the activation that the kind names."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         if gate_up.shape[1] % 2:
             raise ValueError(f"gate and up need an even number of columns, got {gate_up.shape[1]}")
@@ -207,7 +207,7 @@ class CompiledOperators(CachedOperators):
         self._cap_logits(logits.data_ptr(), *logits.shape, cap)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """See batchinfer_kernels.mask; logits (n, vocab) float32."""
+        """Mask logits (n, vocab) float32 as batchinfer_kernels.mask says."""
         check_mask(logits, rows, bits)
         if logits.dtype != torch.float32:
             raise ValueError(f"logits are {logits.dtype}, not float32")
@@ -218,7 +218,8 @@ class CompiledOperators(CachedOperators):
         self._mask_logits(logits.data_ptr(), logits.shape[1], *places)
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """See batchinfer.models.ops.interface.Ops; logits (n, vocab) float32, in one pass that changes none."""
+        """Find tokens as batchinfer.models.ops.interface.Ops says; logits (n, vocab) float32 are read in one pass and
+        not changed."""
         check_mask(logits, torch.empty(len(logits), dtype=torch.int32), bits)
         if logits.dtype != torch.float32:
             raise ValueError(f"logits are {logits.dtype}, not float32")
@@ -236,8 +237,8 @@ class CompiledOperators(CachedOperators):
     def latent_attention(
         self, q: Tensor, cache: Tensor, block_tables: Tensor, items: Items, scale: float, rank: int
     ) -> Tensor:
-        """See batchinfer_kernels.latent_attention; `items` were planned for these tables with `latent_pages`, and for
-        slices of so many heads as divide those of q."""
+        """Attend as batchinfer_kernels.latent_attention says; `items` were planned for these tables with
+        `latent_pages`, and for slices of as many heads as divide those of q."""
         check_latent_attention(q, cache, block_tables, rank)
         (tokens, heads, width), slice_heads = q.shape, items.group
         if heads % slice_heads:

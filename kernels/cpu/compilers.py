@@ -25,7 +25,7 @@ class Compilers:
         self._lock = threading.Lock()
 
     def call(self, command: Sequence[str]) -> str:
-        """What the command prints. Raises NoCompiler when it fails, takes too long, or is stopped."""
+        """Run a command and return its output. Raises NoCompiler when it fails, takes too long, or is stopped."""
         try:
             process = self._started(command)
         except OSError as error:
@@ -55,7 +55,8 @@ class Compilers:
             _kill(process)
 
     def _started(self, command: Sequence[str]) -> subprocess.Popen[str]:
-        """In a session of its own: a terminal's signals are for the command, which may still need the library."""
+        """Start a process in a session of its own: a terminal's signals are for the command, which may still need the
+        library."""
         pipe = subprocess.PIPE
         with self._lock:
             self.check()

@@ -1,4 +1,4 @@
-"""What a call of the compiled experts reads, writes and works in."""
+"""The tensors that a call of the compiled experts reads, writes and works in."""
 
 from __future__ import annotations
 

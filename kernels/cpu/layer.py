@@ -26,8 +26,8 @@ from batchinfer_kernels.cpu.structures import (
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """What all layers of a model have in common. `scale` and `soft_cap` are attention's, `eps` and `offset` every
-    norm's."""
+    """The sizes that all layers of a model have in common. `scale` and `soft_cap` are attention's, `eps` and `offset`
+    every norm's."""
 
     q_heads: int
     kv_heads: int
@@ -49,7 +49,8 @@ class LayerRotation:
     k_norm: Tensor | None = None
 
     def structure(self, sizes: LayerSizes) -> RotationStructure:
-        """For the operators; the tensors must outlive it. Raises ValueError for tables that do not fit the heads."""
+        """Return the rotation as the operators take it; the tensors must outlive it. Raises ValueError for tables that
+        do not fit the heads."""
         if self.cos.dim() != 2 or not 0 < 2 * self.cos.shape[1] <= sizes.head_dim:
             raise ValueError(f"cos {tuple(self.cos.shape)} does not fit heads of {sizes.head_dim}")
         _check("sin", self.sin, tuple(self.cos.shape), torch.float32)
@@ -127,7 +128,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlaces:
-    """Where the T tokens of a step stand; shapes as for `rope_store` and `paged_attention`."""
+    """The places of the T tokens of a step; shapes as for `rope_store` and `paged_attention`."""
 
     positions: Tensor
     slots: Tensor
@@ -147,7 +148,7 @@ class StepPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tensors:
-    """What layers leave to one another, and room to work in."""
+    """The tensors that layers leave to one another, and room to work in."""
 
     x: Tensor
     residual: Tensor
@@ -168,7 +169,7 @@ class _Tensors:
 
 
 class LayerRoom:
-    """What the layers of a step share: x and residual (T, hidden), and room to work in.
+    """The tensors that the layers of a step share: x and residual (T, hidden), and room to work in.
 
     `cache_shape` is that of a block of the cache, `state` what `attention_state` gives. `beside`: the room of layers
     with other places, which left x and residual in it: if sizes are the same, both use the same tensors.

@@ -63,7 +63,7 @@ class PackedWeight:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What it is multiplied with; None: whatever comes, codes without a bias have no type of their own."""
+        """The dtype of the activations that it is multiplied with; None for codes without a bias, which take any."""
         if not self.quantized:
             return self.panels.dtype
         bias = self._kept[0]

@@ -12,7 +12,7 @@ _SIZES = [(name, _L) for name in ("q_heads", "kv_heads", "dim", "dim_pad", "bloc
 
 
 class Weight(ctypes.Structure):
-    """panels.h"""
+    """The structure of that name in panels.h."""
 
     _fields_ = [
         *((name, _P) for name in ("panels", "bias", "starts", "scales")),
@@ -22,7 +22,7 @@ class Weight(ctypes.Structure):
 
 
 class RotationStructure(ctypes.Structure):
-    """pointwise.h"""
+    """The rotation of pointwise.h."""
 
     _fields_ = [
         *((name, _P) for name in ("cosine", "sine")),
@@ -33,19 +33,19 @@ class RotationStructure(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """cache.h"""
+    """The structure of that name in cache.h."""
 
     _fields_ = [(name, _P) for name in ("k", "v", "k_scale", "v_scale")]
 
 
 class Teams(ctypes.Structure):
-    """teams.h"""
+    """The structure of that name in teams.h."""
 
     _fields_ = [(name, _P) for name in ("store", "copy", "attend")]
 
 
 class Heads(ctypes.Structure):
-    """pointwise.h"""
+    """The structure of that name in pointwise.h."""
 
     _fields_ = [
         *((name, _P) for name in "qkv"),
@@ -60,7 +60,7 @@ class Heads(ctypes.Structure):
 
 
 class PlanStructure(ctypes.Structure):
-    """plan.h"""
+    """The plan of plan.h."""
 
     _fields_ = [
         ("tables", _P),
@@ -73,7 +73,7 @@ class PlanStructure(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """attention.h"""
+    """The structure of that name in attention.h."""
 
     _fields_ = [
         ("q", _P),
@@ -89,7 +89,7 @@ class Attention(ctypes.Structure):
 
 
 class Latent(ctypes.Structure):
-    """latent.h"""
+    """The structure of that name in latent.h."""
 
     _fields_ = [
         *((name, _P) for name in ("q", "cache")),
@@ -101,7 +101,7 @@ class Latent(ctypes.Structure):
 
 
 class PartsStructure(ctypes.Structure):
-    """parts.h"""
+    """The parts of parts.h."""
 
     _fields_ = [("fields", _P), ("count", _L)]
 
@@ -112,7 +112,7 @@ class PartsStructure(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """layer.h"""
+    """The structure of that name in layer.h."""
 
     _fields_ = [
         *((name, _P) for name in ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")),
@@ -124,7 +124,7 @@ class Layer(ctypes.Structure):
 
 
 class LayerStep(ctypes.Structure):
-    """layer.h"""
+    """The structure of that name in layer.h."""
 
     _fields_ = [
         ("heads", Heads),
@@ -136,7 +136,7 @@ class LayerStep(ctypes.Structure):
 
 
 class ExpertsStructure(ctypes.Structure):
-    """experts.h"""
+    """The experts of experts.h."""
 
     _fields_ = [
         *((name, Weight) for name in ("gate_up", "down")),
@@ -155,5 +155,5 @@ def scoring(scale: float, soft_cap: float | None) -> dict[str, float]:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """What a pointer of these structures is."""
+    """Return the address of a tensor's values, which is the value of a pointer in these structures."""
     return None if tensor is None else tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""What the attention kernels share: one way to pass over keys, one way to put parts together.
+"""The functions that the attention kernels share: one way to pass over keys, one way to put parts together.
 
 Scores are kept in units of log2, so that exponentials are powers of 2. Rows pass over tiles of keys in order, each
 keeping its maximum, mass and weighted sum (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). A row is
@@ -57,7 +57,7 @@ def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexp
 
 @triton.jit
 def key_scales(ptr, inside, WHOLE: tl.constexpr):
-    """What a tile of keys' codes are multiplied with."""
+    """Return the factors with which the codes of a tile of keys are multiplied."""
     if WHOLE:
         return tl.load(ptr)
     else:

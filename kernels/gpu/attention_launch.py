@@ -1,4 +1,5 @@
-"""What the launchers of the attention kernels share: tile sizes, and the arguments that every kernel takes."""
+"""The parts that the launchers of the attention kernels share: tile sizes, and the arguments that every kernel
+takes."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool) 
 
 
 def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
-    """What compiles without spilling where tiles without codes just do. Not measured."""
+    """Return tiles that compile without spilling with codes, where tiles without codes barely do. Not measured."""
     if work == "coded decode":
         # Two warps, which an H100 was measured with, spill with heads of 72 and 80 on compute capability 10.0
         return KVTiles(16, 64, 4, 5) if arch == "100" and padded == 128 else tiles
@@ -130,9 +131,10 @@ def choose_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
 
 
 def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
-    """The same for shared prefixes. `total_keys`: of all tiles of rows together.
+    """Return how many keys of a shared prefix one program should pass over.
 
-    A part of a full tile of rows is dear, so that fewer programs have to do.
+    `total_keys`: of all tiles of rows together. A part of a full tile of rows is dear, so that fewer programs have to
+    do.
     """
     programs = PREFIX_PROGRAMS_PER_PROCESSOR * processors(device)
     return max(LEAST_SEGMENT, next_power_of_2(-(-total_keys * kv_heads // programs)))
@@ -184,7 +186,8 @@ def kernel_arguments(
     v_scale: Tensor | None,
     work: Work,
 ) -> dict[str, Any]:
-    """What all kernels that read the cache are launched with. What layers have in common is computed once."""
+    """Return the arguments that all kernels that read the cache are launched with. Those that layers have in common are
+    computed once."""
     arch, codes = architecture(), _codes(k_cache.dtype, architecture())
     bits = codes == "fp8_bits"
     strides = (*q.stride()[:2], *k_cache.stride()[:3])
@@ -230,7 +233,7 @@ def _strides(strides: tuple[int, ...]) -> dict[str, int]:
 def _options(
     arch: str, work: Work, dtype: torch.dtype, group: int, head_dim: int, block_size: int, coded: bool
 ) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """Return the constants and options that a kernel is compiled for."""
     tiles = _tiles(arch, work, dtype, padded_dim(head_dim), coded)
     deterministic = work == "deterministic"
     return {

@@ -15,7 +15,7 @@ from batchinfer_kernels.gpu.sizes import next_power_of_2
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What each of n rows passes over by itself, and how it is cut. A row is one query of one sequence."""
+    """The keys that each of n rows passes over by itself, and how they are cut. A row is one query of one sequence."""
 
     contexts: Tensor  # (S,) int32: cached tokens of each sequence
     splits: Splits

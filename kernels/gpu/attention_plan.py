@@ -1,4 +1,4 @@
-"""What attention needs to know of a step, prepared once on the host and read in every layer.
+"""The plan of a step's attention, made once on the host and read in every layer.
 
 Chunks of several queries are cut into items for prefill. Single queries go to decode, those that share leading keys
 pass over these together first, level after level (`SharedPrefix`).
@@ -30,7 +30,7 @@ LEAST_SHARERS = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What of a model the plan depends on."""
+    """The properties of a model that the plan depends on."""
 
     dtype: torch.dtype
     q_heads: int
@@ -43,8 +43,8 @@ class AttentionShape:
         return self.q_heads // self.kv_heads
 
     def spare_part_bytes(self, rows: int, longest: int, device: torch.device) -> int:
-        """What parts of `rows` single queries of up to `longest` keys take at most, beyond what they take where every
-        row is that long and shares nothing: then, by default, none may be split.
+        """Return the most bytes that parts of `rows` single queries of up to `longest` keys take, beyond the bytes of
+        parts where every row is that long and shares nothing: then, by default, none may be split.
 
         At fixed positions these are as many as there can be; graphs round them up, at most to twice as many.
         """
@@ -106,7 +106,7 @@ class LaunchPlan:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What of a step in a room its launches depend on, beside the number of rows."""
+        """The sizes of a step in a room on which its launches depend, apart from the number of rows."""
         p = self.prefixes
         shared = () if p is None else (p.parts, len(p.items), len(p.members))
         return (*shared, *[splits.sizes for splits in self.splits.values()])
@@ -268,7 +268,7 @@ def _plan_prefixes(
 
 
 def _most_parts(rows: int, members: int, shape: AttentionShape, device: torch.device, room: Room) -> int:
-    """Of what rows share in a graph."""
+    """Return the most parts that the shared keys of a graph have."""
     if shape.deterministic:
         return most_segments(rows, room.longest)
     return most_shared(rows, members, shape.kv_heads, device)
@@ -301,8 +301,8 @@ def _spans(
 
 
 def _outer(spans: list[tuple[Ints, int, int]], rows: int) -> list[tuple[Ints, int, int]]:
-    """Of more levels than there is room for, those that begin first. What is inside of one that is left out is left out
-    too."""
+    """Return the levels that there is room for: the ones that begin first. Levels inside of one that is left out are
+    left out too."""
     room, ends, kept = most_members(rows), np.zeros(rows, np.int64), []
     for span in sorted(spans, key=lambda span: span[1]):
         members, first, end = span
@@ -338,7 +338,7 @@ def find_shared(
     block_size: int,
     unit: int,
 ) -> list[SharedPrefix]:
-    """What single queries share, read from the block tables on the host; `unit`: of AttentionShape.
+    """Find the keys that single queries share, read from the block tables on the host; `unit`: of AttentionShape.
 
     Every group has LEAST_SHARERS sequences at least, and its level LEAST_SHARED_KEYS beyond those around it.
     """

@@ -53,7 +53,7 @@ class Splits:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What launches depend on."""
+        """The sizes on which launches depend."""
         return self.count, self.whole, self.window, self.align, len(self.keys)
 
 

@@ -26,8 +26,8 @@ def block_fp8_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """See batchinfer_kernels.block_fp8_matmul.block_fp8_matmul_reference. Raises ValueError where the GPU has no such
-    format.
+    """Multiply as batchinfer_kernels.block_fp8_matmul.block_fp8_matmul_reference does. Raises ValueError where the GPU
+    has no such format.
 
     Two launches: one quantises the groups of x. Rows of x and codes may be strided.
     """

@@ -1,4 +1,4 @@
-"""What every launcher asks of its tensors."""
+"""The checks that every launcher makes of its tensors."""
 
 from __future__ import annotations
 

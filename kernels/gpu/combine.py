@@ -30,8 +30,8 @@ def _combine_kernel(
 
 
 def combine(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """See batchinfer_kernels.experts.combine_reference. Sums run in the order of the choice: a token's bits do not
-    depend on other tokens. Rows of `made` may be strided."""
+    """Combine rows as batchinfer_kernels.experts.combine_reference does. Sums run in the order of the choice: a token's
+    bits do not depend on other tokens. Rows of `made` may be strided."""
     if made.dim() != 2 or order.shape != made.shape[:1] or weights.numel() != len(made) or weights.dim() != 2:
         raise ValueError(
             f"{tuple(made.shape)} results, an order of {tuple(order.shape)}, weights {tuple(weights.shape)}"

@@ -34,7 +34,7 @@ def _copy_parts_kernel(
 
 
 def copy_parts(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
-    """See batchinfer_kernels.copy_parts.copy_parts_reference; caches are contiguous."""
+    """Copy parts of blocks as batchinfer_kernels.copy_parts.copy_parts_reference does; caches are contiguous."""
     check_copy_parts(k_cache, v_cache, parts)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous() and parts.is_contiguous()):
         raise ValueError("caches and parts have to be contiguous")

@@ -38,7 +38,8 @@ def fp8_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """See batchinfer_kernels.fp8_matmul.fp8_matmul_reference. Raises ValueError where the GPU has no such format.
+    """Multiply as batchinfer_kernels.fp8_matmul.fp8_matmul_reference does. Raises ValueError where the GPU has no such
+    format.
 
     Two launches: one quantises the rows of x. Rows of x and codes may be strided.
     """

@@ -36,7 +36,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_factor(gate, ACTIVATION: tl.constexpr):
-    """What the up's factor is multiplied with. A comparison, not a minimum, leaves a NaN what it is."""
+    """Return the gate's factor of the result. A comparison, not a minimum, leaves a NaN what it is."""
     if ACTIVATION == "clamped_swiglu":
         bounded = tl.where(gate > 7.0, 7.0, gate)
         return bounded * _sigmoid(1.702 * bounded)
@@ -46,7 +46,7 @@ def gate_factor(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def up_factor(up, ACTIVATION: tl.constexpr):
-    """What the gate's factor is multiplied with."""
+    """Return the up's factor of the result."""
     if ACTIVATION == "clamped_swiglu":
         bounded = tl.where(up > 7.0, 7.0, up)
         return tl.where(bounded < -7.0, -7.0, bounded) + 1.0
@@ -71,7 +71,7 @@ def _gated_activation_kernel(
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
-    """See batchinfer_kernels.gated_activation.gated_activation_reference. Rows of gate_up may be strided."""
+    """Gate as batchinfer_kernels.gated_activation.gated_activation_reference does. Rows of gate_up may be strided."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(
             f"gate and up need a matrix with an even number of columns, got {tuple(gate_up.shape)}"

@@ -116,7 +116,7 @@ def grouped_matmul(
     from_rows: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """See batchinfer_kernels.grouped_matmul.grouped_matmul_reference. Rows of x may be strided.
+    """Multiply as batchinfer_kernels.grouped_matmul.grouped_matmul_reference does. Rows of x may be strided.
 
     `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. float32 is multiplied as it is,
     without tensor cores. With codes of int8 results are always deterministic: sums of integers are exact. Raises

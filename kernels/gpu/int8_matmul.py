@@ -28,8 +28,8 @@ def int8_matmul(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """See batchinfer_kernels.quantized_linear.quantized_linear_reference; `out_dtype` and `activation` as in
-    batchinfer_kernels.matmul.matmul_reference.
+    """Multiply as batchinfer_kernels.quantized_linear.quantized_linear_reference does; `out_dtype` and `activation` are
+    those of batchinfer_kernels.matmul.matmul_reference.
 
     Two launches: one quantises the rows of x. Rows of x and codes may be strided. Raises ValueError for more inputs
     than MOST_INPUTS, whose sums int32 might not hold.

@@ -78,7 +78,8 @@ def latent_attention(
     rank: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See batchinfer_kernels.latent_attention.latent_attention_reference; `out`, contiguous, is written if given.
+    """Attend as batchinfer_kernels.latent_attention.latent_attention_reference does; `out`, contiguous, is written if
+    given.
 
     `sequences` and `positions`, (T,) int64: each query's row of the block tables, and where it stands in its sequence.
     Both are read on the device, so that a graph can replay the launch.

@@ -52,7 +52,8 @@ def _log_probabilities_kernel(
 
 
 def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See batchinfer_kernels.log_probabilities.log_probabilities_reference. Rows of logits may be strided.
+    """Compute what batchinfer_kernels.log_probabilities.log_probabilities_reference does. Rows of logits may be
+    strided.
 
     What is launched depends on the shape of logits. The most likely tokens of a row are found one after the other, each
     for the price of a chunk: meant for some tens of them.

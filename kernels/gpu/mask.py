@@ -27,7 +27,7 @@ def _mask_kernel(logits_ptr, stride, vocab, rows_ptr, bits_ptr, words, TILE: tl.
 
 
 def mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """See batchinfer_kernels.mask.mask_reference. Rows of logits may be strided."""
+    """Mask logits as batchinfer_kernels.mask.mask_reference does. Rows of logits may be strided."""
     check_mask(logits, rows, bits)
     check_logits(logits)
     vocab = logits.shape[1]

@@ -28,7 +28,7 @@ def matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """See batchinfer_kernels.matmul.matmul_reference. Rows of x and of the weight may be strided.
+    """Multiply as batchinfer_kernels.matmul.matmul_reference does. Rows of x and of the weight may be strided.
 
     float32 is multiplied as it is, without tensor cores.
     """

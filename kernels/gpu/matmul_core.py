@@ -41,7 +41,8 @@ def tile_place(place, line_tiles, row_tiles, TOGETHER: tl.constexpr):
 
 @triton.jit
 def weight_row(line, outputs, ACTIVATION: tl.constexpr):
-    """Which row of the weight a line of the sums is. The gate and the up of a result stand next to one another."""
+    """Return the row of the weight that a line of the sums belongs to. The gate and the up of a result stand next to
+    one another."""
     if ACTIVATION == "none":
         return tl.minimum(line, outputs - 1)
     else:
@@ -89,7 +90,7 @@ def block_segment_sums(
     weight_at, x_at, scales_at, group_scales_at, first, end, inputs, group_stride,
     EVEN: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """The same of float8 where the inputs of a tile share a scale, of each line and of each row."""
+    """Return the sums of a segment of float8 where the inputs of a tile share a scale, of each line and of each row."""
     sums = tl.zeros((LINES, ROWS), tl.float32)
     at = tl.arange(0, INPUTS)
     weight_at += first
@@ -122,7 +123,8 @@ def sums_of(
     SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Of the inputs from `first` to `end`. Where blocks share a scale a tile has the inputs of a group."""
+    """Return the sums over the inputs from `first` to `end`. Where blocks share a scale a tile has the inputs of a
+    group."""
     if lines_ptr is None:
         return segment_sums(weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
     else:
@@ -250,7 +252,7 @@ def add_parts_kernel(
 
 @dataclass(frozen=True, slots=True)
 class BlockScales:
-    """See batchinfer_kernels.block_fp8_matmul."""
+    """The scales of a weight's blocks, as batchinfer_kernels.block_fp8_matmul describes them."""
 
     scales: Tensor  # (blocks, groups) float32
     lines: Tensor  # (N,) int32
@@ -364,7 +366,7 @@ def _finishing(given: Operands, y: Tensor) -> dict[str, Any]:
 
 
 def _parts(given: Operands, cut: Cut, lines: int, rows: int) -> Tensor | None:
-    """Where segments are kept until they are added up."""
+    """Return room for the sums of segments until they are added up."""
     if cut.splits == 1:
         return None
     dtype = torch.int32 if given.x.dtype == torch.int8 else torch.float32

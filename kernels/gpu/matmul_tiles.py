@@ -210,7 +210,8 @@ def _narrow(kind: Kind, tiles: Tiles, deterministic: bool) -> Tiles:
 
 
 def _fitted(kind: Kind, tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
-    """As the architecture allows. AMD's compute units have 64 KiB of shared memory, where one tile is in flight."""
+    """Return tiles as the architecture allows them. AMD's compute units have 64 KiB of shared memory, where one tile is
+    in flight."""
     if architecture().startswith("gfx"):
         sides = (min(tiles.outputs, 128), min(tiles.rows, 128), min(tiles.inputs, 64))
         tiles = Tiles(*sides, tiles.warps, 2)
@@ -222,7 +223,7 @@ def _fitted(kind: Kind, tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
 
 
 def _in_shared_memory(kind: Kind, tiles: Tiles) -> Tiles:
-    """With fewer tiles in flight on GPUs that have less shared memory. Sums do not change."""
+    """Return tiles of which fewer are in flight on GPUs that have less shared memory. Sums do not change."""
     room = SMALL_MEMORY.get(architecture())
     if room is None:
         return tiles

@@ -62,7 +62,7 @@ def _penalise_kernel(
 
 
 def penalise(logits: Tensor, penalties: Penalties, counts: Tensor | None = None) -> None:
-    """See batchinfer_kernels.penalties.penalise_reference. Rows of logits may be strided.
+    """Penalise logits as batchinfer_kernels.penalties.penalise_reference does. Rows of logits may be strided.
 
     `counts`: (at least n, vocab) int32, zeros, and zeros again when this is done; made here if not given. A row without
     tokens and bans is not changed, so that a captured launch may have some to spare.

@@ -27,7 +27,8 @@ from batchinfer_kernels.gpu.attention_parts import Own, Parts
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Which rows share which keys; made by `plan_attention`, once a step. A row is one query, as in `Own`."""
+    """The rows that share keys, and the keys that they share; made by `plan_attention`, once a step. A row is one
+    query, as in `Own`."""
 
     # (m, 6) int32: first member, members (0: padding), sequence with the keys, first key, end, number of the part among
     # those of a row

@@ -89,17 +89,17 @@ def _quantize_groups_kernel(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See batchinfer_kernels.quantized_linear.quantize_rows. Rows of x may be strided."""
+    """Quantise as batchinfer_kernels.quantized_linear.quantize_rows does. Rows of x may be strided."""
     return _quantized(x, torch.int8, 127.0)
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See batchinfer_kernels.fp8_matmul.quantize_rows_fp8. Rows of x may be strided."""
+    """Quantise as batchinfer_kernels.fp8_matmul.quantize_rows_fp8 does. Rows of x may be strided."""
     return _quantized(x, torch.float8_e4m3fn, 448.0)
 
 
 def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See batchinfer_kernels.block_fp8_matmul.quantize_groups_fp8. Rows of x may be strided."""
+    """Quantise as batchinfer_kernels.block_fp8_matmul.quantize_groups_fp8 does. Rows of x may be strided."""
     _check(x)
     rows, inputs = x.shape
     codes = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)

@@ -150,7 +150,7 @@ def int8_weight_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """See batchinfer_kernels.quantized_matmul.int8_weight_matmul_reference. Rows of x may be strided."""
+    """Multiply as batchinfer_kernels.quantized_matmul.int8_weight_matmul_reference does. Rows of x may be strided."""
     check_int8_weight(x, weight, bias, out_dtype, activation)
     scales = weight.scales.contiguous()
     return _multiply(x, weight, 8, scales, bias, out_dtype, activation, deterministic, None, None, SPAN)
@@ -165,7 +165,7 @@ def int4_weight_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """See batchinfer_kernels.quantized_matmul.int4_weight_matmul_reference. Rows of x may be strided."""
+    """Multiply as batchinfer_kernels.quantized_matmul.int4_weight_matmul_reference does. Rows of x may be strided."""
     check_int4_weight(x, weight, bias, out_dtype, activation)
     groups, zeros = weight.scales.contiguous(), None if weight.zeros is None else weight.zeros.contiguous()
     return _multiply(

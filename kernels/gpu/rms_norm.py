@@ -91,7 +91,8 @@ def _rms_norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """See batchinfer_kernels.rms_norm.rms_norm_reference. All of one dtype; rows of x may be strided."""
+    """Normalise as batchinfer_kernels.rms_norm.rms_norm_reference does. All tensors have one dtype; rows of x may be
+    strided."""
     check_rms_norm(x, weight, residual)
     check_same_dtype(x=x, weight=weight, residual=residual)
     rows, hidden = as_rows(x), x.shape[-1]

@@ -262,7 +262,8 @@ def rope_store(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """See batchinfer_kernels.rope_store.rope_store_reference; q, k and v may be slices of one tensor.
+    """Rotate and store as batchinfer_kernels.rope_store.rope_store_reference does; q, k and v may be slices of one
+    tensor.
 
     With `positions` (T,) int64, cos and sin are tables, (positions, pairs), and the kernel looks its rows up.
     """
@@ -285,7 +286,8 @@ def rope(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """See batchinfer_kernels.rope_store.rope_reference; `positions` as for `rope_store`, whose bits these are."""
+    """Rotate q as batchinfer_kernels.rope_store.rope_reference does; `positions` as for `rope_store`, whose bits these
+    are."""
     check_pairs(q, cos.shape[1])
     _check_tables(q, cos, sin, positions)
     check_same_dtype(q=q, norm=norm)

@@ -1,4 +1,4 @@
-"""What the kernels over logits share: a row is read in chunks of fixed size, whatever the other rows are.
+"""The functions that the kernels over logits share: a row is read in chunks of fixed size, whatever the other rows are.
 
 So that a few long rows fill a GPU, each chunk's maximum is taken by a program of its own. Chunks do not depend on the
 number of rows, and neither do their results.

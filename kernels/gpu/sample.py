@@ -71,7 +71,7 @@ def _weigh_kernel(
 
 @triton.jit
 def _tally(key, weight, pivot, counts, masses):
-    """What lies at and above a pivot, added to what was counted before."""
+    """Add the counts and masses at and above a pivot to those that were counted before."""
     within = key >= pivot
     return counts + tl.sum(within.to(tl.int32), 0), masses + tl.sum(tl.where(within, weight, 0), 0)
 
@@ -222,7 +222,7 @@ def _weigh_kept(
 
 @triton.jit
 def _uniform(key_ptr, position):
-    """See batchinfer_kernels.philox.uniforms; float64."""
+    """Return the number that batchinfer_kernels.philox.uniforms gives, in float64."""
     k0, k1 = tl.load(key_ptr).to(tl.uint32, bitcast=True), tl.load(key_ptr + 1).to(tl.uint32, bitcast=True)
     seed = k0.to(tl.uint64) | (k1.to(tl.uint64) << 32)
     none = tl.zeros((), tl.int32)
@@ -258,7 +258,8 @@ def _filter_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, weights_ptr, before_ptr, low_ptr, ties_ptr, scratch_ptr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """What the filters leave of a row, and each chunk's weight of that; all, where there is no filter."""
+    """Find the tokens that the filters leave of a row, and each chunk's weight of them; all tokens, where there is no
+    filter."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
@@ -304,7 +305,8 @@ def _choose_kernel(
 
 
 def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | None = None) -> Tensor:
-    """See batchinfer_kernels.sample.sample_reference; `out`: (rows,) int64, written if given. Rows may be strided.
+    """Draw tokens as batchinfer_kernels.sample.sample_reference does; `out`: (rows,) int64, written if given. Rows may
+    be strided.
 
     What is launched depends on the shape of logits and on whether there is a `sampling`; greedy and drawn rows share
     the launches. A row's token does not depend on the other rows.

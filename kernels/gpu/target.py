@@ -1,4 +1,4 @@
-"""What kernels are compiled for and run on."""
+"""The target that kernels are compiled for, and the GPU that they run on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 
 
 def architecture() -> str:
-    """As Triton names its target: "80", "90", "gfx942"; "" in the interpreter, which has none."""
+    """Return the target as Triton names it: "80", "90", "gfx942"; "" in the interpreter, which has none."""
     if triton.knobs.runtime.interpret:
         return ""
     driver = triton.runtime.driver.active
