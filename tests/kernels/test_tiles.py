@@ -254,6 +254,7 @@ CONFIGURED = ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"
         (str(build.FOLDER / "bfloat16.c"), (*CONFIGURED, "tdpbusd")),
         (str(build.FOLDER / "attention_bfloat16.c"), CONFIGURED),
     ],
+    ids=["probe", "products", "attention"],
 )
 def test_instructions_are_used_where_the_compiler_may(source, instructions):
     """Compiled for a CPU that has them, on any; -O1, since it is not run."""

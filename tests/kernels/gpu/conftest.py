@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,24 @@ def device() -> str:
 def interpreted() -> bool:
     """Whether kernels run in the interpreter."""
     return DEVICE == "cpu"
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
+    """Many processors, for which sums are split, and results that begin as NaN."""
+    import torch
+
+    from batchinfer_kernels.gpu import target
+
+    empty = torch.empty
+
+    def poisoned(*sizes: Any, **options: Any) -> Any:
+        made = empty(*sizes, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() and made.element_size() > 1 else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    if interpreted:
+        monkeypatch.setattr(target, "processors", lambda _device: 132)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,6 +20,8 @@ from batchinfer_kernels.quantized_matmul import (
     quantize_int4,
     quantize_int8,
 )
+from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.float8_sums import float8_rounding
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Rounding to the dtype, of values up to the largest: half a unit in the last place, and sums in another order
@@ -29,7 +31,17 @@ WAYS = ("plain", "int8_weight", "int4_32", "int4_64", "int4_128", "int4_64_zeros
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def near(got: Tensor, wanted: Tensor, name: str = "") -> None:
+    """`name`: of the way in which it was multiplied."""
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    rounding = float8_rounding() if name in ("fp8", "block_fp8") else 0.0
+    largest = float(wanted.abs().amax()) if wanted.numel() else 0.0
+    torch.testing.assert_close(
+        got, wanted, atol=(TOLERANCE[wanted.dtype] + rounding) * largest, rtol=0.0, equal_nan=False
+    )
 
 
 def beside_nan(values: Tensor) -> Tensor:

@@ -13,39 +13,16 @@ from batchinfer_kernels.block_fp8_matmul import quantize_blocks_fp8
 from batchinfer_kernels.experts import Choice, combine_reference, experts_reference, group_by_expert
 from batchinfer_kernels.fp8_matmul import FP8, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.gpu import combine as combine_module
 from batchinfer_kernels.gpu import fp8_matmul as fp8_module
-from batchinfer_kernels.gpu import grouped_matmul as grouped_module
-from batchinfer_kernels.gpu import target
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul, tile_ends
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
-from tests.kernels.gpu import matmul_cases
 from tests.kernels.gpu.conftest import DEVICE
-from tests.kernels.gpu.float8_sums import float8_rounding
-from tests.kernels.gpu.matmul_cases import DTYPES, TOLERANCE, beside_nan
+from tests.kernels.gpu.matmul_cases import DTYPES, beside_nan, near, random
+from tests.kernels.gpu.pairs import each_first, pairs_first
 
-PROCESSORS = 132
-
-
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
-    """Results that begin as NaN, and the processors of a GPU."""
-    empty = torch.empty
-
-    def poisoned(*sizes: Any, **options: Any) -> Tensor:
-        made = empty(*sizes, **options)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    for module in (grouped_module, combine_module):
-        monkeypatch.setattr(module.torch, "empty", poisoned)
-    if interpreted:
-        monkeypatch.setattr(target, "processors", lambda _device: PROCESSORS)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return matmul_cases.random(*shape, dtype=dtype, seed=seed).to(DEVICE)
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
 
 def starts_of(counts: tuple[int, ...]) -> Tensor:
@@ -56,26 +33,16 @@ def weights_of(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> T
     return random(experts, outputs, inputs, dtype=dtype, seed=1)
 
 
-def near(got: Tensor, wanted: Tensor, rounding: float = 0.0) -> None:
-    """`rounding`: of the products' sums, see float8_rounding."""
-    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    tolerance = TOLERANCE[wanted.dtype] + rounding
-    bound = tolerance * float(wanted.abs().amax()) if wanted.numel() else 0.0
-    torch.testing.assert_close(got, wanted, atol=bound, rtol=0.0)
-
-
 COUNTS = [(1,), (0, 3, 0), (0, 0, 17, 1, 0), (16, 0, 33, 15, 2, 0, 1), (70, 40)]
 
 
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("activation", "biased"), [(None, False), ("silu", True)])
+@pytest.mark.parametrize(("counts", "dtype", "activation"), pairs_first(COUNTS, DTYPES, [None, "silu"]))
 def test_experts_with_any_number_of_rows(
-    counts: tuple[int, ...], dtype: torch.dtype, activation: Activation | None, biased: bool
+    counts: tuple[int, ...], dtype: torch.dtype, activation: Activation | None
 ) -> None:
     weight = weights_of(len(counts), 34, 63, dtype)
     x, bias = random(sum(counts), 63, dtype=dtype), random(len(counts), 34, dtype=dtype, seed=2)
-    arguments = (x, weight, starts_of(counts), bias if biased else None)
+    arguments = (x, weight, starts_of(counts), bias if activation else None)
     near(
         grouped_matmul(*arguments, activation=activation),
         grouped_matmul_reference(*arguments, activation=activation),
@@ -96,7 +63,7 @@ def test_scales_of_blocks(dtype: torch.dtype, activation: Activation | None) -> 
     for how in (False, True):
         given = {"from_rows": from_rows, "deterministic": how}
         got = grouped_matmul(x, codes, starts_of(counts), bias, **given, **options)
-        near(got, wanted, float8_rounding())
+        near(got, wanted, "block_fp8")
     whole = grouped_matmul(x[from_rows], codes, starts_of(counts), bias, deterministic=True, **options)
     one = grouped_matmul(
         x[from_rows[19:20]], codes, starts_of((0, 0, 1, 0, 0)), bias, deterministic=True, **options
@@ -151,7 +118,7 @@ def test_rows_are_read_where_they_stand(quantize: Any) -> None:
     for how in (False, True):
         given = {"from_rows": from_rows, "deterministic": how}
         got = grouped_matmul(x, weight, starts_of(counts), **given, **more)
-        near(got, wanted, float8_rounding() if quantize is quantize_rows_fp8 else 0.0)
+        near(got, wanted, "fp8" if quantize is quantize_rows_fp8 else "")
 
 
 def test_codes_that_a_gpu_does_not_multiply_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +164,9 @@ def test_tiles_of_experts() -> None:
     assert tile_ends(starts_of((0, 1, 16, 17, 0)), 16).tolist() == [0, 1, 2, 4, 4]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 1, 1), (7, 3, 100), (2, 8, 1030)])
-def test_combine(dtype: torch.dtype, tokens: int, chosen: int, width: int) -> None:
+@pytest.mark.parametrize(("dtype", "sizes"), each_first(DTYPES, [(1, 1, 1), (7, 3, 100), (2, 8, 1030)]))
+def test_combine(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    tokens, chosen, width = sizes
     made, weights = random(tokens * chosen, width, dtype=dtype), random(tokens, chosen, seed=3)
     order = torch.randperm(tokens * chosen, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     assert torch.equal(combine(made, order, weights), combine_reference(made, order, weights))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.log_probabilities import log_probabilities
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
+from tests.kernels.gpu.pairs import each_first
 from tests.kernels.gpu.poison import poisoned
 from tests.kernels.gpu.sampling_cases import some_logits
 
@@ -24,11 +25,15 @@ def check(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Te
     return got
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "vocab", "most"), [(0, 5, 2), (2, 1, 1), (3, 7, 7), (4, 9001, 5), (2, 4096, 0)]
+    ("dtype", "sizes"),
+    each_first(
+        [torch.float32, torch.float16, torch.bfloat16],
+        [(0, 5, 2), (2, 1, 1), (3, 7, 7), (4, 9001, 5), (2, 4096, 0)],
+    ),
 )
-def test_equals_the_reference(device, dtype, rows, vocab, most):
+def test_equals_the_reference(device, dtype, sizes):
+    rows, vocab, most = sizes
     chosen = (torch.arange(rows, device=device) * 3000) % vocab
     check(some_logits(rows, vocab, 3.0, device).to(dtype), chosen, most)
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from batchinfer_kernels.block_fp8_matmul import quantize_blocks_fp8
 from batchinfer_kernels.block_fp8_matmul import quantize_groups_fp8 as quantize_groups_reference
-from batchinfer_kernels.gpu import matmul_core, matmul_tiles, target
+from batchinfer_kernels.gpu import matmul_tiles
 from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
 from batchinfer_kernels.gpu.int8_matmul import MOST_INPUTS, int8_matmul
@@ -22,48 +21,12 @@ from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.matmul_tiles import choose_cut
 from batchinfer_kernels.gpu.quantize_rows import quantize_groups_fp8
 from batchinfer_kernels.quantized_linear import quantize_weight
-from tests.kernels.gpu.float8_sums import float8_rounding
-from tests.kernels.gpu.matmul_cases import (
-    DTYPES,
-    TOLERANCE,
-    WAYS,
-    beside_nan,
-    int8_reference,
-    way,
-)
-from tests.kernels.gpu.matmul_cases import random as random_on_the_host
-from tests.kernels.gpu.pairs import every_pair
+from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.matmul_cases import DTYPES, WAYS, beside_nan, int8_reference, near, random, way
+from tests.kernels.gpu.pairs import every_pair, pairs_first
 
-DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
-PROCESSORS = 132
 FLOATS = tuple(name for name in WAYS if name != "int8")  # ways whose sums are rounded
-
-
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
-    """Many processors for which sums are split, and results that begin as NaN."""
-    empty = torch.empty
-
-    def poisoned(*sizes: Any, **options: Any) -> Tensor:
-        made = empty(*sizes, **options)
-        return made.fill_(float("nan")) if made.is_floating_point() and made.element_size() > 1 else made
-
-    monkeypatch.setattr(matmul_core.torch, "empty", poisoned)
-    if interpreted:
-        monkeypatch.setattr(target, "processors", lambda _device: PROCESSORS)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return random_on_the_host(*shape, dtype=dtype, seed=seed).to(DEVICE)
-
-
-def near(got: Tensor, wanted: Tensor, name: str = "") -> None:
-    """`name`: of the way in which it was multiplied."""
-    assert got.dtype == wanted.dtype
-    assert got.shape == wanted.shape
-    rounding = float8_rounding() if name in ("fp8", "block_fp8") else 0.0
-    bound = (TOLERANCE[wanted.dtype] + rounding) * float(wanted.abs().amax())
-    torch.testing.assert_close(got, wanted, atol=bound, rtol=0.0, equal_nan=False)
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
@@ -74,14 +37,12 @@ def test_any_number_of_rows(name: str, rows: int) -> None:
     near(multiply(x), multiply.wanted(x), name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"), [(3, 1, 1), (5, 63, 100), (7, 1100, 34), (66, 128, 64)]
+    ("name", "dtype", "sizes"),
+    pairs_first(WAYS, DTYPES, [(3, 1, 1), (5, 63, 100), (7, 1100, 34), (66, 128, 64)]),
 )
-def test_odd_sizes_in_every_dtype(
-    name: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int
-) -> None:
+def test_odd_sizes_in_every_dtype(name: str, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    rows, inputs, outputs = sizes
     multiply = way(name, random(outputs, inputs, dtype=dtype, seed=1))
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=2)
     near(multiply(x, bias), multiply.wanted(x, bias), name)
@@ -114,17 +75,22 @@ def test_sizes_swept(kind: tuple[str, torch.dtype], rows: int, size: tuple[int, 
         near(multiply(x, bias, deterministic=True), multiply.wanted(x, bias), name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
-@pytest.mark.parametrize("inputs", [50, 1100])
-def test_a_gated_layer_rounds_once(dtype: torch.dtype, activation: str, inputs: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "activation", "inputs"),
+    pairs_first(
+        ["plain", "int8_weight", "int8"],
+        [torch.float16, torch.bfloat16],
+        ["silu", "gelu", "gelu_tanh", "clamped_swiglu"],
+        [50, 1100],
+    ),
+)
+def test_a_gated_layer_rounds_once(name: str, dtype: torch.dtype, activation: str, inputs: int) -> None:
     """With whole sums (50 inputs) and with sums of segments (1100)."""
-    for name in ("plain", "int8_weight", "int8"):
-        multiply = way(name, random(74, inputs, dtype=dtype, seed=1))
-        x, bias = random(5, inputs, dtype=dtype), random(74, dtype=dtype, seed=2)
-        got = multiply(x, bias, activation=activation)
-        assert got.shape == (5, 37)
-        near(got, multiply.wanted(x, bias, activation=activation), name)
+    multiply = way(name, random(74, inputs, dtype=dtype, seed=1))
+    x, bias = random(5, inputs, dtype=dtype), random(74, dtype=dtype, seed=2)
+    got = multiply(x, bias, activation=activation)
+    assert got.shape == (5, 37)
+    near(got, multiply.wanted(x, bias, activation=activation), name)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -137,7 +137,9 @@ KINDS = {
 @pytest.mark.parametrize(
     ("name", "target", "kind"),
     [
-        pytest.param(name, *case.values, marks=case.marks)
+        pytest.param(
+            name, *case.values, marks=case.marks, id=f"{name}-{case.values[0]}-{case.values[1].arguments}"
+        )
         for name, kinds in KINDS.items()
         for case in each_first(TARGETS, kinds)
     ],

@@ -103,33 +103,21 @@ def ordered(codes: Tensor) -> Tensor:
     return torch.where(bits >= 128, 128 - bits, bits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("dim", "pairs"), [(2, 1), (20, 10), (64, 32), (128, 64), (80, 16), (96, 24)])
-def test_equals_the_reference(device, dtype, normed, dim, pairs):
-    Case(dim=dim, pairs=pairs, dtype=dtype, normed=normed, device=device).check()
-
-
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("dim", "pairs"), [(20, 10), (64, 16)])
-def test_neighbours_may_be_the_pairs(device, normed, dim, pairs):
-    case = Case(dim=dim, pairs=pairs, dtype=torch.bfloat16, normed=normed, interleaved=True, device=device)
-    case.check()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_norms_may_be_differences_from_1(device, dtype):
-    Case(dim=20, pairs=4, dtype=dtype, normed=True, offset=1.0, device=device).check()
-
-
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_codes_are_written(device, cache_dtype, dtype, interleaved):
-    Case(dtype=dtype, cache_dtype=cache_dtype, interleaved=interleaved, device=device).check()
-    Case(
-        dim=20, pairs=4, dtype=dtype, cache_dtype=cache_dtype, interleaved=interleaved, device=device
-    ).check()
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "normed", "interleaved", "offset", "size"),
+    every_pair(
+        DTYPES,
+        [None, torch.int8, torch.float8_e4m3fn],
+        [False, True],
+        [False, True],
+        [0.0, 1.0],
+        [(2, 1), (20, 4), (20, 10), (64, 16), (64, 32), (128, 64), (80, 16), (96, 24)],
+    ),
+)
+def test_equals_the_reference(device, dtype, cache_dtype, normed, interleaved, offset, size):
+    """`interleaved`: neighbours are the pairs; `offset`: what weights of norms are differences from."""
+    kind = (dtype, cache_dtype, normed, interleaved, offset)
+    Case(5, 6, 2, *size, *kind, device=device).check()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 9])
@@ -156,20 +144,8 @@ def test_heads_of_one_token_may_take_several_programs(device, monkeypatch):
 )
 def test_equals_the_reference_in_all_kinds(device, dtypes, size, normed, interleaved):
     """All dtypes of both with all sizes, and each of these with and without the rest."""
-    (dtype, cache_dtype), (dim, pairs) = dtypes, size
-    Case(
-        tokens=9,
-        q_heads=12,
-        kv_heads=3,
-        dim=dim,
-        pairs=pairs,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        normed=normed,
-        interleaved=interleaved,
-        block_size=16,
-        device=device,
-    ).check()
+    kind = (*dtypes, normed, interleaved)
+    Case(9, 12, 3, *size, *kind, block_size=16, device=device).check()
 
 
 def stored_codes(values: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
