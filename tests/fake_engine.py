@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,7 +24,13 @@ from batchinfer.engine.schedule.constraints import ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
 from tests.batchinfer.child_tasks import break_the_next_message
 
+T = TypeVar("T", int, float, str)
 BATCH = 512
+NEVER, MANY = -1, 1_000_000
+EXITS = 3  # the exit status of a process that dies of itself
+End = Callable[
+    [int], object
+]  # ends the engine's process; a code as `batchinfer.machine.spawning.Ended` has it
 
 
 @dataclass
@@ -58,68 +65,66 @@ def logprobs(request: Request) -> TokenLogprobs | None:
     return TokenLogprobs((-tokens / 64).astype(np.float32), (-top_ids / 64).astype(np.float32), top_ids)
 
 
+def _asked(name: str, default: T) -> T:
+    """Return what the environment variable FAKE_ENGINE_`name` asks for, or the default."""
+    return type(default)(os.environ.get(f"FAKE_ENGINE_{name}", default))
+
+
 def _may_die() -> bool:
     """Whether the faults that end the process are on: in the first FAKE_ENGINE_DEATHS starts, counted in the file
     FAKE_ENGINE_STARTS; without that file in every start.
     """
-    path = os.environ.get("FAKE_ENGINE_STARTS")
-    if path is None:
+    path = _asked("STARTS", "")
+    if not path:
         return True
     with open(path, "a+b") as file:
         file.seek(0)
         before = len(file.read())
         file.write(b".")
-    return before < int(os.environ["FAKE_ENGINE_DEATHS"])
+    return before < _asked("DEATHS", 0)
 
 
 def _wait_for_others() -> None:
-    """Until FAKE_ENGINE_TOGETHER engines have started, by the file FAKE_ENGINE_STARTS: none does the others' work."""
-    wanted = int(os.environ.get("FAKE_ENGINE_TOGETHER", "0"))
-    while wanted and len(Path(os.environ["FAKE_ENGINE_STARTS"]).read_bytes()) < wanted:
+    """Wait until FAKE_ENGINE_TOGETHER engines have started, by the file FAKE_ENGINE_STARTS: none does the others'
+    work."""
+    wanted = _asked("TOGETHER", 0)
+    while wanted and len(Path(_asked("STARTS", "")).read_bytes()) < wanted:
         time.sleep(0.01)
 
 
-def _die() -> None:
-    """As FAKE_ENGINE_DIES_BY says: by that signal, else with exit status 3."""
-    if "FAKE_ENGINE_DIES_BY" in os.environ:
-        os.kill(os.getpid(), int(os.environ["FAKE_ENGINE_DIES_BY"]))
+def end_process(code: int) -> None:
+    """End this process with an exit status, or by the signal -code."""
+    if code < 0:
+        os.kill(os.getpid(), -code)
         time.sleep(60)
-    os._exit(3)
+    os._exit(code)
 
 
 class FakeEngine:
     """Steps through what it was given, `BATCH` requests at a time. Faults are asked for by environment variables."""
 
-    def __init__(self, untimed: Untimed = nullcontext) -> None:
-        self._untimed, mortal = untimed, _may_die()
+    def __init__(self, untimed: Untimed = nullcontext, end: End = end_process) -> None:
+        self._untimed, self._end, mortal = untimed, end, _may_die()
         _wait_for_others()
         if not mortal:  # the start that takes the place of one that died
-            time.sleep(float(os.environ.get("FAKE_ENGINE_RELOAD_S", "0")))
-        if mortal and "FAKE_ENGINE_DIES_LOADING" in os.environ:
-            _die()
+            time.sleep(_asked("RELOAD_S", 0.0))
+        if mortal and _asked("DIES_LOADING", 0):
+            self._die()
         self._waiting: deque[tuple[Request, float]] = deque()  # and when it came
         self._started, self._counted_s = time.perf_counter(), 0.0
         self._steps = 0
-        self._delay_s = float(os.environ.get("FAKE_ENGINE_DELAY_S", "0"))
-        self._counts = (
-            "FAKE_ENGINE_COUNTS_TIME" in os.environ
-        )  # a step takes its delay to the bit, and no time
-        self._die_at = int(os.environ.get("FAKE_ENGINE_DIES_AT_STEP", "-1")) if mortal else -1
+        self._delay_s = _asked("DELAY_S", 0.0)
+        self._counts = bool(_asked("COUNTS_TIME", 0))  # a step takes its delay to the bit, and no time
+        self._die_at = _asked("DIES_AT_STEP", NEVER) if mortal else NEVER
         # does nothing any more, at that step of a start that may die; or with any prompt of more tokens, in every start
-        self._hang_at = int(os.environ.get("FAKE_ENGINE_HANGS_AT_STEP", "-1")) if mortal else -1
-        self._hangs_of = int(os.environ.get("FAKE_ENGINE_HANGS_OF_MORE_TOKENS", "1000000"))
-        # once the log has so many requests: of a job's rows, in whichever start
-        self._dies_after = int(os.environ.get("FAKE_ENGINE_DIES_AFTER_ROWS", "-1"))
-        # of any prompt of more tokens, in every start
-        self._dies_of = int(os.environ.get("FAKE_ENGINE_DIES_OF_MORE_TOKENS", "1000000"))
-        self._raises = os.environ.get(
-            "FAKE_ENGINE_RAISES", ""
-        )  # the name of an exception: raised instead of dying
-        self._log = os.environ.get(
-            "FAKE_ENGINE_LOG"
-        )  # a file that gets the key of every request that is computed
-        self._fail_every = int(os.environ.get("FAKE_ENGINE_FAILS_EVERY", "0"))
-        self._batch = int(os.environ.get("FAKE_ENGINE_BATCH", str(BATCH)))
+        self._hang_at = _asked("HANGS_AT_STEP", NEVER) if mortal else NEVER
+        self._hangs_of = _asked("HANGS_OF_MORE_TOKENS", MANY)
+        self._dies_after = _asked("DIES_AFTER_ROWS", MANY)  # that were computed in all starts, by the log
+        self._dies_of = _asked("DIES_OF_MORE_TOKENS", MANY)  # of any prompt, in every start
+        self._raises = _asked("RAISES", "")  # the name of an exception: raised instead of dying
+        self._log = Path(_asked("LOG", os.devnull))  # gets the key of every request that is computed
+        self._fail_every = _asked("FAILS_EVERY", 0)
+        self._batch = _asked("BATCH", BATCH)
 
     @property
     def unfinished(self) -> int:
@@ -130,36 +135,29 @@ class FakeEngine:
 
     def forget_waiting(self) -> None:
         """A worker is told so before it leaves."""
-        if "FAKE_ENGINE_DIES_LEAVING" in os.environ:
-            _die()
+        if _asked("DIES_LEAVING", 0):
+            self._die()
         self._waiting.clear()
 
-    def _is_spent(self) -> bool:
-        """Whether as many rows were computed, in all starts, as ever shall be."""
-        if self._dies_after < 0 or self._log is None or not Path(self._log).exists():
-            return False
-        return len(Path(self._log).read_text().split()) >= self._dies_after
+    def _die(self) -> None:
+        """End as FAKE_ENGINE_DIES_BY says: by that signal, else with an exit status."""
+        signum = _asked("DIES_BY", 0)
+        self._end(-signum if signum else EXITS)
 
     def step(self) -> FakeOutput:
-        if self._is_spent():
-            _die()
+        if self._log.exists() and len(self._log.read_text().split()) >= self._dies_after:
+            self._die()
         if self._steps == self._hang_at or any(len(r.prompt) > self._hangs_of for r, _ in self._waiting):
             self._hang()
         if self._steps == self._die_at:
-            if self._raises:
-                raise getattr(builtins, self._raises)("the fake engine was asked to raise it")
-            if "FAKE_ENGINE_DIES_SENDING" in os.environ:
-                break_the_next_message()
-            else:
-                _die()
+            self._break_down()
         began = self._now()
         self._delay()
         taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
         if any(len(request.prompt) > self._dies_of for request, _ in taken):
-            _die()
-        if self._log is not None:
-            with open(self._log, "a") as log:
-                log.writelines(f"{request.key.hex()}\n" for request, _ in taken)
+            self._die()
+        with open(self._log, "a") as log:
+            log.writelines(f"{request.key.hex()}\n" for request, _ in taken)
         completions = [self._complete(r) for r, _ in taken]
         tokens = sum(len(r.prompt) for r, _ in taken)
         sampled = sum(len(c.token_ids) for c in completions)
@@ -170,17 +168,19 @@ class FakeEngine:
         self._steps += 1
         return FakeOutput(completions, requests, sample)
 
+    def _break_down(self) -> None:
+        """Raise the exception that was asked for, die in the next message, or die now."""
+        if self._raises:
+            raise getattr(builtins, self._raises)("the fake engine was asked to raise it")
+        if _asked("DIES_SENDING", 0):
+            break_the_next_message()
+        else:
+            self._die()
+
     def _hang(self) -> None:
-        """Do nothing for so long, which by default is for ever; FAKE_ENGINE_HANG_UNTIMED: and say that it may, as a
-        graph's capture does, in which a kernel is compiled."""
-        seconds = float(os.environ.get("FAKE_ENGINE_HANG_S", "3600"))
-        if "FAKE_ENGINE_HANG_UNTIMED" not in os.environ:
-            time.sleep(seconds)
-            return
-        with self._untimed():
-            with self._untimed():
-                pass
-            time.sleep(seconds)
+        """Do nothing for so long, which by default is for ever; FAKE_ENGINE_HANG_UNTIMED: and say that it may."""
+        with self._untimed() if _asked("HANG_UNTIMED", 0) else nullcontext():
+            time.sleep(_asked("HANG_S", 3600.0))
 
     def _delay(self) -> None:
         self._counted_s += self._delay_s
@@ -233,7 +233,13 @@ def build(
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
     agreed: Agreed = alone,
+    end: End = end_process,
 ) -> BuiltFake:
     """Takes the place of `batchinfer.engine.load.build.build_engine`."""
-    info = EngineInfo("fake", "cpu", config.dtype, 1, 512, 512, 16, 1, 0, 0, 0.0)
-    return BuiltFake(FakeEngine(untimed), info)
+    if meddled := _asked(
+        "MEDDLES_WITH", ""
+    ):  # a file of the input: somebody appends to it while the engine starts
+        with open(meddled, "ab") as file:
+            file.write(b'{"id": "late", "text": "late"}\n')
+    info = EngineInfo("fake", "cpu", config.dtype, 1, 512, 512, 16, 1, 0, 0)
+    return BuiltFake(FakeEngine(untimed, end), info)

@@ -6,19 +6,24 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
-from batchinfer.core.errors import BatchInferError, OutOfMemory
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import Ended
-from batchinfer.pipeline.workers.messages import Add, Failed, Finish, Left, Ready, WorkDone, WorkerSpec
+from batchinfer.pipeline.workers.messages import Add, Finish, Left, Ready, WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.transport import PROCESSES, Link
+from batchinfer.pipeline.workers.worker import failure
 from tests import fake_engine
 
 
-class DiedError(Exception):
-    """What a scripted worker raises where a process would be killed."""
+class DiedError(BaseException):
+    """What a worker raises where a process would end."""
+
+    def __init__(self, code: int = -signal.SIGKILL) -> None:
+        """`code`: an exit status, or minus a signal."""
+        self.code = code
 
 
 class InMemory(Protocol):
@@ -36,22 +41,34 @@ class MemoryLink:
 
     def __init__(self, worker: InMemory) -> None:
         self.worker = worker
-        self.closed = self.dead = False
+        self.closed = False
+        self._ended: Ended | None = None
         self._said: deque[object] = deque()
 
     def send(self, message: object) -> None:
         """Reaches nobody once the worker is dead."""
         if not self.dead:
-            self.worker.hear(message)
+            with self._living():
+                self.worker.hear(message)
 
     def turn(self) -> bool:
         """Let the worker go on, and say whether there is something to receive."""
         if not self._said and not self.dead:
-            try:
+            with self._living():
                 self._said.extend(self.worker.turn())
-            except DiedError:
-                self.dead = True
         return self.poll(0)
+
+    @property
+    def dead(self) -> bool:
+        return self._ended is not None
+
+    @contextmanager
+    def _living(self) -> Iterator[None]:
+        """The worker may die within the block."""
+        try:
+            yield
+        except DiedError as death:
+            self._ended = Ended(death.code)
 
     def poll(self, timeout_s: float) -> bool:
         return bool(self._said) or self.dead
@@ -62,13 +79,14 @@ class MemoryLink:
         return self._said.popleft()
 
     def wait(self, within_s: float) -> Ended | None:
-        return Ended(-signal.SIGKILL) if self.dead else None
+        return self._ended
 
     def kill(self) -> None:
-        self.dead = True
+        self._ended = self._ended or Ended(-signal.SIGKILL)
 
     def close(self) -> None:
-        self.dead = self.closed = True
+        self.kill()
+        self.closed = True
 
 
 class MemoryTransport:
@@ -87,14 +105,15 @@ class MemoryTransport:
 
 
 class FakeWorker:
-    """The fake engine without a process, as long as it is to have no fault that takes one."""
+    """The fake engine without a process: it is loaded in its first turn."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        built = fake_engine.build(spec.config)
-        self._engine, self._says = built.engine, [Ready(built.info)]
+        self._spec = spec
+        self._engine: fake_engine.FakeEngine | None = None
         self._leaves = False
 
     def hear(self, message: object) -> None:
+        assert self._engine is not None, "it is given nothing before it is ready"
         if isinstance(message, Add):
             self._engine.add(message.requests)
         elif isinstance(message, Finish):
@@ -102,41 +121,39 @@ class FakeWorker:
             self._leaves = True
 
     def turn(self) -> list[object]:
-        said: list[object] = list(self._says)
-        self._says = []
+        try:
+            return self._said()
+        except Exception as error:  # noqa: BLE001 - as a worker tells it
+            return [failure(error)]
+
+    def _said(self) -> list[object]:
+        if self._engine is None:
+            built = fake_engine.build(self._spec.config, end=_die)
+            self._engine = built.engine
+            return [Ready(built.info)]
         if self._engine.unfinished:
-            try:
-                output = self._engine.step()
-            except Exception as error:  # noqa: BLE001 - as a worker tells it
-                return [*said, _failed(error)]
-            said.append(WorkDone(output.completions, output.requests, [output.sample]))
-        elif self._leaves:
-            said.append(Left(peak_memory(), 0.0, {}))
-        return said
+            output = self._engine.step()
+            return [WorkDone(output.completions, output.requests, [output.sample])]
+        return [Left(peak_memory(), 0.0, {})] if self._leaves else []
 
 
-def _failed(error: Exception) -> Failed:
-    code = error.exit_code if isinstance(error, BatchInferError) else BatchInferError.exit_code
-    return Failed(OutOfMemory.exit_code if isinstance(error, MemoryError) else code, str(error), "")
+def _die(code: int) -> None:
+    raise DiedError(code)
 
 
-# What is asked of the fake engine that only a process can do, or that is counted by process
-OF_PROCESSES = ("DIES", "HANG", "RAISES", "STARTS", "TOGETHER")
+# What is asked of the fake engine that only processes side by side can do
+OF_PROCESSES = ("DIES_SENDING", "HANGS_AT_STEP", "HANGS_OF_MORE_TOKENS", "TOGETHER", "RELOAD_S")
 
 
 class FakeTransport(MemoryTransport):
-    """The fake engine in memory; a process for it where a fault is asked for, and for every other engine."""
+    """The fake engine in memory; a process for it where a fault takes one, and for every other engine."""
 
     def __init__(self) -> None:
         super().__init__(FakeWorker)
 
     def start(self, spec: WorkerSpec) -> Link:
-        faults = [
-            name
-            for name in os.environ
-            if name.startswith("FAKE_ENGINE_") and any(w in name for w in OF_PROCESSES)
-        ]
-        if faults or spec.factory != "tests.fake_engine:build":
+        apart = any(f"FAKE_ENGINE_{name}" in os.environ for name in OF_PROCESSES)
+        if apart or spec.factory != "tests.fake_engine:build":
             return PROCESSES.start(spec)
         return super().start(spec)
 

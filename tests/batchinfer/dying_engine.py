@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.engine.config import Agreed, EngineConfig, Untimed, alone
-from batchinfer.engine.schedule.constraints import ConstraintsFor
-from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from batchinfer.engine.load.build import BuiltEngine
@@ -39,21 +36,17 @@ class Mortal:
         return output
 
 
-def build(
-    config: EngineConfig,
-    stop_streams: StopStreams | None = None,
-    constraints: ConstraintsFor | None = None,
-    untimed: Untimed = nullcontext,
-    agreed: Agreed = alone,
-) -> BuiltEngine:
-    """As batchinfer.engine.load.build.build_engine. DIES_AFTER: how many rows; DIED: a file, there
-    from the first start on."""
+def build(config: EngineConfig, *beside: Any) -> BuiltEngine:
+    """Build as batchinfer.engine.load.build.build_engine does, with what it gets `beside` the configuration.
+
+    DIES_AFTER: how many rows; DIED: a file, there from the first start on.
+    """
     died = Path(os.environ["DIED"])
     if died.exists():
         os.kill(os.getpid(), signal.SIGKILL)
     died.touch()
     from batchinfer.engine.load import build as building
 
-    built = building.build_engine(config, stop_streams, constraints, untimed, agreed)
+    built = building.build_engine(config, *beside)
     mortal: Any = Mortal(built.engine, int(os.environ["DIES_AFTER"]))
     return building.BuiltEngine(mortal, built.info, built.read_loads)

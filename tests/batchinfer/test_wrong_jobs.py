@@ -1102,8 +1102,8 @@ def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ig
 
 
 def test_the_input_changes_meanwhile(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("MEDDLE_WITH", str(place.folder / "rows.jsonl"))
-    ended = command(capsys, monkeypatch, "tests.batchinfer.meddling:build")("run", place.folder / "job.yaml")
+    monkeypatch.setenv("FAKE_ENGINE_MEDDLES_WITH", str(place.folder / "rows.jsonl"))
+    ended = command(capsys, monkeypatch)("run", place.folder / "job.yaml")
     assert ended.code == 65
     assert "rows.jsonl" in ended.err
     assert "changed" in ended.err

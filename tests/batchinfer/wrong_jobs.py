@@ -19,6 +19,7 @@ import pytest
 
 from batchinfer import cli
 from batchinfer.pipeline import options
+from tests.memory_transport import FakeTransport
 
 FAKE = "tests.fake_engine:build"
 NO_ENGINE = "tests.there_is_no_such_engine:build"  # a job that starts it ends with 70, which no case expects
@@ -121,7 +122,9 @@ def command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str = FAKE
 ) -> Command:
     """A function that runs the command line in this process, with that engine in the real one's place."""
-    monkeypatch.setattr(options, "RunOptions", partial(options.RunOptions, engine=engine))
+    monkeypatch.setattr(
+        options, "RunOptions", partial(options.RunOptions, engine=engine, transport=FakeTransport())
+    )
 
     def run(*arguments: object) -> Ended:
         capsys.readouterr()
@@ -150,7 +153,9 @@ def children(pid: int) -> Iterator[int]:
 def run_once(place: Place) -> Place:
     """The job has run, on the fake engine; for fixtures that many tests read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "RunOptions", partial(options.RunOptions, engine=FAKE))
+        patch.setattr(
+            options, "RunOptions", partial(options.RunOptions, engine=FAKE, transport=FakeTransport())
+        )
         assert cli._guarded(["run", str(place.folder / "job.yaml"), "-q"]) == 0
     return place
 

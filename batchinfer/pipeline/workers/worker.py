@@ -53,7 +53,7 @@ def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
     except (BrokenPipeError, EOFError):
         return  # the parent is gone: nobody is left to tell
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
-        connection.send(_failure(error))
+        connection.send(failure(error))
         raise SystemExit(1) from None
 
 
@@ -67,7 +67,8 @@ def settle(place: EnginePlace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
 
 
-def _failure(error: BaseException) -> Failed:
+def failure(error: BaseException) -> Failed:
+    """Return what the parent hears of the error that ends the engine."""
     detail = traceback.format_exc()
     if isinstance(error, BatchInferError):
         return Failed(error.exit_code, str(error), detail)

@@ -23,13 +23,15 @@ from batchinfer.data.storage.state import state_of
 from batchinfer.job import load_job
 from batchinfer.pipeline import options
 from tests.batchinfer.wrong_jobs import FAKE, ROWS, Place
+from tests.memory_transport import FakeTransport
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "library.md"
 
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "RunOptions", partial(options.RunOptions, engine=FAKE))
+    replaced = partial(options.RunOptions, engine=FAKE, transport=FakeTransport())
+    monkeypatch.setattr(options, "RunOptions", replaced)
 
 
 def test_a_job_is_run_and_its_result_read(place: Place, capfd: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,6 @@ def test_the_engines_errors_count_and_are_retried_only_when_asked(tmp_path, mode
 def test_a_run_stops_early_when_the_budget_cannot_hold(tmp_path, model, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "4")
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.02")
     path = write_job(tmp_path, model, people(2000))
     with pytest.raises(ErrorBudgetExceeded):
         run(path)
@@ -198,7 +197,6 @@ def test_an_engine_that_dies_loses_nothing(tmp_path, model, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "15")
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.1")
     path = write_job(tmp_path, model, people(40))
     with pytest.raises(BatchInferError, match="same command resumes") as caught:
         run(path)
@@ -296,7 +294,6 @@ def test_an_interrupted_query_is_asked_again(tmp_path, model, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "6")
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "3")
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.2")
     with pytest.raises(BatchInferError, match="same command resumes"):
         run(path)
     monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")

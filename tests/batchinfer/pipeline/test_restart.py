@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +13,47 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, Interrupted
+from batchinfer.job import load_job
 from batchinfer.pipeline.collect import Collector
-from batchinfer.pipeline.workers.feed import run_plan
+from batchinfer.pipeline.options import RunOptions
+from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.replica_pool import ReplicaPool
+from batchinfer.pipeline.workers.transport import PROCESSES
+from batchinfer.report.progress import Progress
 from batchinfer.report.summary import PHASES
-from tests.batchinfer.pipeline import test_pipeline as pipeline_kit
-from tests.batchinfer.pipeline.test_pipeline import people, table, write_job
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, table, write_job
 from tests.examples import first_of
 
 ROWS, BATCH = 40, 5
+APART = replace(FAKE, transport=PROCESSES)
+
+Faulty = Callable[..., None]
 
 
 @pytest.fixture
-def job(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Forty rows with ids, five a step; deaths are counted, and so is what is computed."""
-    monkeypatch.setenv("FAKE_ENGINE_BATCH", str(BATCH))
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.08")  # more than the time between two messages of progress
-    monkeypatch.setenv("FAKE_ENGINE_STARTS", str(tmp_path / "starts"))
-    monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
-    return write_job(tmp_path, model, people(ROWS), input={"path": "in.jsonl", "id": "id"})
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faulty:
+    """Ask for faults of the fake engine, in the first `deaths` of its starts; five rows are a step. Starts are counted,
+    and so is what is computed."""
+
+    def ask(deaths: int, **faults: object) -> None:
+        wanted = {"BATCH": BATCH, "STARTS": tmp_path / "starts", "LOG": tmp_path / "log", "DEATHS": deaths}
+        for name, value in (wanted | faults).items():
+            monkeypatch.setenv(f"FAKE_ENGINE_{name}", str(value))
+
+    return ask
 
 
 class Ran:
-    """A run with its notices."""
+    """A job's run, with its notices."""
 
-    def __init__(self, path: Path, interrupts: Interrupts | None = None) -> None:
+    def __init__(self, path: Path, options: RunOptions = FAKE) -> None:
         self.notices: list[str] = []
-        self.path, self.interrupts = path, interrupts or Interrupts()
+        self.path, self.options, self.interrupts = path, options, Interrupts()
 
     def __call__(self) -> Any:
-        return pipeline_kit.run_job(
-            pipeline_kit.load_job(self.path), pipeline_kit.FAKE,
-            pipeline_kit.Progress(pipeline_kit.io.StringIO(), quiet=True), self.interrupts, self.notices.append,
-        )  # fmt: skip
+        progress = Progress(None, quiet=True)
+        return run_job(load_job(self.path), self.options, progress, self.interrupts, self.notices.append)
 
     @property
     def row(self) -> dict[str, Any]:
@@ -59,111 +69,114 @@ class Ran:
     def computed(self) -> Counter[str]:
         return Counter((self.path.parent / "log").read_text().split())
 
+    def is_replaced_once(self) -> str:
+        """Run the job, whose worker dies once: no row is lost or computed twice. Return what was told of the death."""
+        outcome = self()
+        assert (outcome.exit_code, self.starts, outcome.row["worker_restarts"]) == (0, 2, 1)
+        assert {row["status"] for row in table(self.path)} == {"ok"}
+        assert len(table(self.path)) == outcome.row["computed_requests"] == ROWS
+        assert len(self.computed) == ROWS
+        (told,) = (notice for notice in self.notices if "starting a new one" in notice)
+        return told
 
-def dies(monkeypatch: pytest.MonkeyPatch, times: int, **how: object) -> None:
-    monkeypatch.setenv("FAKE_ENGINE_DEATHS", str(times))
-    for name, value in how.items():
-        monkeypatch.setenv(f"FAKE_ENGINE_{name}", str(value))
+
+@pytest.fixture
+def job(tmp_path: Path, model: Path) -> Path:
+    """Forty rows with ids."""
+    return job_of(tmp_path, model, people(ROWS))
 
 
-@pytest.mark.parametrize("how", first_of(("killed", "raises", "segfault", "exits"), 2))
-def test_a_worker_that_dies_once_is_replaced(job: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    by: dict[str, dict[str, object]] = {
-        "killed": {"DIES_BY": int(signal.SIGKILL)},
-        "segfault": {"DIES_BY": int(signal.SIGSEGV)},
-        "exits": {},
-        "raises": {"RAISES": "RuntimeError"},
-    }
-    dies(monkeypatch, 1, DIES_AT_STEP=3, **by[how])
-    ran = Ran(job)
-    outcome = ran()
-    assert outcome.exit_code == 0
-    assert (ran.starts, outcome.row["worker_restarts"]) == (2, 1)
-    assert len(table(job)) == ROWS
+def job_of(folder: Path, model: Path, rows: list[dict[str, Any]], max_error_rate: float = 0.0) -> Path:
+    on_error = {"max_error_rate": max_error_rate}
+    return write_job(folder, model, rows, input={"path": "in.jsonl", "id": "id"}, on_error=on_error)
+
+
+# A process takes longer for a step than the time between two messages of progress
+SLOWLY = {"DELAY_S": 0.08}
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "words"),
+    [
+        (APART, {"DIES_BY": int(signal.SIGKILL), **SLOWLY}, "memory"),
+        (FAKE, {"DIES_BY": int(signal.SIGSEGV)}, "SIGSEGV"),
+        (FAKE, {}, "exit status 3"),
+        (FAKE, {"RAISES": "RuntimeError"}, "asked to raise"),
+    ],
+    ids=["killed", "segfault", "exits", "raises"],
+)
+def test_a_worker_that_dies_once_is_replaced(
+    job: Path, faulty: Faulty, options: RunOptions, how: dict[str, object], words: str
+) -> None:
+    faulty(1, DIES_AT_STEP=3, **how)
+    ran = Ran(job, options)
+    told = ran.is_replaced_once()
     assert set(ran.computed.values()) == {1}, "computed twice"
-    assert len(ran.computed) == outcome.row["computed_requests"] == ROWS
-    (told,) = (notice for notice in ran.notices if "starting a new one" in notice)
-    words = {"killed": "memory", "segfault": "SIGSEGV", "exits": "exit status 3", "raises": "asked to raise"}
-    assert words[how] in told
+    assert words in told
     assert "in.jsonl row " in told
     assert "(id p" in told
     assert told.count(" row ") == 8
     assert "and 17 more rows" in told  # 15 of 40 were answered
-    spent = [outcome.row[f"{name}_s"] or 0.0 for name in PHASES]
-    assert sum(spent) == pytest.approx(outcome.row["wall_s"], rel=0.01)
+    spent = [ran.row[f"{name}_s"] or 0.0 for name in PHASES]
+    assert sum(spent) == pytest.approx(ran.row["wall_s"], rel=0.01)
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may be silent for one and a half seconds. The fake engine's model is forecast to be fast."""
     monkeypatch.setattr("batchinfer.pipeline.workers.replica.SILENT_S", 1.5)
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0")
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("step", first_of((3, 0), 1))
 def test_an_engine_that_falls_silent_is_replaced_and_accuses_no_row(
-    job: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    job: Path, faulty: Faulty, step: int
 ) -> None:
     """Its rows run again as if nothing had been, with others."""
-    dies(monkeypatch, 1, HANGS_AT_STEP=step)
+    faulty(1, HANGS_AT_STEP=step, **SLOWLY)
     ran = Ran(job)
-    outcome = ran()
-    assert (outcome.exit_code, ran.starts, outcome.row["worker_restarts"]) == (0, 2, 1)
-    assert {row["status"] for row in table(job)} == {"ok"}
+    told = ran.is_replaced_once()
     assert set(ran.computed.values()) == {1}
-    (told,) = (notice for notice in ran.notices if "starting a new one" in notice)
     assert "the engine's process was ended, because it made no progress for 2 s" in told
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_engine_that_says_it_may_take_long_is_waited_for(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_says_it_may_take_long_is_waited_for(job: Path, faulty: Faulty) -> None:
     """It captures, or compiles."""
-    dies(monkeypatch, 1, HANGS_AT_STEP=3, HANG_S=3, HANG_UNTIMED=1)
+    faulty(1, HANGS_AT_STEP=3, HANG_S=2.5, HANG_UNTIMED=1)
     ran = Ran(job)
     assert ran().exit_code == 0
     assert ran.starts == 1
 
 
+LONG = "person " * 20  # a text of more than 100 tokens
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
-def test_a_row_that_hangs_engines_is_found(
-    tmp_path: Path, model: Path, job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_hangs_engines_is_found(tmp_path: Path, model: Path, faulty: Faulty) -> None:
     """Once it was in work for the second time when an engine fell silent, its group runs by itself."""
-    monkeypatch.setattr("batchinfer.pipeline.workers.replica.SILENT_S", 0.8)
-    monkeypatch.setenv("FAKE_ENGINE_HANGS_OF_MORE_TOKENS", "100")
-    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    faulty(0, HANGS_OF_MORE_TOKENS=100)
     rows = people(ROWS)
-    rows[7] |= {"text": "person " * 20}
-    on_error = {"max_error_rate": 0.05}
-    job = write_job(tmp_path, model, rows, input={"path": "in.jsonl", "id": "id"}, on_error=on_error)
-    ran = Ran(job)
-    assert ran().exit_code == 0
+    rows[7] |= {"text": LONG}
+    job = job_of(tmp_path, model, rows, max_error_rate=0.05)
+    assert Ran(job)().exit_code == 0
     assert {row["custom_id"]: row["error_code"] for row in table(job) if row["status"] != "ok"} == {
         "p7": "engine_died"
     }
 
 
-def test_a_worker_that_is_killed_while_it_sends_is_replaced(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_is_killed_while_it_sends_is_replaced(job: Path, faulty: Faulty) -> None:
     """Half of a message is received: its answers are lost with it, and are computed again."""
-    dies(monkeypatch, 1, DIES_AT_STEP=3, DIES_SENDING=1)
-    ran = Ran(job)
-    outcome = ran()
-    assert (outcome.exit_code, ran.starts, outcome.row["worker_restarts"]) == (0, 2, 1)
-    assert len(table(job)) == ROWS
-    assert len(ran.computed) == outcome.row["computed_requests"] == ROWS
+    faulty(1, DIES_AT_STEP=3, DIES_SENDING=1, **SLOWLY)
+    Ran(job).is_replaced_once()
 
 
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGKILL, 71), (signal.SIGABRT, 69)])
 def test_a_worker_that_always_dies_ends_the_job_and_its_rows_are_named(
-    job: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals, code: int
+    job: Path, faulty: Faulty, by: signal.Signals, code: int
 ) -> None:
-    dies(monkeypatch, 99, DIES_AT_STEP=0, DIES_BY=int(by))
+    faulty(99, DIES_AT_STEP=0, DIES_BY=int(by))
     ran = Ran(job)
     with pytest.raises(BatchInferError, match=r"it was computing only in\.jsonl row ") as caught:
         ran()
@@ -171,14 +184,14 @@ def test_a_worker_that_always_dies_ends_the_job_and_its_rows_are_named(
     assert "it died 4 times in a row with little done in between" in str(caught.value)
     assert "same command resumes the job" in str(caught.value)
     assert (ran.starts, ran.row["worker_restarts"], ran.row["computed_requests"]) == (4, 3, 0)
-    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    faulty(0)
     assert Ran(job)().exit_code == 0
     assert set(ran.computed.values()) == {1}
     assert {row["status"] for row in table(job)} == {"ok"}
 
 
-def test_a_worker_that_dies_now_and_then_costs_no_row(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dies(monkeypatch, 99, DIES_AT_STEP=3)
+def test_a_worker_that_dies_now_and_then_costs_no_row(job: Path, faulty: Faulty) -> None:
+    faulty(99, DIES_AT_STEP=3)
     ran = Ran(job)
     assert ran().exit_code == 0
     assert ran.row["worker_restarts"] >= 2
@@ -188,15 +201,12 @@ def test_a_worker_that_dies_now_and_then_costs_no_row(job: Path, monkeypatch: py
 
 @pytest.mark.parametrize("place", first_of((ROWS - 1, 0, 17), 1))
 def test_a_row_that_kills_workers_becomes_an_error_row(
-    tmp_path: Path, model: Path, job: Path, monkeypatch: pytest.MonkeyPatch, place: int
+    tmp_path: Path, model: Path, faulty: Faulty, place: int
 ) -> None:
-    monkeypatch.setenv("FAKE_ENGINE_DIES_OF_MORE_TOKENS", "100")
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0")
-    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    faulty(0, DIES_OF_MORE_TOKENS=100)
     rows = people(ROWS)
-    rows[place] |= {"text": "person " * 20}
-    on_error = {"max_error_rate": 0.05}
-    job = write_job(tmp_path, model, rows, input={"path": "in.jsonl", "id": "id"}, on_error=on_error)
+    rows[place] |= {"text": LONG}
+    job = job_of(tmp_path, model, rows, max_error_rate=0.05)
     ran = Ran(job)
     assert ran().exit_code == 0
     found = table(job)
@@ -211,18 +221,14 @@ def test_a_row_that_kills_workers_becomes_an_error_row(
 
 
 def test_neighbours_that_kill_workers_cost_themselves_alone(
-    tmp_path: Path, model: Path, job: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, faulty: Faulty
 ) -> None:
     """A worker runs an answered row again to show that it works: no table has heard of that."""
-    monkeypatch.setenv("FAKE_ENGINE_DIES_OF_MORE_TOKENS", "100")
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0")
-    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "0")
+    faulty(0, DIES_OF_MORE_TOKENS=100)
     rows, killers = people(12), range(5, 9)
     for place in killers:
         rows[place] |= {"text": f"person {place} " * 20}
-    job = write_job(
-        tmp_path, model, rows, input={"path": "in.jsonl", "id": "id"}, on_error={"max_error_rate": 0.5}
-    )
+    job = job_of(tmp_path, model, rows, max_error_rate=0.5)
     ran = Ran(job)
     row = ran().row
     codes = ["engine_died" if place in killers else None for place in range(12)]
@@ -234,35 +240,28 @@ def test_neighbours_that_kill_workers_cost_themselves_alone(
     assert pq.read_table(samples).num_rows == 12 - len(killers)
 
 
-def test_a_worker_that_dies_while_loading_is_replaced_once(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dies(monkeypatch, 1, DIES_LOADING=1)
-    ran = Ran(job)
-    assert ran().row["worker_restarts"] == 1
-    assert any("exit status 3; it was loading the model; starting a new one" in text for text in ran.notices)
-    assert len(table(job)) == ROWS
+def test_a_worker_that_dies_while_loading_is_replaced_once(job: Path, faulty: Faulty) -> None:
+    faulty(1, DIES_LOADING=1)
+    assert "exit status 3; it was loading the model; starting a new one" in Ran(job).is_replaced_once()
 
 
-def test_a_worker_that_always_dies_while_loading_ends_the_job(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dies(monkeypatch, 99, DIES_LOADING=1)
+def test_a_worker_that_always_dies_while_loading_ends_the_job(job: Path, faulty: Faulty) -> None:
+    faulty(99, DIES_LOADING=1)
     ran = Ran(job)
     with pytest.raises(BatchInferError, match="it was loading the model again, after a restart") as caught:
         ran()
     assert (caught.value.exit_code, ran.starts) == (69, 2)
 
 
-def test_no_worker_is_started_after_a_signal(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dies(monkeypatch, 99, DIES_AT_STEP=3)
-    interrupts = Interrupts()
-    ran = Ran(job, interrupts)
-    take = Collector.take
+def test_no_worker_is_started_after_a_signal(
+    job: Path, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(99, DIES_AT_STEP=3)
+    ran, take = Ran(job), Collector.take
 
     def signalled(self: Any, progress: Any) -> None:
         take(self, progress)
-        interrupts.pending = signal.SIGTERM
+        ran.interrupts.pending = signal.SIGTERM
 
     monkeypatch.setattr(Collector, "take", signalled)
     with pytest.raises(BatchInferError):
@@ -272,44 +271,34 @@ def test_no_worker_is_started_after_a_signal(job: Path, monkeypatch: pytest.Monk
 
 
 def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
-    job: Path, monkeypatch: pytest.MonkeyPatch
+    job: Path, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing runs that could finish; what the first worker answered is stored."""
-    dies(monkeypatch, 1, DIES_AT_STEP=3, RELOAD_S=8)
-    interrupts = Interrupts()
-    ran = Ran(job, interrupts)
+    faulty(1, DIES_AT_STEP=3, RELOAD_S=8, **SLOWLY)
+    ran, receive = Ran(job), ReplicaPool.receive
 
-    def signalled(plan: Any, prompts: Any, host: Any, *rest: Any) -> None:
-        receive = host.receive
+    def received(pool: ReplicaPool, timeout_s: float) -> Any:
+        heard = receive(pool, timeout_s)
+        if pool.restarts:
+            ran.interrupts.pending = signal.SIGTERM
+        return heard
 
-        def received(timeout_s: float) -> Any:
-            heard = receive(timeout_s)
-            if host.restarts:
-                interrupts.pending = signal.SIGTERM
-            return heard
-
-        host.receive = received
-        run_plan(plan, prompts, host, *rest)
-
-    monkeypatch.setattr("batchinfer.pipeline.stages.answering.run_plan", signalled)
+    monkeypatch.setattr(ReplicaPool, "receive", received)
     with pytest.raises(Interrupted, match="15 answers are stored"):
         ran()
     assert (ran.row["exit_code"], ran.row["worker_restarts"]) == (143, 1)
     assert not [notice for notice in ran.notices if "rows being computed have" in notice]
 
 
-def test_what_a_worker_refuses_it_is_not_asked_again(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_kit, "FAKE", pipeline_kit.NO_ENGINE)
+def test_what_a_worker_refuses_it_is_not_asked_again(job: Path) -> None:
+    ran = Ran(job, NO_ENGINE)
     with pytest.raises(BatchInferError, match="must not need an engine"):
-        Ran(job)()
-    assert not (job.parent / "starts").exists()
+        ran()
+    assert ran.row["worker_restarts"] == 0
 
 
-def test_a_worker_that_dies_when_all_is_done_costs_nothing(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dies(monkeypatch, 0)
-    monkeypatch.setenv("FAKE_ENGINE_DIES_LEAVING", "1")
+def test_a_worker_that_dies_when_all_is_done_costs_nothing(job: Path, faulty: Faulty) -> None:
+    faulty(0, DIES_LEAVING=1)
     ran = Ran(job)
     row = ran().row
     assert (row["exit_code"], row["worker_restarts"], row["worker_peak_rss_bytes"]) == (0, 0, None)

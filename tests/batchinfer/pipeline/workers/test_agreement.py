@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed, alone
+from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkerSpec
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from tests import fake_engine
 
-CONFIG = EngineConfig(Path("no model"), "cpu", "float32", 64, 64)
+CONFIG = EngineConfig(Path("no model"), "float32", "cpu", 64, 64)
 
 
 @dataclass
@@ -72,11 +72,7 @@ def test_all_engines_use_one_choice(count: int, events: list[tuple[str, int]]) -
 
 
 def asking(
-    config: EngineConfig,
-    stop_streams: None = None,
-    constraints: None = None,
-    untimed: Untimed = nullcontext,
-    agreed: Agreed = alone,
+    config: EngineConfig, streams: None, constraints: None, untimed: Untimed, agreed: Agreed
 ) -> fake_engine.BuiltFake:
     """Chooses the number of its process; the first one that is to choose dies of it."""
 
