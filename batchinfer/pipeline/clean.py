@@ -1,4 +1,5 @@
-"""What a job's state no longer needs is removed: after a run, and by `batchinfer clean`, which says what that gave."""
+"""Cleaning removes what a job's state no longer needs: after a run, and by `batchinfer clean`, which says what it
+freed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from batchinfer.job import Job
 
 @dataclass(frozen=True, slots=True)
 class Cleanup:
-    """What was removed, or with `dry_run` would be."""
+    """A cleanup says what was removed, or with `dry_run` would be."""
 
     store: Path
     keep_days: int | None

@@ -19,7 +19,7 @@ from batchinfer.report.tables.meter import Meter
 
 
 class _Expected(NamedTuple):
-    """What is known of a request in flight."""
+    """An entry keeps what is known of a request in flight."""
 
     tokens: int  # of its answer, at most
     prompt_tokens: int

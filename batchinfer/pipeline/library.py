@@ -122,7 +122,7 @@ def _offline() -> Iterator[None]:
 
 
 def _pairs(overrides: Mapping[str, SettingValue] | None) -> list[tuple[str, str]]:
-    """What `--set` says. Raises UsageError."""
+    """Return the overrides as `--set` has them: pairs of texts. Raises UsageError."""
     if overrides is None:
         return []
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):

@@ -16,7 +16,7 @@ COMPILING = f"{COMPILING_FIRST}, while the input is read and planned"
 
 
 class OperatorsBuild:
-    """What the run says and records of compiling."""
+    """The build holds what the run says and records of compiling."""
 
     def __init__(
         self, build: BackgroundBuild | None, notice: Callable[[str], None], line: str = COMPILING

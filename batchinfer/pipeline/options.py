@@ -1,4 +1,4 @@
-"""What a run is asked for beside its job: checked here for the command line and for `batchinfer.run`."""
+"""A run's options, checked in one place for the command line and for `batchinfer.run`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SWITCHES = ("replace", "retry_errors", "verify", "openai_timestamps")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the command line adds to a job. Raises UsageError for what it cannot be."""
+    """Run options are what the command line adds to a job. Raises UsageError for a value that is not allowed."""
 
     limit: int | None = None
     replace: bool = False

@@ -19,7 +19,7 @@ def made_by(results: Path) -> MadeBy | None:
 
 
 def next_step(results: Path) -> str:
-    """What to do about damage."""
+    """Return the advice that helps against the damage."""
     made = made_by(results)
     again = "run its job again" if made is None else f"`{made.command} --verify`"
     how = "" if made is None else f"; `batchinfer verify {results} --repair` does the same"

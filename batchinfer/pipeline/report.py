@@ -83,7 +83,7 @@ class RunReport:
         write_rows(self.folder, self._run_id, index_parts)
 
     def planned(self, plan: Plan, seen: EngineForecast | None) -> None:
-        """What is to be done, and what the engine is expected to take for it; None: nothing is expected."""
+        """Note what the plan has to run, and what the engine is forecast to take for it; None: there is no forecast."""
         self.note(
             distinct_requests=plan.distinct,
             duplicate_rows=plan.duplicates,
@@ -114,7 +114,7 @@ class RunReport:
         return self._meter
 
     def began(self, infos: Sequence[EngineInfo]) -> None:
-        """These engines are ready; none where a signal came before."""
+        """Start the meters of the engines that are ready; there are none where a signal came before."""
         if self._meter is None or not infos:
             return
         self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
@@ -133,7 +133,7 @@ class RunReport:
         other_cores: float | None = None,
         expert_tokens: ExpertTokens = MappingProxyType({}),
     ) -> None:
-        """What the engines' processes turned out to be; none where no one got so far."""
+        """Note what the engines' processes turned out to be; `infos` is empty where none became ready."""
         self._expert_tokens = expert_tokens
         if self._meter is not None:
             self._meter.end_energy()
@@ -170,7 +170,7 @@ class RunReport:
         return self.done(BatchInferError.status, BatchInferError.exit_code)
 
     def write_last(self, ops: FileOps) -> None:
-        """Replace `last_run.json`. Raises OSError, StorageError."""
+        """Write `last_run.json` in place of the one before. Raises OSError, StorageError."""
         path = None if self.path is None else str(self.path)
         text = json_line({**self.row, "message": self._message, "report": path})
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def told_by(notice: Callable[[str], None]) -> Iterator[None]:
 
 
 def _captured(infos: Sequence[EngineInfo]) -> dict[str, float | None]:
-    """What capturing graphs took while the engines were loaded."""
+    """Return the seconds and bytes that capturing graphs took while the engines were loaded."""
     seconds = [info.capture_s for info in infos if info.capture_s is not None]
     taken = [info.graph_bytes for info in infos if info.graph_bytes is not None]
     free = [info.free_bytes for info in infos if info.free_bytes is not None]

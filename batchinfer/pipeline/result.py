@@ -1,4 +1,4 @@
-"""What a run leaves to the program that started it."""
+"""A run's result, for the program that started the run."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a job will do: order, setup, simulation, forecast."""
+"""A job's plan: its order, setup, simulation and forecast."""

@@ -1,4 +1,4 @@
-"""What is to run, and in which order: the plan of what the completion store lacks, with its forecast."""
+"""The planning stage: the plan of the requests whose answers the completion store lacks, with its forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a plan on an engine or several: keeps them fed, and hands on what comes back."""
+"""The feeder of a plan keeps one engine or several busy, and hands on the answers that come back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATE_S = 3.0  # a worker in the middle of a long step hears of it only afterward
 
 
 class Engines(Protocol):
-    """What feeds a plan sees of an engine or several, wherever they run: ReplicaPool says what these mean."""
+    """One engine or several, as the feeder of a plan sees them; ReplicaPool documents the methods."""
 
     @property
     def info(self) -> EngineInfo | None: ...
@@ -36,16 +36,16 @@ class Sink(Protocol):
     """Takes what the engine gives back."""
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """These requests, the batch's, are handed out next, in this order."""
+        """Hear that the requests of this batch are handed out next, in this order."""
 
     def take(self, done: WorkDone) -> None:
-        """These completions and samples came."""
+        """Take completions and samples that an engine gave back."""
 
     def enough(self) -> bool:
-        """Whether to stop early, because going on is pointless."""
+        """Whether to stop early, because the rest of the plan could not change the outcome."""
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Do what is due, as time has passed."""
 
 
 def run_plan(

@@ -35,7 +35,7 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[Interrupts]:
-        """Within this block the caller looks at `pending` itself."""
+        """Let the caller look at `pending` itself within this block: a first signal raises nothing."""
         self._deferred = True
         try:
             yield self

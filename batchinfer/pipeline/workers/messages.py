@@ -1,4 +1,4 @@
-"""What the parent and the engine's process say to each other."""
+"""The messages between the parent and an engine's process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.engine.config import EngineConfig, EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """What a worker may use of a machine that it shares with other workers."""
+    """An engine's place is the part of the machine that its worker may use beside other workers."""
 
     cores: tuple[int, ...] = ()  # empty: all that this process may use
     gpu: str | None = None  # as CUDA_VISIBLE_DEVICES names it; None: all that CUDA may use
@@ -21,7 +21,8 @@ class EnginePlace:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """How a worker makes its engine: `factory` names a function "module:function" like `build_engine`."""
+    """A worker's specification says how it makes its engine: `factory` names a function "module:function" like
+    `build_engine`."""
 
     config: EngineConfig
     tokenizer: Path | None  # the folder whose tokenizer looks for stop strings and follows constraints
@@ -31,47 +32,48 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """To the worker: queue these."""
+    """The parent tells the worker to queue these requests."""
 
     requests: Sequence[Request]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """To the worker: forget what waits, finish what runs within so many seconds, then leave."""
+    """The parent tells the worker to forget waiting requests, to finish running ones within so many seconds, then to
+    leave."""
 
     within_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """From the worker, while it loads: which choice do the engines of this run share? It waits for `Answer`."""
+    """A worker that loads asks for the choice that the engines of this run share, and waits for `Answer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To the worker: what another engine chose; None: it is to choose, and to say what."""
+    """The parent tells a worker what another engine chose; None: this worker is to choose, and to report it."""
 
     chosen: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """From the worker: what it chose for all engines."""
+    """A worker reports what it chose for all engines."""
 
     chosen: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From the worker: the model is loaded."""
+    """A worker reports that its model is loaded."""
 
     info: EngineInfo
 
 
 @dataclass(slots=True)
 class WorkDone:
-    """From the worker: what some steps finished and cost. The pool says which engine it was: the `engine`-th that was
+    """A worker reports what some steps finished and cost. The pool adds which engine it was: the `engine`-th that was
     started in this run, in the place `replica`."""
 
     completions: list[Completion] = field(default_factory=list)
@@ -83,14 +85,15 @@ class WorkDone:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """From the worker: it is at work. `untimed`: what it does until its next message takes as long as it takes."""
+    """A worker reports that it is at work. `untimed`: there is no limit on the time until its next message."""
 
     untimed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From the worker: it cannot go on. `exit_code` is that of the exception tree; `detail` holds the traceback."""
+    """A worker reports that it cannot go on. `exit_code` is one of the exception tree's; `detail` holds the
+    traceback."""
 
     exit_code: int
     message: str
@@ -99,7 +102,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """From the worker: it is done and leaves."""
+    """A worker reports that it is done and leaves."""
 
     peak_rss: int  # the most memory that it held, in bytes
     # CPU cores that other processes used meanwhile, on average; None: unknown

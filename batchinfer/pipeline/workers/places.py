@@ -12,7 +12,8 @@ from batchinfer.plan.setup.resolve import Setting, thread_shares
 
 
 def worker_specs(job: Job, setting: Setting, config: EngineConfig, factory: str) -> list[WorkerSpec]:
-    """One for each engine; `config`: of the first one. A single engine has the machine to itself."""
+    """Return a specification for each engine; `config` is the first one's. A single engine has the machine to
+    itself."""
     if setting.replicas == 1:
         return [WorkerSpec(config, job.model.path, factory)]
     asked = None if job.engine.threads == "auto" else job.engine.threads

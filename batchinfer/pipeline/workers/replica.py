@@ -30,7 +30,7 @@ SILENT_STEPS, SILENT_S = 10, 60.0
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """What an engine's process left behind when it died."""
+    """A death tells what an engine's process left behind."""
 
     in_work: list[Request]
     waiting: list[Request]  # behind those in work
@@ -63,12 +63,12 @@ class Replica:
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the present process has built; None while it loads."""
+        """The engine that the present process has built; None while it loads."""
         return self.worker.info
 
     @property
     def loads_first(self) -> bool:
-        """It has not come to work yet."""
+        """Whether it has not come to work yet."""
         return self.info is None and not self.gone and not self.restarts
 
     @property
@@ -77,18 +77,18 @@ class Replica:
 
     @property
     def at_once(self) -> int:
-        """Rows that it runs at once: as many as its limit, or as its cache has room for."""
+        """The number of rows that it runs at once: its limit, or fewer if its cache has room for fewer."""
         assert self.info is not None
         return self._running if self._waiting else self.info.max_num_seqs
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests."""
+        """Hand these requests to the worker."""
         self.unfinished.update((request.key, request) for request in requests)
         self.load += sum(map(tokens_of, requests))
         self.worker.submit(requests)
 
     def receive(self) -> list[WorkDone]:
-        """What has come. Raises what ended the process."""
+        """Return the work that has come. Raises the error that ended the process."""
         heard = self.worker.receive(0)
         self._silence.again()
         for done in heard:
@@ -107,8 +107,8 @@ class Replica:
         return heard
 
     def listen(self, longest_step_s: Callable[[], float]) -> None:
-        """It has said nothing, once more. Ends a process that has work, and has said nothing for too long while this
-        process ran: a step is forecast to take `longest_step_s` at the most."""
+        """Note that it has said nothing, once more. Ends a process that has work, and has said nothing for too long
+        while this process ran: a step is forecast to take `longest_step_s` at the most."""
         if not self.unfinished or self.worker.untimed:
             self._silence.again()
             return
@@ -119,12 +119,12 @@ class Replica:
             self.worker.give_up(limit_s)
 
     def run_apart(self, group: Group) -> None:
-        """Queue rows that are to run with no others; nothing else is unfinished."""
+        """Hand out rows that are to run with no others; nothing else is unfinished."""
         self.apart = group
         self.submit(group.requests)
 
     def died(self) -> Death:
-        """Its process died: it will not be asked any more for what it had not given back.
+        """Note that its process died, which will not be asked any more for what it had not given back.
 
         It admits requests in order, so those in work are among the first of these.
         """
@@ -150,16 +150,17 @@ class Replica:
 
     @property
     def doubted(self) -> bool:
-        """It, and not a row, may be at fault: it died in a row, and has not shown since that it works."""
+        """Whether the engine itself may be at fault, and not a row: it died several times, and has not shown since that
+        it works."""
         return self.fruitless >= DOUBTED and not self.works
 
     @property
     def works(self) -> bool:
-        """Its present process has finished rows."""
+        """Whether its present process has finished rows."""
         return self._finished > 0
 
     def convict(self) -> WorkDone:
-        """The rows that it had accused, as error rows."""
+        """Return the rows that it had accused, as error rows."""
         text = "the engine's process died while it computed this row, with other rows and again with this row alone"
         error = RowError(CODE, "engine", text, retryable=True)
         none = np.empty(0, np.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -91,23 +90,23 @@ class ReplicaPool:
             for replica in self._replicas:
                 stack.callback(replica.close)
 
-    # What whoever feeds it sees
+    # What the feeder sees
 
     @property
     def info(self) -> EngineInfo | None:
-        """What an engine that can work has built; None while there is none, or some load for the first time."""
+        """The engine of a process that can work; None while there is none, or some load for the first time."""
         if any(replica.loads_first for replica in self._replicas):
             return None
         return next((replica.info for replica in self._replicas if replica.is_ready), None)
 
     @property
     def infos(self) -> list[EngineInfo]:
-        """What each engine that came to work has built."""
+        """The engines of all processes that came to work."""
         return [replica.info for replica in self._replicas if replica.info is not None]
 
     @property
     def left(self) -> bool:
-        """Nothing more is to be heard."""
+        """Whether nothing more is to be heard."""
         return all(replica.gone or replica.worker.left for replica in self._replicas)
 
     @property
@@ -119,12 +118,13 @@ class ReplicaPool:
         return self.info is not None and not self._divisible and self._next() is not None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """The next rows of the plan."""
+        """Take the next rows of the plan."""
         self._backlog.append(requests)
         self._hand_out()
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """What has come, waiting for at most `timeout_s` when there is nothing. Raises what ended the last engine."""
+        """Return the work that has come, waiting for at most `timeout_s` when there is nothing. Raises the error that
+        ended the last engine."""
         with self._loading() if self.info is None else nullcontext():
             heard = [done for replica in self._speaking(timeout_s) for done in self._from(replica)]
         self._agreement.settle(replica.worker for replica in self._live)
@@ -165,16 +165,14 @@ class ReplicaPool:
 
     @property
     def expert_tokens(self) -> ExpertTokens:
-        """What the experts of all engines were given. The counts of processes that died are lost: to send them now
-        and then, a step would have to wait for the device."""
-        found: dict[int, Counter[int]] = {}
+        """The tokens that the experts of all engines were given. The counts of processes that died are lost: to send
+        them now and then, a step would have to wait for the device."""
+        found: dict[int, list[int]] = {}
         for replica in self._replicas:
             for layer, tokens in replica.worker.expert_tokens.items():
-                found.setdefault(layer, Counter()).update(dict(enumerate(tokens)))
-        return {
-            layer: [counts[expert] for expert in range(len(counts))]
-            for layer, counts in found.items()
-        }  # fmt: skip
+                before = found.get(layer, [0] * len(tokens))
+                found[layer] = [some + more for some, more in zip(before, tokens, strict=True)]
+        return found
 
     # Handing out
 
@@ -203,7 +201,7 @@ class ReplicaPool:
             self._run_apart()
 
     def _run_apart(self) -> None:
-        """Nothing of the plan is left: engines without work get rows that were in work when one died."""
+        """Give engines without work, once nothing of the plan is left, rows that were in work when one died."""
         for replica in self._live:
             if replica.is_ready and not replica.unfinished and self._suspects:
                 group = self._group_for(replica)
@@ -211,8 +209,8 @@ class ReplicaPool:
                     replica.run_apart(group)
 
     def _group_for(self, replica: Replica) -> Group | None:
-        """What it runs by itself; if it is doubted first a row that was answered, so that rows that kill do not have
-        it given up."""
+        """Return the rows that it is to run by itself; if it is doubted, first a row that was answered, so that it is
+        not given up because of rows that kill."""
         answered = next((one.answered for one in self._replicas if one.answered is not None), None)
         if replica.doubted and answered is not None:
             return proof_of(answered)
@@ -225,13 +223,13 @@ class ReplicaPool:
             replica.submit(requests)
 
     def _next(self) -> Replica | None:
-        """The engine with the least to do, if it may have more."""
+        """Return the engine with the least to do, if it may have more."""
         free = [replica for replica in self._live if replica.is_ready and replica.apart is None]
         able = [replica for replica in free if len(replica.unfinished) < self._most(replica)]
         return min(able, key=lambda replica: replica.load, default=None)
 
     def _most(self, replica: Replica) -> int:
-        """Rows that an engine may have at a time."""
+        """Return how many rows an engine may have at a time."""
         assert replica.info is not None
         engines, most = len(self._live), most_queued(replica.info.max_num_seqs)
         if engines == 1:
@@ -241,7 +239,7 @@ class ReplicaPool:
     # Hearing
 
     def _speaking(self, timeout_s: float) -> Iterator[Replica]:
-        """Engines that have something to say."""
+        """Return the engines that have something to say."""
         heard = [replica for replica in self._live if not replica.worker.left]
         failed = [replica for replica in heard if replica.worker.ended]
         if failed:
@@ -266,7 +264,8 @@ class ReplicaPool:
         return heard
 
     def _verdicts(self) -> list[WorkDone]:
-        """Rows that killed an engine by themselves, once an engine has shown that it runs others, or all are done."""
+        """Return rows that killed an engine by themselves, once an engine has shown that it runs others, or all are
+        done."""
         found = []
         for replica in self._replicas:
             if replica.accused and (replica.works or not self._has_work):
@@ -303,7 +302,7 @@ class ReplicaPool:
         self._go_on(replica, what, again)
 
     def _take_back_silent(self, replica: Replica, death: Death) -> None:
-        """What an engine was given that fell silent: rows in work are not blamed for the first time."""
+        """Take back the rows of an engine that fell silent: those in work are not blamed for the first time."""
         again = [request for request in death.in_work if request.key in self._silent]
         first = [request for request in death.in_work if request.key not in self._silent]
         self._silent.update(request.key for request in first)
@@ -316,7 +315,7 @@ class ReplicaPool:
             self._suspects.add(first)
 
     def _take_back(self, replica: Replica, death: Death, blamed: bool) -> None:
-        """What it was given: rows that waited are the first to be handed out again, those in work are `blamed`."""
+        """Take back its rows: those that waited are the first to be handed out again, those in work are `blamed`."""
         if death.apart is not None and death.apart.is_proof:
             return
         waiting = death.waiting if blamed else [*death.in_work, *death.waiting]
@@ -353,14 +352,14 @@ class ReplicaPool:
         return replica.may_restart and self._deaths_apart < MOST_APART
 
     def _named(self, death: Death) -> str:
-        """What was in work, in words."""
+        """Say in words which rows were in work."""
         if death.apart is not None and death.apart.is_proof:
             return "it was computing one row alone, which had been answered before"
         how = "it was computing only" if death.apart else "it was computing"
         return f"{how} {self._name_rows([request.key for request in death.in_work])}"
 
     def _told(self, death: Death) -> str:
-        """What the engine was at when it died, in words."""
+        """Say in words what the engine was doing when it died."""
         if not death.loaded:
             return "it was loading the model" + (" again, after a restart" if death.restarts else "")
         if not death.in_work:

@@ -16,7 +16,7 @@ CROWDED, FREE = 0.25, 0.1
 
 
 class Spins(Protocol):
-    """See batchinfer_kernels.cpu.spinning."""
+    """Something whose threads spin for a longer or shorter time: `batchinfer_kernels.cpu.spinning.Spinning`."""
 
     def shorten(self) -> None: ...
 

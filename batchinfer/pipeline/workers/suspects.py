@@ -20,8 +20,8 @@ class Group:
 
 
 def proof_of(answered: Request) -> Group:
-    """A row that was answered, to be run by an engine that is doubted. Its key is another one: nobody takes its answer
-    for the row's."""
+    """Return a row that was answered, to be run by an engine that is doubted. Its key is another one: nobody takes its
+    answer for the row's."""
     key = sha256(b"proof" + answered.key).digest()
     return Group([replace(answered, key=key, shares_next=0)], is_proof=True)
 
@@ -37,17 +37,17 @@ class Suspects:
         self._waiting: list[Group] = []  # the last one is next: halves follow the group that they are of
 
     def __len__(self) -> int:
-        """Groups."""
+        """Return how many groups wait."""
         return len(self._waiting)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Rows that were in work when an engine died, with others or not."""
+        """Add rows that were in work when an engine died, with others or not."""
         if requests:
             self._waiting.append(Group([replace(request, shares_next=0) for request in requests]))
 
     def take(self, one: bool = False, not_of: int | None = None) -> Group | None:
-        """The group to run next; if `one`, a single row, which is as far as can be from those that died last: rows that
-        kill may be neighbours. None of which the engine `not_of` died."""
+        """Return the group to run next; if `one`, a single row, as far as possible from those that died last: rows that
+        kill may be neighbours. A row of which the engine `not_of` died is left out."""
         fit = [group for group in self._waiting if not_of is None or group.died_in != not_of]
         if not fit:
             return None
@@ -59,14 +59,14 @@ class Suspects:
         return group
 
     def died(self, requests: Sequence[Request], engine: int) -> None:
-        """What was unfinished of a group when its engine died."""
+        """Take back the rows of a group that were unfinished when its engine died."""
         if len(requests) == 1:
             self._waiting.append(Group(list(requests), died_in=engine))
         else:
             self._halve(requests)
 
     def finished(self, group: Group) -> None:
-        """All rows of a group were answered."""
+        """Note that all rows of a group were answered."""
         twin = group.twin
         if twin in self._waiting and twin is not None and len(twin.requests) > 1:
             self._waiting.remove(twin)

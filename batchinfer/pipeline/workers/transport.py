@@ -17,16 +17,17 @@ class Link(Protocol):
     """The parent's end of the way to one worker, which lives as long as the link."""
 
     def send(self, message: object) -> None:
-        """Raises nothing when the worker is gone: what it said before it ended is still to be received."""
+        """Send a message. Raises nothing when the worker is gone: what it said before it ended is still to be
+        received."""
 
     def poll(self, timeout_s: float) -> bool:
         """Whether there is something to receive, an end included; waits for it for so long."""
 
     def receive(self) -> object:
-        """The next message of the worker. Raises EOFError once the worker has ended and all was received."""
+        """Return the next message of the worker. Raises EOFError once the worker has ended and all was received."""
 
     def wait(self, within_s: float) -> Ended | None:
-        """How the worker ended; None: it has not within so many seconds."""
+        """Return how the worker ended; None: it has not within so many seconds."""
 
     def kill(self) -> None:
         """End the worker now, and wait until it has."""
@@ -39,10 +40,10 @@ class Transport(Protocol):
     """Starts workers, and tells which of them have something to say."""
 
     def start(self, spec: WorkerSpec) -> Link:
-        """A new worker. Raises OSError where none can be started."""
+        """Start a worker. Raises OSError where none can be started."""
 
     def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Those of the links that can be received from; waits for the first one for so long."""
+        """Return the links that can be received from; waits for the first one for so long."""
 
 
 class ProcessLink:
@@ -55,12 +56,12 @@ class ProcessLink:
         self.kill, self.close = child.kill, child.close
 
     def send(self, message: object) -> None:
-        """See Link."""
+        """Send through the pipe, if the process is still there."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
     def receive(self) -> object:
-        """See Link."""
+        """Receive from the pipe."""
         with receiving():
             return self.connection.recv()
 
@@ -69,11 +70,11 @@ class ProcessTransport:
     """Each worker is a process of its own, so that an engine that crashes costs its own work alone."""
 
     def start(self, spec: WorkerSpec) -> Link:
-        """See Transport."""
+        """Start a process."""
         return ProcessLink(Child(WORKER, spec))
 
     def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """See Transport."""
+        """Return the links whose pipes have something, an end included."""
         by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
 

@@ -86,7 +86,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _beside(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:
-    """What the engine needs a tokenizer for."""
+    """Return the parts of the engine that need a tokenizer."""
     if spec.tokenizer is None:
         return None, None
     from batchinfer.data.constraints.constrained import grammar_constraints
@@ -98,7 +98,7 @@ def _beside(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None
 
 
 def _shared_cores(info: EngineInfo) -> SharedCores | None:
-    """None where the engine's work is not done by the CPU's cores."""
+    """Return what watches the cores; None where the engine's work is not done by them."""
     if info.device != "cpu":
         return None
     from batchinfer_kernels.cpu.spinning import Spinning
@@ -123,7 +123,8 @@ class _Worker:
         connection.send(Ready(info))
 
     def run(self) -> None:
-        """Until told to finish, or until the parent is gone. When a step fails, what was finished before is sent."""
+        """Work until told to finish, or until the parent is gone. When a step fails, what was finished before is
+        sent."""
         try:
             self._work()
         finally:
@@ -152,7 +153,7 @@ class _Worker:
                 return
 
     def _take_messages(self) -> None:
-        """All that is there; waits for one when there is nothing else to do."""
+        """Handle all messages that are there; waits for one when there is nothing else to do."""
         block = not self._engine.unfinished
         while block or not self._inbox.empty():
             self._handle(self._inbox.get())
@@ -168,7 +169,8 @@ class _Worker:
             raise EOFError("the parent closed the connection")
 
     def _add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Constraints are compiled as they come: the parent hears in between that this goes on."""
+        """Hand requests to the engine. Constraints are compiled as they come: the parent hears in between that this
+        goes on."""
         if all(request.params.constraint is None for request in requests):
             self._engine.add(requests)
             return
@@ -179,8 +181,8 @@ class _Worker:
                 self._sent_at = time.monotonic()
 
     def _agreed(self, choose: Callable[[], str]) -> str:
-        """What all engines of this run choose: this one, if it is the first that asks. It loads as yet, so that nothing
-        but the answer is received. Raises EOFError when the parent is gone."""
+        """Return the choice that all engines of this run share; the first engine that asks makes it. It still loads, so
+        that nothing but the answer is received. Raises EOFError when the parent is gone."""
         self._connection.send(Ask())
         with receiving():
             answer = self._connection.recv()

@@ -56,14 +56,15 @@ class Crash:
     silent: bool = False
 
     def error(self, *more: str) -> BatchInferError:
-        """For a user; `more` stands between what happened and what helps."""
+        """Return the error for a user; `more` stands between what happened and what helps."""
         return self.kind(
             "; ".join([self.what, *more, self.advice]) + (f"\n{self.detail}" if self.detail else "")
         )
 
 
 class WorkerHandle:
-    """Starts the worker, feeds it, hears from it, and outlives it. A context manager: leaving it ends the worker."""
+    """The handle starts the worker, feeds it, hears from it, and outlives it. Leaving it as a context manager ends the
+    worker."""
 
     def __init__(self, spec: WorkerSpec, transport: Transport) -> None:
         self._spec = spec
@@ -90,7 +91,7 @@ class WorkerHandle:
         self.close()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Should the worker be gone, the next `receive` tells."""
+        """Hand requests to the worker. Should it be gone, the next `receive` tells."""
         self.link.send(Add(requests))
 
     def finish(self, within_s: float) -> None:
@@ -98,19 +99,19 @@ class WorkerHandle:
         self.link.send(Finish(within_s))
 
     def answer(self, chosen: str | None) -> None:
-        """See Chooser."""
+        """Tell the worker what was chosen, as Chooser has it."""
         self.asks, self.decides = False, chosen is None
         self.link.send(Answer(chosen))
 
     @property
     def left(self) -> bool:
-        """The worker has said all it had to say."""
+        """Whether the worker has said all it had to say."""
         return self._left
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """What has come, waiting for at most `timeout_s` when there is nothing.
+        """Return the work that has come, waiting for at most `timeout_s` when there is nothing.
 
-        Raises what ended the worker, once everything that it had finished was received.
+        Raises the error that ended the worker, once everything that it had finished was received.
         """
         heard: list[WorkDone] = []
         while not self.ended and self.link.poll(0 if heard else timeout_s):
@@ -131,7 +132,7 @@ class WorkerHandle:
 
     @property
     def ended(self) -> bool:
-        """Nothing more is read of its link; `receive` still raises what ended it."""
+        """Whether nothing more is read from its link; `receive` still raises what ended it."""
         return self._left or self._failed is not None
 
     def give_up(self, silent_s: float) -> None:
@@ -176,7 +177,7 @@ class WorkerHandle:
         raise _error_of(failed, str(self._spec.config.model))
 
     def _crash(self) -> Crash:
-        """How a worker ended that could not say why."""
+        """Return how a worker ended that could not say why."""
         if self._silent_s is not None:
             what = f"the engine's process was ended, because it made no progress for {self._silent_s:.0f} s"
             return Crash(Unavailable, what, CONTINUES, silent=True)
@@ -189,7 +190,7 @@ class WorkerHandle:
         return Crash(Unavailable, what, CONTINUES)
 
     def _last_words(self) -> Failed | None:
-        """What the worker sent before it died, if it could still say why."""
+        """Return the message in which the worker said why it died, if it could."""
         if self._failed is not None:
             return self._failed
         deadline = time.monotonic() + 1.0
@@ -213,7 +214,7 @@ def _error_of(failed: Failed, model: str) -> BatchInferError:
 
 
 def _crash_of(failed: Failed) -> Crash:
-    """What is not of our own tree comes with its traceback."""
+    """Return the crash of a worker that told of it; an error that is not of our own tree comes with its traceback."""
     kind = _BY_CODE.get(failed.exit_code)
     if kind is not None:
         return Crash(kind, failed.message, CONTINUES)

@@ -1,1 +1,1 @@
-"""What a run will take: tokens, time, memory."""
+"""The forecast of a run: tokens, time, memory."""

@@ -1,4 +1,4 @@
-"""What the engine will do with a plan: the same simulation for `plan` and at the start of a run."""
+"""The forecast of an engine that runs a plan: the same simulation for `plan` and at the start of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FULL_BATCHES = 4  # in a part, at the least: in its half, too, rows have to wait
 
 @dataclass(frozen=True, slots=True)
 class EngineForecast:
-    """What the engine will do. Seconds are None where this machine's peaks are not known."""
+    """A forecast of the engine's run. Seconds are None where this machine's peaks are not known."""
 
     run: Simulated  # scaled from the rows that were simulated to all of them
     simulated: float  # 0…1, the share of the rows that were simulated
@@ -77,7 +77,7 @@ class ForecastEngine:
         return self.machine.blocks * block_bytes(self.machine.layout, self.machine.cost)
 
     def least_s(self) -> float | None:
-        """What the run takes at the hardware's limit, attention left out; None without peaks."""
+        """Return the seconds that the run takes at the hardware's limit, attention left out; None without peaks."""
         setting = self.setup.setting
         if setting.peaks is None:
             return None
@@ -160,14 +160,15 @@ class ForecastEngine:
 
 
 def half_of(requests: Sequence[T]) -> list[T]:
-    """Every other stretch of them, short enough that the half has as much of what comes first as of what comes last;
-    long enough that rows which share a prefix mostly stay together."""
+    """Return every other stretch of the requests: short enough that the half has as much of the beginning as of the
+    end, long enough that rows which share a prefix mostly stay together."""
     stretch = max(1, min(REQUEST_BATCH, max(LEAST_STRETCH, len(requests) // STRETCHES), len(requests) // 2))
     return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
 
 
 def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
-    """The engine that would run the plan, which is not empty. Raises OutOfMemory where its longest row does not fit."""
+    """Return the engine that would run the plan, which is not empty. Raises OutOfMemory where its longest row does not
+    fit."""
     setting = setup.setting
     config = setting.engine_config(job, plan.longest)
     cost = setting.model_cost(setup.checkpoint)
@@ -199,7 +200,7 @@ def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
 
 
 def _captures(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: int) -> Captures:
-    """What a GPU's host captures of such a model: nothing of one that transformers' code computes."""
+    """Return what a GPU's host captures of such a model: nothing of a model that transformers' code computes."""
     if setup.checkpoint.modelling != OWN:
         return Captures(0, 0, 0)
     most = limits.max_num_batched_tokens

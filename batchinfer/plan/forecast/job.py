@@ -1,4 +1,4 @@
-"""What a job will take, known before it runs and without its model: `batchinfer plan`."""
+"""The forecast of a job, made before it runs and without its model's weights: `batchinfer plan`."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def forecast_job(
 
 
 def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRows | None) -> JobForecast:
-    """What is known without the engine, scaled to all rows."""
+    """Return the forecast that needs no engine, scaled to all rows."""
     times = 1.0 if drawn is None else drawn.times
     codes = {code: round(rows * times) for code, rows in summarise_errors(index.index_parts).codes.items()}
     found = JobForecast(

@@ -1,4 +1,4 @@
-"""What in a job's input keeps rows from sharing work, and what it would save to write it differently."""
+"""The linter finds what in a job's input keeps rows from sharing work, and what another way to write it would save."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Linter:
     scratch: Path
 
     def findings(self) -> list[LintFinding]:
-        """What is worth telling. Raises StorageError, OutOfMemory."""
+        """Return the findings that are worth telling. Raises StorageError, OutOfMemory."""
         if not self.index.rows:
             return []
         first = self._planned(self._first_rows())
@@ -191,7 +191,7 @@ def _digest(*texts: str) -> bytes:
 
 
 def _value(row: dict[str, Any], columns: Sequence[str]) -> str:
-    """What a field has of a row."""
+    """Return the values of a field's columns in a row, as JSON."""
     found = [row.get(name) if name != "row" else row for name in columns]
     return json.dumps(found, default=str, sort_keys=True)
 

@@ -1,4 +1,4 @@
-"""What the longest step of an engine may take: an engine that is silent for far longer hangs."""
+"""The time that the longest step of an engine may take: an engine that is silent for far longer hangs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SLOWEST = Peaks(1e9, 1e9)  # of a machine of which nothing is known: FLOP/s and 
 
 
 def longest_step_s(setting: Setting, cost: ModelCost, longest: int, info: EngineInfo) -> float:
-    """Seconds of the largest step that the engine's limits allow, in which all sequences are as long as the `longest`
-    and share nothing."""
+    """Return the seconds of the largest step that the engine's limits allow, in which all sequences are as long as the
+    `longest` and share nothing."""
     rows, tokens, layers = info.max_num_seqs, info.max_num_batched_tokens, len(cost.windows)
     attended = longest * layers
     shape = StepShape(tokens, min(rows, tokens), tokens * attended, rows * attended)

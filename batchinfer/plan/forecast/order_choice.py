@@ -1,4 +1,4 @@
-"""In which order a plan runs: that which takes the engine least time, found by simulating a part of the job in each."""
+"""The choice of a plan's order: the one that takes the engine least time, as simulations of a part of the job say."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def settle_order(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
 
 
 def capacity_of(machine: SimulatedEngine) -> Capacity:
-    """What the engine has room for."""
+    """Return the rows and tokens that the engine has room for."""
     return Capacity(machine.scheduler.max_num_seqs, machine.blocks * machine.layout.block_size)
 
 
@@ -117,7 +117,7 @@ def compared(
 
 
 def best(seconds: Mapping[OrderPolicy, float], all_rows: bool) -> OrderPolicy:
-    """The fastest; the default one unless another is better for sure."""
+    """Return the fastest order, or the default one unless another is better for sure."""
     found = min(POLICIES, key=lambda policy: seconds[policy])
     least = 1.0 if all_rows else 1.0 - SURE
     return found if seconds[found] < least * seconds[BY_DEFAULT] else BY_DEFAULT
@@ -180,6 +180,6 @@ def _part(
 
 
 def _linked(requests: list[Request]) -> list[Request]:
-    """Each told what it shares with the next one."""
+    """Return the requests, each of which knows what it shares with the next one."""
     shared = [*(common_prefix(a.prompt, b.prompt) for a, b in pairwise(requests)), 0]
     return [replace(request, shares_next=one) for request, one in zip(requests, shared, strict=True)]

@@ -19,7 +19,7 @@ MOST_S, TOO_MUCH = 3.0, 3.0
 
 @dataclass(frozen=True, slots=True)
 class RunForecast:
-    """What is known of a run before it starts. `engine`: None where no forecast was made."""
+    """A run's forecast, made before it starts. `engine`: None where no forecast was made."""
 
     engine: EngineForecast | None = None
     lines: tuple[str, ...] = ()  # for people

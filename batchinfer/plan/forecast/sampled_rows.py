@@ -32,7 +32,7 @@ class SampledRows:
 
     @property
     def times(self) -> float:
-        """What counts are multiplied with."""
+        """The factor from the sample's counts to those of all rows."""
         return self.of_rows / self.rows
 
     def whole_plan(self, plan: Plan) -> Plan:
@@ -60,7 +60,7 @@ def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
 
 
 def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:
-    """What the index of a sample says of how good it is."""
+    """Return how good a sample is, as its index tells."""
     columns = [pq.read_table(part, columns=["token_count", "expected_tokens"]) for part in index_parts]
     tokens = np.concatenate(
         [sum(table.column(name).fill_null(0).to_numpy() for name in table.column_names) for table in columns]

@@ -1,4 +1,4 @@
-"""What the steps of a job will take, by the best that is known of this machine."""
+"""The times that the steps of a job will take, by the best that is known of this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepTimes:
 
 
 def alike(job: Job, setting: Setting) -> dict[str, object]:
-    """What the run table says of this model, machine and arithmetic."""
+    """Return this model, machine and arithmetic as columns of the run table have them."""
     return {
         "model": described(job.model.path),
         "hardware": setting.hardware.name,

@@ -1,1 +1,1 @@
-"""In which order a job's requests run: duplicates, the prefix forest, policies."""
+"""The order in which a job's requests run: duplicates, the prefix forest, policies."""

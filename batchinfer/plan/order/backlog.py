@@ -32,7 +32,7 @@ class Backlog:
         self._requests += requests
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Rows that an engine had: they are the first to be handed out again."""
+        """Put back rows that an engine had: they are the first to be handed out again."""
         self._requests[:0] = requests
         self._paid = 0
 
@@ -41,7 +41,7 @@ class Backlog:
         return taken
 
     def take(self, rows: int, engines: int) -> list[Request]:
-        """Take about so many of the first rows, at least one, for one of so many engines: rows that share a prefix stay
+        """Take about `rows` of the first rows, at least one, for one of so many engines: rows that share a prefix stay
         together, unless running the prefix in several costs little beside them."""
         end, self._paid = cut(self._requests, rows, engines, self._paid)
         taken = self._requests[:end]
@@ -52,8 +52,8 @@ class Backlog:
 
 
 def cut(requests: Sequence[Request], rows: int, engines: int, paid: int = 0) -> tuple[int, int]:
-    """How many of the first requests to take: `rows` up to twice as many, ending where the least is shared; and more
-    if even there the cut would cost too much, all of them at the most. And what is `paid` behind the cut.
+    """Return how many of the first requests to take: `rows` up to twice as many, ending where the least is shared; and
+    more if even there the cut would cost too much, all of them at the most. And what is `paid` behind the cut.
 
     Another engine runs once more what rows on both sides share. That is little beside the rows that are cut off, or
     if each engine does so, beside all rows up to the last that shares as much; once it is paid for all engines, further
@@ -98,12 +98,12 @@ def tokens_of(request: Request) -> int:
 
 
 def piece_rows(left: int, engines: int) -> int:
-    """Rows that one of so many engines is given at once, while so many are left."""
+    """Return how many rows one of these engines is given at once, while so many are left."""
     return max(1, min(MOST_ROWS, left // (PIECES_LEFT * engines)))
 
 
 def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
-    """What the busiest of so many engines gets of these requests, if all are equally fast."""
+    """Return the requests that the busiest of so many engines gets, if all are equally fast."""
     if engines == 1:
         return list(requests)
     backlog, loads = Backlog(), [0] * engines

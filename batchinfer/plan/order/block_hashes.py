@@ -18,8 +18,8 @@ Hashes = NDArray[np.uint64]
 
 
 def block_hashes(prompts: Sequence[TokenIds]) -> list[bytes]:
-    """For each prompt its chain: 8 bytes for each of its whole blocks, but for one that its last token ends, as that
-    token always runs.
+    """Return the chain of each prompt: 8 bytes for each of its whole blocks, but for one that its last token ends, as
+    that token always runs.
 
     Two prompts begin with the same n blocks just if the first n hashes of their chains are equal, so that sorted
     chains have those that begin alike next to each other. Two different beginnings have the same hash with a

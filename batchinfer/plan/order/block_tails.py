@@ -1,4 +1,4 @@
-"""What prompts have behind the blocks that they share: read, compared, and as bytes that sort as the tokens do."""
+"""The tails of prompts, behind the blocks that they share: read, compared, and as bytes that sort as the tokens do."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Tails = NDArray[np.uint32]  # (prompts, BLOCK): token ids + 1, and 0 behind a pr
 
 
 def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.int64]) -> Tails:
-    """From each of these places so many tokens, at most BLOCK. What follows shortly behind another one is read with it,
-    up to about _AT_ONCE tokens."""
+    """Read so many tokens from each of these places, at most BLOCK. What follows shortly behind another one is read
+    with it, up to about _AT_ONCE tokens."""
     counts = np.minimum(counts, BLOCK)
     found = np.zeros((len(offsets), BLOCK), np.uint32)
     for start, end in _near(offsets):

@@ -1,4 +1,4 @@
-"""In which order fields of a template let prompts share most."""
+"""The order of a template's fields in which prompts share most."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ Values = Sequence[Hashable]
 
 
 def field_order(fields: Sequence[Values], lengths: Sequence[float]) -> list[int]:
-    """The fields' numbers, that which saves most first. `fields`: of each its value in every row; `lengths`: tokens.
+    """Return the fields' numbers, the one that saves most first. `fields`: of each its value in every row; `lengths`:
+    tokens.
 
     Greedy as GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads", 2024), but with one
     order for all rows, as a template has: next comes the field that saves most tokens behind those that are chosen,

@@ -20,7 +20,8 @@ _STEPS_LEFT = 1.3
 
 
 class OrderPolicy(StrEnum):
-    """An order. `blended` mixes rows whose prompts are most of their work with rows that mostly decode."""
+    """A policy orders the rows of a job. `blended` mixes rows whose prompts are most of their work with rows that
+    mostly decode."""
 
     ARRIVAL = "arrival"
     LENGTH_SORTED = "length-sorted"
@@ -45,7 +46,7 @@ class OrderChoice:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an engine has room for at a time."""
+    """A capacity is the number of rows and tokens that an engine has room for at a time."""
 
     seqs: int
     tokens: int  # of the KV cache

@@ -139,7 +139,8 @@ class ForestBuilder:
 
 
 def _deepest(first: Ints, users: Ints, parent: Ints, count: int) -> Ints:
-    """For each prompt the deepest node around it: what the last border before it left, where nodes begin or end."""
+    """Return the deepest node around each prompt: the one that the last border before it left, where nodes begin or
+    end."""
     unset = ROOT - 1
     found = np.full(count + 1, unset, np.int32)
     found[0] = ROOT

@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 18  # tokens
 
 
 class Prompts(Protocol):
-    """Where the prompts' token ids lie."""
+    """A store of the prompts' token ids."""
 
     def read(self, offset: int, count: int) -> TokenIds: ...
 

@@ -1,4 +1,4 @@
-"""In which order prompts run: what shares a prefix together, and what takes longest first."""
+"""The order in which prompts run: those that share a prefix together, and those that take longest first."""
 
 from __future__ import annotations
 

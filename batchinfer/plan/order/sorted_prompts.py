@@ -38,7 +38,7 @@ def sorted_prompts(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]
 
 
 def _by_blocks(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
-    """The same, by whole blocks only."""
+    """Return the forest of whole blocks, and the rows in the order of their blocks' hashes."""
 
     raised: list[BaseException] = []
 
@@ -75,9 +75,9 @@ def _rows_of_chains(database: Any) -> int:
 
 
 def _by_tails(database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints) -> tuple[Ints, Ints]:
-    """What lies at each node of the forest of blocks and no deeper, sorted by the tokens behind the node: prompts by
-    their number in sorted order, and behind them the nodes. And how many of these tokens each has in common with the
-    one before it."""
+    """Return the items that lie at each node of the forest of blocks and no deeper, sorted by the tokens behind the
+    node (prompts by their number in sorted order, and behind them the nodes), and how many of these tokens each has in
+    common with the one before it."""
     database.execute("CREATE TEMP TABLE tails(node INTEGER, item INTEGER, tail BLOB)")
     for batch in _tails(database, prompts, blocks, rows):
         database.register("batch", batch)

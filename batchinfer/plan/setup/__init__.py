@@ -1,1 +1,1 @@
-"""What a job means on this machine."""
+"""The setup of a job on this machine."""

@@ -1,4 +1,4 @@
-"""What a job has beside its rows, checked before anything is computed: checkpoint, device, tokenizer, destination.
+"""The setup of a job is all but its rows, checked before anything is computed: checkpoint, device, tokenizer, results.
 
 `run`, `plan`, `validate` and `preview` all call `check_setup`, so that they agree.
 """
@@ -131,7 +131,7 @@ def _constraint_key(job: Job) -> str:
 
 
 def _check_device(job: Job) -> None:
-    """What `auto` finds is there; a device that the job names may not be. In a container nvidia-smi may be missing."""
+    """Refuse a GPU that the job names and that is not there. In a container nvidia-smi may be missing."""
     if job.engine.device != "cuda":
         return
     if version("torch").endswith("+cpu"):

@@ -1,4 +1,4 @@
-"""What the job's `auto` means here: device, dtype, lengths; and the digest of all that decides an answer. No torch."""
+"""A job's `auto` is resolved for this machine: device, dtype, lengths; and the digest of all that decides an answer."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ class Setting:
 
     @property
     def arithmetic(self) -> str:
-        """What is computed in, for people: `bfloat16 with int8 weights, deterministic`."""
+        """The arithmetic in words: `bfloat16 with int8 weights, deterministic`."""
         return arithmetic_text(self.dtype, self.quantization, self.kv_cache, self.deterministic)
 
     @property
     def peaks(self) -> Peaks | None:
-        """What the hardware of one engine reaches in this arithmetic: a GPU, or its part of a CPU; None where that is
+        """The peaks of one engine's hardware in this arithmetic: of a GPU, or of its part of a CPU; None where they are
         not known."""
         whole = self.hardware.peaks(self.dtype, self.quantization)
         return whole if whole is None or self.device == "cuda" else whole.part(self.replicas)
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
-        """What steps of the model cost as it will lie in memory."""
+        """Return what steps of the model cost, as it will lie in memory."""
         itemsize = 4 if self.dtype == "float32" else 2
         weights = itemsize if self.quantization in ("none", "stored") else 1
         return checkpoint.cost(itemsize, weights, self.kv_cache)
@@ -108,8 +108,8 @@ class Setting:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def _options(self) -> dict[str, Any]:
-        """What can change an answer and has a default. Blocks, a device's operators, matrix tiles and Arm's vectors
-        decide in what order is added, which counts only where the bits are promised."""
+        """Return the options that can change an answer and have a default. Blocks, a device's operators, matrix tiles
+        and Arm's vectors decide the order of additions, which counts only where the bits are promised."""
         options: dict[str, Any] = {
             "quantization": self.quantization,
             "deterministic": self.deterministic,

@@ -60,6 +60,6 @@ class AnswerLengths:
         return found
 
     def _nearest(self, prompt: int) -> int:
-        """Which of the sizes that are known is nearest to that of a prompt of so many tokens."""
+        """Return the known size that is nearest to that of a prompt of so many tokens."""
         size = prompt.bit_length()
         return min(self._by_size, key=lambda other: abs(other - size))

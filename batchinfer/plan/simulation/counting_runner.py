@@ -40,7 +40,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class CountedStep:
-    """See batchinfer.engine.runner.runner.Launched."""
+    """A simulated step, in the place of `batchinfer.engine.runner.runner.Launched`."""
 
     sampling: list[Sequence]
     outputs: Mapping[bytes, int]
@@ -65,7 +65,7 @@ class CountedStep:
 
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
-    """See `Runner`. `outputs`: by work key, how many tokens the answer has; `shared_blocks`: of
+    """A `Runner` that counts. `outputs`: by work key, how many tokens the answer has; `shared_blocks`: of
     the engine's scheduler; `taken_bytes`: of the KV cache, in use or kept for later rows; `launching`: of a GPU's host,
     None on a CPU."""
 
@@ -102,7 +102,8 @@ class CountingRunner:
         return CountedStep(sampling, self.outputs, self.clock, done, launch)
 
     def _first_use_s(self) -> float:
-        """What memory takes that this step is the first to use. Blocks that were freed are used again before others."""
+        """Return the seconds for memory that this step is the first to use. Blocks that were freed are used again
+        first."""
         before, self.clock.most_taken = self.clock.most_taken, max(self.clock.most_taken, self.taken_bytes())
         return (self.clock.most_taken - before) * self.time.first_use_s
 

@@ -9,7 +9,7 @@ from batchinfer.plan.simulation.simulator import Simulated
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPart:
-    """What a part of a job came to, and how large the part is: prompt tokens, and output tokens at most."""
+    """A simulated part of a job, with its size: prompt tokens, and output tokens at most."""
 
     size: int
     run: Simulated

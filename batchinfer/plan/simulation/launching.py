@@ -21,7 +21,7 @@ class Captures:
 
 
 class Launching:
-    """Which steps of one run are launched in which way; see `DecodeGraphs` and `PiecewiseGraphs`.
+    """Says how each step of one run is launched, as `DecodeGraphs` and `PiecewiseGraphs` would do it.
 
     Kinds of decode steps are told apart by their number of rows, the bound of their contexts, and whether rows share
     blocks. On a GPU it also counts how long rows are split among programs, and how many groups of sharing rows there
@@ -34,8 +34,8 @@ class Launching:
         self._seen: Counter[tuple[int, int, bool]] = Counter()
 
     def mode(self, chunks: list[Chunk], decodes: bool, shares: bool) -> LaunchMode:
-        """Of a step that is to be launched now. `decodes`: every row runs one token and samples the next, and nothing
-        is copied; `shares`: rows have blocks in common."""
+        """Return how the step at hand is launched. `decodes`: every row runs one token and samples the next, and
+        nothing is copied; `shares`: rows have blocks in common."""
         if decodes and self._is_covered(chunks) and self._is_replayed(chunks, shares):
             return "full_graph"
         tokens = sum(chunk.length for chunk in chunks)
@@ -56,5 +56,5 @@ class Launching:
 
 
 def _longest(chunks: list[Chunk]) -> int:
-    """Tokens."""
+    """Return the tokens of the longest sequence in the step."""
     return max(start + length for _, start, length in chunks)

@@ -36,7 +36,7 @@ class SimulatedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a simulated run came to. Tokens as in the report's run table."""
+    """The totals of a simulated run; tokens are counted as in the report's run table."""
 
     seconds: float = 0.0
     steps: int = 0

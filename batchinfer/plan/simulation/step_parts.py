@@ -1,4 +1,4 @@
-"""What the time of a step is made of: kinds of work, each at the machine's peaks, and what is counted."""
+"""The parts of a step's time: kinds of work, each at the machine's peaks, and numbers of layers and rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TimedStep(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """Of each part the least seconds at the peaks; of layers and rows, how many there are.
+    """The parts of a step: the least seconds of each at the peaks; of layers and rows, how many there are.
 
     `products`: computing, and reading the weights, of those that run over all tokens, and of those over sampled ones.
     """
@@ -59,7 +59,7 @@ class StepParts(NamedTuple):
 
 
 def step_parts(cost: ModelCost, shape: StepShape, rows: int, peaks: Peaks) -> StepParts:
-    """What a step of so many rows is made of."""
+    """Return the parts of a step of so many rows."""
     others = dict.fromkeys(PARTS[2:], 0.0)
     over_tokens, over_sampled = [0.0, 0.0], [0.0, 0.0]
     for operator in cost.operators:

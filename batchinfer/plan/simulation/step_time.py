@@ -88,8 +88,8 @@ def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int)
 
 
 def measured_step_time(expected: StepTime, steps: Iterable[MeasuredStep]) -> StepTime | None:
-    """What earlier steps on the same machine in the same arithmetic took, beside what was expected of them; None where
-    they are too few.
+    """Return the step time that earlier steps on the same machine in the same arithmetic took, from what was expected
+    of them; None where they are too few.
 
     Efficiencies are ratios of sums, so that long steps count for more. A kind of which there are too few has the other
     one's.
