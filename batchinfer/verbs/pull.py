@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from batchinfer.core.errors import (
@@ -240,20 +242,44 @@ class _Pull:
 
 
 def _transfer(parts: list[Blob], before: int, progress: Progress) -> None:
-    """Several files at once. Whatever ends it ends them all, and leaves what has arrived."""
+    """Fetch several files at once. Whatever ends it ends them all, and leaves what has arrived."""
     transfer = Transfer()
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="pull") as pool:
-        waiting: set[Future[None]] = {pool.submit(transfer.fetch, part) for part in parts}
-        try:
-            while waiting:
-                done, waiting = wait(waiting, _LOOK_S)
-                progress.received(before + sum(part.there() for part in parts))
-                for one in done:
-                    one.result()
-        except BaseException:
-            transfer.stop()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    waiting = set(_started(transfer, parts))
+    try:
+        while waiting:
+            done, waiting = wait(waiting, _LOOK_S)
+            progress.received(before + sum(part.there() for part in parts))
+            for one in done:
+                one.result()
+    except BaseException:
+        transfer.stop()
+        raise
+
+
+def _started(transfer: Transfer, parts: list[Blob]) -> list[Future[None]]:
+    """Start threads that fetch the parts. No one waits for their end: a hub that has fallen silent keeps a thread in a
+    read that nothing interrupts until its timeout of ten seconds, which Ctrl-C is not to take."""
+    left: SimpleQueue[tuple[Blob, Future[None]]] = SimpleQueue()
+    found: list[Future[None]] = []
+    for part in parts:
+        found.append(Future())
+        left.put((part, found[-1]))
+    for _ in range(min(AT_ONCE, len(parts))):
+        threading.Thread(target=_fetch, args=(transfer, left), daemon=True, name="pull").start()
+    return found
+
+
+def _fetch(transfer: Transfer, left: SimpleQueue[tuple[Blob, Future[None]]]) -> None:
+    """Fetch parts until none is left, and tell each one's future how it ended."""
+    with suppress(Empty):
+        while True:
+            part, future = left.get_nowait()
+            try:
+                transfer.fetch(part)
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the future raises it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
 
 def _problem(folder: Path) -> BatchInferError | None:

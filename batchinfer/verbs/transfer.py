@@ -52,11 +52,8 @@ class Transfer:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """The parts in work end at their next bytes."""
-        from huggingface_hub.utils import close_session  # type: ignore[attr-defined]  # not in its __all__
-
+        """End the parts in work at their next bytes, and begin no further one."""
         self._stopping.set()
-        close_session()  # those that wait for bytes, too
 
     def fetch(self, part: Blob) -> None:
         """Continue the part to its end, check it, and put it in its place. Raises Unavailable, and what HTTP raises."""
