@@ -1,1 +1,1 @@
-"""What the hardware can do, what a run cost, and how close the two came. Plain numbers, no torch."""
+"""The report of a run: its cost, and how near it came to what the hardware can do. Plain numbers, no torch."""

@@ -64,7 +64,7 @@ class _Screen:
 
 @dataclass(slots=True)
 class _Work:
-    """What one phase has to do and has done, in rows and (while running) in tokens."""
+    """The work of one phase, total and done, in rows and (while running) in tokens."""
 
     phase: Phase
     rows: int = 0
@@ -84,7 +84,7 @@ class _Work:
 
     @property
     def total(self) -> int | None:
-        """What the phase comes to. Of answers it is a guess, from those that have ended."""
+        """Return the total work of the phase. The tokens of answers are estimated from those that have ended."""
         if self.phase == "downloading":
             return self.total_bytes
         if self.prompt_tokens is None:
@@ -271,7 +271,7 @@ class Progress:
 
     @property
     def output(self) -> ExpectedOutput | None:
-        """What is known of the answers' lengths; None where no phase of tokens is under way."""
+        """Return the expected lengths of the answers; None outside of a phase that counts tokens."""
         return None if self._work is None or self._work.prompt_tokens is None else self._work.output
 
     def note(self, text: str) -> None:

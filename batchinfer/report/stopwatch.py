@@ -1,4 +1,4 @@
-"""Where a run's time goes: every moment belongs to one phase, so that the phases add up to the whole."""
+"""Measures the phases of a run: every moment belongs to one phase, so that the phases add up to the whole."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _LAUNCHED: dict[LaunchMode, str] = {
 
 
 def summary(row: Row, report: Path | None = None) -> str:
-    """At most 20 aligned lines without a final newline. What is not known is a dash or left out.
+    """Return at most 20 aligned lines without a final newline. What is not known is a dash or left out.
 
     `report`: the row's file; None for a run that changed nothing and leaves none.
     """

@@ -14,7 +14,7 @@ _SHORT_TEXT = 32  # characters that are not broken into lines
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A column. `unit` is as in the report's columns; empty for texts and plain numbers."""
+    """One column of a table on the page. `unit` is as in the report's columns; empty for texts and plain numbers."""
 
     name: str
     title: str

@@ -26,7 +26,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Which run it is."""
+    """The heading of the page, which names the run."""
 
     mark: str  # "good" or "bad"
     status: str
@@ -54,7 +54,7 @@ def _weights(row: RunRow) -> str | None:
 
 
 def tiles(row: RunRow) -> Iterator[Tile]:
-    """What is known, in large type."""
+    """Yield the figures that the page shows in large type, without those that are not known."""
     if row["rows"] is not None:
         yield _row_tile(row)
     engine = row["engine_wall_s"]

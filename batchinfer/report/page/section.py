@@ -12,7 +12,7 @@ from batchinfer.report.page.figures import Figures
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What page.js draws: `kind` names its function there, `options` the columns that it reads."""
+    """A chart that page.js draws: `kind` names the function there, `options` the columns that it reads."""
 
     kind: str
     label: str  # what is to be seen, for those who do not see it

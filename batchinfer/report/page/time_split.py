@@ -1,4 +1,4 @@
-"""Where the time went: the wall time of the command in five parts, and the device's time in its own."""
+"""The split of time: the wall time of the command in five parts, and the device's time in its own parts."""
 
 from __future__ import annotations
 

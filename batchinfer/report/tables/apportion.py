@@ -23,14 +23,14 @@ _LITTLE = 1e-9  # tokens: among steps of which none read a prompt, one is split 
 
 
 class Share(NamedTuple):
-    """What requests got of a column: for their prompts, and for their answers."""
+    """The requests' shares of a column: for their prompts, and for their answers."""
 
     prompt: Floats
     answer: Floats
 
 
 class _RanIn(NamedTuple):
-    """Where requests ran: prompts in the steps [first, read], answers in (read, last].
+    """The steps in which requests ran: prompts in [first, read], answers in (read, last].
 
     For each token that those steps read, `tokens` of the prompt and `pairs` of query and key. In step k of its answer
     a request runs `rate` tokens, and `start` + `growth` × k pairs.

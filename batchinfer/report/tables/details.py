@@ -1,4 +1,4 @@
-"""What is known of a run and of its requests, phases and buckets only once all of its steps are known."""
+"""Makes the tables that need all steps of a run: those of the run, its requests, phases and buckets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _WALLS = "SELECT sum(duration_s + gap_s) AS wall_s FROM steps GROUP BY replica"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What ran: None where it is not known."""
+    """The model and the hardware that ran; None where they are not known."""
 
     cost: ModelCost | None = None
     peaks: Peaks | None = None  # of one engine

@@ -1,4 +1,4 @@
-"""Where the device's time went: the roofline, padding, recomputation, and what each kind of operator took beyond its
+"""Splits the device's time: the roofline, padding, recomputation, and what each kind of operator took beyond its
 roofline.
 
 No operator is timed by itself: that would slow the run down. What each kind takes per second of its roofline is found
@@ -30,7 +30,7 @@ PRIOR = 0.01
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What some steps ran: a number for each."""
+    """The work of some steps: one number for each step and kind."""
 
     tokens: Floats
     sampled: Floats

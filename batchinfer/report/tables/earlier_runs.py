@@ -1,4 +1,4 @@
-"""What earlier runs of a job tell of the next one: how long answers became, and what steps took."""
+"""Reads from earlier runs of a job what a forecast needs: the lengths of answers and the times of steps."""
 
 from __future__ import annotations
 
