@@ -276,7 +276,7 @@ def _fetch(transfer: Transfer, left: SimpleQueue[tuple[Blob, Future[None]]]) -> 
             part, future = left.get_nowait()
             try:
                 transfer.fetch(part)
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the future raises it
+            except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
                 future.set_exception(error)
             else:
                 future.set_result(None)
