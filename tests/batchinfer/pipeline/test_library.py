@@ -47,7 +47,6 @@ def test_a_job_is_run_and_its_result_read(place: Place, capfd: pytest.CaptureFix
         20,
         0,
     )
-    assert result.report is not None
     assert result.report.is_file()
     table = result.to_arrow()
     assert table.column("custom_id").to_pylist() == [row["id"] for row in ROWS]

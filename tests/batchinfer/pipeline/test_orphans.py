@@ -129,7 +129,6 @@ def test_a_child_is_killed_with_the_thread_that_made_it() -> None:
     thread.join()
     ended = made[0].wait(GONE_S)
     made[0].close()
-    assert ended is not None
     assert ended.code == -signal.SIGKILL
 
 
@@ -139,7 +138,6 @@ def test_a_child_gets_its_arguments_and_hears_no_signal_of_a_terminal() -> None:
         ended = child.wait(GONE_S)
     assert values == [{"a": [1, None]}, "ü" * 100_000]
     assert {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} <= set(blocked)
-    assert ended is not None
     assert ended.code == 0
 
 
@@ -157,7 +155,6 @@ def test_a_child_that_ends_in_the_middle_of_a_message_is_gone_like_any_other() -
             with pytest.raises(EOFError), receiving():
                 child.connection.recv()
         ended = child.wait(GONE_S)
-    assert ended is not None
     assert ended.code == -signal.SIGKILL
 
 
@@ -173,7 +170,6 @@ def test_a_child_that_ends_in_the_middle_of_a_message_is_gone_like_any_other() -
 def test_how_a_child_ended(how: str, words: str, memory: bool) -> None:
     with Child(f"{TASKS}:end", how) as child:
         ended = child.wait(PATIENCE_S)
-    assert ended is not None
     assert words in str(ended)
     assert ended.out_of_memory == memory
 

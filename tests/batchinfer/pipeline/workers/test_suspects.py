@@ -57,12 +57,10 @@ def test_one_row_is_taken_far_from_those_that_died() -> None:
     suspects, rows = Suspects(), requests(8)
     suspects.died(rows, engine=0)
     first = suspects.take()
-    assert first is not None
     assert first.requests == rows[:4]
     suspects.died(first.requests, engine=0)
     suspects.died(rows[:1], engine=0)
     taken = suspects.take(one=True)
-    assert taken is not None
     assert taken.requests == [rows[4]]
 
 
@@ -71,5 +69,4 @@ def test_one_row_that_died_runs_elsewhere_if_it_can() -> None:
     suspects.died([row], engine=1)
     assert suspects.take(not_of=1) is None
     group = suspects.take(not_of=0)
-    assert group is not None
     assert (group.requests, group.died_in, len(suspects)) == ([row], 1, 0)

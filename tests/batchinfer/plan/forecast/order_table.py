@@ -33,7 +33,6 @@ from tests.batchinfer.engine.simulation import LLAMA_8B
 def h100(seqs: int) -> SimulatedEngine:
     """Its engine without time of the host; the cache has 27,000 blocks of 16 tokens."""
     sheet = datasheet("NVIDIA H100 80GB HBM3")
-    assert sheet is not None
     layout = one_group([CacheSpec(1, 1)] * LLAMA_8B.layers, 16)
     peaks = Peaks(sheet.peak_flops["bfloat16"], sheet.bandwidth)
     return SimulatedEngine(

@@ -14,12 +14,11 @@ import pytest
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
 from batchinfer.job.deadline import deadline_after
-from batchinfer.machine.hardware import Hardware
 from batchinfer.plan.forecast.deadline import FIRST_LOOK_S, Deadline, DeadlineWatch
-from batchinfer.plan.forecast.job import forecast_job
-from batchinfer.plan.forecast.text import forecast_json, forecast_lines
+from batchinfer.plan.forecast.text import forecast_json
 from batchinfer.report.summary import summary
 from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
+from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, runs_on, text
 
 NOON = datetime(2026, 6, 1, 12, 0, 30).astimezone()
 
@@ -120,28 +119,23 @@ def test_answers_count_until_then() -> None:
     assert len(said) == 1, "past it, whatever the rate"
 
 
-@pytest.fixture
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e6, "bfloat16": 1e6}, 1e6, "measured")
-    monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: found)
-
-
 def moment(seconds: float) -> str:
     return (datetime.now().astimezone() + timedelta(seconds=seconds)).isoformat(timespec="seconds")
 
 
-def test_plan_says_whether_it_will_be_met(tmp_path: Path, model: Path, slow_machine: None) -> None:
+def test_plan_says_whether_it_will_be_met(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs_on(monkeypatch, machine_of(1e6))
     for wanted, words in (
         (1e6, "forecast to finish at least"),
         (1.0, "its max_tokens; the run forecasts anew"),
     ):
-        job = load_job(write_job(tmp_path, model, people(30), deadline=moment(wanted)))
-        found = forecast_job(job, lambda at: None, lambda line: None)
-        assert found.forecast is not None
-        assert found.forecast.seconds is not None
-        assert words in "\n".join(forecast_lines(found, None))
+        deadline = moment(wanted)
+        found = planned(write_job(tmp_path, model, people(30), deadline=deadline))
+        assert words in text(found)
         told: dict[str, Any] = forecast_json(found, None)["deadline"]
-        assert told["at"] == job.deadline
+        assert told["at"] == deadline
         assert told["spare_s"] == pytest.approx(wanted - found.forecast.seconds, abs=60)
 
 

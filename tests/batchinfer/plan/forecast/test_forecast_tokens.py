@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
 
@@ -89,10 +88,7 @@ JOBS = {
 SLOW = ("fixed lengths", "duplicates", "bad rows", "forced tokens", "stop strings", "preemption")
 
 
-@pytest.fixture(autouse=True)
-def known_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e10, "bfloat16": 1e10}, 1e10, "measured")
-    monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: found)
+pytestmark = pytest.mark.usefixtures("known_peaks")
 
 
 @pytest.mark.parametrize(

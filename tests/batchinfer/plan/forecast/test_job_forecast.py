@@ -24,9 +24,8 @@ from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.forecast import run as run_forecast
 from batchinfer.plan.forecast import step_times as step_times_module
-from batchinfer.plan.forecast.job import JobForecast, forecast_job
 from batchinfer.plan.forecast.step_times import step_times
-from batchinfer.plan.forecast.text import forecast_json, forecast_lines
+from batchinfer.plan.forecast.text import forecast_json
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.step_parts import PARTS
 from batchinfer.plan.simulation.step_time import HOST_ROW, HOST_STEP, StepTime
@@ -43,32 +42,14 @@ from batchinfer.report.tables.earlier_runs import (
 from batchinfer.report.tables.folder import table_path
 from batchinfer_kernels.cost import Peaks, StepShape
 from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
+from tests.batchinfer.plan.forecast.forecasts import planned, runs_on, text
 from tests.model_costs import llama_cost
 
 REAL = RunOptions()
 
 
-def planned(path: Path, notices: list[str] | None = None) -> JobForecast:
-    said = [] if notices is None else notices
-    return forecast_job(load_job(path, []), lambda at: None, said.append)
-
-
-def text(found: JobForecast, price: float | None = None) -> str:
-    return "\n".join(forecast_lines(found, price))
-
-
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-@pytest.fixture
-def known_peaks(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """A machine with peaks, whatever was measured here."""
-    from batchinfer.plan.setup import resolve
-
-    found = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e10, "bfloat16": 1e10}, 1e10, "measured")
-    monkeypatch.setattr(resolve, "detect", lambda device: found)
-    return found
 
 
 def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
@@ -79,10 +60,8 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
     assert (found.plan.rows, found.plan.error_rows, found.plan.duplicates) == (40, 2, 1)
     assert (found.plan.present, found.plan.to_run) == (0, 37)
     assert found.error_codes == {"bad_json": 1, "null_in_template": 1}
-    assert found.lengths is not None
     assert sum(number for _, number in found.lengths.buckets) == 37
     assert found.lengths.shortest <= found.lengths.median <= found.lengths.longest
-    assert found.forecast is not None
     assert found.forecast.seconds is not None
     assert (found.forecast.answers_from, found.forecast.times.known) == (0, "limit")
     said = text(found)
@@ -109,7 +88,6 @@ def test_steps_and_tokens_are_those_that_the_run_then_takes(
         engine={"max_num_seqs": 8, "max_num_batched_tokens": 96},
     )
     before = planned(path)
-    assert before.forecast is not None
     row = run(path, REAL).row
     forecast = before.forecast.run
     facts = {
@@ -125,7 +103,6 @@ def test_steps_and_tokens_are_those_that_the_run_then_takes(
     assert {name: row[name] for name in facts} == facts
     assert (forecast.launches, row["eager_steps"], row["capture_s"]) == (None, None, None), "this is a CPU"
     steps = pq.read_table(next((tmp_path / "out/res-report").glob("steps-*.parquet")))
-    assert before.memory is not None
     assert set(steps.column("blocks_total").to_pylist()) == {before.memory.blocks}
     again = planned(path)
     assert (again.plan.present, again.plan.to_run) == (60, 0)
@@ -137,21 +114,14 @@ def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forecast of a first run is as if each part of a step took three times its least; a run then says more."""
-    from batchinfer.plan.setup import resolve
-
     options = {"sampling": {"max_tokens": 30, "ignore_eos": True}, "engine": {"max_num_seqs": 4}}
     path = write_job(tmp_path, model, people(20), **options)
     least = planned(path).forecast
-    assert least is not None
     assert least.times.known == "limit"
     times = {**dict.fromkeys(PARTS, 3.0), "layers": 0.0, "rows": 0.0, HOST_STEP: 0.0, HOST_ROW: 0.0}
-    measured = replace(known_peaks, step_times={"float32": times})
-    monkeypatch.setattr(resolve, "detect", lambda device: measured)
+    runs_on(monkeypatch, replace(known_peaks, step_times={"float32": times}))
     first = planned(path)
-    assert first.forecast is not None
     assert first.forecast.times.known == "measured"
-    assert first.forecast.seconds is not None
-    assert least.seconds is not None
     assert 3 * least.seconds <= first.forecast.seconds <= 6 * least.seconds, (
         "computing and moving add up here"
     )
@@ -159,7 +129,6 @@ def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     row = run(path, REAL).row
     write_job(tmp_path, model, [{**one, "text": one["text"] + "!"} for one in people(20)], **options)
     second = planned(path)
-    assert second.forecast is not None
     assert (second.forecast.times.known, second.forecast.times.runs) == ("runs", 1)
     assert second.forecast.seconds == pytest.approx(row["engine_wall_s"], rel=0.5)
     assert "as fast as in 1 earlier run" in text(second)
@@ -182,7 +151,6 @@ def test_answers_are_as_long_as_those_of_earlier_runs(
     run(path)  # of the fake engine
     write_job(tmp_path, model, people(60), sampling={"max_tokens": 50})
     found = planned(path)
-    assert found.forecast is not None
     assert found.forecast.answers_from == 1
     report = next((tmp_path / "out").glob("res-report"))
     lengths = pq.read_table(next(report.glob("requests-*.parquet"))).column("completion_tokens").to_numpy()
@@ -193,8 +161,6 @@ def test_answers_are_as_long_as_those_of_earlier_runs(
 
 def test_what_costs_money_and_time_is_said(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
     found = planned(write_job(tmp_path, model, people(5)))
-    assert found.forecast is not None
-    assert found.forecast.seconds is not None
     told = forecast_json(found, 7200.0)
     assert json.loads(json.dumps(told)) == told
     assert told["forecast"]["cost"] == pytest.approx(found.forecast.seconds * 2)
@@ -206,11 +172,8 @@ def test_what_costs_money_and_time_is_said(tmp_path: Path, model: Path, known_pe
 def test_without_peaks_no_time_is_made_up(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchinfer.plan.setup import resolve
-
-    monkeypatch.setattr(resolve, "detect", lambda device: Hardware("a machine", "cpu", 2, 8 << 30))
+    runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30))
     found = planned(write_job(tmp_path, model, people(5)))
-    assert found.forecast is not None
     assert (found.forecast.seconds, found.forecast.mfu, found.forecast.mbu) == (None, None, None)
     assert found.forecast.run.steps > 0
     assert "doctor --measure" in text(found)
@@ -222,17 +185,15 @@ def test_of_a_large_job_a_part_is_simulated(
     path = write_job(
         tmp_path,
         model,
-        people(400),
+        people(240),
         sampling={"max_tokens": 6, "ignore_eos": True},
         engine={"max_num_seqs": 8, "max_num_batched_tokens": 96},
     )
     whole = planned(path).forecast
-    assert whole is not None
     monkeypatch.setattr("batchinfer.plan.forecast.engine.REQUEST_BATCH", 20)
     monkeypatch.setattr("batchinfer.plan.forecast.job.PLAN_MOST_S", 0.01)
     found = planned(path)
     part = found.forecast
-    assert part is not None
     assert part.seconds is not None
     assert 0 < part.simulated < 0.6
     assert "extrapolated from simulating" in text(found)
@@ -245,7 +206,6 @@ def test_a_run_has_the_forecast_that_plan_showed(tmp_path: Path, model: Path, kn
     """Forecast and fact stand side by side in the run table and in the summary."""
     path = write_job(tmp_path, model, people(60), sampling={"max_tokens": 7, "ignore_eos": True})
     before = planned(path).forecast
-    assert before is not None
     ended = run(path, REAL)
     row = ended.row
     facts = {
@@ -314,7 +274,7 @@ def test_rows_that_set_their_own_parameters_are_named(tmp_path: Path, model: Pat
     rows = [{**row, "most": 3} for row in people(4)]
     sampling = {"max_tokens": 8, "from_columns": {"max_tokens": "most"}}
     notices: list[str] = []
-    found = planned(write_job(tmp_path, model, rows, sampling=sampling), notices)
+    found = planned(write_job(tmp_path, model, rows, sampling=sampling), notices=notices)
     assert "rows set their own max_tokens (column most)" in notices
     assert found.plan.expected_tokens == 12
 
@@ -358,7 +318,6 @@ def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path, c
         pq.write_table(row, table_path(tmp_path, RUN, run_id))
         pq.write_table(pa.table(steps), table_path(tmp_path, STEPS, run_id))
     found = earlier_steps(tmp_path, alike)
-    assert found is not None
     assert (found.runs, len(found.columns["running"])) == (2, 4)
     assert earlier_steps(tmp_path, {**alike, "cores": 4}) is None
 
@@ -383,12 +342,9 @@ def test_energy_is_forecast_from_a_run(
 ) -> None:
     path = write_job(tmp_path, model, people(10))
     found = planned(path).forecast
-    assert found is not None
     assert found.energy_j is None
     monkeypatch.setattr("batchinfer.plan.forecast.engine.earlier_power", lambda *_: 50.0)
     again = planned(path)
-    assert again.forecast is not None
-    assert again.forecast.seconds is not None
     assert again.forecast.energy_j == pytest.approx(50 * again.forecast.seconds)
     assert "J, if the machine takes as much power as in earlier runs" in text(again)
 
@@ -403,7 +359,6 @@ def test_report_tables_that_cannot_be_read_are_done_without(tmp_path: Path) -> N
     whole = pa.table({"prompt_tokens": [5], "completion_tokens": [9], "cut": [False]})
     pq.write_table(whole, table_path(tmp_path, REQUESTS, "20261109T000000Z-0000000"))
     found = earlier_lengths(tmp_path)
-    assert found is not None
     assert (found.runs, found.answers.tolist()) == (1, [9])
 
 

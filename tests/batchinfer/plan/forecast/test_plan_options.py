@@ -10,39 +10,30 @@ import duckdb
 import pytest
 
 from batchinfer.core.errors import UsageError
-from batchinfer.job import load_job
 from batchinfer.machine.datasheet import NAMES, datasheet
 from batchinfer.machine.hardware import Hardware, hardware_called
-from batchinfer.plan.forecast.job import PREFIXES_SHOWN, JobForecast, forecast_job
-from batchinfer.plan.forecast.text import forecast_json, forecast_lines
+from batchinfer.plan.forecast.job import PREFIXES_SHOWN
+from batchinfer.plan.forecast.text import forecast_json
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
+from tests.batchinfer.plan.forecast.forecasts import planned, runs_on, text
 from tests.batchinfer.wrong_jobs import command
-
-
-def planned(path: Path, hardware: str | None = None) -> JobForecast:
-    machine = None if hardware is None else hardware_called(hardware)
-    return forecast_job(load_job(path), lambda at: None, lambda line: None, machine)
 
 
 def test_a_job_is_forecast_for_a_machine_that_is_not_here(tmp_path: Path, model: Path) -> None:
     path = write_job(tmp_path, model, people(40), sampling={"max_tokens": 20, "ignore_eos": True})
-    slow, fast = planned(path, "l4"), planned(path, "h100")
+    slow, fast = planned(path, hardware="l4"), planned(path, hardware="h100")
     for found, name in ((slow, "NVIDIA L4"), (fast, "NVIDIA H100 80GB HBM3")):
         assert found.setting.endswith(f"on {name}")
-        assert found.forecast is not None
         assert found.forecast.times.known == "declared"
-    assert slow.forecast is not None
-    assert fast.forecast is not None
     assert slow.forecast.run.sampled_tokens == fast.forecast.run.sampled_tokens == 800
     assert (slow.forecast.seconds or 0) > (fast.forecast.seconds or 0) > 0
     write_job(tmp_path, model, engine={"device": "cuda"})
-    assert planned(path, "H100").forecast is not None, "there need be no GPU here"
+    assert planned(path, hardware="H100").forecast is not None, "there need be no GPU here"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_that_of_a_datasheet(name: str) -> None:
     found, stated = hardware_called(name), datasheet(NAMES[name])
-    assert stated is not None
     assert found.memory_bytes == stated.memory_bytes
     assert found.peaks("float16") is not None
     assert hardware_called(NAMES[name]) == found
@@ -69,9 +60,9 @@ def test_shared_prefixes_are_a_tree(tmp_path: Path, model: Path) -> None:
     assert all(node.saved_tokens == node.own_tokens * (node.users - 1) for node in found.prefixes)
     assert sum(node.saved_tokens for node in found.prefixes) <= found.plan.shared_prefix_tokens
     assert len(found.prefixes) <= 2 * PREFIXES_SHOWN
-    text = "\n".join(forecast_lines(found, None))
-    assert f"tree      {roots[0].own_tokens} tokens shared by 20 rows: saves" in text
-    assert f"            {below[0].own_tokens} tokens more shared by 10 rows: saves" in text
+    said = text(found)
+    assert f"tree      {roots[0].own_tokens} tokens shared by 20 rows: saves" in said
+    assert f"            {below[0].own_tokens} tokens more shared by 10 rows: saves" in said
 
 
 def test_rows_that_share_nothing_have_no_tree(tmp_path: Path, model: Path) -> None:
@@ -85,7 +76,7 @@ def test_rows_over_the_context_are_counted(tmp_path: Path, model: Path) -> None:
     path = write_job(tmp_path, model, rows, model={"max_model_len": 128}, on_error={"max_error_rate": 0.5})
     found = planned(path)
     assert (found.context, found.rows_over) == (128, 1)
-    assert "context   1 row longer than 128 tokens" in "\n".join(forecast_lines(found, None))
+    assert "context   1 row longer than 128 tokens" in text(found)
     assert forecast_json(found, None)["context"] == {"tokens": 128, "rows_over": 1}
     write_job(tmp_path, model, model={"max_model_len": 128}, prompt={"truncate": "left"})
     cut = planned(path)
@@ -98,12 +89,11 @@ def test_a_job_that_does_not_fit_is_told(
     tiny = Hardware(
         "a small GPU", "cuda", None, 1 << 16, {"float32": 1e12, "bfloat16": 1e12}, 1e11, "datasheet"
     )
-    monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: tiny)
-    path = write_job(tmp_path, model, people(5))
-    found = forecast_job(load_job(path), lambda at: None, lambda line: None, tiny)
+    runs_on(monkeypatch, tiny)
+    found = planned(write_job(tmp_path, model, people(5)), hardware=tiny)
     assert (found.memory, found.forecast) == (None, None)
     assert found.misfit is not None
-    assert "memory    does not fit: the KV cache of the longest row" in "\n".join(forecast_lines(found, None))
+    assert "memory    does not fit: the KV cache of the longest row" in text(found)
     assert forecast_json(found, None)["misfit"] == found.misfit
 
 

@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from batchinfer.job import load_job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.options import RunOptions
-from batchinfer.plan.forecast.job import JobForecast, forecast_job
-from batchinfer.plan.forecast.text import forecast_lines
 from batchinfer.plan.order.backlog import share_of
 from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
+from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, text
 from tests.batchinfer.plan.order.test_backlog import rows
 from tests.batchinfer.test_replicas import TWO, pytestmark  # noqa: F401  (two engines need two cores)
 
-GPU = Hardware("a GPU", "cuda", None, 80 << 30, {"float32": 1e12, "bfloat16": 1e12}, 1e12, "measured")
+GPU = replace(machine_of(1e12), device="cuda", cores=None, memory_bytes=80 << 30)
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 96}
 ANSWERS = {"max_tokens": 7, "ignore_eos": True}
 
 
 @pytest.fixture
-def job(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from batchinfer.plan.setup import resolve
-
-    found = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e10, "bfloat16": 1e10}, 1e10, "measured")
-    monkeypatch.setattr(resolve, "detect", lambda device: found)
+def job(tmp_path: Path, model: Path, known_peaks: Hardware) -> Path:
     return write_job(tmp_path, model, people(160), sampling=ANSWERS, engine=LIMITS)
 
 
-def planned(path: Path, engines: int, hardware: Hardware | None = None) -> JobForecast:
-    settings = [("engine.data_parallel", str(engines))]
-    return forecast_job(load_job(path, settings), lambda at: None, lambda text: None, hardware)
-
-
 def test_engines_that_share_a_cpu_are_not_faster_at_its_limit(job: Path) -> None:
-    one, two = planned(job, 1), planned(job, 2)
-    assert one.forecast is not None
-    assert two.forecast is not None
+    one, two = planned(job), planned(job, TWO)
     assert (one.forecast.seconds or 0) * 0.95 < (two.forecast.seconds or 0) < (one.forecast.seconds or 0) * 2
     assert two.forecast.run.sampled_tokens == pytest.approx(one.forecast.run.sampled_tokens, rel=0.02)
-    assert "2 engines" in "\n".join(forecast_lines(two, None))
-    assert one.memory is not None
-    assert two.memory is not None
+    assert "2 engines" in text(two)
     assert two.memory.weights == 2 * one.memory.weights
 
 
 def test_on_gpus_each_engine_brings_its_own(job: Path) -> None:
     """Two have half of the rows each, and take about half of the time; the prefix of all rows both of them run."""
-    one, two = planned(job, 1, GPU).forecast, planned(job, 2, GPU).forecast
-    assert one is not None
-    assert two is not None
-    assert one.seconds is not None
+    one, two = planned(job, hardware=GPU).forecast, planned(job, TWO, hardware=GPU).forecast
     assert one.seconds * 0.45 < (two.seconds or 0) < one.seconds * 0.75
     assert two.run.sampled_tokens == pytest.approx(one.run.sampled_tokens, rel=0.02)
     assert two.run.flops == pytest.approx(one.run.flops, rel=0.1)
@@ -60,8 +43,7 @@ def test_on_gpus_each_engine_brings_its_own(job: Path) -> None:
 
 
 def test_the_run_then_computes_what_was_forecast(job: Path) -> None:
-    before = planned(job, 2).forecast
-    assert before is not None
+    before = planned(job, TWO).forecast
     row = run(job, RunOptions(), TWO).row
     assert row["forecast_output_tokens"] == before.run.sampled_tokens
     assert row["output_tokens"] == pytest.approx(before.run.sampled_tokens, rel=0.02)
@@ -71,12 +53,10 @@ def test_the_run_then_computes_what_was_forecast(job: Path) -> None:
 
 
 def test_of_a_part_the_whole_is_forecast(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = planned(job, 2, GPU).forecast
+    whole = planned(job, TWO, hardware=GPU).forecast
     monkeypatch.setattr("batchinfer.plan.forecast.engine.REQUEST_BATCH", 10)
     monkeypatch.setattr("batchinfer.plan.forecast.job.PLAN_MOST_S", 0.002)
-    part = planned(job, 2, GPU).forecast
-    assert whole is not None
-    assert part is not None
+    part = planned(job, TWO, hardware=GPU).forecast
     assert part.simulated < 0.9
     assert part.seconds == pytest.approx(whole.seconds, rel=0.2)
     assert part.run.sampled_tokens == pytest.approx(whole.run.sampled_tokens, rel=0.1)

@@ -13,22 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.data.input.reader import Strata
-from batchinfer.job import load_job
-from batchinfer.machine.hardware import Hardware
-from batchinfer.plan.forecast.job import JobForecast, forecast_job
 from batchinfer.plan.forecast.sampled_rows import RUN_ROWS, relative_error
-from batchinfer.plan.forecast.text import forecast_json, forecast_lines
+from batchinfer.plan.forecast.text import forecast_json
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
+from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, runs_on, text
 
 LENGTHS = np.random.default_rng(7).integers(1, 60, 4000)
 
 
 def varied(count: int) -> list[dict[str, str]]:
     return [{"id": f"r{i}", "text": f"{i} " + "word " * int(LENGTHS[i])} for i in range(count)]
-
-
-def planned(path: Path, sample: int | None = None) -> JobForecast:
-    return forecast_job(load_job(path), lambda at: None, lambda line: None, sample=sample)
 
 
 @given(st.integers(1, 40), st.integers(0, 100), st.lists(st.integers(1, 50), min_size=1, max_size=20))
@@ -45,31 +39,25 @@ def test_strata_take_the_same_rows_however_they_are_batched(rows: int, more: int
 
 
 def test_a_sample_tells_of_the_whole(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e9, "bfloat16": 1e9}, 1e9, "measured")
-    monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: here)
-    path = write_job(tmp_path, model, varied(3000), sampling={"max_tokens": 8, "ignore_eos": True})
-    whole, part = planned(path), planned(path, 600)
-    assert part.sample is not None
-    assert part.sample.of_rows == part.plan.rows == 3000
-    assert 560 <= part.sample.rows <= 640
-    assert part.sample.error is not None
+    runs_on(monkeypatch, machine_of(1e9))
+    path = write_job(tmp_path, model, varied(1500), sampling={"max_tokens": 8, "ignore_eos": True})
+    whole, part = planned(path), planned(path, sample=400)
+    assert part.sample.of_rows == part.plan.rows == 1500
+    assert 360 <= part.sample.rows <= 440
     assert 0 < part.sample.error < 0.1
     for name in ("prompt_tokens", "expected_tokens"):
         told, truth = getattr(part.plan, name), getattr(whole.plan, name)
         assert told == pytest.approx(truth, rel=1.5 * part.sample.error), name
-    assert part.plan.to_run == 3000
-    assert part.forecast is not None
-    assert whole.forecast is not None
+    assert part.plan.to_run == 1500
     assert part.forecast.run.flops == pytest.approx(whole.forecast.run.flops, rel=0.1)
     assert part.forecast.run.steps == pytest.approx(whole.forecast.run.steps, rel=0.15)
-    said = "\n".join(forecast_lines(part, None))
-    assert "of 3,000 rows: token counts are off by at most" in said
+    said = text(part)
+    assert "of 1,500 rows: token counts are off by at most" in said
     assert "no error rows in the sample" in said
-    assert forecast_json(part, None)["sample"]["of_rows"] == 3000
-    assert part.forecast.order is not None
+    assert forecast_json(part, None)["sample"]["of_rows"] == 1500
     assert part.forecast.order.seconds[part.forecast.order.policy] == pytest.approx(part.forecast.seconds)
     assert part.forecast.order.share < 0.3
-    assert part.prefixes[0].users == pytest.approx(3000, rel=0.05), "all share the system prompt"
+    assert part.prefixes[0].users == pytest.approx(1500, rel=0.05), "all share the system prompt"
 
 
 def test_a_sample_of_a_table_has_its_columns(tmp_path: Path, model: Path) -> None:
@@ -77,19 +65,17 @@ def test_a_sample_of_a_table_has_its_columns(tmp_path: Path, model: Path) -> Non
     path = write_job(
         tmp_path, model, input={"path": "in.parquet"}, output={"path": "out", "columns": ["text"]}
     )
-    found = planned(path, 64)
-    assert found.sample is not None
+    found = planned(path, sample=64)
     assert (found.sample.of_rows, found.plan.rows) == (900, 900)
     assert 48 <= found.sample.rows <= 80
 
 
 def test_no_more_rows_than_asked_for_are_all_read(tmp_path: Path, model: Path) -> None:
     path = write_job(tmp_path, model, people(40))
-    assert planned(path, 40).sample is None
-    few = planned(path, 1)
-    assert few.sample is not None
+    assert planned(path, sample=40).sample is None
+    few = planned(path, sample=1)
     assert (few.sample.rows, few.sample.error) == (1, None)
-    assert "rows: too few to estimate the error of token counts;" in "\n".join(forecast_lines(few, None))
+    assert "rows: too few to estimate the error of token counts;" in text(few)
 
 
 def test_the_rows_of_a_query_are_drawn_from(tmp_path: Path, model: Path) -> None:
@@ -97,8 +83,7 @@ def test_the_rows_of_a_query_are_drawn_from(tmp_path: Path, model: Path) -> None
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in varied(900)))
     query = "select *, row_number() over () as n from read_json('in.jsonl') where random() < 0.9"
     path = write_job(tmp_path, model, input={"path": None, "sql": query, "id": "id"})
-    found = planned(path, 64)
-    assert found.sample is not None
+    found = planned(path, sample=64)
     assert 700 < found.sample.of_rows == found.plan.rows < 900
     assert 40 <= found.sample.rows <= 80
     assert found.error_codes == {}
@@ -115,6 +100,5 @@ def test_the_error_holds_19_times_of_20() -> None:
             rows = [row for start, end in strata.runs(0, 16_000) for row in range(start, end)]
             sample = everything[rows].astype(np.int64)
             error = relative_error(sample, 16_000)
-            assert error is not None
             held += abs(sample.mean() / everything.mean() - 1) <= error
         assert 0.91 <= held / 400 <= 0.99

@@ -96,7 +96,6 @@ def test_a_measurement_that_lacks_a_part_is_none() -> None:
     """As one of another version may."""
     whole = {**TRUTH, HOST_STEP: 1e-4, HOST_ROW: 1e-5}
     made = StepTime.calibrated(PEAKS, whole)
-    assert made is not None
     assert made.host_s(10) == pytest.approx(2e-4)
     for name in whole:
         assert StepTime.calibrated(PEAKS, {key: value for key, value in whole.items() if key != name}) is None

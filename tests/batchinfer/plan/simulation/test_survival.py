@@ -27,7 +27,6 @@ def test_cut_answers_do_not_make_answers_look_short(kind: str) -> None:
     most = rng.choice([8, 32, 64, 256], ANSWERS)
     seen = np.minimum(lengths, most)
     found = Survival.of(seen, lengths > most)
-    assert found is not None
     shares = (np.arange(2000) + 0.5) / 2000
     for bound in (16, 100, 256):
         truth = np.minimum(lengths, bound).mean()
@@ -39,7 +38,6 @@ def test_cut_answers_do_not_make_answers_look_short(kind: str) -> None:
 def test_beyond_what_was_seen_answers_go_on_ending() -> None:
     """Nine of ten end by 50 and all others were cut at 64: what has 256 tokens of room does not take them all."""
     found = Survival.of(np.append(np.arange(1, 51).repeat(9), np.full(50, 64)), np.arange(500) >= 450)
-    assert found is not None
     assert found.length(0.95, 64) == 64
     assert 64 < found.length(0.95, 256) < 128
     assert found.length(0.999, 100) == 100
