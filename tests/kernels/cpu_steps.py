@@ -1,9 +1,10 @@
-"""Steps of attention for the compiled operators: caches in which nothing unused may be read, and how a step is run."""
+"""Steps of attention: caches in which nothing unused may be read, and how the compiled operators run a step."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,11 +38,11 @@ class Step:
     def contexts(self) -> list[int]:
         return [context for _, context in self.chunks]
 
-    def to(self, dtype: torch.dtype, codes: bool = False) -> Step:
-        """Return this step with values of a dtype; `codes`: with caches of int8 codes of the values."""
+    def to(self, dtype: torch.dtype, codes: bool = False, code_dtype: torch.dtype = torch.int8) -> Self:
+        """Return this step with values of a dtype; `codes`: with caches of codes of the values."""
         if not codes:
             return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
-        (k, k_scale), (v, v_scale) = coded(self.k), coded(self.v)
+        (k, k_scale), (v, v_scale) = coded(self.k, code_dtype), coded(self.v, code_dtype)
         return replace(self, q=self.q.to(dtype), k=k, v=v, scales=(k_scale, v_scale))
 
     def attend(self, compiled: CompiledOperators, window=None, share=True, **rules) -> Tensor:
@@ -72,7 +73,7 @@ class Step:
                 tensor[left.long()] = float("nan")
             left[:] = self.table[row, 0]
 
-    def part(self, row: int, first: int, count: int) -> Step:
+    def part(self, row: int, first: int, count: int) -> Self:
         """Return the step of queries [first, first + count) of one sequence alone."""
         queries, context = self.chunks[row]
         start = sum(self.queries[:row]) + first
@@ -106,26 +107,26 @@ class LatentStep(Step):
         return latent_attention_reference(self.q, *step, 0.3, self.rank)
 
 
-def coded(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(blocks, heads, block_size, D) as codes and scales, (blocks, heads, block_size); the scale of what nobody wrote
-    is NaN, which its values were."""
-    blocks, heads, size, dim = values.shape
-    codes, scales = coded_reference(values.transpose(1, 2).reshape(-1, heads, dim), torch.int8)
-    return (
-        codes.view(blocks, size, heads, dim).transpose(1, 2).contiguous(),
-        scales.view(blocks, size, heads).transpose(1, 2).contiguous(),
-    )
+def coded(values: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """(blocks, heads, block_size, D) as codes and scales, (blocks, heads, block_size). Places that nobody wrote, whose
+    values are NaN, have NaN as their scale, and the largest code or NaN."""
+    codes, scales = coded_reference(values.flatten(0, 1), dtype)
+    poison = 127 if dtype == torch.int8 else float("nan")
+    codes = codes.float().masked_fill(values.isnan().flatten(0, 1), poison).to(dtype)
+    return codes.view(values.shape), scales.view(values.shape[:3])
 
 
-def poisoned_step(seed: int, heads: int, kv_heads: int, dim: int, block_size: int, chunks: Chunks) -> Step:
-    """Random values; places of the caches that no sequence uses are NaN."""
+def poisoned_step(
+    seed: int, heads: int, kv_heads: int, dim: int, block_size: int, chunks: Chunks, pad: int = 0
+) -> Step:
+    """Random values; places of the caches that no sequence uses are NaN. `pad`: what ends the tables."""
     torch.manual_seed(seed)
     tables = [-(-context // block_size) for _, context in chunks]
     total = sum(tables) + 3
     caches = [torch.full((total, kv_heads, block_size, dim), float("nan")) for _ in range(2)]
     free = list(range(total))
     random.Random(seed).shuffle(free)
-    table = torch.zeros(len(chunks), max(tables), dtype=torch.int32)
+    table = torch.full((len(chunks), max(*tables, 0) + 1), pad, dtype=torch.int32)
     for row, (_, context) in enumerate(chunks):
         for i in range(tables[row]):
             table[row, i] = block = free.pop()

@@ -13,7 +13,7 @@ from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.philox import philox, uniforms
 from batchinfer_kernels.sample import NO_TOKEN, sample_reference
 from tests.kernels import row_by_row
-from tests.kernels.gpu.sampling_cases import row_sampling
+from tests.kernels.gpu.sampling_cases import random_kinds, row_sampling
 
 
 def test_philox_known_answers():
@@ -40,19 +40,6 @@ def test_uniforms_depend_on_key_and_position_alone():
     assert abs(float(many.mean()) - 0.5) < 0.01
 
 
-def kinds_of(seed: int, rows: int) -> list[dict[str, float]]:
-    random = np.random.default_rng(seed)
-    return [
-        {
-            "temperature": random.choice([0.0, 0.3, 1.0, 3.0]),
-            "top_k": int(random.choice([0, 1, 7, 60, 5000])),
-            "top_p": random.choice([1.0, 0.2, 0.9, 0.999]),
-            "min_p": random.choice([0.0, 0.0, 0.1, 1.0]),
-        }
-        for _ in range(rows)
-    ]
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("candidates", [(1024, 16384), (8, 50), (1, 2)])
 def test_tokens_are_those_chosen_row_by_row(seed, candidates, monkeypatch):
@@ -62,7 +49,7 @@ def test_tokens_are_those_chosen_row_by_row(seed, candidates, monkeypatch):
     logits[::5] = logits[::5].round()
     logits[5, 7] = float("nan")
     logits[6, 7:] = float("-inf")
-    sampling = row_sampling(kinds_of(seed, 70), seed=seed)
+    sampling = row_sampling(random_kinds(np.random.default_rng(seed), 70, (0, 1, 7, 60, 5000)), seed=seed)
     wanted = row_by_row.sample(logits, sampling)
     assert torch.equal(sample_reference(logits, sampling), wanted)
     assert wanted[5] == NO_TOKEN

@@ -2,12 +2,10 @@
 
 A process that interprets kernels cannot compile them, so that a child process does, one for each test process:
 
-    compile_for(_x_kernel, {"x_ptr": "*bf16:16", "n": "i32"}, {"BLOCK": 128}, "sm_90", num_warps=4)
     compile_launch("tests.kernels.gpu.test_x:launch_x", ("bfloat16", 128), "sm_90")
 
-The first compiles a kernel for a signature. A type ends in `:16` where values are divisible by 16 (all pointers that
-torch allocates are) and in `:1` where Triton would see the value 1. The second calls a function that launches kernels
-with CPU tensors as it would with a GPU's, and compiles every launch as Triton specialises it.
+This calls a function that launches kernels with CPU tensors as it would with a GPU's, and compiles every launch as
+Triton specialises it.
 """
 
 from __future__ import annotations
@@ -71,28 +69,9 @@ class Compiled:
         return len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", self.sass))
 
 
-def compile_for(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], target: str, **options: Any
-) -> Compiled:
-    """`kernel`: a kernel at module level, autotuned or not, or "module:name". `options`: num_warps, num_stages..."""
-    name = kernel if isinstance(kernel, str) else _path(kernel)
-    request = {"kernel": name, "signature": signature, "constants": constants, "options": options}
-    (found,) = _worker().ask({**request, "target": target})
-    return found
-
-
 def compile_launch(function: str, arguments: tuple[Any, ...], target: str) -> list[Compiled]:
     """Every kernel that "module:function" launches with these arguments (JSON's types)."""
     return _worker().ask({"launch": function, "arguments": list(arguments), "target": target})
-
-
-def _path(kernel: Any) -> str:
-    function = kernel
-    while not hasattr(
-        function, "__code__"
-    ):  # autotuners and heuristics wrap the kernel, which wraps the function
-        function = function.fn
-    return f"{function.__module__}:{function.__name__}"
 
 
 class _Worker:
@@ -165,37 +144,6 @@ def _resolve(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _unwrapped(kernel: Any) -> Any:
-    """The JITFunction within an autotuner's or a heuristic's wrapper."""
-    from triton.runtime.jit import JITFunction
-
-    while not isinstance(kernel, JITFunction):
-        kernel = kernel.fn
-    return kernel
-
-
-def _compile_signature(request: dict[str, Any], target: Any) -> Any:
-    import triton
-    from triton.compiler import ASTSource
-
-    kernel = _unwrapped(_resolve(request["kernel"]))
-    types: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in request["signature"]:
-            types[name], _, known = request["signature"][name].partition(":")
-        else:
-            types[name], known = "constexpr", ""
-            constants[index,] = request["constants"][name]
-        if known == "16":
-            attributes[index,] = [["tt.divisibility", 16]]
-        elif known == "1":
-            types[name], constants[index,] = "constexpr", 1
-    source = ASTSource(kernel, types, constants, attributes)
-    return triton.compile(source, target=target, options=request["options"])
-
-
 def _compile_launches(request: dict[str, Any], target: Any) -> Iterator[Any]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -265,10 +213,7 @@ def _described(kernel: Any, target: str) -> Compiled:
 
 def _answer(request: dict[str, Any]) -> list[Compiled]:
     target = _gpu_target(request["target"])
-    if "launch" in request:
-        kernels = list(_compile_launches(request, target))
-    else:
-        kernels = [_compile_signature(request, target)]
+    kernels = _compile_launches(request, target)
     return [_described(k, request["target"]) for k in kernels]
 
 

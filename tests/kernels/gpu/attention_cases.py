@@ -3,7 +3,6 @@ a case, and launches for the compiler."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.paged_attention import paged_attention_lse_reference
-from batchinfer_kernels.rope_store import coded_reference
+from tests.kernels.cpu_steps import Step, poisoned_step
 
 SCALE = 0.2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,33 +24,17 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@dataclass
-class Case:
-    """One step: chunks are (queries, context)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    table: Tensor
-    chunks: list[tuple[int, int]]
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-    @property
-    def queries(self) -> list[int]:
-        return [n for n, _ in self.chunks]
-
-    @property
-    def contexts(self) -> list[int]:
-        return [c for _, c in self.chunks]
+@dataclass(frozen=True)
+class Case(Step):
+    """A step on the GPU, whose tables end in -1."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v, self.table
 
     @property
-    def scales(self) -> dict[str, Tensor | None]:
-        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+    def scaling(self) -> dict[str, Tensor | None]:
+        return dict(zip(("k_scale", "v_scale"), self.scales or (None, None), strict=True))
 
     @property
     def lengths(self) -> Tensor:
@@ -74,7 +57,7 @@ class Case:
         queries = [n if context else 0 for n, context in self.chunks]
         q, *caches = self.tensors
         out[real], lse[real] = paged_attention_lse_reference(
-            q[real], *caches, queries, self.contexts, SCALE, window, sinks=sinks, **self.scales, **extras
+            q[real], *caches, queries, self.contexts, SCALE, window, sinks=sinks, **self.scaling, **extras
         )
         return out, lse
 
@@ -90,27 +73,12 @@ def paged_case(
     seed=0,
     device="cpu",
 ) -> Case:
-    """Random q and cache, blocks in random order; unused slots are NaN (or the largest code), tables end in -1."""
-    generator = torch.Generator().manual_seed(seed)
-    counts = [-(-context // block_size) for _, context in chunks]
-    order = list(range(sum(counts) + 2))
-    random.Random(seed).shuffle(order)
-    table = torch.full((len(chunks), max(*counts, 1) + 1), -1, dtype=torch.int32)
-    caches = [torch.full((len(order), kv_heads, block_size, dim), float("nan")) for _ in range(2)]
-    for row, (_, context) in enumerate(chunks):
-        for at in range(counts[row]):
-            table[row, at] = block = order.pop()
-            used = min(block_size, context - at * block_size)
-            for cache in caches:
-                cache[block, :, :used] = torch.randn(kv_heads, used, dim, generator=generator)
-    q = torch.randn(sum(n for n, _ in chunks), kv_heads * group, dim, generator=generator).to(dtype)
-    scales: list[Tensor | None] = [None, None]
-    if cache_dtype is not None:
-        caches, scales = zip(*(coded(cache, cache_dtype) for cache in caches), strict=True)
-    else:
-        caches = [c.to(dtype) for c in caches]
-    moved = [t if t is None else t.to(device) for t in (q, *caches, table, *scales)]
-    return Case(*moved[:4], list(chunks), *moved[4:])
+    """Random q and cache, blocks in random order; what no sequence uses is poisoned, and tables end in -1."""
+    step = poisoned_step(seed, kv_heads * group, kv_heads, dim, block_size, list(chunks), pad=-1)
+    step = step.to(dtype, cache_dtype is not None, cache_dtype)
+    q, k, v, table = (tensor.to(device) for tensor in (step.q, step.k, step.v, step.table))
+    scales = step.scales and (step.scales[0].to(device), step.scales[1].to(device))
+    return Case(q, k, v, table, step.chunks, scales)
 
 
 def sharing(case: Case, block_size: int, prefixes: list[tuple[list[int], int]]) -> Case:
@@ -125,28 +93,10 @@ def sharing(case: Case, block_size: int, prefixes: list[tuple[list[int], int]]) 
             left = case.table[other, :blocks][case.table[other, :blocks] != source].long()
             for cache in (case.k, case.v):
                 cache[left] = float("nan") if cache.dtype.is_floating_point else 127
-            for scale in (case.k_scale, case.v_scale):
-                if scale is not None:
-                    scale[left] = float("nan")
+            for scale in case.scales or ():
+                scale[left] = float("nan")
             case.table[other, :blocks] = source
     return case
-
-
-def left_behind(case: Case, window: int) -> Case:
-    """Return `case` with the blocks poisoned that the window of each chunk's first query has left."""
-    for row, (queries, context) in enumerate(case.chunks):
-        left = case.table[row, : max(0, context - queries - window + 1) // case.k.shape[2]].long()
-        for cache in (case.k, case.v):
-            cache[left] = float("nan")
-    return case
-
-
-def coded(cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales; what is not used has scale NaN, and the largest code or NaN."""
-    codes, scales = coded_reference(cache.flatten(0, 1), dtype)
-    unused = cache.isnan().flatten(0, 1)
-    poison = codes.float().masked_fill(unused, 127 if dtype == torch.int8 else float("nan"))
-    return poison.to(dtype).view(cache.shape), scales.view(cache.shape[:3])
 
 
 def splits_of(contexts, case: Case, window=None, segment=None, deterministic=False, longest=None) -> Splits:
@@ -159,7 +109,7 @@ def splits_of(contexts, case: Case, window=None, segment=None, deterministic=Fal
 def prefill(case: Case, window=None, **extras) -> tuple[Tensor, Tensor]:
     outputs = case.outputs()
     prefill_attention(
-        *case.tensors, case.queries, case.contexts, SCALE, window, **outputs, **case.scales, **extras
+        *case.tensors, case.queries, case.contexts, SCALE, window, **outputs, **case.scaling, **extras
     )
     return outputs["out"], outputs["lse"]
 
@@ -178,7 +128,7 @@ def decode(
         window,
         deterministic=deterministic,
         **outputs,
-        **case.scales,
+        **case.scaling,
         **extras,
     )
     return outputs["out"], outputs["lse"]
@@ -188,7 +138,7 @@ def attend_sharing(case: Case, prefixes, window=None, **extras) -> tuple[Tensor,
     """`prefixes`: (sequences, keys), as `sharing` takes them."""
     outputs, shared = case.outputs(), [SharedPrefix(*p) for p in prefixes]
     plan = plan_attention(case.queries, case.contexts, case.shape, case.q.device, shared, windows=[window])
-    paged_attention(*case.tensors, plan, SCALE, window, **outputs, **case.scales, **extras)
+    paged_attention(*case.tensors, plan, SCALE, window, **outputs, **case.scaling, **extras)
     return outputs["out"], outputs["lse"]
 
 
@@ -226,7 +176,7 @@ def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, determ
     shape = replace(case.shape, deterministic=deterministic)
     prefixes = [SharedPrefix([0, 1], 1024)]
     plan = plan_attention(case.queries, case.contexts, shape, "cpu", prefixes, windows=[window])
-    paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scales)
+    paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scaling)
 
 
 def compiled_case(chunks, dtype, dim, group, block_size, soft_cap, codes) -> tuple[Case, dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import RowSampling
 
+Rows = TypeVar("Rows", RowSampling, Penalties)
 # Every filter alone, all together, and greedy rows between
 KINDS: tuple[dict[str, float], ...] = (
     {"temperature": 1.0},
@@ -22,6 +24,18 @@ KINDS: tuple[dict[str, float], ...] = (
     {"temperature": 1.5, "top_p": 0.999},
     {"temperature": 2.0, "top_k": 1},
 )
+
+
+def random_kinds(random: np.random.Generator, rows: int, top_k: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "temperature": random.choice([0.0, 0.3, 1.0, 3.0]),
+            "top_k": int(random.choice(top_k)),
+            "top_p": random.choice([1.0, 0.2, 0.9, 0.999]),
+            "min_p": random.choice([0.0, 0.0, 0.1, 1.0]),
+        }
+        for _ in range(rows)
+    ]
 
 
 def row_sampling(kinds: list[dict[str, Any]], device: str = "cpu", seed: int = 0) -> RowSampling:
@@ -70,6 +84,5 @@ def penalties_of(
     return moved(found, device)
 
 
-def moved(penalties: Penalties, device: str) -> Penalties:
-    names = penalties.__dataclass_fields__
-    return Penalties(**{name: getattr(penalties, name).to(device) for name in names})
+def moved(rows: Rows, device: str) -> Rows:
+    return replace(rows, **{field.name: getattr(rows, field.name).to(device) for field in fields(rows)})

@@ -27,7 +27,6 @@ from tests.kernels.gpu.attention_cases import (
     attend_sharing,
     check,
     decode,
-    left_behind,
     paged_case,
     prefill,
     sharing,
@@ -93,7 +92,7 @@ def test_sequences_of_any_length_share_a_launch(kernel, dtype, device) -> None:
 def test_a_window_hides_what_is_behind_it(name, window, device) -> None:
     case = KERNELS[name].case(device=device)
     if name != "prefixes":  # whose blocks are those of sequences that still see them, too
-        left_behind(case, window)
+        case.leave_behind(window)
     check(case, KERNELS[name].attend, window)
 
 
@@ -151,7 +150,7 @@ def test_sweep(way, dtype, deterministic, kv_heads, group, dim, block_size, devi
 def test_small_values_keep_their_bits_in_float16(device) -> None:
     case = paged_case(((3, 17),), dtype=torch.float16, cache_dtype=torch.int8, device=device)
     wanted, _ = case.reference()
-    case.v_scale *= 2.0**-14
+    case.scales[1].mul_(2.0**-14)
     assert_near(prefill(case)[0].float() * 2**14, wanted, torch.float16)
 
 
@@ -159,8 +158,7 @@ def test_q_may_be_a_part_of_a_wider_tensor(device) -> None:
     case = paged_case(((3, 17), (4, 4)), device=device)
     wide = torch.full((7, 12, 64), float("nan"), device=device)
     wide[:, 3:7] = case.q
-    case.q = wide[:, 3:7]
-    check(case, prefill)
+    check(replace(case, q=wide[:, 3:7]), prefill)
 
 
 def test_items_are_tiles_of_queries_with_the_most_work_first() -> None:

@@ -17,8 +17,7 @@ def counted_bytes(case, out: torch.Tensor) -> int:
     cached = [
         gather_cached(cache, case.table[i], context).nbytes
         for i, context in enumerate(case.contexts)
-        for cache in (case.k, case.v, case.k_scale, case.v_scale)
-        if cache is not None
+        for cache in (case.k, case.v, *(case.scales or ()))
     ]
     return case.q.nbytes + out.nbytes + sum(cached)
 

@@ -38,7 +38,7 @@ def step(case: Case, chunks, rows, q, shared=(), window=None, **extras) -> Tenso
     lens = ([n for n, _ in chunks], [c for _, c in chunks])
     plan = plan_attention(*lens, shape, q.device, shared, windows=[window])
     table = case.table[rows].contiguous()
-    return paged_attention(q, case.k, case.v, table, plan, 0.2, window, **case.scales, **extras)
+    return paged_attention(q, case.k, case.v, table, plan, 0.2, window, **case.scaling, **extras)
 
 
 def whole(case: Case, row: int, window=None, **extras) -> Tensor:

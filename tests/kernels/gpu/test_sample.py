@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,29 +14,23 @@ from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.sample import NO_TOKEN, RowSampling, sample_reference
 from tests.kernels import row_by_row
 from tests.kernels.gpu.poison import poisoned
-from tests.kernels.gpu.sampling_cases import KINDS, row_sampling, some_logits
+from tests.kernels.gpu.sampling_cases import KINDS, moved, random_kinds, row_sampling, some_logits
 
 # How far from the border between two tokens a draw has to lie for all implementations to agree on it: rounding of exp
 # and of sums in float32, by the sum of all
 BORDER = 1e-5
 
 
-def part(sampling: RowSampling, rows: list[int]) -> RowSampling:
-    return RowSampling(*(getattr(sampling, field.name)[rows].contiguous() for field in fields(sampling)))
-
-
 def check(logits: Tensor, sampling: RowSampling) -> Tensor:
     """Equal to the reference, but where a draw falls on a border between tokens."""
     with poisoned():
         got = sample(logits, sampling)
-    wanted = sample_reference(logits.cpu(), on_cpu(sampling))
+    wanted = sample_reference(logits.cpu(), moved(sampling, "cpu"))
     for row in (got.cpu() != wanted).nonzero().flatten().tolist():
-        assert border_distance(logits[row].cpu().float(), on_cpu(sampling), row, int(got[row])) < BORDER, row
+        assert (
+            border_distance(logits[row].cpu().float(), moved(sampling, "cpu"), row, int(got[row])) < BORDER
+        ), row
     return got
-
-
-def on_cpu(sampling: RowSampling) -> RowSampling:
-    return RowSampling(*(getattr(sampling, field.name).cpu() for field in fields(sampling)))
 
 
 def border_distance(logits: Tensor, sampling: RowSampling, row: int, token: int) -> float:
@@ -82,15 +76,7 @@ def test_more_equals_than_are_held_at_once_rank_by_their_ids(device, monkeypatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_the_reference_on_many_rows(device, seed, dtype):
     random = np.random.default_rng(seed)
-    kinds = [
-        {
-            "temperature": random.choice([0.0, 0.3, 1.0, 2.0]),
-            "top_k": int(random.choice([0, 1, 20, 2000, 9999])),
-            "top_p": random.choice([1.0, 0.1, 0.9, 0.9999]),
-            "min_p": random.choice([0.0, 0.0, 0.05, 1.0]),
-        }
-        for _ in range(24)
-    ]
+    kinds = random_kinds(random, 24, top_k=(0, 1, 20, 2000, 9999))
     vocab = int(random.choice([2, 255, 4096, 4097, 20_000]))
     for spread in (0.2, 2.0, 10.0):
         check(some_logits(24, vocab, spread, device, seed).to(dtype), row_sampling(kinds, device, seed))
@@ -101,10 +87,13 @@ def test_a_row_does_not_depend_on_the_others(device):
     logits, sampling = some_logits(len(kinds), 5000, 1.0, device), row_sampling(kinds, device)
     together = sample(logits, sampling)
     order = [5, 2, 7, 0, 3, 6, 1, 4]
-    assert torch.equal(sample(logits[order], part(sampling, order)), together[order])
+    assert torch.equal(
+        sample(logits[order], sampling.rows(torch.tensor(order, device=device))), together[order]
+    )
     for row in (2, 3, 5):
         assert (
-            sample(logits[row : row + 1], part(sampling, [row])).tolist() == together[row : row + 1].tolist()
+            sample(logits[row : row + 1], sampling.rows(torch.tensor([row], device=device))).tolist()
+            == together[row : row + 1].tolist()
         )
 
 
