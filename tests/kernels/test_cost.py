@@ -9,7 +9,6 @@ from batchinfer_kernels.cost import (
     Peaks,
     StepShape,
     linear_cost,
-    quantized_linear_cost,
     roofline_seconds,
     step_total,
 )
@@ -43,13 +42,6 @@ def test_sums_keep_them_apart() -> None:
 
 def test_the_fastest_peak() -> None:
     assert (PEAKS.fastest, INT8.fastest, Peaks(10.0, 1.0, 5.0).fastest) == (1000.0, 4000.0, 10.0)
-
-
-def test_a_quantised_linear_layer_by_hand() -> None:
-    cost = quantized_linear_cost(3, 5, 7, 2)
-    assert cost.coded_ops == 2 * 3 * 5 * 7
-    assert cost.flops == cost.coded_ops + 3 * (3 * 5 + 2) + 2 * 3 * 7
-    assert cost.bytes == 2 * 3 * (5 + 7) + 5 * 7 + 4 * 7
 
 
 def test_only_the_linear_layers_of_a_quantised_model_change() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from batchinfer_kernels import cost
 from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
@@ -21,7 +22,8 @@ from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.matmul import matmul_reference
-from batchinfer_kernels.paged_attention import CODES
+from batchinfer_kernels.merge_state import merge_state_reference
+from batchinfer_kernels.paged_attention import CODES, gather_cached
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
@@ -35,6 +37,7 @@ from batchinfer_kernels.rope_store import rope_reference, rope_store_reference
 from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import RowSampling, sample_reference
 from tests.kernels.counting import bytes_of, counted
+from tests.kernels.cpu_steps import Step, poisoned_step
 
 
 def assert_counted(found: cost.Cost, reference: Any, *arguments: Any, moved: Any, **options: Any) -> None:
@@ -250,3 +253,46 @@ def test_routing_and_combination():
     groups = group_by_expert(choice.experts, 7)
     arguments = (torch.randn(15, 11), groups.order, choice.weights)
     assert_counted(cost.combine_cost(tokens, 3, 11, 4), combine_reference, *arguments, moved=arguments)
+
+
+def bytes_of_attention(step: Step) -> int:
+    """Queries, results, and each sequence's keys and values."""
+    caches = (step.k, step.v, *(step.scales or ()))
+    tables = zip(step.table, step.contexts, strict=True)
+    cached = [gather_cached(cache, table, context) for table, context in tables for cache in caches]
+    return bytes_of(step.q, step.reference(), *cached)
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_attention_of_single_queries(codes):
+    step = poisoned_step(0, 6, 2, 80, 16, [(1, 5), (1, 33), (1, 2)]).to(torch.bfloat16, codes)
+    with FlopCounterMode(display=False) as counter:
+        step.reference()
+    found = cost.attention_cost(3, 40, 40, 6, 2, 80, 2, codes)
+    assert (found.flops, found.bytes) == (counter.get_total_flops(), bytes_of_attention(step))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_chunks_attend_what_they_see(window):
+    """Query by query: the reference multiplies what a mask hides too, where a chunk is more than one."""
+    step = poisoned_step(0, 2, 1, 64, 16, [(6, 20), (3, 5)])
+    ends = [at + 1 for queries, context in step.chunks for at in range(context - queries, context)]
+    seen = [end if window is None else min(end, window) for end in ends]
+    with FlopCounterMode(display=False) as counter:
+        for keys in seen:
+            poisoned_step(0, 2, 1, 64, 16, [(1, keys)]).reference()
+    found = cost.attention_cost(9, sum(seen), 25, 2, 1, 64, 4)
+    assert (found.flops, found.bytes) == (counter.get_total_flops(), bytes_of_attention(step))
+
+
+def test_attention_over_latents_has_both_products():
+    found = cost.latent_attention_cost(1, 10, 10, heads=4, width=24, rank=16, itemsize=2)
+    assert found.flops == 2 * 10 * 4 * (24 + 16)
+    assert found.bytes == 2 * (4 * (24 + 16) + 10 * 24)
+
+
+def test_merged_parts():
+    outs, lses = torch.randn(3, 5, 4, 64), torch.randn(3, 5, 4)
+    found = cost.merge_state_cost(3, 5, 4, 64, 4)
+    assert found.bytes == bytes_of(outs, lses, *merge_state_reference(outs, lses))
+    assert found.flops == 2 * outs.numel()

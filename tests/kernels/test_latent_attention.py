@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer_kernels.cost import latent_attention_cost
 from batchinfer_kernels.cpu.paged_attention import grouped_latent_attention
 from batchinfer_kernels.latent_attention import latent_attention_reference, latent_store_reference
 from tests.examples import examples
@@ -114,12 +113,6 @@ def test_latent_and_key_lie_beside_one_another():
     stored = cache.view(-1, 8)
     assert torch.equal(stored[slots], torch.cat((latent, k), -1))
     assert not stored[[1, 2, 3, 5]].any()
-
-
-def test_cost_counts_both_products():
-    found = latent_attention_cost(1, 10, 10, heads=4, width=24, rank=16, itemsize=2)
-    assert found.flops == 2 * 10 * 4 * (24 + 16)
-    assert found.bytes == 2 * (4 * (24 + 16) + 10 * 24)
 
 
 @pytest.mark.parametrize(
