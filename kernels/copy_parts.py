@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FIELDS = (
-    4  # of a part: the block that is read, the one that is written, and the places [first, end) within both
-)
+# Of a part: the block that is read, the one that is written, and the places [first, end) within both
+FIELDS = 4
 
 
 def check_copy_parts(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:

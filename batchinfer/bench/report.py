@@ -42,9 +42,8 @@ class WorkloadResult:
     workload: Workload
     ideal: Ideal
     series: Series
-    forecast_s: float | None = (
-        None  # of the engine's time; None where steps were never measured on this machine
-    )
+    # Of the engine's time; None where steps were never measured on this machine
+    forecast_s: float | None = None
 
     def to_json(self, cost: ModelCost, peaks: Peaks, peer: str | None) -> dict[str, Any]:
         """Medians over the runs, but for what is named otherwise. Seconds, tokens and fractions."""

@@ -100,9 +100,8 @@ def root(
         say(f"batchinfer {__version__}")
         raise typer.Exit
     if context.invoked_subcommand != "pull":
-        os.environ["HF_HUB_OFFLINE"] = (
-            "1"  # no library of ours may download, here or in the processes that we start
-        )
+        # No library of ours may download, here or in the processes that we start
+        os.environ["HF_HUB_OFFLINE"] = "1"
     if context.invoked_subcommand is None:
         context.get_help()  # typer prints it itself
         raise typer.Exit(UsageError.exit_code)

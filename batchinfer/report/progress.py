@@ -30,9 +30,8 @@ BAR_EVERY_S = 0.1
 SPARE_COLUMNS = 3  # right of the bar: the terminal writes ^C there without breaking the line
 ERASE_LINE = "\r\x1b[2K"
 BLOCKS, ASCII_BLOCKS = " ▏▎▍▌▋▊▉█", " 123456789#"  # what a bar ends with, from nothing to a whole column
-RATE_WINDOW_S = (
-    30.0  # the rate is that of the last seconds: a mixed job's first steps say little about its last
-)
+# The rate is that of the last seconds: a mixed job's first steps say little about its last
+RATE_WINDOW_S = 30.0
 RATE_SAMPLE_S = 1.0
 RECORD_EVERY_S = 2.0  # for who looks from outside; a record is a small file
 

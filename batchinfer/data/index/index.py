@@ -89,12 +89,10 @@ class Index:
     total_tokens: int
     inputs: tuple[InputFile, ...]
     sha256: dict[str, str]  # by path; a file that `limit` left unfinished has none
-    logprobs: int | None = (
-        None  # the most log-probabilities a token that a row asks for; None: the result has no column for them
-    )
-    answers: AnswerSchema | None = (
-        None  # what answers look like; None: the result has no columns of their parts
-    )
+    # The most log-probabilities a token that a row asks for; None: the result has no column for them
+    logprobs: int | None = None
+    # What answers look like; None: the result has no columns of their parts
+    answers: AnswerSchema | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Index:

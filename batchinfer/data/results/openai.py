@@ -40,9 +40,8 @@ _COLUMNS = [
     "error_message",
 ]
 _BATCH_ROWS = 1024
-_LOGPROB_ROWS = (
-    16  # instead, where rows have log-probabilities: 16 rows of 1,000 tokens and 20 more for each, 150 MB
-)
+# Instead, where rows have log-probabilities: 16 rows of 1,000 tokens and 20 more for each, 150 MB
+_LOGPROB_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,15 +67,12 @@ class AttentionInputs:
     query_lens: list[int]  # (S,) tokens of the sequence in this step
     context_lens: list[int]  # (S,) cached tokens of the sequence, this step's included
     host_tables: StepTables | None = None  # the block tables where the host can read them
-    padding_slot: int | None = (
-        None  # where padding rows write to, which are nobody's tokens; None: there are none
-    )
-    whole: bool = (
-        True  # False: of blocks that a window has left the tables say nothing, and no operator reads them
-    )
-    parts: Tensor | None = (
-        None  # of blocks that are copied once K and V are stored; see batchinfer_kernels.copy_parts
-    )
+    # Where padding rows write to, which are nobody's tokens; None: there are none
+    padding_slot: int | None = None
+    # False: of blocks that a window has left the tables say nothing, and no operator reads them
+    whole: bool = True
+    # Of blocks that are copied once K and V are stored; see batchinfer_kernels.copy_parts
+    parts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
