@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 
 from batchinfer.bench.planning import Planned, prepared_rows, row_keys
 from batchinfer.bench.workloads import Row
+from batchinfer.core.prefix_forest import ForestBuilder
 from batchinfer.core.request import TokenIds, common_prefix
 from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
-from batchinfer.plan.order.prefix_forest import ForestBuilder
 from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from batchinfer.core.errors import OutOfMemory, StorageError
+from batchinfer.core.prefix_forest import ForestBuilder
 from batchinfer.core.request import Request, common_prefix
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.plan.forecast.engine import (
@@ -21,7 +22,6 @@ from batchinfer.plan.forecast.engine import (
 )
 from batchinfer.plan.order.block_hashes import block_hashes, shared_blocks
 from batchinfer.plan.order.policies import BY_DEFAULT, Capacity, OrderChoice, OrderPolicy, SharedWork
-from batchinfer.plan.order.prefix_forest import ForestBuilder
 from batchinfer.plan.order.reorder import reorder
 from batchinfer.plan.order.requests import Prompts, planned_requests
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from batchinfer.core.prefix_forest import Ints
 from batchinfer.plan.order.block_hashes import BLOCK
-from batchinfer.plan.order.prefix_forest import Ints
 from batchinfer.plan.order.requests import Prompts
 
 TAIL_BYTES = 4 * BLOCK

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
 from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
-from batchinfer.plan.order.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.plan.order.prefixes import write_prefixes
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.order.run_order import depth_first, efforts, kept_together

@@ -9,8 +9,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.plan.order.prefix_forest import Ints, PrefixForest
-from batchinfer.plan.order.run_order import depth_first, efforts, from_root, walk
+from batchinfer.core.prefix_forest import Ints, PrefixForest
+from batchinfer.plan.order.run_order import depth_first, efforts, walk
 
 # A row starts when so many times its own steps are left, or earlier: what is left is reckoned as if the batch were full
 # throughout. Simulated seconds of an 8B model on an H100 by its datasheet, 2,000 rows, batches of 2048 and 8192
@@ -91,7 +91,7 @@ class SharedWork:
     def _reading(self) -> NDArray[np.float64]:
         """Prompt tokens that each row has to run: those that it shares count in equal parts for all that share them."""
         forest = self.forest
-        shared = np.append(from_root(forest.own / forest.users, forest.parent), 0.0)[forest.node_of]
+        shared = np.append(forest.from_root(forest.own / forest.users), 0.0)[forest.node_of]
         own = self.prompts - np.append(forest.depth, 0)[forest.node_of]
         return np.asarray(own + shared, np.float64)
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from batchinfer.core.prefix_forest import ROOT, PrefixForest
 from batchinfer.data.storage.durable import storage
-from batchinfer.plan.order.prefix_forest import ROOT, PrefixForest
 
 _GROUP = 1 << 18  # nodes that are held at a time
 

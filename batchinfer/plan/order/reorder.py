@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.data.storage.duck import connection, parquet
 from batchinfer.data.storage.durable import storage
 from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.order.planner import longest_params, write_plan
 from batchinfer.plan.order.policies import Capacity, OrderPolicy, SharedWork
-from batchinfer.plan.order.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.plan.order.run_order import kept_together
 
 

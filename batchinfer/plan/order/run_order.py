@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.plan.order.block_hashes import BLOCK
-from batchinfer.plan.order.prefix_forest import ROOT, Ints, PrefixForest
 
 # What ends last must start first, and an output token takes a step where a prompt token takes a share of one. Sorted by
 # outputs alone, though, rows of one cohort read together and answer together, which leaves the device to one of
@@ -69,14 +69,6 @@ def places_in(forest: PrefixForest, order: NDArray[np.integer]) -> Ints:
     begins = np.flatnonzero(np.diff(around, prepend=ROOT - 1))
     inside = np.empty(len(order), np.int32)  # places within the node around
     inside[order] = before - np.repeat(before[begins], np.diff(begins, append=len(order)))
-    starts = from_root(inside[prompts:], forest.parent)
+    starts = forest.from_root(inside[prompts:])
     own = inside[:prompts] + np.append(starts, 0)[forest.node_of]  # last, where ROOT points, the root's
     return np.concatenate([own, starts]).astype(np.int32)
-
-
-def from_root(values: NDArray[Any], parent: Ints) -> NDArray[Any]:
-    """Sums over each node and all above it, in as many rounds as the logarithm of the forest's height."""
-    sums, above = np.append(values, values.dtype.type(0)), np.append(parent, np.int32(ROOT))
-    while (above != ROOT).any():
-        sums, above = sums + sums[above], above[above]
-    return sums[:-1]

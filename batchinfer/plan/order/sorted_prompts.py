@@ -14,9 +14,9 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from batchinfer.core.prefix_forest import ForestBuilder, Ints, PrefixForest
 from batchinfer.plan.order.block_hashes import BLOCK, HASH_BYTES, block_hashes, shared_blocks
 from batchinfer.plan.order.block_tails import common_tokens, from_arrow, read_tails, to_arrow
-from batchinfer.plan.order.prefix_forest import ForestBuilder, Ints, PrefixForest
 from batchinfer.plan.order.requests import Prompts, read_prompts
 from batchinfer.plan.order.run_order import places_in
 

@@ -28,7 +28,7 @@ from batchinfer.report.tables.columns import (
 from batchinfer.report.tables.device_time import LOSSES, attention_share, device_split
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.percentiles import spreads
-from batchinfer.report.tables.prefixes import NONE, PrefixNodes
+from batchinfer.report.tables.prefixes import NOWHERE, PrefixNodes
 from batchinfer.report.tables.spool import Spool
 from batchinfer_kernels.cost import ModelCost, Peaks
 
@@ -41,7 +41,7 @@ _STEPS = (
 )  # fmt: skip
 _REQUESTS = (
     "engine", "prompt_tokens", "completion_tokens", "cached_tokens", "forced_tokens", "unrun_tokens",
-    "scheduled_s", "first_token_s", "finished_s", "prefix",
+    "scheduled_s", "first_token_s", "finished_s", "place",
 )  # fmt: skip
 # `gap_s`: from the engine's step before to this one
 _STEP_VIEW = f"""
@@ -131,6 +131,7 @@ class Details:
         seconds, roofline = shares["model_s"], shares["roofline_s"]
         known: dict[str, object] = {name: table.column(name) for name in table.column_names}
         known |= {
+            "prefix": nodes.names(requests["place"]),
             "device_s": nodes.shared(requests, seconds.prompt) + seconds.answer,
             "ran_device_s": seconds.prompt + seconds.answer,
             "answer_device_s": seconds.answer,
@@ -204,11 +205,11 @@ def _pairs(tokens: Floats, window: int | None) -> Floats:
 
 
 def _numbers(table: pa.Table) -> Columns:
-    """The columns as floats: a null is NaN, or NONE for a prefix."""
+    """Return the columns as floats: a null is NaN, or NOWHERE for a place."""
     found = {}
     for name in table.column_names:
         column = table.column(name)
-        missing = NONE if name == "prefix" else np.nan
+        missing = NOWHERE if name == "place" else np.nan
         found[name] = column.cast(pa.float64()).fill_null(missing).to_numpy()
     return found
 

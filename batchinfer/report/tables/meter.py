@@ -26,7 +26,7 @@ Measured = dict[
 
 # What the meter gives of a step and of a request, before what stands in their samples
 _GIVEN_OF_STEP = ("run_id", "engine", "replica", "interval_s", "ended_s", "phase")
-_GIVEN_OF_REQUEST = ("run_id", "key", "engine", "replica", "rows", "prefix")
+_GIVEN_OF_REQUEST = ("run_id", "key", "engine", "replica", "rows")
 _OF_STEP = sampled(COLUMNS[STEPS], StepSample)
 _OF_REQUEST = sampled(COLUMNS[REQUESTS], RequestSample)
 _step_values = attrgetter(*_OF_STEP)
@@ -35,7 +35,7 @@ _UNKNOWN_MACHINE = Machine()
 
 
 class Meter:
-    """Takes samples as they arrive; it keeps sums, and some 56 bytes for each prefix that requests share.
+    """Takes samples as they arrive; it keeps sums, and what a `PrefixTree` takes.
 
     Samples of several engines may follow one another (a worker that died and was started again): the time in between
     counts neither as run nor as idle. Where several engines share the work, all times of the totals are the mean of
@@ -57,7 +57,8 @@ class Meter:
         path, given = table_path(folder, STEPS, run_id), (*_GIVEN_OF_STEP, *_OF_STEP)
         self._steps = Spool(path, SCHEMAS[STEPS], buffer_rows, given)
         # without what is known at the end only
-        raw = pa.schema([SCHEMAS[REQUESTS].field(name) for name in (*_GIVEN_OF_REQUEST, *_OF_REQUEST)])
+        known = (SCHEMAS[REQUESTS].field(name) for name in (*_GIVEN_OF_REQUEST, *_OF_REQUEST))
+        raw = pa.schema([*known, pa.field("place", pa.int64())])
         path = table_path(folder, REQUESTS, run_id).with_suffix(".raw.parquet")
         self._requests = Spool(path, raw, buffer_rows)
         self._last: dict[int, StepSample] = {}  # of each engine
@@ -65,7 +66,7 @@ class Meter:
         self._waited_s = 0.0
         self._constrained = self._steered = 0
         self._prefixes: PrefixTree | None = None
-        self._prefix_of: dict[bytes, int] = {}  # of requests that have not finished
+        self._place_of: dict[bytes, int] = {}  # in the order, of requests that have not finished
         self._spent_ns = 0
         self._energy_meter: EnergyMeter | None = None
         self._energy = EnergyUse()
@@ -98,9 +99,7 @@ class Meter:
             return
         began = time.perf_counter_ns()
         for request in requests:
-            node = self._prefixes.add(request)
-            if node is not None:
-                self._prefix_of[request.key] = node
+            self._place_of[request.key] = self._prefixes.add(request)
         self._spent_ns += time.perf_counter_ns() - began
 
     def step(self, sample: StepSample, engine: int = 0, replica: int = 0) -> None:
@@ -122,9 +121,9 @@ class Meter:
         began = time.perf_counter_ns()
         self._constrained += sample.constrained
         self._steered += sample.steered
-        prefix = self._prefix_of.pop(sample.key, None)
-        given = (self._run_id, sample.key.hex(), engine, replica, rows, prefix)
-        self._requests.append(given + _request_values(sample))
+        place = self._place_of.pop(sample.key, None)
+        given = (self._run_id, sample.key.hex(), engine, replica, rows)
+        self._requests.append((*given, *_request_values(sample), place))
         self._spent_ns += time.perf_counter_ns() - began
 
     def finish(self) -> Measured:

@@ -1,8 +1,4 @@
-"""The tree of prefixes that requests share, found from the order in which they are handed to the engine.
-
-Requests that share a prefix follow one another, and each says how much it shares with the next. A node is a prefix of
-two or more requests in a row; its parent is the longest shorter one that they share with others.
-"""
+"""The tree of prefixes that requests share in the order in which they are handed to the engine."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from batchinfer.core.prefix_forest import ROOT, ForestBuilder, PrefixForest
 from batchinfer.core.request import Request
 from batchinfer.report.tables.columns import PREFIXES, SCHEMAS
 from batchinfer.report.tables.folder import table_path
@@ -21,98 +18,81 @@ from batchinfer.report.tables.row_keys import KEY_BYTES, hexadecimal
 from batchinfer.report.tables.spool import Spool
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Columns = Mapping[str, Floats]
-NONE = -1
+NOWHERE = -1  # the place of a request that was not added
 
 
 class PrefixTree:
-    """`add` all requests in order; then `close` it. 56 bytes a node, of which there are fewer than requests."""
+    """`add` all requests in order; then `close` it. Each request takes 4 bytes, each prefix some 60."""
 
     def __init__(self) -> None:
-        self._open: list[int] = []  # nodes whose requests still come, from the root down
-        self._parents, self._depths, self._users = array("q"), array("q"), array("q")
-        self._keys = bytearray()  # of the first request of each, one behind the other
+        self._builder, self._requests = ForestBuilder(), 0
         self._shared = 0  # tokens that the request before shares with the next one
+        # Requests that share more with the next one than with the one before, with which alone prefixes begin
+        self._firsts, self._keys = array("i"), bytearray()
 
-    def add(self, request: Request) -> int | None:
-        """The deepest node of this request; None: it shares nothing."""
-        most = max(0, len(request.prompt) - 1)  # the last token always runs
-        before = min(self._shared, most)
-        self._shared = min(request.shares_next, most)
-        self._leave(before)
-        if self._shared > self._depth():
-            self._enter(self._shared, request.key)
-        if not self._open:
-            return None
-        self._users[self._open[-1]] += 1
-        return self._open[-1]
+    def add(self, request: Request) -> int:
+        """Take the next request, and return its place in the order."""
+        place, most = self._requests, max(0, len(request.prompt) - 1)  # the last token always runs
+        before, self._shared = min(self._shared, most), min(request.shares_next, most)
+        self._builder.add([before])
+        if self._shared > before:
+            self._firsts.append(place)
+            self._keys += request.key
+        self._requests += 1
+        return place
 
     def close(self) -> PrefixNodes:
-        """All requests were added."""
-        self._leave(0)
-        numbers = (np.array(values, np.int64) for values in (self._parents, self._depths, self._users))
+        """Return the tree of all requests that were added."""
+        forest = self._builder.finished()
         keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)
-        return PrefixNodes(keys, *numbers)
-
-    def _depth(self) -> int:
-        return self._depths[self._open[-1]] if self._open else 0
-
-    def _enter(self, depth: int, key: bytes) -> int:
-        node = len(self._parents)
-        self._parents.append(NONE)
-        self._depths.append(depth)
-        self._users.append(0)
-        self._keys += key
-        self._open.append(node)
-        return node
-
-    def _leave(self, depth: int) -> None:
-        """Close the nodes that are deeper than what the next request shares with the last one."""
-        while self._depth() > depth:
-            node = self._open.pop()
-            if self._depth() < depth:
-                if self._users[node] == 1:  # the next one shares less of it than was thought
-                    self._depths[node] = depth
-                    self._open.append(node)
-                    return
-                self._enter(depth, bytes(self._keys[node * KEY_BYTES : (node + 1) * KEY_BYTES]))
-            if self._open:
-                self._parents[node] = self._open[-1]
-                self._users[self._open[-1]] += self._users[node]
+        return PrefixNodes(forest, keys[np.searchsorted(np.array(self._firsts, np.int32), forest.first)])
 
 
 class PrefixNodes:
-    """The closed tree. Once `count` was told of all requests, `shared` says what prefixes cost each of them."""
+    """The closed tree. Once `count` was told of all requests, `shared` says what prefixes cost each of them.
 
-    def __init__(self, keys: NDArray[np.uint8], parents: Ints, depths: Ints, users: Ints) -> None:
-        self._keys, self._parents, self._depths, self._users = keys, parents, depths, users
-        above = np.where(parents == NONE, 0, depths[parents] if len(depths) else 0)
-        self._above = np.asarray(above, np.int64)  # depth of the parent
-        self._finished, self._cached, self._seconds = (np.zeros(len(keys)) for _ in range(3))
+    The column `place` of requests is what `PrefixTree.add` returned, or NOWHERE.
+    """
+
+    def __init__(self, forest: PrefixForest, keys: NDArray[np.uint8]) -> None:
+        """`keys`: of each node's first request."""
+        self._forest, self._keys = forest, keys
+        self._own = forest.own.astype(np.int64)
+        self._above = forest.depth - self._own  # depth of the parent
+        self._finished, self._cached, self._seconds = (np.zeros(len(forest)) for _ in range(3))
         self._each: Floats | None = None
+
+    def names(self, places: Floats) -> pa.Array:
+        """Return the deepest prefix of each of these requests, as the table names it; null: it shares nothing."""
+        node = self._nodes(places)
+        return pa.array(node, pa.int64(), mask=node == ROOT)
+
+    def _nodes(self, places: Floats) -> NDArray[np.int32]:
+        return np.append(self._forest.node_of, np.int32(ROOT))[
+            places.astype(np.int64)
+        ]  # NOWHERE is the last one
 
     def count(self, requests: Columns, seconds: Floats) -> None:
         """`seconds`: what the prompts took that these requests ran, without what the cache held."""
         self._each = None
-        cached, node = requests["cached_tokens"], requests["prefix"].astype(np.int64)
+        cached, node = requests["cached_tokens"], self._nodes(requests["place"])
         price = _per_token(requests, seconds)
-        while (some := node != NONE).any():
+        while (some := node != ROOT).any():
             node, cached, price = node[some], cached[some], price[some]
-            found = np.clip(cached - self._above[node], 0, self._depths[node] - self._above[node])
-            ran = self._depths[node] - self._above[node] - found
+            found = np.clip(cached - self._above[node], 0, self._own[node])
             np.add.at(self._finished, node, 1)
             np.add.at(self._cached, node, found)
-            np.add.at(self._seconds, node, price * ran)
-            node = self._parents[node]
+            np.add.at(self._seconds, node, price * (self._own[node] - found))
+            node = self._forest.parent[node]
 
     def shared(self, requests: Columns, seconds: Floats) -> Floats:
         """`seconds`, of which those of shared prefixes are split evenly among the requests that share them."""
-        node = requests["prefix"].astype(np.int64)
-        some = node != NONE
+        node = self._nodes(requests["place"])
+        some = node != ROOT
         if not some.any():
             return seconds
-        ran = np.maximum(0, self._depths[node[some]] - requests["cached_tokens"][some])
+        ran = np.maximum(0, self._forest.depth[node[some]] - requests["cached_tokens"][some])
         own = ran * _per_token(requests, seconds)[some]
         split = seconds.copy()
         split[some] += self._of_each()[node[some]] - own
@@ -121,30 +101,24 @@ class PrefixNodes:
     def _of_each(self) -> Floats:
         """Return the seconds that each request of a node gets of it and of the nodes above."""
         if self._each is None:
-            each = self._seconds / np.maximum(1, self._finished)
-            total, above = each.copy(), self._parents
-            while (some := above != NONE).any():
-                total[some] += each[above[some]]
-                above = np.where(some, self._parents[above], NONE)
-            self._each = total
+            self._each = self._forest.from_root(self._seconds / np.maximum(1, self._finished))
         return self._each
 
     def write(self, folder: Path, run_id: str) -> Path:
         """The table of the nodes that two or more requests share, whole or not at all. Raises OSError."""
-        kept = np.flatnonzero(self._users > 1)
-        tokens = self._depths - self._above
+        forest, saved = self._forest, self._forest.saved
         columns: dict[str, object] = {
-            "run_id": pa.repeat(run_id, len(kept)),
-            "prefix": kept,
-            "parent": pa.array(self._parents[kept], mask=self._parents[kept] == NONE),
-            "depth": self._depths[kept],
-            "tokens": tokens[kept],
-            "users": self._users[kept],
-            "saved_tokens": (tokens * (self._users - 1))[kept],
+            "run_id": pa.repeat(run_id, len(forest)),
+            "prefix": np.arange(len(forest)),
+            "parent": pa.array(forest.parent, pa.int64(), mask=forest.parent == ROOT),
+            "depth": forest.depth,
+            "tokens": self._own,
+            "users": forest.users,
+            "saved_tokens": saved,
             # a first user that took it from a request further up the order saved something, but not by these sharing it
-            "cached_tokens": np.minimum(self._cached, tokens * (self._users - 1))[kept].astype(np.int64),
-            "device_s": self._seconds[kept],
-            "first_key": hexadecimal(_fixed(self._keys[kept])),
+            "cached_tokens": np.minimum(self._cached, saved).astype(np.int64),
+            "device_s": self._seconds,
+            "first_key": hexadecimal(_fixed(self._keys)),
         }
         with Spool(table_path(folder, PREFIXES, run_id), SCHEMAS[PREFIXES]) as spool:
             spool.write(pa.table(columns, schema=SCHEMAS[PREFIXES]))

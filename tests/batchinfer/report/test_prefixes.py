@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from batchinfer.core.request import Request, common_prefix
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.report.tables.prefixes import NONE, PrefixNodes, PrefixTree
+from batchinfer.report.tables.prefixes import PrefixNodes, PrefixTree
 
 prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
 def requests_of(rows: list[list[int]]) -> list[Request]:
-    """In the order in which equal beginnings stand together."""
-    ids = [np.array(row, np.int32) for row in sorted(rows)]
+    """Return requests in the order of these rows."""
+    ids = [np.array(row, np.int32) for row in rows]
     shared = [common_prefix(row, after) for row, after in pairwise(ids)]
     return [
         Request(bytes([at]) * 32, row, SamplingParams(), common)
@@ -29,10 +29,11 @@ def requests_of(rows: list[list[int]]) -> list[Request]:
     ]
 
 
-def tree_of(requests: list[Request]) -> tuple[PrefixNodes, list[int]]:
+def tree_of(requests: list[Request]) -> tuple[PrefixNodes, np.ndarray]:
+    """The tree, and the requests' places."""
     tree = PrefixTree()
-    nodes = [tree.add(request) for request in requests]
-    return tree.close(), [NONE if node is None else node for node in nodes]
+    places = np.array([tree.add(request) for request in requests], float)
+    return tree.close(), places
 
 
 def users_by_prefix(requests: list[Request]) -> dict[tuple[int, ...], int]:
@@ -48,7 +49,7 @@ def users_by_prefix(requests: list[Request]) -> dict[tuple[int, ...], int]:
 def test_saved_tokens_are_those_of_a_trie(
     rows: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    requests = requests_of(rows)
+    requests = requests_of(sorted(rows))
     nodes, _ = tree_of(requests)
     table = pq.read_table(nodes.write(tmp_path_factory.mktemp("prefixes"), "r")).to_pylist()
     by_prefix = users_by_prefix(requests)
@@ -61,10 +62,24 @@ def test_saved_tokens_are_those_of_a_trie(
 
 
 @given(rows=prompts)
+def test_in_any_order_requests_save_what_they_share_with_the_one_before(
+    rows: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    requests = requests_of(rows)
+    nodes, places = tree_of(requests)
+    table = pq.read_table(nodes.write(tmp_path_factory.mktemp("prefixes"), "r")).to_pylist()
+    shared = [common_prefix(one.prompt[:-1], after.prompt[:-1]) for one, after in pairwise(requests)]
+    assert sum(row["saved_tokens"] for row in table) == sum(shared)
+    depths = {row["prefix"]: row["depth"] for row in table}
+    deepest = [max(both) for both in zip([0, *shared], [*shared, 0], strict=True)]
+    assert [depths.get(name, 0) for name in nodes.names(places).to_pylist()] == deepest
+
+
+@given(rows=prompts)
 def test_splitting_the_time_of_prefixes_loses_none(rows: list[list[int]]) -> None:
     """The first request of a prefix runs it, the others find it in the cache."""
-    requests = requests_of(rows)
-    nodes, prefix = tree_of(requests)
+    requests = requests_of(sorted(rows))
+    nodes, places = tree_of(requests)
     seen: set[tuple[int, ...]] = set()
     cached = []
     for request in requests:
@@ -74,7 +89,7 @@ def test_splitting_the_time_of_prefixes_loses_none(rows: list[list[int]]) -> Non
     columns = {
         "prompt_tokens": np.array([len(r.prompt) for r in requests], float),
         "cached_tokens": np.array(cached, float),
-        "prefix": np.array(prefix, float),
+        "place": places,
     }
     seconds = columns["prompt_tokens"] - columns["cached_tokens"]  # a token takes a second
     nodes.count(columns, seconds)
@@ -90,8 +105,8 @@ def test_splitting_the_time_of_prefixes_loses_none(rows: list[list[int]]) -> Non
 
 
 def test_a_request_that_shares_nothing_keeps_its_time(tmp_path: Path) -> None:
-    nodes, prefix = tree_of(requests_of([[1, 1, 1], [2, 2, 2]]))
-    assert prefix == [NONE, NONE]
-    columns = {"prompt_tokens": np.ones(2), "cached_tokens": np.zeros(2), "prefix": np.array(prefix, float)}
+    nodes, places = tree_of(requests_of([[1, 1, 1], [2, 2, 2]]))
+    assert nodes.names(places).to_pylist() == [None, None]
+    columns = {"prompt_tokens": np.ones(2), "cached_tokens": np.zeros(2), "place": places}
     assert nodes.shared(columns, np.array([3.0, 4.0])).tolist() == [3.0, 4.0]
     assert pq.read_table(nodes.write(tmp_path, "r")).num_rows == 0

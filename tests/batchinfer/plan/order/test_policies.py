@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import StorageError
+from batchinfer.core.prefix_forest import ForestBuilder
 from batchinfer.core.request import common_prefix
 from batchinfer.plan.order.plan import PLAN_SCHEMA
 from batchinfer.plan.order.policies import Capacity, OrderPolicy, SharedWork
-from batchinfer.plan.order.prefix_forest import ForestBuilder
 from batchinfer.plan.order.reorder import reorder
 from batchinfer.plan.order.run_order import kept_together
 from tests.batchinfer.data.small_index import good_row, key_of

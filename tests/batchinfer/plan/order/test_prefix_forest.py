@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.core.prefix_forest import ROOT, ForestBuilder, PrefixForest
 from batchinfer.plan.order import block_tails, requests, run_order
 from batchinfer.plan.order import sorted_prompts as sorting
 from batchinfer.plan.order.block_hashes import BLOCK, HASH_BYTES, block_hashes
-from batchinfer.plan.order.prefix_forest import ROOT, ForestBuilder, PrefixForest
 from batchinfer.plan.order.run_order import depth_first, kept_together
 from tests.examples import examples
 

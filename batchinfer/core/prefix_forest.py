@@ -1,8 +1,12 @@
-"""The prefixes that prompts share: a forest, found from how much neighbours in sorted order have in common.
+"""The prefixes that prompts share: a forest, found from how much neighbours in an order have in common.
 
-A node is a prefix that two prompts or more begin with, and behind which they part or one of them ends; its parent is
-the longest shorter one. Each node's prompts stand together where prompts are sorted by what they begin with: by their
-tokens, or by what stands for them (`block_hashes`).
+A node is a prefix that two prompts or more in a row begin with, and behind which they part or one of them ends; its
+parent is the longest shorter one. Where prompts are sorted by what they begin with (by their tokens, or by hashes that
+stand for them), each prefix is one node.
+
+Two forests of a job are built so: the plan's, over sorted prompts, is what requests could share; the report's, over the
+order in which requests went to the engine, is what that order lets them share. They differ as soon as the order is not
+a walk of the plan's (docs/measurements/prefixes.md).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +25,13 @@ ROOT = -1  # the parent of what shares nothing: no node
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixForest:
-    """The nodes, parents before children; a node has the prompts [first, first + users) in sorted order."""
+    """The nodes, parents before children; a node has the prompts [first, first + users) in the order given."""
 
     depth: Ints  # tokens
     first: Ints
     users: Ints
     parent: Ints  # number of a node, or ROOT
-    node_of: Ints  # by prompt in sorted order: the deepest node that it belongs to, or ROOT
+    node_of: Ints  # by prompt: the deepest node that it belongs to, or ROOT
 
     def __len__(self) -> int:
         return len(self.depth)
@@ -65,8 +70,15 @@ class PrefixForest:
             number[self.node_of],
         )
 
+    def from_root(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Sum values over each node and all above it, in as many rounds as the logarithm of the forest's height."""
+        sums, above = np.append(values, values.dtype.type(0)), np.append(self.parent, np.int32(ROOT))
+        while (above != ROOT).any():
+            sums, above = sums + sums[above], above[above]
+        return sums[:-1]
+
     def largest(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
-        """For each node the largest of its prompts' values, which are given in sorted order."""
+        """Return for each node the largest of its prompts' values, which are given in the same order."""
         ends = np.stack([self.first, self.first + self.users], 1).ravel()
         behind = np.append(values.astype(np.int64), 0)  # where the last prompt's node may end
         return np.maximum.reduceat(behind, ends)[::2] if len(self) else np.zeros(0, np.int64)
@@ -74,7 +86,7 @@ class PrefixForest:
 
 @dataclass(slots=True)
 class ForestBuilder:
-    """Takes neighbours in any number of batches, in sorted order."""
+    """Takes prompts in their order, in any number of batches."""
 
     _count: int = 0
     _open: list[int] = field(default_factory=lambda: [ROOT])  # from the root to the node at hand
