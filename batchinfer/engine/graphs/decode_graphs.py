@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -54,30 +54,6 @@ class GraphOps(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class GraphLimits:
-    """The largest step that is captured."""
-
-    rows: int
-    longest: int  # tokens of a sequence
-    block_size: int
-    scratch_block: int  # takes the keys of padding rows
-
-    @property
-    def padding_slot(self) -> int:
-        """The slot that padding rows write to."""
-        return self.scratch_block * self.block_size
-
-    @property
-    def table_entries(self) -> int:
-        """Count the blocks of all rows, padding rows included."""
-        return self.rows * self.blocks(self.longest)
-
-    def blocks(self, tokens: int) -> int:
-        """Count the blocks of a sequence of this many tokens."""
-        return -(-tokens // self.block_size)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
     plans: list[FixedPlan]  # that the graph reads, of each cache group
@@ -102,22 +78,22 @@ class _Replayed:
 class DecodeGraphs:
     """Captures graphs of `forward` when a step first needs one, and replays them.
 
-    `groups`: of the KV cache; `tables`: room for the largest step. After a capture that ran out of memory nothing more
-    is captured; what was, is replayed.
+    `largest`: the largest step that is captured; `tables`: room for it; `groups`: of the KV cache. After a capture that
+    ran out of memory nothing more is captured; what was, is replayed.
     """
 
     def __init__(
         self,
         forward: Forward,
         ops: GraphOps,
-        limits: GraphLimits,
+        largest: GraphSize,
         groups: tuple[CacheGroup, ...],
         tables: GraphTables,
         capture: Capture,
     ) -> None:
-        self._forward, self._ops, self._limits, self._groups = forward, ops, limits, groups
+        self._forward, self._ops, self._largest, self._groups = forward, ops, largest, groups
         self._tables, self._capture = tables, capture
-        self.sizes = batch_sizes(limits.rows)
+        self.sizes = batch_sizes(largest.rows)
         self._inputs: dict[GraphSize, GraphInputs] = {}
         self._graphs: dict[Hashable, _Graph] = {}
         self._replayed: _Replayed | None = None
@@ -147,12 +123,12 @@ class DecodeGraphs:
 
     def covers(self, batch: HostBatch) -> bool:
         """Whether the step can be run as a graph."""
-        limits, longest = self._limits, max(batch.context_lens)
+        largest, longest = self._largest, max(batch.context_lens)
         useless = self._refused and not self._graphs
-        if useless or not batch.is_decode or longest > limits.longest:
+        if useless or not batch.is_decode or longest > largest.longest:
             return False
-        width = limits.blocks(context_bound(longest, limits.longest))
-        return len(batch.query_lens) <= limits.rows and batch.tables[0].width <= width
+        width = largest.blocks(context_bound(longest, largest.longest))
+        return len(batch.query_lens) <= largest.rows and batch.tables[0].width <= width
 
     def run(
         self,
@@ -199,10 +175,9 @@ class DecodeGraphs:
 
     def _size(self, batch: HostBatch) -> GraphSize:
         """Return the smallest size that holds the step."""
-        limits = self._limits
         rows = self.sizes[bisect_left(self.sizes, len(batch.query_lens))]
-        longest = context_bound(max(batch.context_lens), limits.longest)
-        return GraphSize(rows, longest, limits.block_size, limits.padding_slot)
+        longest = context_bound(max(batch.context_lens), self._largest.longest)
+        return replace(self._largest, rows=rows, longest=longest)
 
     def _hold(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
         """Put the step on the device."""
@@ -220,7 +195,7 @@ class DecodeGraphs:
         for at, (group, own) in enumerate(zip(self._groups, inputs, strict=True)):
             plan = self._ops.plan_captured(
                 own,
-                self._limits.block_size,
+                self._largest.block_size,
                 group.windows,
                 longest,
                 beside=plans[-1] if plans else None,

@@ -101,24 +101,23 @@ class BlockPool:
         """Whether a block holds this content, or somebody waits for one that will."""
         return content in self._block_of[0] or content in self._partial or content in self._reserved
 
-    def reserve(self, digests: Iterable[bytes], arrival: int) -> None:
-        """Keep these contents, once computed, for the sequence with this arrival; a smaller arrival comes earlier."""
-        self._reserved.add(digests, arrival)
+    def reserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
+        """Keep these contents, once computed, for the sequence with this arrival; a smaller arrival comes earlier.
 
-    def unreserve(self, digests: Iterable[bytes], arrival: int) -> None:
+        `partial`: the sequence will copy the beginnings of the blocks.
+        """
+        (self._partial if partial else self._reserved).add(digests, arrival)
+
+    def unreserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
         """Remove a reservation: the sequence was admitted or dropped. Frees blocks that are not used or reserved."""
+        reserved = self._partial if partial else self._reserved
         for digest in digests:
-            if self._reserved.remove(digest, arrival) and digest not in self._partial:
+            if (
+                reserved.remove(digest, arrival)
+                and digest not in self._partial
+                and digest not in self._reserved
+            ):
                 self._free_cached(digest)
-
-    def reserve_partial(self, digest: bytes, arrival: int) -> None:
-        """Keep a content of which the sequence with this arrival will copy the beginning."""
-        self._partial.add([digest], arrival)
-
-    def unreserve_partial(self, digest: bytes, arrival: int) -> None:
-        """Undo `reserve_partial`: the sequence has copied the beginning, or never will."""
-        if self._partial.remove(digest, arrival) and digest not in self._reserved:
-            self._free_cached(digest)
 
     def hold(self, blocks: Iterable[int]) -> list[int]:
         """Hold back the blocks that nobody uses until `let_go`, as a step will read them. Return those that were not

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.wording import size
-from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits, GraphOps
+from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphOps
 from batchinfer.engine.graphs.graph_capture import Capture, GraphRecorder
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs, SplitModel, graph_bytes
 from batchinfer.engine.load.dummy_steps import DummySteps, MemoryMeter
@@ -21,6 +21,7 @@ from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.device_tables import GraphTables
+from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.models.decoder.attention_boundary import StaticBuffers
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 
@@ -196,11 +197,12 @@ def _piecewise(
     return PiecewiseGraphs(runner.model, runner.caches, groups, padding_slot, buffers, recorder)
 
 
-def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, blocks: int = 0) -> GraphLimits:
-    return GraphLimits(_most_rows(limits), room.longest, runner.layout.block_size, scratch_block=blocks)
+def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, blocks: int = 0) -> GraphSize:
+    size = runner.layout.block_size
+    return GraphSize(_most_rows(limits), room.longest, size, padding_slot=blocks * size)
 
 
-def _graph_tables(runner: ModelRunner, largest: GraphLimits) -> GraphTables | None:
+def _graph_tables(runner: ModelRunner, largest: GraphSize) -> GraphTables | None:
     """Allocate what graphs of decode steps read block tables from, before the cache is allocated; None: no decode step
     is captured."""
     if not isinstance(runner.ops, GraphOps):
@@ -216,9 +218,7 @@ def _graph_tables(runner: ModelRunner, largest: GraphLimits) -> GraphTables | No
         return None
 
 
-def _graphs(
-    runner: DeviceRunner, largest: GraphLimits, tables: GraphTables, capture: Capture
-) -> DecodeGraphs:
+def _graphs(runner: DeviceRunner, largest: GraphSize, tables: GraphTables, capture: Capture) -> DecodeGraphs:
     def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
         return runner.model.forward(token_ids, inputs, runner.caches, plans)
 

@@ -61,33 +61,6 @@ class SortedPrompts:
         return self._sorted[bool(sequence.rope_offset)]
 
 
-class PromptIndex:
-    """Keeps the prompts that are in the engine, and the newest one after its end: the next may have much in common
-    with it."""
-
-    def __init__(self) -> None:
-        self._prompts = SortedPrompts()
-        self._newest: Sequence | None = None
-        self._newest_ended = False
-
-    def insert(self, sequence: Sequence) -> None:
-        if self._newest is not None and self._newest_ended:
-            self._prompts.remove(self._newest)
-        self._prompts.insert(sequence)
-        self._newest, self._newest_ended = sequence, False
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended or was dropped."""
-        if sequence is self._newest:
-            self._newest_ended = True
-        else:
-            self._prompts.remove(sequence)
-
-    def neighbours(self, sequence: Sequence) -> Iterator[Sequence]:
-        """Yield the sequences with the most tokens in common, as `SortedPrompts.neighbours` does."""
-        return self._prompts.neighbours(sequence)
-
-
 def _text(sequence: Sequence) -> bytes:
     """Return the key that prompts are sorted by: with more bytes in common they have more tokens in common."""
     return sequence.request.prompt.tobytes()
@@ -103,7 +76,9 @@ class PartialBlocks:
     def __init__(self, tables: BlockTables, least: int | None) -> None:
         self._tables, self._pool = tables, tables.pool
         self._least = least
-        self._prompts = PromptIndex()
+        self._prompts = SortedPrompts()  # of the sequences in the engine, and of the newest one after its end
+        self._newest: Sequence | None = None
+        self._newest_ended = False
         self._holders = SortedPrompts()  # sequences that hold blocks
         self._wanted: dict[Sequence, PartialBlock] = {}  # what each sequence copies, or has copied
         # Blocks that are copied from and that nobody uses, until the step is launched
@@ -117,12 +92,20 @@ class PartialBlocks:
             wanted = self._best(sequence)
             if wanted is not None:
                 self._wanted[sequence] = wanted
+            if self._newest is not None and self._newest_ended:
+                self._prompts.remove(self._newest)
             self._prompts.insert(sequence)
+            self._newest, self._newest_ended = sequence, False
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended or was dropped."""
-        if self._least is not None:
-            self._wanted.pop(sequence, None)
+        """Forget a sequence that has ended or was dropped, the newest one once the next is inserted: that may have much
+        in common with it."""
+        if self._least is None:
+            return
+        self._wanted.pop(sequence, None)
+        if sequence is self._newest:
+            self._newest_ended = True
+        else:
             self._prompts.remove(sequence)
 
     def wanted(self, sequence: Sequence) -> PartialBlock | None:
@@ -133,13 +116,13 @@ class PartialBlocks:
         """Keep a partial block for the sequence with this arrival, which waits."""
         if block is not None:
             block.arrivals.append(arrival)
-            self._pool.reserve_partial(block.content, arrival)
+            self._pool.reserve([block.content], arrival, partial=True)
 
     def unreserve(self, block: PartialBlock | None, arrival: int) -> None:
         """Undo `reserve`, as the sequence was admitted or dropped."""
         if block is not None:
             block.arrivals.remove(arrival)
-            self._pool.unreserve_partial(block.content, arrival)
+            self._pool.unreserve([block.content], arrival, partial=True)
 
     def after(self, sequence: Sequence, tokens: int) -> PartialBlock | None:
         """Return the beginning of the sequence's block in which its first `tokens` tokens end."""
@@ -233,8 +216,8 @@ class PartialBlocks:
         """Let the sequences that wait to copy a partial block copy it from this sequence's."""
         before, block.content = block.content, sequence.content(block.index, self._pool.block_size)
         for arrival in block.arrivals:
-            self._pool.unreserve_partial(before, arrival)
-            self._pool.reserve_partial(block.content, arrival)
+            self._pool.unreserve([before], arrival, partial=True)
+            self._pool.reserve([block.content], arrival, partial=True)
 
     def _sources(self, wanted: PartialBlock, sequence: Sequence) -> list[int] | None:
         """Return the blocks to copy from, one of each cache group: they hold the content, or begin with it and are in

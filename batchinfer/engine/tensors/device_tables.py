@@ -25,7 +25,7 @@ class DeviceTables:
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []  # of each cache group
-        self._changes = 0
+        self.changes = 0  # another number once something has changed
 
     def refresh(self, rows: TableRows, device: torch.device) -> None:
         """Send what was written since the last call. Raises torch.OutOfMemoryError."""
@@ -39,7 +39,7 @@ class DeviceTables:
             sent = upload([array for own in unsent for array in own], device)
             for kept, places, blocks in zip(self._kept, sent[::2], sent[1::2], strict=True):
                 kept.view(-1).index_copy_(0, places, blocks)
-        self._changes += 1
+        self.changes += 1
         rows.sent()
 
     def of(self, tables: Seq[StepTables], rows: Tensor) -> list[Tensor]:
@@ -53,11 +53,6 @@ class DeviceTables:
         for view, own in zip(views, self.of(tables, rows), strict=True):
             view[:, : own.shape[1]].copy_(own)
 
-    @property
-    def state(self) -> int:
-        """Another number once something has changed."""
-        return self._changes
-
 
 @dataclass(slots=True, eq=False)
 class _Laid:
@@ -66,7 +61,7 @@ class _Laid:
     size: GraphSize
     rows: NDArray[np.int64]
     on_device: Tensor  # (size.rows,): the same, and row 0 for padding rows
-    state: int
+    changes: int  # `DeviceTables.changes` when they were laid
 
 
 class GraphTables:
@@ -93,7 +88,7 @@ class GraphTables:
         views, last, rows = self.views(size), self._laid, tables[0].rows
         known = last is not None and last.size == size and last.rows is rows
         if last is not None and known:
-            if last.state == kept.state:
+            if last.changes == kept.changes:
                 return views
             on_device = last.on_device
         else:
@@ -102,5 +97,5 @@ class GraphTables:
             (on_device,) = upload([padded], views[0].device)
         self._laid = None  # should there be no memory in the middle of it
         kept.write(views, tables, on_device)
-        self._laid = _Laid(size, rows, on_device, kept.state)
+        self._laid = _Laid(size, rows, on_device, kept.changes)
         return views

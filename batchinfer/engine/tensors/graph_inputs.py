@@ -29,6 +29,11 @@ class GraphSize:
         """Count the blocks of a sequence of this many tokens."""
         return -(-tokens // self.block_size)
 
+    @property
+    def table_entries(self) -> int:
+        """Count the blocks of all rows, padding rows included."""
+        return self.rows * self.blocks(self.longest)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphInputs:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits
+from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import Capture, Captured
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.tensors.device_tables import GraphTables
+from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.copy_parts import copy_parts_reference
@@ -162,7 +163,8 @@ def with_graphs(
     def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
         return runner.model.forward(token_ids, inputs, runner.caches, plans)
 
-    limits = GraphLimits(rows, longest, runner.layout.block_size, scratch_block=blocks)
+    size = runner.layout.block_size
+    limits = GraphSize(rows, longest, size, padding_slot=blocks * size)
     tables = GraphTables(len(runner.layout.groups), limits.table_entries, runner.device)
     graphs = DecodeGraphs(forward, runner.ops, limits, runner.layout.groups, tables, capture)
     return replace(runner, graphs=graphs)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits
+from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import Captured
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
@@ -35,6 +35,7 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
+from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from tests.batchinfer.engine.small_engine import layer_each
@@ -119,7 +120,7 @@ def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:
     device, layout = torch.device("cpu"), layer_each([None], BLOCK)
     needed = load.rows * -(-(load.prompt + most) // BLOCK) + -(-(load.longest + most) // BLOCK) + 1
     ops = TritonOps(SHAPE)
-    limits = GraphLimits(load.rows, LONGEST, BLOCK, scratch_block=needed)
+    limits = GraphSize(load.rows, LONGEST, BLOCK, padding_slot=needed * BLOCK)
     model = model or NoModel()
     tables = GraphTables(1, limits.table_entries, device)
     graphs = DecodeGraphs(lambda ids, *_: model.forward(ids), ops, limits, layout.groups, tables, _captured)

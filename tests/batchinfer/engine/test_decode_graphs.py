@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer.engine.graphs.decode_graphs import DecodeGraphs, GraphLimits
+from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import Capture, Captured
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.sequence import Sequence
@@ -169,7 +169,7 @@ class OneRow:
         self.read: list[list[list[int]]] = []
         self.carried: list[bool] = []
         self.rows, self.tables = TableRows(), DeviceTables()
-        layout, limits = layer_each([None], 4), GraphLimits(1, 16, 4, scratch_block=30)
+        layout, limits = layer_each([None], 4), GraphSize(1, 16, 4, padding_slot=120)
         laid = GraphTables(1, limits.table_entries, CPU)
         ops = CarryingOps(self.carried)
         self.graphs = DecodeGraphs(self._forward, ops, limits, layout.groups, laid, captured_eagerly)
