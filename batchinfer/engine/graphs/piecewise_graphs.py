@@ -37,9 +37,8 @@ _log = logging.getLogger(__name__)
 # PARTS sizes before each power of two: a step is padded by a quarter at most, by a tenth on average.
 FEWEST, EVEN, PARTS = 64, 256, 4
 
-# What a graph of a piece takes of the device's memory, beside what its tensors do. Not measured here: vLLM reports
-# 0.59 GiB for 67 sizes of a model of 28 layers, 29 pieces each, tensors included
-# (https://github.com/vllm-project/vllm/pull/21146).
+# The bytes that a graph of a piece takes in addition to its tensors. Not measured here: vLLM reports 0.59 GiB for 67
+# sizes of a model of 28 layers, 29 pieces each, tensors included (https://github.com/vllm-project/vllm/pull/21146).
 GRAPH_BYTES = 320 << 10
 
 Planned = Callable[[list[AttentionInputs]], list[AttentionPlan]]
@@ -69,7 +68,7 @@ def token_sizes(most: int) -> list[int]:
 
 
 def graph_bytes(tokens: int, layers: int) -> int:
-    """Count the bytes that graphs of all sizes up to `tokens` take beside their tensors. `layers`: those with
+    """Count the bytes that graphs of all sizes up to `tokens` take in addition to their tensors. `layers`: those with
     attention."""
     return len(token_sizes(tokens)) * (layers + 1) * GRAPH_BYTES
 

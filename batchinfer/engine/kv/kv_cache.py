@@ -38,7 +38,7 @@ class Reservations:
         return len(self.arrivals.get(content, ())) if content is not None else 0
 
     def first(self, content: bytes) -> int | None:
-        """The arrival that comes first of those that reserve it."""
+        """Return the first arrival that reserves the content."""
         arrivals = self.arrivals.get(content)
         return arrivals[0] if arrivals else None
 
@@ -90,7 +90,7 @@ class BlockPool:
         return sum(not self._references[block] for block in self._held)
 
     def find(self, digest: bytes, group: int = 0) -> int | None:
-        """The block of this group that holds this content, if one does."""
+        """Return the block of this group that holds this content, if one does."""
         return self._block_of[group].get(digest)
 
     def users(self, block: int) -> int:

@@ -47,7 +47,7 @@ class TableSizes:
         return self.whole * whole + windows
 
     def among_others(self, tokens: int) -> int:
-        """Count the most blocks that a sequence of this many tokens holds beside its share of `for_chunks`.
+        """Count the most blocks that a sequence of this many tokens holds apart from its share of `for_chunks`.
 
         A chunk of c tokens sees span(window) + ceil((c - 1) / block_size) blocks at most: no more than one, and
         c // block_size, beyond those of a single token.

@@ -69,7 +69,7 @@ HOST_RUNS = ((256, 12), (64, 20), (8, 30))  # rows, and tokens of each answer
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Steps: what the model costs, what the step ran, its rows, seconds in the model. And steps' rows, with the seconds
-    that the host took beside the model. `first_use_s`: of a byte of the cache."""
+    that the host took outside of the model. `first_use_s`: of a byte of the cache."""
 
     steps: list[tuple[ModelCost, StepShape, int, float]]
     host: list[tuple[int, float]]
@@ -139,7 +139,7 @@ def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape
 
 
 def _first_use_s(loaded: LoadedModel) -> float:
-    """Time the first use of a byte of the cache, beside what its step takes anyway."""
+    """Time the first use of a byte of the cache, without the time that its step takes anyway."""
     runner, block = loaded.runner, loaded.runner.layout.block_size
     blocks = FIRST_USE_TOKENS // block
     last = loaded.info.blocks - FIRST_USES * blocks  # from here on no step was
@@ -173,7 +173,7 @@ def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chun
 
 
 def _host_times(loaded: LoadedModel, rows: int, tokens: int) -> list[tuple[int, float]]:
-    """Time the steps of an engine that answers this many rows: their rows, and seconds beside the model."""
+    """Time the steps of an engine that answers this many rows: their rows, and the seconds outside of the model."""
     draw = random.Random(rows)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     prompts = ([draw.randrange(5, 2000) for _ in range(32)] for _ in range(rows))

@@ -386,7 +386,7 @@ class Engine:
         return ConstraintWork(now.compile_s - before.compile_s, now.mask_s - before.mask_s)
 
     def _sample(self, step: InFlight, ready: float) -> StepSample:
-        """Measurements of a retired step. The time of overlapping steps is split where the earlier one ended."""
+        """Measure a retired step. The time of overlapping steps is split where the earlier one ended."""
         metering, self._metering_ns = time.perf_counter_ns() - self._metering_ns, 0
         assert step.shape is not None
         assert step.result is not None

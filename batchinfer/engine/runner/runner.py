@@ -44,7 +44,8 @@ class Launched(Protocol):
     def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
         """The log-probabilities of every token that `tokens` gives, for each sequence that asks. Waits for the device.
 
-        By sequence and not by place: what a step computes beside tokens may also be for chunks that sample none.
+        They are given by sequence, not by place: what a step computes in addition to tokens may also be for chunks that
+        sample none.
         """
 
 

@@ -195,7 +195,7 @@ class Sampler:
         return Masked([sequences[i] for i in which], bars(bits, best))
 
     def _filled(self, sequences: list[Sequence], logits: Tensor) -> NDArray[np.int32]:
-        """The bits of these sequences' masks, one row each."""
+        """Fill the bits of these sequences' masks, one row each."""
         assert self.mask is not None
         bits = np.full((len(sequences), mask_words(logits.shape[1])), -1, np.int32)
         self.mask.fill(sequences, bits)

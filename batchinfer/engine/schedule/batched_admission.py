@@ -44,7 +44,7 @@ class BatchedAdmission:
         self._counted = self._brought = 0  # of the sequences that wait, the tokens that would be run
 
     def stop(self, running: int) -> None:
-        """There is no room beside this many sequences."""
+        """Note that no sequence fits next to this many running ones."""
         self._places = running
         self.ended = self._counted = self._brought = 0
         self._wasted_s = 0.0

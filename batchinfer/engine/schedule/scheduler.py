@@ -386,7 +386,7 @@ class Scheduler:
         self._most -= self._bound(sequence)
 
     def _bound(self, sequence: Sequence) -> int:
-        """Count the blocks that it holds at most, beside its share of `_for_chunks`."""
+        """Count the blocks that it holds at most, apart from its share of `_for_chunks`."""
         return self.tables.sizes.among_others(sequence.max_length)
 
     def _register(self, sequence: Sequence, start: int, end: int) -> None:
@@ -461,7 +461,7 @@ class Scheduler:
         )
 
     def _stop_admitting(self) -> None:
-        """There is no room until others have ended."""
+        """Note that there is no room until others have ended."""
         self._batching.stop(len(self.running))
         self._available_at_stop = self.pool.available
 
@@ -496,7 +496,7 @@ class Scheduler:
         return sum(self.tables.sizes.of_chunk(tokens, min(left, most)) for tokens, left in unread)
 
     def _chunk_blocks(self, sequence: Sequence, budget: int) -> int:
-        """Count the blocks that its first chunk takes beside those that it shares."""
+        """Count the blocks that its first chunk takes apart from those that it shares."""
         return self.tables.missing(sequence, min(len(sequence.tokens), sequence.computed + budget))
 
     def _steps_left(self, sequence: Sequence) -> int:

@@ -23,13 +23,13 @@ def lack_of_memory() -> Iterator[None]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those in whose handling it came up."""
+    """Yield the error and those in whose handling it came up."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """cuBLAS says CUBLAS_STATUS_ALLOC_FAILED, the others say it in words."""
+    """Whether the error says that memory is out: cuBLAS by CUBLAS_STATUS_ALLOC_FAILED, the others in words."""
     known = isinstance(error, torch.OutOfMemoryError)
     return known or "out of memory" in str(error) or "ALLOC_FAILED" in str(error)

@@ -1,4 +1,4 @@
-"""The tensors that a decode graph reads, beside block tables."""
+"""The tensors that a decode graph reads, apart from block tables."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GraphInputs:
 
     @classmethod
     def of(cls, batch: HostBatch, size: GraphSize, device: torch.device) -> GraphInputs:
-        """Tensors that hold this step."""
+        """Allocate tensors and copy this step into them."""
         return cls(size, Upload(_lines(batch, size), device))
 
     @property
@@ -52,11 +52,11 @@ class GraphInputs:
         return self.lines.tensors[0]
 
     def refill(self, batch: HostBatch) -> None:
-        """Overwrite them with another step."""
+        """Overwrite the tensors with another step."""
         self.lines.refill(_lines(batch, self.size))
 
     def inputs(self, batch: HostBatch, tables: Seq[Tensor]) -> list[AttentionInputs]:
-        """The attention inputs of each cache group, for the step that the tensors hold.
+        """Return the attention inputs of each cache group, for the step that the tensors hold.
 
         `tables`: (rows, blocks) each.
         """

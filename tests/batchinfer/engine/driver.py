@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.output_lengths import OutputLengths
+from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
@@ -38,22 +40,47 @@ def sequence(
 
 def distinct_tokens(rows: list[list[int]]) -> int:
     """Count the nodes of the tokens' trie: the tokens to run when each node runs once."""
-    nodes = (accumulate(row, lambda *pair: hash(pair), initial=0) for row in rows)
+    nodes = (accumulate(row, _digest, initial=0) for row in rows)
     return len(set().union(*nodes)) - 1
 
 
-def prefixes(seq: Sequence) -> list[int]:
-    """For each token a digest of all tokens up to it."""
-    return list(accumulate(seq.tokens, lambda before, token: hash((before, token)), initial=0))[1:]
+class Slots:
+    """What every cached slot holds: the cache group that wrote it, and a digest of the tokens up to its own."""
+
+    def __init__(self, windows: tuple[int | None, ...], block_size: int) -> None:
+        self._windows, self._size = windows, block_size
+        self._held: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def run(self, chunks: Seq[Chunk], copies: Seq[Copy], tokens: Callable[[Sequence], list[int]]) -> None:
+        """Write what the chunks compute, copy, and read what attention does: this sequence's own prefix."""
+        known = [list(accumulate(tokens(chunk.sequence), _digest, initial=0))[1:] for chunk in chunks]
+        for chunk, digests in zip(chunks, known, strict=True):
+            for group in range(len(self._windows)):
+                for at in range(chunk.start, chunk.end):
+                    self._held[self._slot(chunk, group, at)] = group, digests[at]
+        for copy in copies:
+            for at in range(copy.first, copy.end):
+                self._held[copy.target, at] = self._held[copy.source, at]
+        for chunk, digests in zip(chunks, known, strict=True):
+            for group, window in enumerate(self._windows):
+                for at in range(0 if window is None else max(0, chunk.start - window + 1), chunk.end):
+                    read = self._held[self._slot(chunk, group, at)]
+                    assert read == (group, digests[at]), "another sequence's key is read"
+
+    def _slot(self, chunk: Chunk, group: int, at: int) -> tuple[int, int]:
+        return chunk.sequence.tables[group][at // self._size], at % self._size
+
+
+def _digest(before: int, token: int) -> int:
+    return hash((before, token))
 
 
 class Driver:
-    """Runs steps as the engine does, and knows what every cached slot holds, so that sharing can be checked."""
+    """Runs steps as the engine does, and checks what they read and what they hold."""
 
     def __init__(self, scheduler: Scheduler, seed: int = 0, stops: float = 0.0) -> None:
         self.scheduler, self.random, self.stops = scheduler, random.Random(seed), stops
-        # (block, offset) → the cache group that wrote it, digest of the tokens up to this one
-        self.slots: dict[tuple[int, int], tuple[int, int]] = {}
+        self.slots = Slots(scheduler.tables.sizes.windows, scheduler.pool.block_size)
         self.finished: list[Sequence] = []
         self.cached = self.preempted = self.steps = self.ran = self.copied = 0
         self.rows, self.on_device = TableRows(), DeviceTables()
@@ -63,17 +90,9 @@ class Driver:
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
         self.check_limits(step)
-        size = self.scheduler.pool.block_size
+        self.slots.run(step.chunks, step.copies, lambda seq: list(seq.tokens))
         for chunk in step.chunks:
-            known = prefixes(chunk.sequence)
-            for group, table in enumerate(chunk.sequence.tables):
-                for at in range(chunk.start, chunk.end):
-                    self.slots[table[at // size], at % size] = group, known[at]
-        for copy in step.copies:
-            for at in range(copy.first, copy.end):
-                self.slots[copy.target, at] = self.slots[copy.source, at]
-        for chunk in step.chunks:
-            self.check_reads(chunk)
+            self.check_freed(chunk)
         self.check_sharing(step.chunks)
         self.check_sharing(step.chunks[self.random.randrange(2) :: 2])
         if step.chunks:
@@ -130,15 +149,10 @@ class Driver:
         assert len({id(c.sequence) for c in step.chunks}) == len(step.chunks)
         assert all(c.length >= 1 for c in step.chunks)
 
-    def check_reads(self, chunk: Chunk) -> None:
-        """Everything that attention reads is this sequence's own prefix, and what it does not read any more is free."""
-        seq, size, known = chunk.sequence, self.scheduler.pool.block_size, prefixes(chunk.sequence)
+    def check_freed(self, chunk: Chunk) -> None:
         for group, window in enumerate(self.scheduler.tables.sizes.windows):
-            least = 0 if window is None else max(0, chunk.start - window + 1)
-            table = seq.tables[group]
-            for at in range(least, chunk.end):
-                assert self.slots[table[at // size], at % size] == (group, known[at])
-            assert seq.freed[group] == least // size, "a block that no token sees is held"
+            left = 0 if window is None else max(0, chunk.start - window + 1) // self.scheduler.pool.block_size
+            assert chunk.sequence.freed[group] == left, "a block that no token sees is held"
 
     def post_process(self, seq: Sequence, end: int, samples: bool) -> None:
         assert seq.computed == end

@@ -5,7 +5,7 @@ Only what asks CUDA itself is replaced: the device, its memory, and graphs, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.kernels.gpu import interpreter
@@ -15,15 +15,17 @@ if interpreter.is_wanted():
     interpreter.switch_on()
 
 import torch
+from torch import Tensor
 
 from batchinfer.engine.load import build as building
+from batchinfer.engine.load import dummy_steps
 from batchinfer.engine.load.build import BuiltEngine
 from batchinfer.models import sources
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.foreign import source as foreign_source
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops
-from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.interface import Head, Ops
 from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.taped import Taped
 
@@ -59,6 +61,16 @@ def stand_in(replace: Replace) -> None:
     replace(building, "GpuRecorder", Taped)
 
 
+class ReferenceLinear(Head):
+    """A linear layer as its reference says what it is."""
+
+    def __init__(self, shape: Sequence[int], product: Callable[[Tensor], Tensor]) -> None:
+        (self.out_features, self.in_features), self._product = shape, product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+
 def triton_ops(model: Checkpoint, quantization: Quantization = "none", deterministic: bool = False) -> Any:
     """Make Triton's operators for a model in float32."""
     from batchinfer.models.ops.triton_ops import TritonOps
@@ -71,8 +83,10 @@ def triton_ops(model: Checkpoint, quantization: Quantization = "none", determini
 
 
 def build(*arguments: Any) -> BuiltEngine:
-    """In place of batchinfer.engine.load.build.build_engine."""
+    """Build a job's engine, as `build_engine` does, without the steps that only compile kernels."""
     stand_in(setattr)
+    if DEVICE == "cpu":
+        dummy_steps.sizes_between = lambda *_: []
     return building.build_engine(*arguments)
 
 

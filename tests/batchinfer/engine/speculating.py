@@ -18,6 +18,7 @@ from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.ops.interface import NO_TOKEN
+from tests.batchinfer.engine.driver import Slots
 from tests.batchinfer.engine.hashing_model import SHAPE
 from tests.batchinfer.engine.small_engine import layer_each
 
@@ -46,7 +47,7 @@ class Speculating:
     accepted: int = 0
     rejected: int = 0
     counts: list[int] = field(default_factory=list)  # tokens given at once
-    _slots: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # → group, content
+    _slots: Slots | None = None
     _tokens: dict[bytes, list[int]] = field(default_factory=dict)  # prompt and all that was given
 
     step_shape = ModelRunner.step_shape
@@ -59,19 +60,9 @@ class Speculating:
         return self.barriers(sequence.request)
 
     def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> RunnerOutput:
-        contents = [self._content(c.sequence) for c in chunks]
-        for chunk, content in zip(chunks, contents, strict=True):
-            for group in range(len(self.windows)):
-                for at in range(chunk.start, chunk.end):
-                    self._slots[self._slot(chunk, group, at)] = group, hash(tuple(content[: at + 1]))
-        for copy in copies:
-            for at in range(copy.first, copy.end):
-                self._slots[copy.target, at] = self._slots[copy.source, at]
-        for chunk, content in zip(chunks, contents, strict=True):
-            for group, window in enumerate(self.windows):
-                for at in range(0 if window is None else max(0, chunk.start - window + 1), chunk.end):
-                    wanted = group, hash(tuple(content[: at + 1]))
-                    assert self._slots[self._slot(chunk, group, at)] == wanted, "a wrong key is read"
+        if self._slots is None:
+            self._slots = Slots(self.windows, self.block_size)
+        self._slots.run(chunks, copies, self._content)
         self.ran += sum(c.length for c in chunks)
         sampling = [c.sequence for c in chunks if c.samples]
         tokens = [self._next(sequence) for sequence in sampling]
@@ -89,9 +80,6 @@ class Speculating:
         chosen = [-float(zlib.crc32(str(known[:end]).encode()) % 1000) for end in ends]
         top = np.array(chosen, np.float32)[:, None] + [[0, 1]]
         return TokenLogprobs(np.array(chosen, np.float32), top.astype(np.float32), top.astype(np.int32))
-
-    def _slot(self, chunk: Chunk, group: int, at: int) -> tuple[int, int]:
-        return chunk.sequence.tables[group][at // self.block_size], at % self.block_size
 
     def _content(self, sequence: Sequence) -> list[int]:
         """Its tokens with their values, some of which the engine may not know, and its drafts."""

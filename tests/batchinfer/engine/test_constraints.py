@@ -49,13 +49,6 @@ def test_what_has_to_come_is_not_sampled() -> None:
     assert found.total("mask_s") == 0.25 * len(found.steps)
 
 
-def test_rows_with_log_probabilities_sample_each_token() -> None:
-    answer = one("bcdef", logprobs=2)
-    assert word(answer.token_ids) == "bcdef"
-    assert answer.logprobs is not None
-    assert len(answer.logprobs) == 5
-
-
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_row_that_needs_its_constraint_is_told_from_one_that_does_not(on_host: bool) -> None:
     (first,) = run([request(0, [3, 1, 4], 1)]).tokens(0)

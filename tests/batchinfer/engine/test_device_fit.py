@@ -179,13 +179,17 @@ def test_every_kind_of_step_is_run_before_the_first_real_one():
     assert [tokens for tokens in device.steps if tokens in between] == between
 
 
-def test_a_step_for_which_there_is_no_memory_is_halved(caplog):
-    device = Device(tokens=70)
+def test_a_step_for_which_there_is_no_memory_is_halved_and_the_fitted_runner_runs(caplog):
+    device, limits = Device(tokens=70), Limits(budget=64, blocks=60, block_size=SIZE)
     fitted = device.fit()
     assert fitted.limits.max_num_batched_tokens == fitted.runner.most_tokens == 50
     assert device.needed == 1000 * (50 + 6)
     assert "too little memory for a step of 250 tokens of 6 rows" in caplog.text
     assert "steps now have at most 50 tokens" in caplog.text
+    plain = make_runner(checkpoint("llama"), device.runner.ops, limits)
+    requests, eos = greedy([[1, 2, 3], [5] * 40, [7] * 30], 9), frozenset(SPEC.eos_token_ids)
+    got, wanted = (drain(make_engine(runner, limits, eos), requests) for runner in (fitted.runner, plain))
+    assert got.answers == wanted.answers
 
 
 def test_a_model_that_cannot_be_captured_is_measured_and_warmed_up_all_the_same(monkeypatch):
@@ -309,15 +313,3 @@ def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
         written = {c.sequence.tables[0][at // SIZE] for c in chunks for at in range(c.start, c.end)}
         assert written == {60}
         assert len({c.sequence.tables[0][0] for c in chunks[3:]}) == (1 if shared else 3)
-
-
-def test_the_fitted_runner_runs():
-    device = Device(tokens=70)
-    limits = Limits(budget=64, blocks=60, block_size=SIZE)
-    requests = greedy([[1, 2, 3], [5] * 40, [7] * 30], 9)
-    eos = frozenset(checkpoint("llama").spec.eos_token_ids)
-    wanted = drain(
-        make_engine(make_runner(checkpoint("llama"), device.runner.ops, limits), limits, eos), requests
-    )
-    got = drain(make_engine(device.fit().runner, limits, eos), requests)
-    assert got.answers == wanted.answers

@@ -96,14 +96,6 @@ def try_steps(batches: MicroBatches, wanted: int, room: int, steps: int) -> list
     return failed
 
 
-def test_the_limit_rises_when_a_peak_has_passed():
-    batches = MicroBatches()
-    assert try_steps(batches, wanted=64, room=10, steps=1) == [0, 0, 0]
-    assert batches.most_tokens == 8
-    assert try_steps(batches, wanted=64, room=64, steps=3 * PATIENCE - 1) == []
-    assert batches.most_tokens is None, "8, 16, 32, and then what is asked for"
-
-
 def test_a_size_for_which_there_is_never_memory_is_tried_ever_more_seldom():
     batches = MicroBatches()
     failed = try_steps(batches, wanted=60, room=40, steps=100 * PATIENCE)

@@ -87,7 +87,7 @@ MORE = {SCARCE: 1.02, SOME: 1.02, PLENTY: 1.0}
 
 @pytest.mark.parametrize(
     ("shape", "room", "budget"),
-    each_first([(0, 200, 16, 16), (70, 50, 16, 16), (70, 1100, 6, 5)], [SCARCE, SOME, PLENTY], [64, 2048]),
+    each_first([(0, 200, 12, 8), (70, 50, 16, 10), (70, 1100, 4, 4)], [SCARCE, SOME, PLENTY], [64, 2048]),
     ids=str,
 )
 def test_each_node_runs_once(shape, room, budget, tmp_path):
@@ -128,7 +128,7 @@ def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_pa
         # Each batch is sent when nothing is left of the one before: the next request is announced
         ((0, 200, 3, 10), 4, {"blocks": 60, "queued": 1}),
         # A border of batches costs nothing: documents begin behind the same 70 tokens and end before the 128th
-        ((70, 50, 16, 16), 64, {"blocks": 80, "queued": 12, "seqs": 4}),
+        ((70, 50, 16, 8), 64, {"blocks": 80, "queued": 12, "seqs": 4}),
         ((5000, 50, 3, 4), REQUEST_BATCH, {"blocks": 400}),
     ],
     ids=["the queue runs dry", "a border of batches", "a prefix of more than 4096 tokens"],

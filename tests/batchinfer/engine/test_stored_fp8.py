@@ -26,7 +26,7 @@ from batchinfer_kernels.experts import Choice, combine_reference, group_by_exper
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
-from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, triton_ops
 from tests.batchinfer.engine.small_engine import Limits, Place, make_runner
 from tests.batchinfer.engine.teacher_forced import Row, farthest, forced_logits
 from tests.checkpoints import kept_folder
@@ -60,22 +60,6 @@ def stored(kind: str) -> Checkpoint:
     return inspect_checkpoint(folders(kind)[0]).as_stored()
 
 
-class StoredLinear(Linear):
-    """As the references say what it is."""
-
-    def __init__(self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None) -> None:
-        self.out_features, self.in_features = weight.codes.shape
-        self.out_features //= 1 if activation is None else 2
-        self._weight, self._bias, self._activation = weight, bias, activation
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weight, more = self._weight, {"activation": self._activation}
-        if weight.lines is None:
-            return fp8_matmul_reference(x, weight.codes, weight.scales, self._bias, **more)
-        blocks = BlockWeight(weight.codes, weight.scales, weight.lines)
-        return block_fp8_matmul_reference(x, blocks, self._bias, **more)
-
-
 class StoredExperts(Experts):
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
         self._parts, self._activation = (gate_up, down), activation
@@ -96,7 +80,16 @@ class StoredOps(TorchOps):
     def pack_codes(
         self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
     ) -> Linear:
-        return StoredLinear(weight, bias, activation)
+        outputs, inputs = weight.codes.shape
+        more = {"activation": activation}
+
+        def product(x: Tensor) -> Tensor:
+            if weight.lines is None:
+                return fp8_matmul_reference(x, weight.codes, weight.scales, bias, **more)
+            blocks = BlockWeight(weight.codes, weight.scales, weight.lines)
+            return block_fp8_matmul_reference(x, blocks, bias, **more)
+
+        return ReferenceLinear((outputs // (1 if activation is None else 2), inputs), product)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
         if gate_up.scales is None:

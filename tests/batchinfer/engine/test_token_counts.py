@@ -11,7 +11,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.request import Request
-from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.loop.engine import Draft
 from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.random_work import Work, works
@@ -110,27 +109,6 @@ def test_rejected_positions_count_as_padding_and_their_blocks_are_free_again() -
     assert [s.blocks_used for s in got.steps[:-1]] == [s.blocks_used for s in one.steps[:-1]]
     for name in ("prefill_tokens", "decode_tokens", "sampled_tokens", "recomputed_tokens", "flops"):
         assert got.total(name) == one.total(name), name
-
-
-def test_a_stop_in_the_middle_of_several_tokens_drops_the_rest() -> None:
-    prompt = [1, 2, 3]
-    answer: list[int] = []
-    while len(answer) < 9:
-        answer.append(next_token(prompt + answer))
-    stop = next(t for i, t in enumerate(answer) if i >= 2 and t not in answer[:i])
-    ends = answer.index(stop) + 1
-
-    class Nine(Speculating):
-        def _changed(self, known: list[int], given: list[int]) -> list[int]:
-            return answer
-
-    (row,) = greedy([prompt], 9, stop_token_ids=(stop,), ignore_eos=True)
-    got = run(Nine(random=random.Random(0)), Limits(), [row])
-    assert got.answers == {row.key: (answer[:ends], "stop")}
-    assert [s.sampled_tokens for s in got.steps] == [ends]
-    short = replace(row, params=SamplingParams(max_tokens=2, ignore_eos=True))
-    got = run(Nine(random=random.Random(0)), Limits(), [short])
-    assert got.answers == {row.key: (answer[:2], "length")}
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])

@@ -41,7 +41,7 @@ from batchinfer_kernels.gpu import attention_plan, matmul_tiles
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from tests.batchinfer.engine import guided_rows
-from tests.batchinfer.engine.interpreted_gpu import DEVICE, stand_in, triton_ops
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, stand_in, triton_ops
 from tests.batchinfer.engine.small_engine import (
     MAX_LEN,
     MIXED,
@@ -174,34 +174,21 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
         assert any(s.prefill_tokens and s.decode_tokens for s in got.steps), "no step mixed both"
 
 
-class ReferenceLinear(Linear):
-    """int8 as batchinfer_kernels.quantized_linear says what it is, fp8 as batchinfer_kernels.fp8_matmul."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, quantization: str) -> None:
-        self.out_features, self.in_features = weight.shape
-        int8 = quantization == "int8"
-        self._codes = quantize_weight(weight) if int8 else quantize_rows_fp8(weight)
-        self._product, self._bias = quantized_linear_reference if int8 else fp8_matmul_reference, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, *self._codes, self._bias)
-
-
-class ReferenceHead(ReferenceLinear, Head):
-    """The same for logits."""
-
-
 class ReferenceOps(TorchOps):
-    """torch's operators, with quantised linear layers."""
+    """torch's operators, with linear layers that are quantised as the references of products say."""
 
     def __init__(self, quantization: str) -> None:
-        self._quantization = quantization
+        int8 = quantization == "int8"
+        self._quantize = quantize_weight if int8 else quantize_rows_fp8
+        self._product = quantized_linear_reference if int8 else fp8_matmul_reference
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return ReferenceLinear(weight, bias, self._quantization)
+        codes = self._quantize(weight)
+        return ReferenceLinear(weight.shape, lambda x: self._product(x, *codes, bias))
 
     def pack_head(self, weight: Tensor) -> Head:
-        return ReferenceHead(weight, None, self._quantization)
+        codes = self._quantize(weight)
+        return ReferenceLinear(weight.shape, lambda x: self._product(x, *codes, None))
 
 
 def forced(ops: Ops, limits: Limits, device: str) -> dict[Place, Tensor]:
