@@ -161,6 +161,32 @@ def failure(pool: ReplicaPool, sink: Kept) -> BatchInferError | None:
     return None
 
 
+@dataclass
+class Ended:
+    """How a run over a pool ended."""
+
+    pool: ReplicaPool
+    sink: Kept
+    notices: list[str]
+    failed: BatchInferError | None
+
+
+def run_of(engines: Engines, replicas: int, requests: Sequence[Request]) -> Ended:
+    """Run the requests, whether or not that fails."""
+    sink = Kept()
+    with pool_of(engines, replicas, requests) as (pool, notices):
+        failed = failure(pool, sink)
+    return Ended(pool, sink, notices, failed)
+
+
+def whole_run(engines: Engines, replicas: int, requests: Sequence[Request]) -> Ended:
+    """Run the requests, which must not fail: each is answered once."""
+    ended = run_of(engines, replicas, requests)
+    assert ended.failed is None
+    assert ended.sink.answers == Counter(request.key for request in requests)
+    return ended
+
+
 GROUPS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 90), st.integers(1, 9)), max_size=10)
 FATES = st.lists(
     st.builds(
@@ -178,10 +204,10 @@ FATES = st.lists(
 def test_every_row_is_answered_once_or_all_engines_are_dead(
     groups: list[tuple[int, int, int]], fates: list[Fate], replicas: int
 ) -> None:
-    requests, engines, sink = rows(*groups), Engines(fates), Kept()
-    with pool_of(engines, replicas, requests) as (pool, _):
-        failed = failure(pool, sink)
-        assert pool.restarts == len(engines.workers) - replicas
+    requests, engines = rows(*groups), Engines(fates)
+    ended = run_of(engines, replicas, requests)
+    failed, sink = ended.failed, ended.sink
+    assert ended.pool.restarts == len(engines.workers) - replicas
     if failed is None:
         assert set(sink.answers) == {request.key for request in requests}
         died_alone = [one.pieces[0] for one in engines.workers if one.died and len(one.pieces) == 1]
@@ -197,10 +223,8 @@ def test_every_row_is_answered_once_or_all_engines_are_dead(
 @pytest.mark.parametrize("speeds", [(1, 1), (1, 4), (4, 1, 1)])
 def test_engines_end_together_whatever_their_speeds(speeds: tuple[int, ...]) -> None:
     engines = Engines([Fate(speed) for speed in speeds])
-    with pool_of(engines, len(speeds), rows(*[(1, 0, 10)] * 600)) as (pool, _):
-        run(pool, Kept())
+    whole_run(engines, len(speeds), rows(*[(1, 0, 10)] * 600))
     heard = [-(-one.finished // one.fate.speed) for one in engines.workers]
-    assert sum(one.finished for one in engines.workers) == 600
     # what one of them runs at the end, alone
     assert max(heard) <= 600 / sum(speeds) + AT_ONCE
 
@@ -208,8 +232,7 @@ def test_engines_end_together_whatever_their_speeds(speeds: tuple[int, ...]) -> 
 def test_groups_go_to_one_engine_each() -> None:
     requests = rows(*[(7, 200, 4)] * 90)
     engines = Engines([Fate(3), Fate(5)])
-    with pool_of(engines, 2, requests) as (pool, _):
-        run(pool, Kept())
+    whole_run(engines, 2, requests)
     place = {r.key: at for at, one in enumerate(engines.workers) for piece in one.pieces for r in piece}
     for at in range(0, len(requests), 7):
         assert len({place[request.key] for request in requests[at : at + 7]}) == 1
@@ -219,30 +242,25 @@ def test_groups_go_to_one_engine_each() -> None:
 def test_a_group_of_all_rows_is_shared_out() -> None:
     """One system prompt must not leave all work to one engine."""
     engines = Engines([Fate(2), Fate(2)])
-    with pool_of(engines, 2, rows((400, 30, 20))) as (pool, _):
-        run(pool, Kept())
+    whole_run(engines, 2, rows((400, 30, 20)))
     assert min(one.finished for one in engines.workers) > 150
 
 
 def test_what_is_held_is_bounded() -> None:
-    engines, sink = Engines([Fate(3), Fate(5)]), Kept()
-    with pool_of(engines, 2, rows(*[(1, 0, 3)] * 20_000)) as (pool, _):
-        run(pool, sink)
+    engines = Engines([Fate(3), Fate(5)])
+    ended = whole_run(engines, 2, rows(*[(1, 0, 3)] * 6_000))
     assert max(one.most for one in engines.workers) <= 1024
-    assert sink.held <= 4096
+    assert ended.sink.held <= 4096
 
 
 def test_an_engine_that_dies_costs_its_rows_in_flight() -> None:
     """They run elsewhere: the first dies early, and again, and the others go on."""
     engines = Engines([Fate(dies_after=5), Fate(), Fate(dies_after=7)])
-    requests, sink = rows(*[(1, 0, 10)] * 300), Kept()
-    with pool_of(engines, 2, requests) as (pool, notices):
-        run(pool, sink)
-        assert pool.restarts == 2
-        assert pool.peak_rss == 20  # of the last start of each place
-        assert pool.expert_tokens == {0: [2, 4]}
-    assert sorted(sink.answers.elements()) == sorted(request.key for request in requests)
-    assert notices == [
+    ended = whole_run(engines, 2, rows(*[(1, 0, 10)] * 300))
+    assert ended.pool.restarts == 2
+    assert ended.pool.peak_rss == 20  # of the last start of each place
+    assert ended.pool.expert_tokens == {0: [2, 4]}
+    assert ended.notices == [
         f"engine 0: {KILLED}; it was computing rows 8; starting a new one",
         f"engine 0: {KILLED}; it was computing rows 8; "
         "it died 2 times in a row with little done in between; starting a new one",
@@ -256,16 +274,15 @@ def test_a_row_that_kills_engines_costs_one_row(replicas: int, loads_for: int) -
     requests = rows(*[(1, 0, 10)] * 300)
     for place in (0, 1, 7, 100, 298, 299):
         killer = requests[place].key
-        engines, sink = Engines(other=Fate(speed=3, loads_for=loads_for, killers=frozenset({killer}))), Kept()
-        with pool_of(engines, replicas, requests) as (pool, notices):
-            run(pool, sink)
-            assert pool.restarts <= 1 + 4 + 1, "eight rows, three halves of them, one row and that row again"
-        assert {request.key for request in requests} == set(sink.answers)
-        assert max(sink.answers.values()) == 1
-        assert [(key, error.code, error.retryable) for key, error in sink.errors.items()] == [
+        engines = Engines(other=Fate(speed=3, loads_for=loads_for, killers=frozenset({killer})))
+        ended = whole_run(engines, replicas, requests)
+        assert ended.pool.restarts <= 1 + 4 + 1, (
+            "eight rows, three halves of them, one row and that row again"
+        )
+        assert [(key, error.code, error.retryable) for key, error in ended.sink.errors.items()] == [
             (killer, "engine_died", True)
         ]
-        assert "error row (engine_died): rows 1; an engine that computed nothing else died" in notices
+        assert "error row (engine_died): rows 1; an engine that computed nothing else died" in ended.notices
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -274,11 +291,8 @@ def test_neighbours_that_kill_engines_cost_themselves_alone(replicas: int, first
     """A plan brings rows together that are alike, so that one cause kills engines several times in a row."""
     requests = rows(*[(1, 0, 10)] * 100)
     killers = frozenset(request.key for request in requests[first : first + count])
-    engines, sink = Engines(other=Fate(speed=3, killers=killers)), Kept()
-    with pool_of(engines, replicas, requests) as (pool, _):
-        run(pool, sink)
-    assert set(sink.errors) == killers
-    assert sink.answers == Counter(request.key for request in requests)
+    ended = whole_run(Engines(other=Fate(speed=3, killers=killers)), replicas, requests)
+    assert set(ended.sink.errors) == killers
 
 
 def test_a_run_ends_when_the_last_rows_kill_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,14 +319,13 @@ def test_a_run_ends_when_the_last_rows_kill_all_engines(monkeypatch: pytest.Monk
 def test_an_engine_that_is_doubted_runs_a_row_that_was_answered() -> None:
     """When it dies of that, too, it is given up, and no row is blamed."""
     spoilt = Fate(dies_after=0)
-    engines, sink = Engines([Fate(dies_after=8), *[spoilt] * 9]), Kept()
-    with pool_of(engines, 1, rows(*[(1, 0, 10)] * 12)) as (pool, notices):
-        failed = failure(pool, sink)
+    engines = Engines([Fate(dies_after=8), *[spoilt] * 9])
+    ended = run_of(engines, 1, rows(*[(1, 0, 10)] * 12))
     assert "it was computing one row alone, which had been answered before; it died 4 times in a row" in str(
-        failed
+        ended.failed
     )
-    assert (len(sink.answers), len(sink.errors), len(engines.workers)) == (8, 0, 5)
-    assert "one row alone, which had been answered before; it died 3 times in a row" in notices[-1]
+    assert (len(ended.sink.answers), len(ended.sink.errors), len(engines.workers)) == (8, 0, 5)
+    assert "one row alone, which had been answered before; it died 3 times in a row" in ended.notices[-1]
 
 
 @settings(max_examples=examples(20, 60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -327,10 +340,9 @@ def test_rows_that_kill_engines_are_found_or_the_engine_is_given_up(
 ) -> None:
     requests = rows(*[(1, 0, 10)] * count)
     killers = frozenset(requests[place].key for place in places if place < count)
-    engines, sink = Engines(other=Fate(speed=speed, killers=killers)), Kept()
-    with pool_of(engines, replicas, requests) as (pool, _):
-        failed = failure(pool, sink)
-        assert pool.restarts <= 8 * len(killers)
+    ended = run_of(Engines(other=Fate(speed=speed, killers=killers)), replicas, requests)
+    failed, sink = ended.failed, ended.sink
+    assert ended.pool.restarts <= 8 * len(killers)
     assert set(sink.errors) <= killers
     assert max(sink.answers.values(), default=1) == 1
     if failed is None:
@@ -343,21 +355,16 @@ def test_rows_that_kill_engines_are_found_or_the_engine_is_given_up(
 
 @pytest.mark.parametrize("count", [2, 8, 100])
 def test_an_engine_that_dies_of_every_row_blames_none(count: int) -> None:
-    engines, sink = Engines(other=Fate(dies_after=0)), Kept()
-    with pool_of(engines, 1, rows(*[(1, 0, 10)] * count)) as (pool, notices):
-        failed = failure(pool, sink)
-    assert "died 4 times in a row" in str(failed)
-    assert len(engines.workers) == 4
-    assert not sink.answers
-    assert len(notices) == 3
+    engines = Engines(other=Fate(dies_after=0))
+    ended = run_of(engines, 1, rows(*[(1, 0, 10)] * count))
+    assert "died 4 times in a row" in str(ended.failed)
+    assert (len(engines.workers), len(ended.sink.answers), len(ended.notices)) == (4, 0, 3)
 
 
 def test_an_engine_whose_device_is_full_is_done_without() -> None:
-    engines, sink = Engines([Fate(refuses=OutOfMemory("no room")), Fate(loads_for=3)]), Kept()
-    with pool_of(engines, 2, rows(*[(1, 0, 10)] * 30)) as (pool, notices):
-        run(pool, sink)
-    assert notices == ["engine 0: no room; the other engines go on"]
-    assert sink.answers.total() == 30
+    engines = Engines([Fate(refuses=OutOfMemory("no room")), Fate(loads_for=3)])
+    ended = whole_run(engines, 2, rows(*[(1, 0, 10)] * 30))
+    assert ended.notices == ["engine 0: no room; the other engines go on"]
 
 
 @pytest.mark.parametrize(
@@ -370,19 +377,15 @@ def test_an_engine_whose_device_is_full_is_done_without() -> None:
 )
 def test_what_all_engines_refuse_ends_the_run(problems: list[BatchInferError], code: int) -> None:
     engines = Engines([Fate(refuses=problem) for problem in problems])
-    with (
-        pool_of(engines, 2, rows((3, 0, 3))) as (pool, _),
-        pytest.raises(BatchInferError) as caught,
-    ):
-        run(pool, Kept())
-    assert caught.value.exit_code == code
+    failed = run_of(engines, 2, rows((3, 0, 3))).failed
+    assert failed is not None
+    assert failed.exit_code == code
 
 
 def test_nothing_is_handed_out_before_all_engines_are_there() -> None:
     """Else a small job would go to the first one alone."""
     engines = Engines([Fate(), Fate(loads_for=40)])
-    with pool_of(engines, 2, rows(*[(1, 0, 10)] * 10)) as (pool, _):
-        run(pool, Kept())
+    whole_run(engines, 2, rows(*[(1, 0, 10)] * 10))
     assert [one.finished for one in engines.workers] == [5, 5]
 
 
@@ -415,23 +418,17 @@ def test_when_one_process_cannot_be_started_the_others_are_ended() -> None:
 def test_an_engine_that_dies_after_each_row_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets something done between deaths; a night would be spent on loading its model."""
     monkeypatch.setitem(globals(), "AT_ONCE", 64)
-    engines, sink = Engines(other=Fate(dies_after=1)), Kept()
-    with pool_of(engines, 1, rows(*[(1, 0, 10)] * 64)) as (pool, _):
-        failed = failure(pool, sink)
-    assert failed is not None
-    assert len(engines.workers) == 1 + MOST_APART
-    assert not sink.errors
+    engines = Engines(other=Fate(dies_after=1))
+    ended = run_of(engines, 1, rows(*[(1, 0, 10)] * 64))
+    assert ended.failed is not None
+    assert (len(engines.workers), len(ended.sink.errors)) == (1 + MOST_APART, 0)
 
 
 def test_what_a_broken_engine_accuses_others_run() -> None:
     """Its rows die one by one, because it is broken; the other engine, which is done by then, answers them."""
     broken = Fate(dies_after=0)
     engines = Engines([broken, Fate(loads_for=0, speed=2), *[broken] * 9])
-    requests, sink = rows(*[(1, 0, 10)] * 12), Kept()
-    with pool_of(engines, 2, requests) as (pool, _):
-        run(pool, sink)
-    assert set(sink.answers) == {request.key for request in requests}
-    assert not sink.errors
+    assert not whole_run(engines, 2, rows(*[(1, 0, 10)] * 12)).sink.errors
 
 
 @pytest.mark.parametrize("finishing", [False, True])

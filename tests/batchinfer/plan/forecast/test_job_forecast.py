@@ -76,7 +76,7 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
     assert not (tmp_path / "out").exists(), "nothing was run or written"
 
 
-def test_steps_and_tokens_are_those_that_the_run_then_takes(
+def test_a_run_takes_the_steps_and_tokens_that_plan_showed_and_stands_beside_its_forecast(
     tmp_path: Path, model: Path, known_peaks: Hardware
 ) -> None:
     """Where the lengths of answers are known beforehand. The tiny real model, the real engine."""
@@ -99,8 +99,18 @@ def test_steps_and_tokens_are_those_that_the_run_then_takes(
         "preemptions": forecast.preemptions,
         "flops": forecast.flops,
         "bytes_moved": forecast.bytes,
+        "forecast_s": before.forecast.seconds,
+        "forecast_steps": forecast.steps,
+        "forecast_prompt_tokens": forecast.prompt_tokens,
+        "forecast_output_tokens": row["output_tokens"],
+        "forecast_mfu": before.forecast.mfu,
+        "forecast_mbu": before.forecast.mbu,
+        "forecast_basis": "limit",
+        "forecast_answers_from": 0,
     }
     assert {name: row[name] for name in facts} == facts
+    assert row["forecast_error"] == pytest.approx(row["engine_wall_s"] / row["forecast_s"] - 1)
+    assert "output 420 tokens, were 420" in summary(row)
     assert (forecast.launches, row["eager_steps"], row["capture_s"]) == (None, None, None), "this is a CPU"
     steps = pq.read_table(next((tmp_path / "out/res-report").glob("steps-*.parquet")))
     assert set(steps.column("blocks_total").to_pylist()) == {before.memory.blocks}
@@ -200,32 +210,6 @@ def test_of_a_large_job_a_part_is_simulated(
     assert part.run.sampled_tokens == pytest.approx(whole.run.sampled_tokens, rel=0.02)
     assert part.run.flops == pytest.approx(whole.run.flops, rel=0.05)
     assert part.seconds == pytest.approx(whole.seconds, rel=0.05)
-
-
-def test_a_run_has_the_forecast_that_plan_showed(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
-    """Forecast and fact stand side by side in the run table and in the summary."""
-    path = write_job(tmp_path, model, people(60), sampling={"max_tokens": 7, "ignore_eos": True})
-    before = planned(path).forecast
-    ended = run(path, REAL)
-    row = ended.row
-    facts = {
-        "forecast_s": before.seconds,
-        "forecast_steps": before.run.steps,
-        "forecast_prompt_tokens": before.run.prompt_tokens,
-        "forecast_output_tokens": before.run.sampled_tokens,
-        "forecast_mfu": before.mfu,
-        "forecast_mbu": before.mbu,
-        "forecast_basis": "limit",
-        "forecast_answers_from": 0,
-    }
-    assert {name: row[name] for name in facts} == facts
-    assert (row["steps"], row["prompt_tokens_run"], row["output_tokens"]) == (
-        row["forecast_steps"],
-        row["forecast_prompt_tokens"],
-        row["forecast_output_tokens"],
-    )
-    assert row["forecast_error"] == pytest.approx(row["engine_wall_s"] / row["forecast_s"] - 1)
-    assert "output 420 tokens, were 420" in summary(row)
 
 
 def test_a_defect_of_the_forecast_costs_a_run_its_forecast_alone(

@@ -129,30 +129,32 @@ def test_every_arithmetic_has_answers_of_its_own(checkpoint: Checkpoint) -> None
     assert len({one.context(checkpoint, "m", "t") for one in settings}) == len(settings)
 
 
+DETERMINISTIC = {"deterministic": True}
+# Options that decide in what order sums are added up, with their values
+ORDERS: dict[str, tuple[Any, ...]] = {
+    "tiles": (False, True),
+    "arm": ("", "neon", "bfdot"),
+    "block_size": ("auto", 8, 32),
+    "device": ("cpu", "cuda"),
+}
+
+
 @pytest.mark.parametrize(
-    ("changes", "apart"),
+    ("option", "changes", "apart"),
     [
-        ({"deterministic": True}, True),
-        ({"deterministic": True, "quantization": "int8"}, True),  # attention is in tiles, too
-        ({"deterministic": True, "dtype": "float32"}, False),
-        ({}, False),
-        ({"quantization": "int8"}, False),
+        *((option, changes, bool(changes)) for option in ORDERS for changes in (DETERMINISTIC, {})),
+        ("tiles", DETERMINISTIC | {"quantization": "int8"}, True),  # attention is in tiles, too
+        ("tiles", DETERMINISTIC | {"dtype": "float32"}, False),
+        ("tiles", {"quantization": "int8"}, False),
     ],
 )
-def test_the_bits_of_matrix_tiles_are_kept_apart(
-    checkpoint: Checkpoint, changes: dict[str, Any], apart: bool
+def test_bits_of_another_order_of_sums_are_kept_apart_where_they_are_promised(
+    checkpoint: Checkpoint, option: str, changes: dict[str, Any], apart: bool
 ) -> None:
-    """Where bits are promised, and sums run in another order."""
-    contexts = {
-        replace(SETTING, **changes, tiles=tiles).context(checkpoint, "m", "t") for tiles in (False, True)
-    }
-    assert len(contexts) == (2 if apart else 1)
-
-
-def test_the_bits_of_an_arm_cpu_are_kept_apart_where_they_are_promised(checkpoint: Checkpoint) -> None:
-    for deterministic, kinds in ((True, 3), (False, 1)):
-        settings = [replace(SETTING, deterministic=deterministic, arm=arm) for arm in ("", "neon", "bfdot")]
-        assert len({one.context(checkpoint, "m", "t") for one in settings}) == kinds
+    """Elsewhere another order is too little for another answer."""
+    values = ORDERS[option]
+    settings = [replace(SETTING, **changes, **{option: value}) for value in values]
+    assert len({one.context(checkpoint, "m", "t") for one in settings}) == (len(values) if apart else 1)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -164,16 +166,6 @@ def test_tiles_are_used_where_they_are_granted(
     assert setting.tiles is given
     assert setting.engine_config(job_of(tmp_path), 100).tiles is given
     assert not resolving.runs_in_tiles("cuda")
-
-
-def test_the_size_of_blocks_counts_only_where_bits_do(checkpoint: Checkpoint) -> None:
-    """It decides in what order attention adds: too little for another answer, enough for other bits."""
-    for deterministic in (False, True):
-        contexts = {
-            replace(SETTING, deterministic=deterministic, block_size=size).context(checkpoint, "m", "t")  # type: ignore[arg-type]
-            for size in ("auto", 8, 32)
-        }
-        assert len(contexts) == (3 if deterministic else 1)
 
 
 def test_the_options_reach_the_engine(tmp_path: Path, checkpoint: Checkpoint) -> None:
@@ -361,16 +353,6 @@ def test_the_options_reach_an_engine_on_a_gpu(
     config = setting.engine_config(job, 100)
     assert (config.device, config.quantization, config.deterministic) == ("cuda", "int8", True)
     assert setting.model_cost(checkpoint).weight_itemsize == 1, "what the plan forecasts is int8's, too"
-
-
-def test_bits_that_were_promised_are_a_devices_own(checkpoint: Checkpoint) -> None:
-    """A GPU's operators add in another order than a CPU's. Elsewhere that is too little for another answer."""
-    for deterministic in (False, True):
-        contexts = {
-            replace(SETTING, deterministic=deterministic, device=device).context(checkpoint, "m", "t")  # type: ignore[arg-type]
-            for device in ("cpu", "cuda")
-        }
-        assert len(contexts) == (2 if deterministic else 1)
 
 
 class OfAnother:
