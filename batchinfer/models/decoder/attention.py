@@ -11,15 +11,17 @@ from torch import Tensor
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.ops.interface import (
+    NO_NORMS,
     AttentionInputs,
     AttentionPlan,
+    HeadNorms,
     LatentHeads,
     LayerCache,
     LayerParts,
     Ops,
     RopeTable,
 )
-from batchinfer.models.spec.spec import AttentionSpec, LatentAttentionSpec, LayerSpec, NormSpec
+from batchinfer.models.spec.spec import AttentionSpec, LatentAttentionSpec, LayerSpec
 
 
 class AttentionHalf(ABC):
@@ -83,8 +85,8 @@ class HeadsAttention(AttentionHalf):
         spec = self.spec
         if inputs.parts is not None and spec.kv_layer is None:
             self.ops.copy_parts(cache, inputs.parts)
-        rules = (spec.scale, spec.window, spec.soft_cap, self.parts.vectors.get("sinks"))
-        return self.ops.attention(queries, cache, plan, *rules, out=out)
+        sinks = self.parts.vectors.get("sinks")
+        return self.ops.attention(queries, cache, plan, spec.scale, spec.window, spec.soft_cap, sinks, out)
 
     def result(self, attended: Tensor) -> Tensor:
         return self.parts.linears["o"](attended.flatten(1))
@@ -95,17 +97,21 @@ class HeadsAttention(AttentionHalf):
 
     def _rotated(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
         """q; rotated k, and v, go to the cache."""
-        spec, norms = self.spec, self.parts.norms
+        spec = self.spec
         q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
         q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
-        each = (norms["q_norm"], norms["k_norm"], *_numbers(spec.q_norm)) if spec.norms_heads else ()
-        return self.ops.rope_store(q, k, v, self.rope, inputs, cache, *each)
+        return self.ops.rope_store(q, k, v, self.rope, inputs, cache, self._head_norms())
 
     def _rotated_alone(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
         """q, where the cache is that of an earlier layer, which has filled it."""
-        spec = self.spec
-        each = (self.parts.norms["q_norm"], *_numbers(spec.q_norm)) if spec.norms_heads else ()
-        return self.ops.rope(q, self.rope, inputs, *each)
+        return self.ops.rope(q, self.rope, inputs, self._head_norms())
+
+    def _head_norms(self) -> HeadNorms:
+        """Return the norms that are computed with the rotation: those of each head by itself."""
+        norm, found = self.spec.q_norm, self.parts.norms
+        if norm is None or not self.spec.norms_heads:
+            return NO_NORMS
+        return HeadNorms(found["q_norm"], found.get("k_norm"), norm.eps, norm.offset)
 
     def _norm_apart(self, qkv: Tensor) -> None:
         """Norms q and k in place, before they are rotated."""
@@ -118,13 +124,6 @@ class HeadsAttention(AttentionHalf):
             stretches = part.view(len(part), -1, norm.width)
             normed, _ = apply_norm(self.ops, norm, self.parts.norms, name, stretches.contiguous())
             stretches.copy_(normed)
-
-
-def _numbers(norm: NormSpec | None) -> tuple[float, float]:
-    """Return the constants by which `rope_store` and `rope` norm each head: epsilon, and the offset of the
-    weights."""
-    assert norm is not None
-    return norm.eps, norm.offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,12 +9,14 @@ from batchinfer.models.ops.cpu_experts import CompiledExperts, CompiledHeads, pa
 from batchinfer.models.ops.cpu_layer import CompiledLayer, ItemPlan
 from batchinfer.models.ops.cpu_linear import CompiledHead, CompiledLinear
 from batchinfer.models.ops.interface import (
+    NO_NORMS,
     AttentionInputs,
     AttentionPlan,
     DecoderLayer,
     Experts,
     ExpertWeights,
     Head,
+    HeadNorms,
     HeadsLinear,
     LayerCache,
     LayerParts,
@@ -144,28 +146,40 @@ class CpuOps(TorchOps):
         rope: RopeTable,
         inputs: AttentionInputs,
         cache: LayerCache,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
+        norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
-        places = (rope.cos, rope.sin, inputs.positions, cache.k, cache.v, cache.block_size, inputs.slots)
-        norms, pairs = (q_norm, k_norm, eps), rope.interleaved
         return self._compiled.rope_store(
-            q, k, v, *places, *norms, offset=offset, interleaved=pairs, scales=cache.scales
+            q,
+            k,
+            v,
+            rope.cos,
+            rope.sin,
+            inputs.positions,
+            cache.k,
+            cache.v,
+            cache.block_size,
+            inputs.slots,
+            norms.q,
+            norms.k,
+            norms.eps,
+            offset=norms.offset,
+            interleaved=rope.interleaved,
+            scales=cache.scales,
         )
 
     def rope(
-        self,
-        q: Tensor,
-        rope: RopeTable,
-        inputs: AttentionInputs,
-        norm: Tensor | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
+        self, q: Tensor, rope: RopeTable, inputs: AttentionInputs, norms: HeadNorms = NO_NORMS
     ) -> Tensor:
-        tables = (rope.cos, rope.sin, inputs.positions)
-        return self._compiled.rope(q, *tables, norm, eps, offset=offset, interleaved=rope.interleaved)
+        return self._compiled.rope(
+            q,
+            rope.cos,
+            rope.sin,
+            inputs.positions,
+            norms.q,
+            norms.eps,
+            offset=norms.offset,
+            interleaved=rope.interleaved,
+        )
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
         if self._latent:
@@ -206,10 +220,20 @@ class CpuOps(TorchOps):
     ) -> Tensor:
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        tables = plan.inputs.block_tables
-        places = (cache.k, cache.v, cache.block_size, tables, plan.items)
-        rules = (scale, window, soft_cap, sinks)
-        return placed(self._compiled.paged_attention(q, *places, *rules, scales=cache.scales), out)
+        attended = self._compiled.paged_attention(
+            q,
+            cache.k,
+            cache.v,
+            cache.block_size,
+            plan.inputs.block_tables,
+            plan.items,
+            scale,
+            window,
+            soft_cap,
+            sinks,
+            scales=cache.scales,
+        )
+        return placed(attended, out)
 
     def pack_heads(self, weight: Tensor) -> HeadsLinear:
         packed = pack(self._compiled, ExpertWeights(weight), "plain", self._quantization)

@@ -85,6 +85,19 @@ class RopeTable:
     interleaved: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The RMSNorms that heads pass before they are rotated: weights of q and of k (D,), or None for no norm."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    eps: float = 1e-6
+    offset: float = 0.0  # is added to the weights
+
+
+NO_NORMS = HeadNorms()
+
+
 class Linear(ABC):
     """y = x W^T + b with the weight in whatever layout its implementation likes best."""
 
@@ -336,22 +349,13 @@ class Ops(ABC):
         rope: RopeTable,
         inputs: AttentionInputs,
         cache: LayerCache,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
+        norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
         """Rotated q (T, q_heads, D); k and v (T, kv_heads, D) go to the cache. See batchinfer_kernels.rope_store."""
 
     @abstractmethod
     def rope(
-        self,
-        q: Tensor,
-        rope: RopeTable,
-        inputs: AttentionInputs,
-        norm: Tensor | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
+        self, q: Tensor, rope: RopeTable, inputs: AttentionInputs, norms: HeadNorms = NO_NORMS
     ) -> Tensor:
         """Rotated q (T, q_heads, D) alone, for a layer that reads the K and V of another. The bits are those of
         `rope_store`."""

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.interface import (
+    NO_NORMS,
     AttentionInputs,
     AttentionPlan,
     Experts,
     ExpertWeights,
     Head,
+    HeadNorms,
     HeadsLinear,
     LayerCache,
     Linear,
@@ -162,26 +164,32 @@ class TorchOps(Ops):
         rope: RopeTable,
         inputs: AttentionInputs,
         cache: LayerCache,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
+        norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
         cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
-        places, norms = (cos, sin, cache.k, cache.v, inputs.slots), (q_norm, k_norm, eps)
-        return rope_store_reference(q, k, v, *places, *norms, offset=offset, interleaved=rope.interleaved)
+        return rope_store_reference(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            cache.k,
+            cache.v,
+            inputs.slots,
+            norms.q,
+            norms.k,
+            norms.eps,
+            offset=norms.offset,
+            interleaved=rope.interleaved,
+        )
 
     def rope(
-        self,
-        q: Tensor,
-        rope: RopeTable,
-        inputs: AttentionInputs,
-        norm: Tensor | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
+        self, q: Tensor, rope: RopeTable, inputs: AttentionInputs, norms: HeadNorms = NO_NORMS
     ) -> Tensor:
         cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
-        return rope_reference(q, cos, sin, norm, eps, offset=offset, interleaved=rope.interleaved)
+        return rope_reference(
+            q, cos, sin, norms.q, norms.eps, offset=norms.offset, interleaved=rope.interleaved
+        )
 
     def plan_attention(
         self,

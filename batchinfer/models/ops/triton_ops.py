@@ -25,6 +25,7 @@ from batchinfer.models.ops.gpu_linear import (
     StoredFp8Linear,
 )
 from batchinfer.models.ops.interface import (
+    NO_NORMS,
     AttentionInputs,
     AttentionPlan,
     CodedWeight,
@@ -32,6 +33,7 @@ from batchinfer.models.ops.interface import (
     ExpertWeights,
     FixedPlan,
     Head,
+    HeadNorms,
     HeadsLinear,
     LayerCache,
     Linear,
@@ -206,31 +208,40 @@ class TritonOps(Ops):
         rope: RopeTable,
         inputs: AttentionInputs,
         cache: LayerCache,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
+        norms: HeadNorms = NO_NORMS,
     ) -> Tensor:
-        places = (rope.cos, rope.sin, cache.k, cache.v, inputs.slots)
         return rope_store(
-            *(q, k, v, *places, q_norm, k_norm, eps, inputs.positions),
-            offset=offset,
+            q,
+            k,
+            v,
+            rope.cos,
+            rope.sin,
+            cache.k,
+            cache.v,
+            inputs.slots,
+            norms.q,
+            norms.k,
+            norms.eps,
+            inputs.positions,
+            offset=norms.offset,
             interleaved=rope.interleaved,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
         )
 
     def rope(
-        self,
-        q: Tensor,
-        rope: RopeTable,
-        inputs: AttentionInputs,
-        norm: Tensor | None = None,
-        eps: float = 1e-6,
-        offset: float = 0.0,
+        self, q: Tensor, rope: RopeTable, inputs: AttentionInputs, norms: HeadNorms = NO_NORMS
     ) -> Tensor:
-        norms, pairs = (norm, eps, inputs.positions), rope.interleaved
-        return rotate(q, rope.cos, rope.sin, *norms, offset=offset, interleaved=pairs)
+        return rotate(
+            q,
+            rope.cos,
+            rope.sin,
+            norms.q,
+            norms.eps,
+            inputs.positions,
+            offset=norms.offset,
+            interleaved=rope.interleaved,
+        )
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
         for k, v in cache.copied:
