@@ -46,7 +46,8 @@ def _hub_blobs(path: Path) -> list[Path]:
 
 
 def _is_shared_blobs(folder: Path) -> bool:
-    """Whether huggingface_hub made the folder: beside a model's entry, another `blobs` could be anybody's."""
+    """Whether huggingface_hub made the folder: elsewhere, a folder `blobs` next to a model's entry could be
+    anybody's."""
     name, content = SHARED_BLOBS_MARKER
     marker = folder / name
     if folder.is_symlink() or marker.is_symlink() or not marker.is_file():

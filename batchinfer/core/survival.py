@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Survival:
-    """The share of answers that are longer than so many tokens: the estimate of Kaplan and Meier (1958).
+    """Return the share of answers longer than a number of tokens: the estimate of Kaplan and Meier (1958).
 
     An answer that `max_tokens` cut, or that still runs, is known to be longer than what there is of it, and no more: to
     take its tokens for its length would make answers look short. Beyond the longest answer that was seen, where only

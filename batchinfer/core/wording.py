@@ -102,7 +102,7 @@ def _written(value: float, digits: int) -> str:
 
 
 def _rounded(value: float, digits: int) -> str:
-    """A whole number is written as one; else so many digits, those before the point always."""
+    """Return a whole number as it is, others with that many digits; digits before the point are never cut."""
     if value == int(value):
         return f"{value:,.0f}"
     before = len(str(round(abs(value))))

@@ -5,7 +5,7 @@
     results/${date}/tickets     results/tickets
     ${date}                     the job's name
 
-State and report lie beside this root, so that every night finds the answers of the nights before.
+State and report lie next to this root, so that every night finds the answers of the nights before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def trial_results(root: Path, limit: int) -> Path:
 
 
 def root_of_trial(results: Path) -> Path | None:
-    """The root beside which `trial_results` gave that folder; None for a name that it does not give."""
+    """Return the root for which `trial_results` gave that folder; None for a name that it never gives."""
     found = re.fullmatch(rf"(.+){_TRIAL}\d+", results.name)
     return results.with_name(found[1]) if found else None
 

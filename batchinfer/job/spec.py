@@ -323,11 +323,12 @@ class Job(Section):
 
     @property
     def results_root(self) -> Path:
-        """`output.path` without its ${date}: what lies beside it belongs to the job, not to one night's result."""
+        """Return `output.path` without its ${date}; the folders next to it belong to the job, not to one night's
+        result."""
         return self._root
 
     def first_rows(self, limit: int) -> Job:
-        """A trial: the same job over its first `limit` rows, with a result folder of its own beside the root."""
+        """Return a trial: the same job over its first `limit` rows, with its own result folder next to the root."""
         path = trial_results(self._root, limit)
         fewest = limit if self.input.limit is None else min(limit, self.input.limit)
         return self.model_copy(

@@ -24,7 +24,7 @@ def usable_cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
 
 
 def divided_cores(parts: int, nodes: Path = _NODES, topology: Path = _TOPOLOGY) -> list[tuple[int, ...]]:
-    """The cores that this process may use in so many parts, whose sizes differ by one at the most. Those of a memory
+    """Divide the cores that this process may use into parts whose sizes differ by one at the most. Those of a memory
     node stay together, and so do those that share a physical core. Empty parts where the system binds no process."""
     if not hasattr(os, "sched_getaffinity"):
         return [()] * parts

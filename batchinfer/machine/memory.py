@@ -92,7 +92,7 @@ def _file_pages(path: Path) -> int:
 
 
 def limit_memory(extra: int) -> None:
-    """This process may take so many bytes more than it has, or less where it is limited already. A process that it
+    """Limit this process to that many bytes more than it has, or less if it is limited already. A process that it
     starts may lift this limit."""
     if sys.platform != "linux":
         return

@@ -121,7 +121,7 @@ class Child:
         self.close()
 
     def wait(self, within_s: float) -> Ended | None:
-        """How it ended; None: it still runs after so many seconds."""
+        """Wait that many seconds for its end, and return how it ended; None if it still runs."""
         deadline = time.monotonic() + within_s
         while self._ended is None:
             try:

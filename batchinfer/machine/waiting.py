@@ -31,7 +31,8 @@ class Waited:
 
 
 def comes(pipe: Connection[Any, Any], within_s: float) -> bool:
-    """Whether there is something to receive, waiting for so many seconds in which this process can run."""
+    """Return whether there is something to receive, after waiting at most that many seconds in which this process
+    runs."""
     waited = Waited()
     while not pipe.poll(LOOK_S):
         if waited.look() >= within_s:

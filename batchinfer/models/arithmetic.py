@@ -11,7 +11,7 @@ from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The dtype of activations, the device, and what the engine's configuration asks for beside them."""
+    """The dtype of activations, the device, and the other settings of the engine's arithmetic."""
 
     dtype: torch.dtype
     device: torch.device

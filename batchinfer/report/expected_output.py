@@ -11,7 +11,7 @@ import numpy as np
 from batchinfer.core.survival import Survival
 
 FEWEST = 16  # answers that ended by themselves: fewer say too little
-AGAIN = 1.05  # the guess is made anew when so many times as many answers have ended
+AGAIN = 1.05  # the guess is made again when this many times as many answers have ended
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _InWork:
         self.began += [self.steps] * (running - len(self.began))
 
     def finished(self, tokens: int) -> None:
-        """Remove a row whose answer has so many tokens: the one that began about so many steps ago."""
+        """Remove a row whose answer has that many tokens: one that began about that many steps ago."""
         if self.began:
             del self.began[min(bisect_left(self.began, self.steps - tokens), len(self.began) - 1)]
 

@@ -1,4 +1,4 @@
-"""All runs of a job beside each other: how fast each was, and whether the newest is slower than usual. Pure."""
+"""The history of a job: the speed of each run, and whether the newest is slower than usual. No input or output."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class Progress:
         self._begin(_Work("running", total_rows=rows, prompt_tokens=prompt_tokens, output=output))
 
     def downloading(self, received: int, total: int) -> None:
-        """Begin the phase of a download, of which so many bytes are there already."""
+        """Begin the phase of a download, some of whose bytes are there already."""
         self._begin(_Work("downloading", bytes=received, total_bytes=total))
 
     def received(self, received: int) -> None:

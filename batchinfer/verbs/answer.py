@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Format = Literal["auto", "table", "blocks", "json", "jsonl", "csv", "parquet"]
 FORMATS: tuple[str, ...] = get_args(Format)
 JSON_FORMATS = ("json", "jsonl")  # the same: an object a line
-BATCH_ROWS = 1000  # held at a time; a table is laid out by its first so many rows
+BATCH_ROWS = 1000  # held at a time; the first of them decide the widths of a table
 _GAP = "  "
 _ROW = "batchinfer_answer_row"
 _NUMBERS = ("INT", "DECIMAL", "DOUBLE", "FLOAT", "HUGEINT", "BIGINT")

@@ -68,7 +68,7 @@ class ResultPlace:
 
 
 def _reported(report: Path) -> Path | None:
-    """The result that a report is of, where it lies beside it."""
+    """Return the result of a report, if it lies next to it."""
     folder = report.absolute()
     results = folder.with_name(folder.name.removesuffix("-report"))
     return results if results != folder and read_manifest(results) is not None else None

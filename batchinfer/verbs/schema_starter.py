@@ -68,7 +68,7 @@ class SchemaFile:
         return "fit" if bound <= FIT_TOKENS else str(MAX_TOKENS)
 
     def _has_columns(self) -> bool:
-        """Whether its properties can be columns beside the others of the result."""
+        """Whether its properties can be columns of the result, next to the others."""
         try:
             names = schema_columns(self.schema).schema.names
         except NoColumns:

@@ -114,6 +114,6 @@ def _ends(lengths: Places) -> NDArray[np.int32]:
 
 
 def _ranges(starts: Places, lengths: Places) -> Places:
-    """starts[0], starts[0] + 1, … so many of each row, end to end."""
+    """Return starts[0], starts[0] + 1, … for each row as many as its count, all rows in one array."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

@@ -82,7 +82,7 @@ def limits_of(params: SamplingParams) -> LLParserLimits:
 
 
 def compiled(params: SamplingParams, tokenizer: LLTokenizer, stack_bytes: int = STACK_BYTES) -> LLMatcher:
-    """The constraint of `params`, compiled on a stack of so many bytes. Raises BadConstraint."""
+    """The constraint of `params`, compiled on a stack of that many bytes. Raises BadConstraint."""
     grammar, limits = grammar_of(params), limits_of(params)
     made: LLMatcher = _on_stack(
         stack_bytes, lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits)

@@ -10,7 +10,7 @@ from batchinfer.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-KEPT_BYTES = 512 << 20  # rows in flight keep theirs beside
+KEPT_BYTES = 512 << 20  # besides those that rows in flight keep
 # Measured with a vocabulary of 49,152 tokens, in MB as compiled and what masks add over 2,000 steps:
 #   six properties                  0.1 + 1.7     an object of any kind            0.1 + 2.4
 #   400 enums of 20, text 0.09 MB   3.4 + 0.1     1,500 enums of 40, text 0.65 MB  18.8 + 0.5

@@ -2,7 +2,7 @@
 
 index/part-*.parquet        one row for every input row, in order
 tokens/tokens.bin           the prompts
-passthrough/part-*.parquet  the output.columns, row by row beside the index
+passthrough/part-*.parquet  the output.columns, in the rows of the index
 index.json                  the marker, written last
 """
 

@@ -47,7 +47,7 @@ DEFAULT_TEXT = TextOptions()
 class ReadOptions:
     """How to read: `columns` are those that are wanted (None: all), where a format can leave out the others.
 
-    `sample_bytes` ends the reading early: about so many unpacked bytes of a format of lines are looked at.
+    `sample_bytes` ends the reading early: after about that many unpacked bytes of a format of lines.
     """
 
     text: TextOptions = DEFAULT_TEXT

@@ -21,7 +21,7 @@ Shape = Literal["table", "openai"]
 
 @dataclass(frozen=True, slots=True)
 class SampleSize:
-    """The size of a sample: of each file its first rows only, and of a file of lines about so many bytes."""
+    """The size of a sample: of each file its first rows only, and of a file of lines about that many bytes."""
 
     rows: int
     bytes: int = 8 << 20

@@ -43,7 +43,7 @@ def materialise(sql: str, job: Path, target: Path, memory: int | None = None) ->
 
     Relative paths in the query are looked up in the job file's folder. DuckDB may load no extension that does not
     come with it. 128-bit integers become decimal(38, 0). What needs more than `memory` bytes is spilled to disk
-    beside `target`. Raises JobFileError with DuckDB's message, OutOfMemory, StorageError.
+    next to `target`. Raises JobFileError with DuckDB's message, OutOfMemory, StorageError.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     spill = target.parent / "spill"

@@ -96,7 +96,7 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
-    """A chat asks with `logprobs: true`, and for likeliest tokens with `top_logprobs` beside it."""
+    """A chat asks with `logprobs: true`, and for the likeliest tokens with `top_logprobs` as well."""
     asked, most = body.get("logprobs"), body.get("top_logprobs")
     if asked is not None:
         _boolean("logprobs", asked)

@@ -1,8 +1,8 @@
 """`--to-openai FILE`: a published result as the output file of an OpenAI batch.
 
 One line per input row, in input order. What a row asked of whom (`url`, `model`) stands in the input alone, which is
-read again beside the result. Ids are derived from the row, and `created` is 0 unless a time is given: equal results
-give equal bytes.
+read again together with the result. Ids are derived from the row, and `created` is 0 unless a time is given: equal
+results give equal bytes.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class OutputFile:
         }
 
     def _remember(self, written: Digest) -> None:
-        """Before the rename, beside what is there now: a crash on either side of it finds its file known."""
+        """Record the digest before the rename, in addition to the old one: after a crash either file is known."""
         there = self._ours()
         self._write_entries([written] if there is None else [there, written])
 

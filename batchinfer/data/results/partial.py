@@ -17,7 +17,7 @@ from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.durable import Digest, FileOps
 from batchinfer.data.store.completion_store import read_records, write_table
 
-PARTIAL = "partial.json"  # beside an index: the model and the store that its partial results are made of
+PARTIAL = "partial.json"  # next to an index: the model and the store that its partial results are made of
 
 
 def partial_reader(

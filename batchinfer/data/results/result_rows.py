@@ -60,7 +60,7 @@ class IndexView(Protocol):
 
     @property
     def passthrough_parts(self) -> Sequence[Path]:
-        """Parts with `row_id` and the passthrough columns, row by row beside the index; empty if there are
+        """Parts with `row_id` and the passthrough columns, in the rows of the index; empty if there are
         none.
         """
 

@@ -38,7 +38,7 @@ from batchinfer.data.store.store_lock import StoreLock
 from batchinfer.data.store.stored_logprobs import LOGPROB_SCHEMA, damaged, have_logprobs, padded
 from batchinfer.data.store.uses import Mask, User, Uses, read_uses, use_files, write_uses
 
-_PART_ROWS = 50_000  # a new part ends where it has so many
+_PART_ROWS = 50_000  # the most rows of a new part
 _GROUP_ROWS = 8192
 _LOGPROB_GROUP_ROWS = 256  # where rows have log-probabilities, each of which may take a megabyte
 _DAY_S = 86400
@@ -50,7 +50,7 @@ class Policy:
 
     dropped_share: float  # of a part's rows
     small_rows: int  # a part with fewer rows may be joined with its neighbours,
-    joined: int  # if so many are in a row
+    joined: int  # small parts in a row that are worth joining
     use_files: int  # that become one
 
 

@@ -36,7 +36,7 @@ from batchinfer.data.store.stored_logprobs import LOGPROB_SCHEMA, logprob_bytes,
 from batchinfer.data.store.uses import unfinished
 
 RECORD_FORMAT = 1
-PENDING_BYTES = 64 << 20  # of log-probabilities: with so many in memory, fewer rows make a part
+PENDING_BYTES = 64 << 20  # of log-probabilities: more than these in memory are written as a part early
 # The whole name: other programs call their files part-00000.parquet, too, and theirs are not ours to remove.
 _OURS = re.compile(r"part-\d{10}-[0-9a-f]{8}(-[0-9a-f]{8})?\.(parquet|json)(\.tmp)?")
 COMPLETION_SCHEMA = pa.schema(

@@ -125,7 +125,7 @@ def _time_of(marker: str) -> int:
 def uses_of(
     user: User, used: Iterable[tuple[str, NDArray[np.int64]]], rows: Mapping[str, int], now: float
 ) -> Uses:
-    """One result's use, now, of the rows `used` (part name and row numbers) of parts with so many `rows`."""
+    """One result's use, now, of the rows `used` (part name and row numbers) of parts that have `rows` rows."""
     times: dict[str, Mapping[User, Times]] = {}
     for part, numbers in used:
         mine = times.setdefault(part, {user: np.zeros(rows[part], np.uint32)})

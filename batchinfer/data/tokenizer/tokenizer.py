@@ -166,7 +166,7 @@ class SegmentEncoder:
         return ids
 
     def _stripped(self, pieces: list[str], index: int) -> str:
-        """Some special tokens swallow the white space beside them."""
+        """Return whether special tokens swallow the white space next to them."""
         piece = pieces[index]
         if index and self._added[pieces[index - 1]].rstrip:
             piece = piece.lstrip()

@@ -1,4 +1,5 @@
-"""Weights that a checkpoint stores in 4 or 8 bits beside scales: which they are, and what they stand for. No torch."""
+"""Finds the weights that a checkpoint stores in 4 or 8 bits with scales, and the weights that they stand for. No
+torch."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How config.json says that weights are stored. `alone`: activations are not to be quantised beside them."""
+    """How config.json says that weights are stored. `alone`: activations are not to be quantised."""
 
     format: Format
     block: tuple[int, int] | None

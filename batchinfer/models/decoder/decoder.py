@@ -123,7 +123,7 @@ class Decoder:
         return x if residual is None else x + residual
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate what `forward_split_at_attention` passes on, for steps of up to so many tokens."""
+        """Allocate what `forward_split_at_attention` passes on, for steps of up to that many tokens."""
         embedding, hidden = self._tables.embedding, self.spec.hidden
         halves = [
             layer.attention.widths for layer in self._layers if isinstance(layer, Block) and layer.attends

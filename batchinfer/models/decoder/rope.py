@@ -79,6 +79,6 @@ def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 def _yarn_dimension(rotations: float, rope: RopeConfig, head_dim: int) -> float:
-    """The dimension that turns so many times over the original context."""
+    """Return the dimension that turns that many times over the original context."""
     turns = rope.original_max_positions / (rotations * 2 * math.pi)
     return head_dim * math.log(turns) / (2 * math.log(rope.theta))

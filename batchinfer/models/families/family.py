@@ -41,7 +41,7 @@ LOCAL: LayerKind = "sliding_attention"
 @dataclass(frozen=True, slots=True)
 class Part:
     """A parameter that is some outputs, [start, stop), of a module's weight and bias; with `every`, those of each
-    stretch of so many outputs. `transposed`: the weight is stored as (inputs, outputs). `index`: which of several
+    stretch of that many outputs. `transposed`: the weight is stored as (inputs, outputs). `index`: which of several
     matrices in one tensor it is. `weight` and `bias` end the names of the tensors."""
 
     module: str

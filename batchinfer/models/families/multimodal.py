@@ -25,7 +25,7 @@ ABSENT_SIZES: dict[str, dict[str, int]] = {
         "cohere2": (256_000, 8192, 22_528, 40, 64, 8192),
     }.items()
 }
-# Stated beside text_config, these hold for the decoder where text_config is silent
+# Stated next to text_config, these hold for the decoder where text_config is silent
 _SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 _TIED = "tie_word_embeddings"
 # What transformers 4 and the published checkpoints write, and what transformers 5 does

@@ -40,7 +40,7 @@ MODULES: Modules = {
 
 
 def parse_qwen2_moe(files: ConfigFiles) -> ModelSpec:
-    """Qwen2MoeConfig: beside the experts all tokens pass a shared one, which has a gate."""
+    """Make the spec of a Qwen2MoeConfig: all tokens also pass a shared expert, which has a gate."""
     fields = files.config
     attended = attention(fields, absent_kv_heads=16, qkv_bias=fields.boolean("qkv_bias", True))
     normalised = fields.boolean("norm_topk_prob", False)

@@ -15,7 +15,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 def window_of(mask_function: MaskFunction, positions: int) -> int | None:
-    """How many keys, its own included, a query sees in a sequence of so many tokens; None: all before it.
+    """Return how many keys, its own included, a query sees in a sequence of that many tokens; None: all before it.
 
     Raises CannotRun for a mask that is neither causal nor a sliding window.
     """

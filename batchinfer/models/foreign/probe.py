@@ -98,7 +98,7 @@ def _without_weights(kind: Any, config: Any) -> Any:
 
 
 def _check_modules(model: Any) -> None:
-    """Raises CannotRun for what passes something from token to token beside attention."""
+    """Raise CannotRun for a model that passes something from token to token outside of attention."""
     if model._is_stateful:
         raise CannotRun(STATEFUL)
     for name, module in model.named_modules():

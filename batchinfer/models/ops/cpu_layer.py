@@ -29,7 +29,7 @@ from batchinfer_kernels.cpu.layer import (
 
 
 class ItemPlan(AttentionPlan):
-    """The step cut into pieces of work, and what its layers leave to one another. `beside`: the plan of another cache
+    """The step cut into items of work, and the buffers that its layers share. `beside`: the plan of another cache
     group for the same step."""
 
     padded_tokens = 0

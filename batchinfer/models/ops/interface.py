@@ -29,7 +29,7 @@ from batchinfer_kernels.step_tables import StepTables
 class LayerCache:
     """K and V of one layer, (blocks, kv_heads, block_size, head_dim) each; how values lie within a block is the
     business of the operators that allocated it, which may round its two inner sizes up. Where the layer keeps latents,
-    (blocks, 1, block_size, dim), both are the same tensor. Codes have scales beside them, (blocks, kv_heads,
+    (blocks, 1, block_size, dim), both are the same tensor. Quantised values have scales, (blocks, kv_heads,
     block_size) float32."""
 
     k: Tensor
@@ -191,7 +191,7 @@ class FixedPlan(AttentionPlan):
     @property
     @abstractmethod
     def sizes(self) -> Hashable:
-        """The sizes, beside the number of rows and the bound of the contexts, that the launches depend on."""
+        """Return the sizes that launches depend on, besides the number of rows and the bound of the contexts."""
 
     @abstractmethod
     def refill(self, other: FixedPlan) -> None:
@@ -409,7 +409,7 @@ class Ops(ABC):
         inputs: AttentionInputs,
         cache: LayerCache,
     ) -> Tensor:
-        """Rotated q (T, heads, R); latent (T, rank) and rotated k (T, R) go to the cache beside one another. See
+        """Rotated q (T, heads, R); latent (T, rank) and rotated k (T, R) go to the cache next to one another. See
         batchinfer_kernels.latent_attention. torch's own serves every device: it takes each row by itself."""
         cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
         places = (cos, sin, cache.k, inputs.slots)

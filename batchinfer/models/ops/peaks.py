@@ -1,7 +1,7 @@
 """Measures this machine's peaks: in each dtype the best of 20 packed GEMMs, by torch's libraries and by the compiled
 operators, whichever is faster; and of large reads and copies.
 
-A few seconds per device; on a busy machine the peaks come out low, so measure beside the run they are for.
+A few seconds per device; on a busy machine the peaks come out low, so measure on the same day as the run they are for.
 """
 
 from __future__ import annotations

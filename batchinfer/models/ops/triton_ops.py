@@ -65,7 +65,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TritonPlan(FixedPlan):
-    """A step's plan beside the block tables that it is read with."""
+    """A step's plan with the block tables that it is read with."""
 
     padded_tokens = 0
 

@@ -72,7 +72,9 @@ def parse_rope(
     _check_supported(kind, rope, raw, mistakes, partial)
     if len(mistakes) > before:
         return RopeConfig()
-    if raw.get("original_max_position_embeddings") is not None:  # beside the rope parameters: it wins
+    if (
+        raw.get("original_max_position_embeddings") is not None
+    ):  # stated outside of the rope parameters, it wins
         rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     if rope["rope_theta"] is None:
         rope["rope_theta"] = absent_theta

@@ -235,7 +235,7 @@ class LatentAttentionSpec:
     are rotated and that all heads share.
 
     A head of q and k has `plain_dim` values without a position, then rotated ones; one of v has `v_dim`. With a
-    `q_rank` q is a product of so many values, which are normed. `eps` is of both norms.
+    `q_rank` q is a product of that many values, which are normed. `eps` is of both norms.
     """
 
     q_heads: int

@@ -1,4 +1,4 @@
-"""How the host launched steps on a GPU, beside what was forecast."""
+"""The launches of steps on a GPU, actual and forecast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The top of the page: which run it is, how it went in a few figures, and its forecast beside what came of it."""
+"""The top of the page: the run's name, a few figures of it, and its forecast next to the facts."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ _BASIS = {
 
 
 def forecast(run: ReportedRun) -> PageSection:
-    """Every figure that was forecast, beside what it came to."""
+    """Return every figure that was forecast with the actual one."""
     rows = [row for pair in _PAIRS if (row := _compared(run.row, *pair)) is not None]
     title = "Forecast and actual"
     if not rows:

@@ -689,7 +689,7 @@ def sampled(columns: Sequence[Column], sample: type[StepSample | RequestSample])
 
 
 def completed(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
-    """The row with what formulas make of it; it has all other columns, and what formulas need beside them."""
+    """The row with what formulas make of it; it has all other columns, and other values that formulas need."""
     for column in columns:
         if column.formula is not None:
             row[column.name] = column.formula(row)

@@ -199,7 +199,7 @@ def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np
 
 
 def _pairs(tokens: Floats, window: int | None) -> Floats:
-    """(query, key) pairs of the first so many tokens of one layer."""
+    """Return the number of (query, key) pairs of the first tokens of one layer."""
     growing = tokens if window is None else np.minimum(tokens, window)
     return growing * (growing + 1) / 2 + (tokens - growing) * growing
 

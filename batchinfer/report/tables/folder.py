@@ -21,7 +21,7 @@ _RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6,7}")
 
 
 def report_folder(root: Path) -> Path:
-    """`/d/res` → `/d/res-report`: beside the root of a job's results, never inside."""
+    """Return `/d/res-report` for `/d/res`: next to the root of a job's results, never inside."""
     return root.with_name(f"{root.name}-report")
 
 

@@ -117,7 +117,7 @@ class Meter:
         self._spent_ns += time.perf_counter_ns() - began
 
     def request(self, sample: RequestSample, rows: int = 1, engine: int = 0, replica: int = 0) -> None:
-        """Count one request that an engine finished, which answers so many input rows."""
+        """Count one request that an engine finished, which answers `rows` input rows."""
         began = time.perf_counter_ns()
         self._constrained += sample.constrained
         self._steered += sample.steered

@@ -87,7 +87,7 @@ def _control(source: PatternSource, begin: int) -> int:
 
 
 def _hexadecimal(source: PatternSource, begin: int, digits: int) -> int:
-    """A code of so many digits."""
+    """Read a code point of that many digits."""
     text = source.peek(digits)
     if len(text) < digits or not _HEX.issuperset(text):
         braced = source.took("{") and source.until("}") is not None

@@ -25,7 +25,7 @@ from batchinfer.data.input.text_encoding import decoded
 
 _TABS = (".tsv", ".tab")
 _OTHERWISE = "input.sql with read_csv reads files without a header"
-MAX_COLUMNS = 100_000  # a row of so many takes 10 MB
+MAX_COLUMNS = 100_000  # a row of 100,000 fields takes 10 MB
 _SPARE = 1000  # a record with more fields than these beyond the header's is counted, and its fields not kept
 
 Fields = list[str]
