@@ -144,7 +144,7 @@ def block_fp8_grouped_linear_cost(
 
 
 def expected_hit(tokens: int, experts: int, chosen: int) -> int:
-    """How many different experts so many tokens use if each chooses `chosen` of them evenly, rounded."""
+    """Return how many different experts `tokens` tokens use if each chooses `chosen` of them evenly, rounded."""
     return round(experts * (1 - (1 - chosen / experts) ** tokens))
 
 
@@ -230,7 +230,7 @@ def rope_store_cost(
 def copy_parts_cost(
     tokens: int, kv_heads: int, head_dim: int, itemsize: int, tensors: int = 2, coded: bool = False
 ) -> Cost:
-    """K and V of so many cached tokens read and written; `tensors`: 1 where both are the same latents.
+    """K and V of `tokens` cached tokens are read and written; `tensors`: 1 where both are the same latents.
     `coded`: they are codes of a byte, with a scale for each head."""
     head = head_dim + 4 if coded else head_dim * itemsize
     return Cost(0, 2 * tensors * tokens * kv_heads * head)
@@ -306,8 +306,8 @@ def sample_cost(rows: int, vocab: int, itemsize: int, drawn: int = 0) -> Cost:
 
 
 def penalise_cost(tokens: int, distinct: int, said: int, itemsize: int) -> Cost:
-    """`tokens` are read; of the `distinct` ones logits are compared, divided, multiplied and written; of those that
-    were `said` in answers, count and sum up a penalty and subtract it."""
+    """`tokens` are read; of the `distinct` ones logits are compared, divided, multiplied and written; for each one
+    that was `said` in answers a penalty is counted, summed up and subtracted."""
     return Cost(3 * distinct + 3 * said, 4 * tokens + 2 * distinct * itemsize)
 
 
@@ -407,9 +407,8 @@ class ModelCost:
     parameters: int  # weights of linear maps, the head's not among them
     active_parameters: int  # of these, how many a token multiplies: not those of experts that it does not use
     head_parameters: int
-    caches: tuple[
-        tuple[int | None, int], ...
-    ]  # of each layer that keeps K and V: its window, bytes of a token
+    # Of each layer that keeps K and V: its window, bytes of a token
+    caches: tuple[tuple[int | None, int], ...]
     itemsize: int  # bytes of an activation
     weight_itemsize: int  # bytes of a weight of the linear layers; 1: codes, int8 or fp8
 
@@ -419,11 +418,11 @@ class ModelCost:
         return len(self.windows)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of K and V that a sequence of so many tokens keeps, over all layers."""
+        """Return the bytes of K and V that a sequence of `tokens` tokens keeps, over all layers."""
         return sum(size * (tokens if window is None else min(tokens, window)) for window, size in self.caches)
 
     def seen(self, tokens: int) -> int:
-        """How many of so many cached tokens the next query sees, itself included, summed over layers."""
+        """Return how many of `tokens` cached tokens the next query sees, itself included, summed over layers."""
         return sum(tokens if window is None else min(tokens, window) for window in self.windows)
 
     def pairs(self, tokens: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.matmul import check_matmul, finished, products
+from batchinfer_kernels.quantized_linear import inverse_scales
 
 MAX_FP8 = 448.0  # the largest finite float8_e4m3fn
 FP8 = torch.float8_e4m3fn
@@ -33,13 +34,9 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
-    most = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
-    largest = torch.full_like(most, MAX_FP8)  # see batchinfer_kernels.quantized_linear.quantize_rows
-    inverse = largest / most
-    finite = most.isfinite()
-    inverse = torch.where(finite & inverse.isfinite(), inverse, 0.0)
+    inverse, scales = inverse_scales(wide, MAX_FP8)
     scaled = (wide.nan_to_num(0.0, 0.0, 0.0) * inverse[..., None]).clamp(-MAX_FP8, MAX_FP8)
-    return scaled.to(FP8), torch.where(finite, most / largest, torch.nan)
+    return scaled.to(FP8), scales
 
 
 def fp8_matmul_reference(

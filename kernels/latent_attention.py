@@ -61,7 +61,7 @@ def latent_store_reference(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Rotated q; the latent and rotated k are written to the cache, in place, beside one another.
+    """Rotated q; the latent and rotated k are written to the cache, in place, side by side.
 
     q: (T, heads, R); latent: (T, rank); k: (T, R); cos, sin: (T, R / 2) float32; cache: (blocks, 1, block_size,
     rank + R); slots: (T,) int64, block * block_size + offset. `interleaved`: see rotate_reference.

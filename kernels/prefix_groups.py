@@ -18,9 +18,8 @@ from batchinfer_kernels.step_tables import StepTables
 
 Ints = NDArray[np.int64]
 FEWEST_COLUMNS = 8
-_FACTOR = np.uint64(
-    0x9E37_79B9_7F4A_7C15
-)  # odd, so that no power of it is 0 (Knuth's multiplicative hashing)
+# Odd, so that no power of it is 0 (Knuth's multiplicative hashing)
+_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ def prefix_groups(
 ) -> list[PrefixGroup]:
     """The groups of the sequences that have a single query, outer ones before inner ones.
 
-    tables: of the S sequences; `units`: how many whole units lie in so many leading blocks. The widest group is taken
-    first, and what is inside it is measured from its end. So of the units that a sequence shares with
+    tables: of the S sequences; `units`: how many whole units lie in a number of leading blocks. The widest group is
+    taken first, and the groups inside it are measured from its end. So of the units that a sequence shares with
     `worth.sequences` - 1 others, before all their queries, fewer than `worth.units` are left to it alone.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
@@ -74,14 +73,13 @@ def prefix_groups(
 
 
 def _columns(tables: StepTables, single: Ints, full: Ints) -> int:
-    """So many leading blocks that no two sequences share more; looking at the others would cost time. Sums of
-    products stand for beginnings, as two that are alike have the same one."""
+    """Return a number of leading blocks of which no two sequences share more; looking at the others would cost time.
+    Sums of products stand for beginnings, as two equal beginnings have the same sum."""
     most = int(np.partition(full, -2)[-2])
     columns = FEWEST_COLUMNS
     while columns < most:
-        sums = tables.leading(single, columns).astype(np.uint64) @ _FACTOR ** np.arange(
-            columns, dtype=np.uint64
-        )
+        factors = _FACTOR ** np.arange(columns, dtype=np.uint64)
+        sums = tables.leading(single, columns).astype(np.uint64) @ factors
         if _all_differ(sums):
             return columns
         columns *= 2
@@ -96,9 +94,8 @@ def _all_differ(values: NDArray[Any]) -> bool:
 
 def _nested(order: Ints, shared: Ints, worth: Worth) -> Iterator[PrefixGroup]:
     """Groups among the sorted sequences, depth first. shared[i]: units that sequences i and i + 1 share."""
-    ranges = [
-        (0, len(order), 0, 0)
-    ]  # [start, end) share so many units with one another, which are taken; level
+    # [start, end) of sequences, the units that they share with one another and that are taken, and the level
+    ranges = [(0, len(order), 0, 0)]
     while ranges:
         start, end, taken, level = ranges.pop()
         if end - start < worth.sequences:

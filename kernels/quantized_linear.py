@@ -49,15 +49,22 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     Rows below 4e-37, where 127 ÷ magnitude overflows, become zeros.
     """
     wide = x.float()
-    most = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
-    # No number: torch divides one by a tensor, and on a GPU a tensor by one, with a reciprocal, rounded twice
-    largest = torch.full_like(most, MAX_CODE)
-    inverse = largest / most
-    finite = most.isfinite()
-    inverse = torch.where(finite & inverse.isfinite(), inverse, 0.0)
+    inverse, scales = inverse_scales(wide, MAX_CODE)
     # The exact product is rounded once, as a fused multiply-add does it: float64 holds it
     scaled = wide.nan_to_num(0.0, 0.0, 0.0).double() * inverse.double()[..., None]
-    return scaled.round().to(torch.int8), torch.where(finite, most / largest, torch.nan)
+    return scaled.round().to(torch.int8), scales
+
+
+def inverse_scales(wide: Tensor, max_code: float) -> tuple[Tensor, Tensor]:
+    """wide: (..., K) float32 → the codes a value and the scale of each row, (...), whose largest magnitude becomes
+    `max_code`. Rows that are no finite number, or too small, have 0 codes a value; the first have NaN as their scale.
+    """
+    most = wide.abs().amax(-1) if wide.shape[-1] else wide.new_zeros(wide.shape[:-1])
+    # No number: torch divides one by a tensor, and on a GPU a tensor by one, with a reciprocal, rounded twice
+    largest = torch.full_like(most, max_code)
+    inverse, finite = largest / most, most.isfinite()
+    inverse = torch.where(finite & inverse.isfinite(), inverse, 0.0)
+    return inverse, torch.where(finite, most / largest, torch.nan)
 
 
 def quantized_linear_reference(

@@ -79,13 +79,13 @@ def unpack_codes(packed: Tensor, bits: int, inputs: int) -> Tensor:
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
-    """weight: (N, K) of floats. Raises ValueError for what is no such weight."""
+    """weight: (N, K) of floats. Raises ValueError for any other tensor."""
     codes, scales = quantize_weight(weight)
     return Int8Weight(pack_codes(codes.view(torch.uint8), 8), scales, weight.shape[1])
 
 
 def quantize_int4(weight: Tensor, group: int, symmetric: bool = True) -> Int4Weight:
-    """weight: (N, K) of the activations' dtype, rounded to nearest code. Raises ValueError for what is no such weight.
+    """weight: (N, K) of the activations' dtype, rounded to nearest code. Raises ValueError for any other tensor.
 
     Symmetric: the largest magnitude of a group becomes ±7. Else the group's range, 0 included, becomes -8 … 7. A group
     with a value that is no finite number has scale NaN.

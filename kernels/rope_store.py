@@ -131,7 +131,7 @@ def rope_store_reference(
     asks for it; caches: (blocks, kv_heads, block_size, D); slots: (T,) int64, block * block_size + offset, negative for
     padding. q_norm, k_norm: (D,) weights of a per-head RMSNorm applied before the rotation (Qwen3), `offset` added to
     them (Gemma 3). `interleaved`: see rotate_reference. A cache of int8 or float8_e4m3fn holds
-    codes; their scales (blocks, kv_heads, block_size) float32, one for each head of a token, are written beside them
+    codes; their scales (blocks, kv_heads, block_size) float32, one for each head of a token, are written with them
     (see coded_reference). Raises ValueError when shapes or dtypes do not fit.
     """
     check_rope_store(q, k, v, cos, slots)

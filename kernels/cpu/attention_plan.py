@@ -37,7 +37,7 @@ class CachePages:
     units_per_tile: int
 
     def whole_tiles(self, blocks: Ints) -> Ints:
-        """How many tiles lie within so many leading blocks."""
+        """Return how many tiles lie within a number of leading blocks."""
         return blocks * -(-self.block_size // self.lanes) // self.units_per_tile
 
 
@@ -77,9 +77,8 @@ def attention_items(
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     ends = np.cumsum(lens)
     groups = _shared(lens, contexts, tables, pages)
-    depth = np.zeros(
-        (len(lens), 2), np.int64
-    )  # of each sequence the first tile and the level that are its own
+    # Of each sequence the first tile and the level that are its own
+    depth = np.zeros((len(lens), 2), np.int64)
     for shared in groups:
         depth[shared.sequences] = (shared.end, shared.level + 1)
     tokens = np.arange(int(lens.sum()))

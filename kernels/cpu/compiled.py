@@ -76,7 +76,7 @@ class CompiledOperators(CachedOperators):
         super().__init__(lanes, tile, library, kept, functions)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
-        """weight: (outputs, inputs); gated: gate above up. Raises ValueError for what is no such weight."""
+        """weight: (outputs, inputs); gated: gate above up. Raises ValueError for any other tensor."""
         outputs, inputs = _check_weight(weight, bias, kind)
         order = self._order(outputs, kind)
         size = len(order) * padded(inputs * weight.element_size()) // weight.element_size()

@@ -16,7 +16,7 @@ PIECE_BYTES = 64 << 20
 LINE_BYTES = 64
 # mallopt's parameters
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES = 32 << 20  # the most that glibc takes as threshold of what is mapped by itself
+_KEPT_BYTES = 32 << 20  # the largest threshold of separate mappings that glibc takes
 _TRIMMED_BYTES = 1 << 30
 
 
@@ -41,7 +41,7 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class HugePages:
     """Hands out tensors that lie one after another in huge pages, as many small ones by themselves could not.
 
-    A piece is freed when all its tensors are; what is large has a piece of its own.
+    A piece is freed when all its tensors are; a large one has a piece of its own.
     """
 
     def __init__(self) -> None:

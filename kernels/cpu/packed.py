@@ -26,7 +26,7 @@ STEP_BYTES = 64  # of a row, which a product in tiles takes at once; as in panel
 
 
 def padded(size: int) -> int:
-    """Bytes of an output's inputs in a panel, and of a row of codes, for so many."""
+    """Return `size` bytes rounded up to whole steps: those of an output's inputs in a panel, and of a row of codes."""
     return -(-size // STEP_BYTES) * STEP_BYTES
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from batchinfer_kernels.latent_attention import check_latent_attention
 
-# A group may hold at most so many (query, key) pairs a head, padding included: 4 Mi scores are 16 MiB in float32,
+# The (query, key) pairs a head that a group may hold at most, padding included: 4 Mi scores are 16 MiB in float32,
 # which stays near the cache of a large CPU while amortising the ~10 us that an operator call costs.
 MAX_GROUP_PAIRS = 4 << 20
-# A group's K and V are copied out of the cache: at 8 KV heads of 128 in float32 so many keys are 512 MiB each.
+# A group's K and V are copied out of the cache: at 8 KV heads of 128 in float32 these keys are 512 MiB each.
 MAX_GROUP_KEYS = 1 << 17
 # A sequence joins a group when padding it to the group's shape at most doubles its queries or quarters its keys.
 MAX_QUERY_PADDING = 2.0

@@ -54,7 +54,7 @@ class Parts:
 
     @staticmethod
     def of(q: Tensor, shared: int, own: int) -> Parts:
-        """Room for so many of all rows together, not filled."""
+        """Return room for the parts of all rows together, not filled."""
         shape = (shared + own, q.shape[1])
         values = torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device)
         return Parts(values, torch.empty(shape, dtype=torch.float32, device=q.device), shared)

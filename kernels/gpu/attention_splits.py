@@ -42,9 +42,8 @@ class Splits:
     # (m, 4) int32: row (-1: padding), keys between the row's first and the item's, keys, place of the part; keys count
     # from `own_begin`
     items: Tensor = field(init=False, repr=False)
-    places: Tensor = field(
-        init=False, repr=False
-    )  # (n + 1,) int32: row i's parts lie at places[i] to places[i + 1]
+    # (n + 1,) int32: row i's parts lie at places[i] to places[i + 1]
+    places: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         size = COLUMNS * self.count

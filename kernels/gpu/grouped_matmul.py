@@ -192,7 +192,7 @@ def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
 
 
 def tile_ends(starts: Tensor, rows: int) -> Tensor:
-    """How many tiles of so many rows each expert and those before it have together."""
+    """Return how many tiles of this many rows each expert and the ones before it have together."""
     return (starts.diff().add_(rows - 1) // rows).cumsum(0)
 
 

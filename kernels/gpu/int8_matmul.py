@@ -15,7 +15,7 @@ from batchinfer_kernels.gpu.quantize_rows import quantize_rows
 from batchinfer_kernels.matmul import check_matmul
 from batchinfer_kernels.quantized_linear import MAX_CODE, check_quantized_linear
 
-# Sums of so many products of an activation's code and any int8 stay below 2^31
+# Sums of at most this many products of an activation's code and any int8 stay below 2^31
 MOST_INPUTS = (2**31 - 1) // (MAX_CODE * 128)
 
 

@@ -16,7 +16,7 @@ TILE = 2048
 
 @triton.jit
 def _mask_kernel(logits_ptr, stride, vocab, rows_ptr, bits_ptr, words, TILE: tl.constexpr):
-    """Writes only what is masked: logits are not read."""
+    """Write the masked logits alone: logits are not read."""
     index = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     word = tl.load(bits_ptr + index * words + ids // 32, mask=ids < vocab, other=-1)

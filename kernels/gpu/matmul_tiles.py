@@ -14,7 +14,7 @@ from batchinfer_kernels.gpu.sizes import cdiv
 from batchinfer_kernels.gpu.target import architecture
 
 # half: both of 16 bits; wide: x float32; coded: x of 16 bits and a weight of packed codes; fp8, int8: codes of both;
-# block_fp8: the same with scales of blocks
+# block_fp8: fp8 with scales of blocks
 Kind = Literal["half", "wide", "coded", "fp8", "block_fp8", "int8"]
 # Programs that a deterministic product is split into at least where it has few outputs: about the processors of a large
 # GPU. Not the processors of the GPU at hand: other GPUs of the same architecture shall give the same bits.
@@ -25,7 +25,7 @@ LEAST_SEGMENT = 512
 PROGRAMS_PER_PROCESSOR = 2
 MANY = 1 << 30
 # Bytes of shared memory that a block may have where it is less than on 8.0 (CUDA programming guide, compute
-# capabilities), without 1 KiB for what is not a tile
+# capabilities), without 1 KiB that no tile may have
 SMALL_MEMORY = dict.fromkeys(("86", "89", "120", "121"), 98 * 1024)
 
 

@@ -173,7 +173,7 @@ def _filter(
     row_ptr, scratch_ptr, vocab, best, temperature, total, top_k, top_p, min_p,
     TILE: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """(key, ties): what is kept lies above the key, or is one of the first so many at it. total: of all weights."""
+    """Return (key, ties): tokens above the key are kept, and the first `ties` tokens at it. total: of all weights."""
     low, ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32) + vocab
     members = ties
     if (top_k > 0) & (top_k < vocab):
@@ -207,7 +207,7 @@ def _filter(
 def _weigh_kept(
     row_ptr, weights_ptr, before_ptr, vocab, best, temperature, low, ties, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Each chunk's weight of what is kept, and how many ties stand before it."""
+    """Return each chunk's weight of the tokens that are kept, and how many ties stand before it."""
     before = tl.zeros((), tl.int32)
     for start in range(0, vocab, CHUNK):
         key = _key(row_chunk(row_ptr, start + tl.arange(0, CHUNK), vocab), best, temperature)
@@ -236,7 +236,7 @@ def _draw(
     row_ptr, weights_ptr, before_ptr, chunks, vocab, best, temperature, low, ties, uniform,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The first token at which the sum of what is kept exceeds uniform × all of it."""
+    """Find the first token at which the sum of the kept weights exceeds uniform × the sum of all of them."""
     at = tl.arange(0, CHUNKS)
     masses = tl.load(weights_ptr + at, mask=at < chunks, other=0)
     total = tl.sum(masses, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 def cdiv(total: int, size: int) -> int:
-    """How many pieces of so many hold the total."""
+    """Return how many pieces of this size hold the total."""
     return -(-total // size)
 
 

@@ -25,7 +25,7 @@ def _architecture_of(driver: Any, _device: object) -> str:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors; 1 where there is no GPU, so that what is interpreted is split least."""
+    """Return the number of multiprocessors; 1 where there is no GPU, so that interpreted kernels are split least."""
     if device.type == "cpu":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
