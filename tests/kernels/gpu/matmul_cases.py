@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu import target
+from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
+from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
+from batchinfer_kernels.gpu.int8_matmul import int8_matmul
+from batchinfer_kernels.gpu.matmul import matmul
+from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, int8_weight_matmul
 from batchinfer_kernels.matmul import finished, matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
@@ -69,12 +77,6 @@ class Way:
 
 def way(name: str, weight: Tensor) -> Way:
     """`name`: one of WAYS; the weight is quantised as it says."""
-    from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
-    from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
-    from batchinfer_kernels.gpu.int8_matmul import int8_matmul
-    from batchinfer_kernels.gpu.matmul import matmul
-    from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, int8_weight_matmul
-
     if name == "plain":
         return Way(matmul, matmul_reference, (weight,))
     if name == "int8_weight":
@@ -106,6 +108,14 @@ def int8_reference(
 # ---- launches for the compiler: arguments are JSON's types
 
 
+@contextmanager
+def processors_of(count: int) -> Iterator[None]:
+    """Within, launches are those of a GPU with this many processors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "processors", lambda _device: count)
+        yield
+
+
 def launch_way(
     name: str,
     dtype: str,
@@ -117,13 +127,8 @@ def launch_way(
     processors: int,
 ) -> None:
     """What a GPU with so many processors would launch."""
-    from batchinfer_kernels.gpu import target
-
     weight = torch.zeros(outputs, inputs, dtype=getattr(torch, dtype))
     x = torch.zeros(rows, inputs, dtype=weight.dtype)
     options: dict[str, Any] = {} if name == "int8" else {"deterministic": deterministic}
-    before, target.processors = target.processors, lambda _device: processors
-    try:
+    with processors_of(processors):
         way(name, weight)(x, weight[:, 0].contiguous(), activation=activation, **options)
-    finally:
-        target.processors = before

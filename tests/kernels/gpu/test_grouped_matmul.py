@@ -29,6 +29,10 @@ def starts_of(counts: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *counts], device=DEVICE).cumsum(0)
 
 
+def check(*operands: Any, **options: Any) -> None:
+    near(grouped_matmul(*operands, **options), grouped_matmul_reference(*operands, **options))
+
+
 def weights_of(experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return random(experts, outputs, inputs, dtype=dtype, seed=1)
 
@@ -42,11 +46,7 @@ def test_experts_with_any_number_of_rows(
 ) -> None:
     weight = weights_of(len(counts), 34, 63, dtype)
     x, bias = random(sum(counts), 63, dtype=dtype), random(len(counts), 34, dtype=dtype, seed=2)
-    arguments = (x, weight, starts_of(counts), bias if activation else None)
-    near(
-        grouped_matmul(*arguments, activation=activation),
-        grouped_matmul_reference(*arguments, activation=activation),
-    )
+    check(x, weight, starts_of(counts), bias if activation else None, activation=activation)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -132,8 +132,7 @@ def test_nothing_beside_the_operands_is_read() -> None:
     counts = (2, 0, 7)
     x, weight = random(9, 37), weights_of(3, 10, 37, torch.float32)
     weight[1] = float("nan")  # an expert without rows
-    got = grouped_matmul(beside_nan(x), weight, starts_of(counts))
-    near(got, grouped_matmul_reference(x, weight, starts_of(counts)))
+    check(beside_nan(x), weight, starts_of(counts))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -29,12 +28,26 @@ FLOATS = tuple(name for name in WAYS if name != "int8")  # ways whose sums are r
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 
 
+def check(
+    name: str,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    biased: bool = True,
+    deterministic: bool = False,
+    **options: Any,
+) -> None:
+    """`sizes`: rows, inputs, outputs."""
+    rows, inputs, outputs = sizes
+    multiply = way(name, random(outputs, inputs, dtype=dtype, seed=1))
+    x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=2) if biased else None
+    fixed = {"deterministic": True} if deterministic else {}
+    near(multiply(x, bias, **fixed, **options), multiply.wanted(x, bias, **options), name)
+
+
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
 @pytest.mark.parametrize("name", WAYS)
 def test_any_number_of_rows(name: str, rows: int) -> None:
-    multiply = way(name, random(70, 130, dtype=torch.bfloat16, seed=1))
-    x = random(rows, 130, dtype=torch.bfloat16)
-    near(multiply(x), multiply.wanted(x), name)
+    check(name, torch.bfloat16, (rows, 130, 70), biased=False)
 
 
 @pytest.mark.parametrize(
@@ -42,37 +55,29 @@ def test_any_number_of_rows(name: str, rows: int) -> None:
     pairs_first(WAYS, DTYPES, [(3, 1, 1), (5, 63, 100), (7, 1100, 34), (66, 128, 64)]),
 )
 def test_odd_sizes_in_every_dtype(name: str, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
-    rows, inputs, outputs = sizes
-    multiply = way(name, random(outputs, inputs, dtype=dtype, seed=1))
-    x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=2)
-    near(multiply(x, bias), multiply.wanted(x, bias), name)
+    check(name, dtype, sizes)
 
 
 @pytest.mark.parametrize("rows", [65, 97, 129])
 def test_segments_of_any_number_of_tiles_are_added_up(rows: int) -> None:
     """Of 3, 4 and 5 tiles of 32 rows, which are what inputs that do not begin at multiples of 16 bytes get."""
-    multiply = way("plain", random(34, 1101, seed=1))
-    x = random(rows, 1101)
-    near(multiply(x), multiply.wanted(x))
-
-
-SIZES = [(64, 128), (100, 1), (1, 100), (1537, 258), (4096, 40)]  # inputs, outputs
+    check("plain", torch.float32, (rows, 1101, 34), biased=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rows", "size"),
-    every_pair(list(product(WAYS, DTYPES)), [1, 31, 64, 65, 129, 300], SIZES),
+    every_pair(
+        list(product(WAYS, DTYPES)),
+        [1, 31, 64, 65, 129, 300],
+        [(64, 128), (100, 1), (1, 100), (1537, 258), (4096, 40)],
+    ),
     ids=str,
 )
 def test_sizes_swept(kind: tuple[str, torch.dtype], rows: int, size: tuple[int, int]) -> None:
     """Every way in every dtype with all rows and with all sizes, and all rows with all sizes, but not in all ways."""
-    (name, dtype), (inputs, outputs) = kind, size
-    multiply = way(name, random(outputs, inputs, dtype=dtype, seed=1))
-    x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=2)
-    near(multiply(x, bias), multiply.wanted(x, bias), name)
-    if name != "int8":
-        near(multiply(x, bias, deterministic=True), multiply.wanted(x, bias), name)
+    for deterministic in {False, kind[0] != "int8"}:
+        check(*kind, (rows, *size), deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -86,18 +91,12 @@ def test_sizes_swept(kind: tuple[str, torch.dtype], rows: int, size: tuple[int, 
 )
 def test_a_gated_layer_rounds_once(name: str, dtype: torch.dtype, activation: str, inputs: int) -> None:
     """With whole sums (50 inputs) and with sums of segments (1100)."""
-    multiply = way(name, random(74, inputs, dtype=dtype, seed=1))
-    x, bias = random(5, inputs, dtype=dtype), random(74, dtype=dtype, seed=2)
-    got = multiply(x, bias, activation=activation)
-    assert got.shape == (5, 37)
-    near(got, multiply.wanted(x, bias, activation=activation), name)
+    check(name, dtype, (5, inputs, 74), activation=activation)
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_logits_are_float32(name: str) -> None:
-    multiply = way(name, random(50, 96, dtype=torch.bfloat16, seed=1))
-    x = random(3, 96, dtype=torch.bfloat16)
-    near(multiply(x, out_dtype=torch.float32), multiply.wanted(x, out_dtype=torch.float32), name)
+    check(name, torch.bfloat16, (3, 96, 50), biased=False, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -209,32 +208,24 @@ def test_the_largest_int8_sum_does_not_overflow() -> None:
     assert int8_matmul(*most_negative(MOST_INPUTS)).tolist() == [[-128.0 * 127 * MOST_INPUTS]]
 
 
-def long_and_short() -> Iterator[Any]:
-    """Every way of multiplying with few inputs; with many, two of them, and all in the whole sweep."""
-    for name, inputs in product(FLOATS, (96, 1100)):
-        slow = inputs == 1100 and name not in ("plain", "int8_weight")
-        yield pytest.param(name, inputs, marks=[pytest.mark.slow] if slow else [])
+SHORT_AND_LONG = [  # every way of multiplying with few inputs; with many, two of them, and all in the whole sweep
+    *((name, torch.bfloat16, 96) for name in FLOATS),
+    *((name, torch.bfloat16, 1100) for name in ("plain", "int8_weight")),
+    *(("plain", dtype, 1100) for dtype in (torch.float32, torch.float16)),
+    *(pytest.param(name, torch.bfloat16, 1100, marks=pytest.mark.slow) for name in FLOATS[2:]),
+]
 
 
-@pytest.mark.parametrize(("name", "inputs"), list(long_and_short()))
-def test_a_row_does_not_depend_on_its_batch(name: str, inputs: int) -> None:
+@pytest.mark.parametrize(("name", "dtype", "inputs"), SHORT_AND_LONG)
+def test_a_row_does_not_depend_on_its_batch(name: str, dtype: torch.dtype, inputs: int) -> None:
     """Alone, among a few, at any place, and in a batch so large that segments are summed in turn."""
-    multiply = way(name, random(70, inputs, dtype=torch.bfloat16, seed=1))
-    x, bias = random(140, inputs, dtype=torch.bfloat16), random(70, dtype=torch.bfloat16, seed=2)
-    whole = multiply(x, bias, deterministic=True, out_dtype=torch.float32)
-    for first, last in ((0, 1), (139, 140), (3, 20), (64, 129), (7, 136)):
-        part = multiply(x[first:last], bias, deterministic=True, out_dtype=torch.float32)
-        assert torch.equal(part, whole[first:last])
+    multiply = way(name, random(70, inputs, dtype=dtype, seed=1))
+    x, bias = random(140, inputs, dtype=dtype), random(70, dtype=dtype, seed=2)
+    options: dict[str, Any] = {"deterministic": True, "out_dtype": torch.float32}
+    whole = multiply(x, bias, **options)
     order = torch.randperm(140, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(multiply(x[order], bias, deterministic=True, out_dtype=torch.float32), whole[order])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_row_does_not_depend_on_its_batch_in_other_dtypes(dtype: torch.dtype) -> None:
-    x, weight = random(70, 1100, dtype=dtype), random(40, 1100, dtype=dtype, seed=1)
-    whole = matmul(x, weight, deterministic=True)
-    for first, last in ((0, 1), (69, 70), (3, 20), (2, 66)):
-        assert torch.equal(matmul(x[first:last], weight, deterministic=True), whole[first:last])
+    for rows in (*(torch.arange(*ends) for ends in ((1,), (139, 140), (3, 20), (64, 129), (7, 136))), order):
+        assert torch.equal(multiply(x[rows], bias, **options), whole[rows])
 
 
 def test_a_deterministic_cut_is_the_weights() -> None:

@@ -1,14 +1,19 @@
-"""The matrix products compiled for GPUs: nothing spills, tensor cores multiply what was meant, and loads are wide."""
+"""Matrix products, of experts too, compiled for GPUs: nothing spills, tensor cores multiply, and loads are wide."""
 
 from __future__ import annotations
 
 import re
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
 
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from tests.examples import first_of
-from tests.kernels.gpu.aot import TARGETS, Compiled, compile_launch
+from tests.kernels.gpu.aot import NVIDIA, TARGETS, Compiled, compile_launch
+from tests.kernels.gpu.matmul_cases import processors_of
 from tests.kernels.gpu.pairs import each_first, every_pair
 
 LAUNCH = "tests.kernels.gpu.matmul_cases:launch_way"
@@ -81,6 +86,13 @@ def assert_reads_wide(kernel: Compiled, least: int) -> None:
     assert len(narrow) <= len(copies) // 2, f"{kernel.summary()}: {narrow}"
 
 
+def assert_leaves_tiles_in_flight(kernel: Compiled) -> None:
+    """The loop waits for the oldest tile's two copies alone."""
+    waits = [int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.ptx)]
+    assert waits, kernel.summary()
+    assert waits[0] >= 2, f"{kernel.summary()}: {waits}"
+
+
 @pytest.mark.parametrize(
     ("target", "way", "rows"),
     each_first(TARGETS, ("plain", "int8_weight", "int4_64_zeros", *FLOAT8, "int8"), (FEW, MANY)),
@@ -125,12 +137,9 @@ def test_float16_with_a_gate(target: str, way: str, sizes: tuple[int, int]) -> N
 
 @pytest.mark.parametrize(("target", "rows"), each_first(("sm_89", "sm_90", "sm_100"), (FEW, 64, MANY)))
 def test_scales_of_blocks_leave_tiles_in_flight(target: str, rows: int) -> None:
-    """The loop waits for the oldest tile's two copies alone."""
     for deterministic in (False, True):
         found = compiled(target, "block_fp8", rows, deterministic=deterministic, activation="silu")
-        waits = [int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", found.ptx)]
-        assert waits, found.summary()
-        assert waits[0] >= 2, f"{found.summary()}: {waits}"
+        assert_leaves_tiles_in_flight(found)
 
 
 @pytest.mark.parametrize("way", first_of(("fp8", "plain", "int8"), 1))
@@ -165,3 +174,95 @@ def test_sweep(
         activation=activation,
         processors=processors,
     )
+
+
+# ---- products of experts
+
+FEW_OF_EXPERTS, MANY_OF_EXPERTS = 16, 4096
+EXPERTS, ODD_EXPERTS = 8, 60
+
+
+def launch_grouped(
+    dtype: str,
+    rows: int,
+    experts: int,
+    sizes: tuple[int, int],
+    coded: str | None,
+    deterministic: bool,
+    activation: Activation | None,
+) -> None:
+    """What a GPU would launch; arguments are JSON's types."""
+    outputs, inputs = sizes
+    kind = getattr(torch, dtype)
+    codes = {"int8": torch.int8, "block_fp8": torch.float8_e4m3fn}
+    weight = torch.zeros(experts, outputs, inputs, dtype=codes[coded] if coded else kind)
+    x, starts = torch.zeros(rows // 2, inputs, dtype=kind), torch.zeros(experts + 1, dtype=torch.int64)
+    bias, scales = torch.zeros(experts, outputs, dtype=kind), torch.zeros(experts, outputs)
+    options: dict[str, Any] = {"scales": scales if coded else None, "deterministic": deterministic}
+    if coded == "block_fp8":
+        options |= {"scales": torch.zeros(experts, -(-outputs // 128), -(-inputs // 128))}
+        options |= {"lines": torch.zeros(outputs, dtype=torch.int32)}
+    options |= {"from_rows": torch.zeros(rows, dtype=torch.int64), "activation": activation}
+    with processors_of(PROCESSORS):
+        grouped_matmul(x, weight, starts, bias, **options)
+
+
+def compiled_grouped(
+    target: str,
+    rows: int,
+    sizes: tuple[int, int] = EVEN,
+    *,
+    experts: int = EXPERTS,
+    dtype: str = "bfloat16",
+    coded: str | None = None,
+    deterministic: bool = False,
+    activation: str | None = None,
+) -> Compiled:
+    arguments = (dtype, rows, experts, sizes, coded, deterministic, activation)
+    found = compile_launch("tests.kernels.gpu.test_matmul_aot:launch_grouped", arguments, target)
+    for kernel in found:
+        kernel.check()
+    (matmul,) = [kernel for kernel in found if kernel.kernel == "grouped_matmul_kernel"]
+    if dtype != "float32":
+        assert_multiplies(matmul, target, coded or "plain")
+    if target in NVIDIA and sizes != ODD:
+        assert_reads_wide(matmul, 12 if dtype == "float32" else 16)
+    return matmul
+
+
+@pytest.mark.parametrize(
+    ("target", "coded", "rows"), each_first(TARGETS, (None, "int8"), (FEW_OF_EXPERTS, MANY_OF_EXPERTS))
+)
+def test_few_and_many_rows_of_experts(target: str, coded: str | None, rows: int) -> None:
+    compiled_grouped(target, rows, coded=coded, activation="silu" if rows == FEW_OF_EXPERTS else None)
+
+
+@pytest.mark.parametrize(
+    ("target", "rows"), each_first(("sm_89", "sm_90", "sm_100"), (FEW_OF_EXPERTS, MANY_OF_EXPERTS))
+)
+def test_scales_of_blocks_of_experts(target: str, rows: int) -> None:
+    for deterministic in (False, True):
+        kernel = compiled_grouped(
+            target, rows, coded="block_fp8", deterministic=deterministic, activation="silu"
+        )
+        assert_leaves_tiles_in_flight(kernel)
+
+
+def test_deterministic_products_and_odd_sizes_of_experts() -> None:
+    compiled_grouped("sm_90", MANY_OF_EXPERTS, deterministic=True, activation="silu")
+    compiled_grouped("sm_90", MANY_OF_EXPERTS, ODD, experts=ODD_EXPERTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "rows", "sizes", "dtype", "deterministic"),
+    [
+        (*case, dtype, deterministic)
+        for case in product(TARGETS, (FEW_OF_EXPERTS, 256, MANY_OF_EXPERTS), (EVEN, ODD))
+        for dtype, deterministic in (("bfloat16", True), ("float16", False), ("float32", False))
+    ],
+)
+def test_sweep_of_experts(
+    target: str, rows: int, sizes: tuple[int, int], dtype: str, deterministic: bool
+) -> None:
+    compiled_grouped(target, rows, sizes, dtype=dtype, deterministic=deterministic, activation="silu")
