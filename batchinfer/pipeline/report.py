@@ -54,13 +54,7 @@ class RunReport:
         self.folder = report_folder(job.results_root)
         self._run_id = new_run_id()
         self._started = datetime.now(UTC) - timedelta(seconds=sum(watch.read().values()))
-        self._facts: dict[str, Any] = {
-            "dtype": setting.dtype,
-            "quantization": setting.quantization,
-            "kv_cache_dtype": setting.kv_cache,
-            "deterministic": setting.deterministic,
-            "replicas": setting.replicas,
-        }
+        self._facts: dict[str, Any] = setting.facts
         self._meter: Meter | None = None
         self._measured: Measured | None = None
         self._row: RunRow | None = None

@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
-
-class Chooser(Protocol):
-    """The parent's end of an engine that may ask for the choice; a WorkerHandle is one."""
-
-    asks: bool  # waits for an answer
-    decides: bool  # was told to choose, and has not said yet what
-    chosen: str | None  # what it chose
-
-    def answer(self, chosen: str | None) -> None:
-        """Tell it what was chosen; None: it is to choose."""
+from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 
 
 class Agreement:
@@ -24,7 +14,7 @@ class Agreement:
     def __init__(self) -> None:
         self.chosen: str | None = None
 
-    def settle(self, engines: Iterable[Chooser]) -> None:
+    def settle(self, engines: Iterable[WorkerHandle]) -> None:
         """Note what was chosen, and answer those that wait. `engines`: those that are alive."""
         engines = list(engines)
         if self.chosen is None:

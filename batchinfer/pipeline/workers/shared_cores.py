@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from batchinfer.machine.core_load import CoreLoad
+from batchinfer_kernels.cpu.spinning import Spinning
 
 LOOK_EVERY_S = 0.5  # a look takes 0.1 ms
 # Cores' worth of others' work beyond what the engine's threads leave free, from which on threads that wait stop
@@ -15,21 +15,13 @@ LOOK_EVERY_S = 0.5  # a look takes 0.1 ms
 CROWDED, FREE = 0.25, 0.1
 
 
-class Spins(Protocol):
-    """Something whose threads spin for a longer or shorter time: `batchinfer_kernels.cpu.spinning.Spinning`."""
-
-    def shorten(self) -> None: ...
-
-    def lengthen(self) -> None: ...
-
-
 class SharedCores:
     """Looks now and then how many cores others use, and has threads spin shortly while they are too many."""
 
     def __init__(
         self,
         threads: int,
-        spins: Spins,
+        spins: Spinning,
         load: CoreLoad | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

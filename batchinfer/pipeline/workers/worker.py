@@ -36,6 +36,7 @@ from batchinfer.pipeline.workers.messages import (
     WorkerSpec,
 )
 from batchinfer.pipeline.workers.shared_cores import SharedCores
+from batchinfer_kernels.cpu.spinning import Spinning
 
 # A message costs ~50 us; steps of a small model take less than a millisecond. Sending at this pace keeps both small.
 SEND_EVERY_S = 0.05
@@ -101,8 +102,6 @@ def _shared_cores(info: EngineInfo) -> SharedCores | None:
     """Return what watches the cores; None where the engine's work is not done by them."""
     if info.device != "cpu":
         return None
-    from batchinfer_kernels.cpu.spinning import Spinning
-
     return SharedCores(info.threads, Spinning())
 
 

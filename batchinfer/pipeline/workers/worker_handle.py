@@ -69,15 +69,17 @@ class WorkerHandle:
     def __init__(self, spec: WorkerSpec, transport: Transport) -> None:
         self._spec = spec
         self.link: Link = transport.start(spec)
-        self._left = False
+        self.left = False  # whether the worker has said all it had to say
         self._failed: Failed | None = None  # raised once all that was finished before it was received
         self.peak_rss: int | None = None  # bytes; known once the worker has left
         # CPU cores that others used meanwhile, this process included; known then, too
         self.other_cores: float | None = None
         self.expert_tokens: ExpertTokens = {}  # known then, too
         self.info: EngineInfo | None = None  # known once it is ready
-        self.asks = self.decides = False  # see Chooser
-        self.chosen: str | None = None  # see Chooser
+        # Whether it waits for an answer to its question what the engines of a run choose, and whether it was told to
+        # choose, and has not said yet what; and what it chose
+        self.asks = self.decides = False
+        self.chosen: str | None = None
         self.untimed = False  # what it does until its next message takes as long as it takes
         self._silent_s: float | None = None  # for so long, when it was given up
         self.crash: Crash | None = None  # what `receive` raised, if it is one
@@ -99,14 +101,9 @@ class WorkerHandle:
         self.link.send(Finish(within_s))
 
     def answer(self, chosen: str | None) -> None:
-        """Tell the worker what was chosen, as Chooser has it."""
+        """Tell the worker what was chosen; None: it is to choose."""
         self.asks, self.decides = False, chosen is None
         self.link.send(Answer(chosen))
-
-    @property
-    def left(self) -> bool:
-        """Whether the worker has said all it had to say."""
-        return self._left
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
         """Return the work that has come, waiting for at most `timeout_s` when there is nothing.
@@ -133,7 +130,7 @@ class WorkerHandle:
     @property
     def ended(self) -> bool:
         """Whether nothing more is read from its link; `receive` still raises what ended it."""
-        return self._left or self._failed is not None
+        return self.left or self._failed is not None
 
     def give_up(self, silent_s: float) -> None:
         """End a worker that has said nothing for so many seconds; the next `receive` tells."""
@@ -142,7 +139,7 @@ class WorkerHandle:
 
     def close(self) -> None:
         """End the worker, gently when it has left already."""
-        if self._left:
+        if self.left:
             self.link.wait(LEAVE_S)
         self.link.close()
 
@@ -156,7 +153,7 @@ class WorkerHandle:
         elif isinstance(message, Pulse):
             self.untimed = message.untimed
         elif isinstance(message, Left):
-            self._left, self.peak_rss = True, message.peak_rss
+            self.left, self.peak_rss = True, message.peak_rss
             self.other_cores, self.expert_tokens = message.other_cores, message.expert_tokens
         elif isinstance(message, Failed):
             self._failed = message

@@ -24,9 +24,9 @@ from batchinfer.plan.order.policies import OrderChoice
 from batchinfer.plan.order.requests import Prompts, planned_requests
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
-from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolated
+from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
 from batchinfer.plan.simulation.launching import Captures
-from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes, simulate
+from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes
 from batchinfer.report.tables.earlier_runs import earlier_lengths, earlier_power, earlier_steps
 from batchinfer.report.tables.folder import report_folder
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
@@ -120,20 +120,13 @@ class ForecastEngine:
         """Return the run of all batches, extrapolated from these and from half of them, on one of the engines."""
         engines = self.setup.setting.replicas
         requests = share_of([request for batch in batches for request in batch], engines)
-        all_of_them = self._simulated(requests, lengths)
         whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
         if self.multiple == 1 and sum(map(len, batches)) == self.plan.to_run:
-            return all_of_them.run if engines == 1 else all_of_them.run.counted(whole / all_of_them.size)
-        half = half_of(requests)
-        smaller = (
-            self._simulated(half, lengths) if len(half) < len(requests) else SimulatedPart(0, Simulated())
-        )
-        return extrapolated(smaller, all_of_them, round(whole / engines)).counted(engines)
-
-    def _simulated(self, requests: list[Request], lengths: AnswerLengths) -> SimulatedPart:
-        outputs = lengths.of_requests(requests)
-        size = sum(len(request.prompt) + request.params.max_tokens for request in requests)
-        return SimulatedPart(size, simulate(self.machine, requests, outputs))
+            found = simulated_part(self.machine, requests, lengths)
+            return found.run if engines == 1 else found.run.counted(whole / found.size)
+        size = round(whole / engines)
+        run = simulated_whole(self.machine, requests, half_of(requests), lengths, size)
+        return run.counted(engines)
 
     def lengths(self) -> tuple[AnswerLengths, int]:
         """Return how long answers will be, and from how many earlier runs that is known."""

@@ -25,8 +25,8 @@ from batchinfer.plan.order.policies import BY_DEFAULT, Capacity, OrderChoice, Or
 from batchinfer.plan.order.reorder import reorder
 from batchinfer.plan.order.requests import Prompts, planned_requests
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
-from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolated
-from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate
+from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
+from batchinfer.plan.simulation.simulator import SimulatedEngine
 
 # What comparing orders may take: so many seconds, or a share of what the run takes at the least
 COMPARE_LEAST_S, COMPARE_SHARE = 1.0, 0.02
@@ -39,23 +39,20 @@ POLICIES = (BY_DEFAULT, OrderPolicy.BLENDED, OrderPolicy.LENGTH_SORTED, OrderPol
 
 @dataclass(frozen=True, slots=True)
 class PlanSample:
-    """Some batches of a plan, and where in the input their rows are."""
+    """Some requests of a plan, and where in the input their rows are."""
 
-    batches: Sequence[Sequence[Request]]
-    arrivals: Sequence[Sequence[int]]
-    whole: int | None  # prompt and output tokens of the job; None: these batches are all of it
+    requests: Sequence[Request]
+    arrivals: Sequence[int]
+    whole: int | None  # prompt and output tokens of the job; None: these requests are all of it
 
     @property
     def half(self) -> PlanSample:
-        """Every other stretch of their requests."""
-        requests = half_of([request for batch in self.batches for request in batch])
-        arrivals = half_of([place for batch in self.arrivals for place in batch])
-        return PlanSample([requests], [arrivals], self.whole)
+        """Every other stretch of the requests."""
+        return PlanSample(half_of(self.requests), half_of(self.arrivals), self.whole)
 
     def ordered(self, policy: OrderPolicy, capacity: Capacity) -> list[Request]:
-        """Their requests as a plan of them alone has them under a policy."""
-        requests = [request for batch in self.batches for request in batch]
-        arrivals = [place for batch in self.arrivals for place in batch]
+        """The requests as a plan of them alone has them under a policy."""
+        requests = self.requests
         chains = sorted(zip(block_hashes([r.prompt for r in requests]), range(len(requests)), strict=True))
         builder = ForestBuilder()
         builder.add(shared_blocks([chain for chain, _ in chains]).tolist())
@@ -64,7 +61,7 @@ class PlanSample:
             builder.finished(),
             np.array([len(requests[row].prompt) for row in rows], np.int32),
             np.array([requests[row].params.max_tokens for row in rows], np.int32),
-            np.array([arrivals[row] for row in rows], np.int64),
+            np.array([self.arrivals[row] for row in rows], np.int64),
         )
         places = work.places(policy, capacity).tolist()
         return _linked([requests[row] for _, row in sorted(zip(places, rows, strict=True))])
@@ -137,12 +134,13 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
             "the usual order: in so short a job, comparing others takes longer than they could save",
         )
     read = list(planned_requests(plan, prompts, REQUEST_BATCH, every))
-    arrivals = [batch.numbers("token_offset").tolist() for batch, _ in read]
+    requests = [request for _, some in read for request in some]
+    arrivals = [place for batch, _ in read for place in batch.numbers("token_offset").tolist()]
     all_rows = every == 1 and engine.multiple == 1
     whole = None if all_rows else round((plan.prompt_tokens + plan.expected_tokens) * engine.multiple)
-    sampled = PlanSample([requests for _, requests in read], arrivals, whole)
+    sampled = PlanSample(requests, arrivals, whole)
     seconds = compared(engine.machine, sampled, engine.lengths()[0])
-    share = sum(map(len, sampled.batches)) / (plan.to_run * engine.multiple)
+    share = len(requests) / (plan.to_run * engine.multiple)
     policy = best(seconds, all_rows)
     why = (
         "the usual order: no other is faster in the simulation"
@@ -161,22 +159,12 @@ def simulation_s(engine: ForecastEngine, every: int) -> float:
 def _seconds(
     machine: SimulatedEngine, sampled: PlanSample, policy: OrderPolicy, lengths: AnswerLengths
 ) -> float:
-    found = _part(machine, sampled, policy, lengths)
+    capacity = capacity_of(machine)
+    requests = sampled.ordered(policy, capacity)
     if sampled.whole is None:
-        return found.run.seconds
-    half = _part(machine, sampled.half, policy, lengths)
-    if half.size == found.size:  # a single request
-        half = SimulatedPart(0, Simulated())
-    return extrapolated(half, found, sampled.whole).seconds
-
-
-def _part(
-    machine: SimulatedEngine, sampled: PlanSample, policy: OrderPolicy, lengths: AnswerLengths
-) -> SimulatedPart:
-    requests = sampled.ordered(policy, capacity_of(machine))
-    size = sum(len(request.prompt) + request.params.max_tokens for request in requests)
-    outputs = lengths.of_requests(requests)
-    return SimulatedPart(size, simulate(machine, requests, outputs))
+        return simulated_part(machine, requests, lengths).run.seconds
+    half = sampled.half.ordered(policy, capacity)
+    return simulated_whole(machine, requests, half, lengths, sampled.whole).seconds
 
 
 def _linked(requests: list[Request]) -> list[Request]:

@@ -42,11 +42,7 @@ def alike(job: Job, setting: Setting) -> dict[str, object]:
         "hardware": setting.hardware.name,
         "cores": setting.hardware.cores,
         "device": setting.device,
-        "dtype": setting.dtype,
-        "quantization": setting.quantization,
-        "kv_cache_dtype": setting.kv_cache,
-        "deterministic": setting.deterministic,
-        "replicas": setting.replicas,
+        **setting.facts,
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES
-from batchinfer.core.wording import count, percent, seconds, short, size
+from batchinfer.core.wording import count, counted, percent, seconds, short, size
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.forecast.job import JobForecast, Lengths
 from batchinfer.plan.forecast.lint import finding_text
@@ -31,11 +31,11 @@ def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str
 
 def plan_line(plan: Plan) -> str:
     """The plan in one line, before it runs."""
-    duplicates = _plural(plan.duplicates, "duplicate")
-    rows = f"plan: {_plural(plan.rows, 'row')}, {_plural(plan.error_rows, 'error row')}, {duplicates}"
+    duplicates = counted(plan.duplicates, "duplicate")
+    rows = f"plan: {counted(plan.rows, 'row')}, {counted(plan.error_rows, 'error row')}, {duplicates}"
     if not plan.to_run:
         return f"{rows}; every answer is stored already"
-    present = f", {_plural(plan.present, 'answer')} stored already" if plan.present else ""
+    present = f", {counted(plan.present, 'answer')} stored already" if plan.present else ""
     tokens = f"{plan.prompt_tokens:,} prompt tokens ({plan.shared_prefix_tokens:,} shared)"
     return (
         f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens"
@@ -46,7 +46,7 @@ def engine_text(forecast: EngineForecast) -> str:
     """Seconds, which are known, and how they are."""
     which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
     bound = f" {UPPER_BOUND}" if forecast.upper_bound else ""
-    return f"{seconds(forecast.seconds)}{bound}, {_plural(forecast.run.steps, 'step')}, {which}; {_known(forecast)}"
+    return f"{seconds(forecast.seconds)}{bound}, {counted(forecast.run.steps, 'step')}, {which}; {_known(forecast)}"
 
 
 def order_line(order: OrderChoice | None) -> tuple[str, ...]:
@@ -148,12 +148,12 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
 
 def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
     plan = found.plan
-    yield "rows", f"{count(plan.rows)}: {_bad(found)}, {_plural(plan.duplicates, 'duplicate')}"
-    yield "work", f"{_plural(plan.present, 'answer')} stored already, {count(plan.to_run)} to run"
+    yield "rows", f"{count(plan.rows)}: {_bad(found)}, {counted(plan.duplicates, 'duplicate')}"
+    yield "work", f"{counted(plan.present, 'answer')} stored already, {count(plan.to_run)} to run"
     if found.sample is not None:
         yield "sample", _sample_text(found.sample)
     if found.rows_over:
-        longer = _plural(found.rows_over, "row")
+        longer = counted(found.rows_over, "row")
         yield "context", f"{longer} longer than {count(found.context)} tokens, the model's maximum"
     if found.lengths is None:
         return
@@ -189,7 +189,7 @@ def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
     for node in prefixes:
         depth[node.node] = depth[node.parent] + 1
         more = " more" if node.parent is not None else ""
-        what = f"{_plural(node.own_tokens, 'token')}{more} shared by {count(node.users)} rows: saves "
+        what = f"{counted(node.own_tokens, 'token')}{more} shared by {count(node.users)} rows: saves "
         name = "tree" if node is prefixes[0] else ""
         yield name, "  " * depth[node.parent] + what + short(node.saved_tokens)
 
@@ -212,7 +212,7 @@ def _bad(found: JobForecast) -> str:
     codes = sorted(found.error_codes.items(), key=lambda one: -one[1])
     told = ", ".join(f"{code} {number}" for code, number in codes[:MOST_CODES])
     more = ", …" if len(codes) > MOST_CODES else ""
-    return f"{_plural(found.plan.error_rows, 'error row')} ({told}{more})"
+    return f"{counted(found.plan.error_rows, 'error row')} ({told}{more})"
 
 
 def _spread(lengths: Lengths) -> str:
@@ -222,7 +222,7 @@ def _spread(lengths: Lengths) -> str:
 
 def _answers(forecast: EngineForecast, most: int) -> str:
     if forecast.answers_from:
-        runs = _plural(forecast.answers_from, "earlier run")
+        runs = counted(forecast.answers_from, "earlier run")
         return f"{short(forecast.run.sampled_tokens)} tokens, if they are as long as in {runs}; {short(most)} at most"
     return (
         f"{short(most)} tokens {UPPER_BOUND if forecast.upper_bound else '(every answer has a fixed length)'}"
@@ -255,7 +255,7 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
 def _known(forecast: EngineForecast) -> str:
     """Say how the times of steps are known."""
     if forecast.times.known == "runs":
-        return f"steps as fast as in {_plural(forecast.times.runs, 'earlier run')}"
+        return f"steps as fast as in {counted(forecast.times.runs, 'earlier run')}"
     if forecast.times.known == "measured":
         return "steps as fast as `batchinfer doctor --measure` measured on this machine"
     if forecast.times.known == "declared":
@@ -268,7 +268,3 @@ def _cost(forecast: EngineForecast, price_per_hour: float | None) -> float | Non
     if price_per_hour is None or forecast.seconds is None:
         return None
     return forecast.seconds / 3600 * price_per_hour
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number:,} {word}{'s' * (number != 1)}"

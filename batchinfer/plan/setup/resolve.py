@@ -74,6 +74,17 @@ class Setting:
         return arithmetic_text(self.dtype, self.quantization, self.kv_cache, self.deterministic)
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """The setting in the columns of the run table, but for the hardware."""
+        return {
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache,
+            "deterministic": self.deterministic,
+            "replicas": self.replicas,
+        }
+
+    @property
     def peaks(self) -> Peaks | None:
         """The peaks of one engine's hardware in this arithmetic: of a GPU, or of its part of a CPU; None where they are
         not known."""
@@ -170,16 +181,8 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         if job.model.dtype != "auto"
         else auto_dtype(device, checkpoint.dtype, has_fast_bf16())
     )
-    positions = checkpoint.spec.max_positions
-    coded_cache = job.model.kv_cache_dtype != "auto"
-    quantized = job.model.quantization not in ("auto", "none")
-    refused = checkpoint.refusals(quantized, job.engine.deterministic, coded_cache)
-    mistakes = [*_too_long(job.model.max_model_len, positions), *_not_on(device, dtype, job)]
-    mistakes += _nothing_stored(job, checkpoint)
-    mistakes += [Mistake(key, text) for key, text in refused]
-    if mistakes:
+    if mistakes := list(_mistakes(job, checkpoint, device, dtype)):
         raise JobFileError(str(job.source), mistakes)
-    length = job.model.max_model_len or positions
     place = hardware or detect(device)
     quantization = job.model.quantization
     if quantization == "auto":
@@ -188,7 +191,7 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     return Setting(
         device=device,
         dtype=dtype,
-        max_model_len=length,
+        max_model_len=job.model.max_model_len or checkpoint.spec.max_positions,
         hardware=place,
         quantization=quantization,
         deterministic=job.engine.deterministic,
@@ -199,12 +202,6 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         arm=arm_sums(dtype) if device == "cpu" else "",
         kv_cache=job.model.kv_cache_dtype,
     )
-
-
-def _nothing_stored(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
-    if job.model.quantization == "stored" and not checkpoint.stores_codes:
-        text = "the checkpoint stores no fp8 weights that can be multiplied as they are (docs/models.md); leave it out"
-        yield Mistake("model.quantization", f"stored: {text}")
 
 
 def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:
@@ -242,34 +239,39 @@ def _most_threads(threads: int | None) -> int:
     return min(threads or usable, usable)
 
 
-def _too_long(asked: int | None, positions: int) -> Iterator[Mistake]:
-    if asked is not None and asked > positions:
+def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -> Iterator[Mistake]:
+    """Yield what neither checkpoint nor device can do. A CPU that the job names was refused with the job file; here
+    it is one that `auto` has found."""
+    asked, length = job.model.quantization, job.model.max_model_len
+    positions, cpu = checkpoint.spec.max_positions, device == "cpu"
+    if length is not None and length > positions:
         text = (
-            f"{asked} is more than the {positions} positions that the checkpoint was made for; leave it out"
+            f"{length} is more than the {positions} positions that the checkpoint was made for; leave it out"
         )
         yield Mistake("model.max_model_len", text)
-
-
-def _not_on(device: Device, dtype: Dtype, job: Job) -> Iterator[Mistake]:
-    """A CPU that the job names was refused with the job file; here it is one that `auto` has found."""
-    if device == "cpu" and job.model.kv_cache_dtype == "fp8":
+    if cpu and job.model.kv_cache_dtype == "fp8":
         text = "only a GPU can read and write it, and device: auto means the CPU here; use int8"
         yield Mistake("model.kv_cache_dtype", f"fp8: {text}")
-    asked = job.model.quantization
-    fp8 = device == "cpu" and asked in ("fp8", "stored")
+    fp8 = cpu and asked in ("fp8", "stored")
     if fp8:
         text = "only a GPU can multiply in fp8, and device: auto means the CPU here; use int8"
         yield Mistake("model.quantization", f"{asked}: {text}")
-    if device == "cpu" and dtype == "float16":
+    if cpu and dtype == "float16":
         text = (
             "not available in float16 on a CPU, which device: auto means here; use dtype: bfloat16 or float32"
         )
         if job.model.kv_cache_dtype == "int8":
             yield Mistake("model.kv_cache_dtype", f"int8 is {text}, or leave it out")
         if asked not in ("auto", "none") and not fp8:
-            yield Mistake("model.quantization", f"{job.model.quantization} is {text}, or leave it out")
+            yield Mistake("model.quantization", f"{asked} is {text}, or leave it out")
         if job.engine.deterministic:
             yield Mistake("engine.deterministic", f"true is {text}, or leave it out")
+    if asked == "stored" and not checkpoint.stores_codes:
+        text = "the checkpoint stores no fp8 weights that can be multiplied as they are (docs/models.md); leave it out"
+        yield Mistake("model.quantization", f"stored: {text}")
+    quantized, coded_cache = asked not in ("auto", "none"), job.model.kv_cache_dtype != "auto"
+    refused = checkpoint.refusals(quantized, job.engine.deterministic, coded_cache)
+    yield from (Mistake(key, text) for key, text in refused)
 
 
 def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:

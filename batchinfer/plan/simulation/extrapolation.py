@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from batchinfer.plan.simulation.simulator import Simulated
+from batchinfer.core.request import Request
+from batchinfer.plan.order.backlog import tokens_of
+from batchinfer.plan.simulation.answer_lengths import AnswerLengths
+from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +17,28 @@ class SimulatedPart:
 
     size: int
     run: Simulated
+
+
+def simulated_part(
+    machine: SimulatedEngine, requests: Sequence[Request], lengths: AnswerLengths
+) -> SimulatedPart:
+    """Simulate these requests, with answers of these lengths."""
+    size = sum(map(tokens_of, requests))
+    return SimulatedPart(size, simulate(machine, requests, lengths.of_requests(requests)))
+
+
+def simulated_whole(
+    machine: SimulatedEngine,
+    requests: Sequence[Request],
+    half: Sequence[Request],
+    lengths: AnswerLengths,
+    whole: int,
+) -> Simulated:
+    """Return the run of a job of `whole` tokens, of which these requests are a part, and `half` is half of that."""
+    larger = simulated_part(machine, requests, lengths)
+    one = len(half) == len(requests)  # a single request has no half
+    smaller = SimulatedPart(0, Simulated()) if one else simulated_part(machine, half, lengths)
+    return extrapolated(smaller, larger, whole)
 
 
 def extrapolated(smaller: SimulatedPart, larger: SimulatedPart, whole: int) -> Simulated:

@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 from batchinfer.bench.workloads import Row, make_workload
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.machine.datasheet import datasheet
@@ -49,7 +48,7 @@ def clustered(rows: int) -> list[Row]:
 
 
 def sampled(rows: Sequence[Row]) -> PlanSample:
-    """All of a job, in batches."""
+    """Return all of a job."""
     requests = [
         Request(
             number.to_bytes(32, "big"),
@@ -58,12 +57,7 @@ def sampled(rows: Sequence[Row]) -> PlanSample:
         )
         for number, row in enumerate(rows)
     ]
-    starts = range(0, len(requests), REQUEST_BATCH)
-    return PlanSample(
-        [requests[at : at + REQUEST_BATCH] for at in starts],
-        [list(range(at, min(at + REQUEST_BATCH, len(requests)))) for at in starts],
-        None,
-    )
+    return PlanSample(requests, range(len(requests)), None)
 
 
 def main(rows: int) -> None:
