@@ -68,7 +68,6 @@ def processor_time(pid: int) -> float:
 @pytest.mark.parametrize(
     ("make", "signum"),
     [
-        (preview_sql, signal.SIGINT),
         (preview_sql, signal.SIGTERM),
         (preview_template, signal.SIGINT),
         (query, signal.SIGINT),
