@@ -81,7 +81,7 @@ class Collector:
         return not self._budget.publish and self._budget.exceeded(self._errors)
 
     def tick(self) -> None:
-        """Commit, show and watch what is due now."""
+        """Commit, show progress and look at the deadline, where these are due."""
         self._store.maybe_commit()
         self._progress.tick()
         if self._deadline is not None:

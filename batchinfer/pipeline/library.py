@@ -144,7 +144,7 @@ def _yaml(key: str, value: SettingValue) -> str:
 
 
 def _path(name: str, value: str | os.PathLike[str]) -> Path:
-    """Raises UsageError for what is no path."""
+    """Return the argument as a path. Raises UsageError where it is none."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
         raise wrong(name, value, "a path, as a text or a pathlib.Path")

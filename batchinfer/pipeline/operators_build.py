@@ -32,7 +32,8 @@ class OperatorsBuild:
         self.look()
 
     def look(self) -> None:
-        """Say, once each, that it goes on and that it is done. Why it failed the engine says, which fails likewise."""
+        """Say once that the build goes on, and once that it is done. A failure is told by the engine, which fails
+        likewise."""
         if not self._told and self._build is not None and self._build.error is None:
             self._told = True
             self._notice(self._line)
@@ -59,8 +60,8 @@ class OperatorsBuild:
 def operators_built(
     setting: Setting, notice: Callable[[str], None], ours: bool = True
 ) -> Iterator[OperatorsBuild]:
-    """Compiles in the background where the device is a CPU whose operators are not there. What is not done when this is
-    left is ended: nobody needs it. `ours`: whether the engine is one that has operators."""
+    """Compile in the background where the device is a CPU whose operators are not there. A build that goes on when the
+    block is left is ended: nobody needs it. `ours`: whether the engine is one that has operators."""
     build = _build_for(setting.device, setting.kv_cache == "int8") if ours else None
     try:
         yield OperatorsBuild(build, notice)

@@ -1,4 +1,4 @@
-"""The result, published: the join of the index with the stored answers, and what is cleared up after it."""
+"""The publishing stage: the join of the index with the stored answers, and the clearing up after it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from batchinfer.report.tables.exit_status import over_budget
 
 
 def error_budget(run: OpenRun, rows: int) -> Budget:
-    """Return how many error rows the job bears in so many rows."""
+    """Return how many error rows the job bears among `rows` rows."""
     return Budget(rows, run.job.on_error.max_error_rate, run.job.on_error.publish)
 
 

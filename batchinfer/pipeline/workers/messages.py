@@ -39,7 +39,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The parent tells the worker to forget waiting requests, to finish running ones within so many seconds, then to
+    """The parent tells the worker to forget waiting requests, to finish running ones within `within_s` seconds, then to
     leave."""
 
     within_s: float

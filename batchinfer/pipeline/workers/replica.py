@@ -20,11 +20,11 @@ from batchinfer.plan.order.backlog import tokens_of
 # themselves have died one after the other by then, so that it is no row that kills it.
 FRUITLESS = 4
 FRUITLESS_LOADING = 2  # of an engine that has not come to work again: no row has to do with it
-# From so many on, it first runs a row that was answered before; where none was, rows under suspicion run one by one.
+# From this many on, it first runs a row that was answered before; where none was, rows under suspicion run one by one.
 DOUBTED = 2
 CODE = "engine_died"
-# An engine that has work and says nothing for so long is taken to hang: so many times the longest step that it was
-# forecast to have, or had, and at least so many seconds. A worker sends something after each step.
+# An engine that has work and says nothing is taken to hang after SILENT_STEPS times the longest step that it was
+# forecast to have, or had, and at least SILENT_S seconds. A worker sends something after each step.
 SILENT_STEPS, SILENT_S = 10, 60.0
 
 

@@ -144,7 +144,7 @@ class ReplicaPool:
             else:
                 replica.worker.finish(within_s)
 
-    # What is known once they have left
+    # Known once they have left
 
     @property
     def peak_rss(self) -> int | None:
@@ -315,7 +315,7 @@ class ReplicaPool:
             self._suspects.add(first)
 
     def _take_back(self, replica: Replica, death: Death, blamed: bool) -> None:
-        """Take back its rows: those that waited are the first to be handed out again, those in work are `blamed`."""
+        """Take back its rows: waiting rows are the first to be handed out again, rows in work are `blamed`."""
         if death.apart is not None and death.apart.is_proof:
             return
         waiting = death.waiting if blamed else [*death.in_work, *death.waiting]

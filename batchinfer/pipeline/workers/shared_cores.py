@@ -37,7 +37,7 @@ class SharedCores:
         return self._used / self._known_s if self._known_s else None
 
     def tick(self) -> None:
-        """Time has passed; most calls do nothing."""
+        """Look at the load if it is time to; most calls do nothing."""
         now = self._clock()
         elapsed = now - self._looked_at
         if elapsed < LOOK_EVERY_S:

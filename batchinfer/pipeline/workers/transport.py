@@ -27,7 +27,7 @@ class Link(Protocol):
         """Return the next message of the worker. Raises EOFError once the worker has ended and all was received."""
 
     def wait(self, within_s: float) -> Ended | None:
-        """Return how the worker ended; None: it has not within so many seconds."""
+        """Return how the worker ended; None: it has not within `within_s` seconds."""
 
     def kill(self) -> None:
         """End the worker now, and wait until it has."""

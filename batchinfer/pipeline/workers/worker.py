@@ -86,7 +86,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
-def _beside(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:
+def _tokenizer_parts(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:
     """Return the parts of the engine that need a tokenizer."""
     if spec.tokenizer is None:
         return None, None
@@ -112,7 +112,7 @@ class _Worker:
         self._connection, self._untimed_blocks = connection, 0
         module, _, name = spec.factory.partition(":")
         make = getattr(importlib.import_module(module), name)
-        built = make(spec.config, *_beside(spec), self._untimed, self._agreed)
+        built = make(spec.config, *_tokenizer_parts(spec), self._untimed, self._agreed)
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done, self._sent_at = WorkDone(), time.monotonic()
@@ -195,7 +195,7 @@ class _Worker:
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Tell the parent that what is done inside takes as long as it takes, and is no hang. May be nested: kernels
+        """Tell the parent that the work inside has no limit of time, and is no hang. May be nested: kernels
         are compiled while a graph is captured."""
         self._untimed_blocks += 1
         self._connection.send(Pulse(untimed=True))

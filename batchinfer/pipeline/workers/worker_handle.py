@@ -133,7 +133,7 @@ class WorkerHandle:
         return self.left or self._failed is not None
 
     def give_up(self, silent_s: float) -> None:
-        """End a worker that has said nothing for so many seconds; the next `receive` tells."""
+        """End a worker that has said nothing for `silent_s` seconds; the next `receive` tells."""
         self._silent_s = silent_s
         self.link.kill()
 

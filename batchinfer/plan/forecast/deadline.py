@@ -1,4 +1,4 @@
-"""Whether a job's results will be there when they are wanted, and how many answers were."""
+"""The deadline of a job: whether its results will be there in time, and how many answers were."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Deadline:
 
 
 class DeadlineWatch:
-    """Counts what is answered by the deadline, and says once that it will not be met."""
+    """The watch counts the answers until the deadline, and says once that it will not be met."""
 
     def __init__(self, deadline: Deadline, notice: Callable[[str], None], clock: Clock = now) -> None:
         self._at, self._notice, self._clock = deadline.at, notice, clock
@@ -96,13 +96,14 @@ class DeadlineWatch:
         }
 
     def answered(self, rows: int, output_tokens: int) -> None:
-        """So many rows got an answer of so many tokens."""
+        """Count an answer of `output_tokens` tokens that serves `rows` rows."""
         if self._clock() <= self._at:
             self.rows += rows
             self.output_tokens += output_tokens
 
     def look(self, left_s: float | None) -> None:
-        """`left_s`: seconds that the engine still takes, at its present rate; None: not known."""
+        """Say once that the deadline will be missed, if it will. `left_s`: seconds that the engine still takes, at its
+        present rate; None: not known."""
         if self._told:
             return
         moment = self._clock()

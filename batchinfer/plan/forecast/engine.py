@@ -36,10 +36,10 @@ T = TypeVar("T")
 # 4 to 5 microseconds an output token on a Zen 4 server core.
 ROW_S, OUTPUT_TOKEN_S = 150e-6, 5e-6
 PLAN_MOST_S = 5.0  # what `plan` may simulate for
-RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # a run: of the time that it takes at the least, or so many seconds
+RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # of a run: a share of the time that it takes at the least, or seconds
 STRETCHES, LEAST_STRETCH = 16, 16  # of the requests that are simulated; requests
 TWO_PARTS = 1.5  # a part and its half are simulated
-# Nor more than twice so many rows, and tokens of their prompts: they are held in memory
+# Rows that are simulated, and tokens of their prompts, which are held in memory; twice as many at the most
 MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 25
 FULL_BATCHES = 4  # in a part, at the least: in its half, too, rows have to wait until others have ended
 
@@ -87,7 +87,7 @@ class ForecastEngine:
         return roofline_seconds(step, setting.peaks) / setting.replicas
 
     def run_budget_s(self) -> float:
-        """Return for how many seconds a run may simulate itself: few beside what it takes."""
+        """Return for how many seconds a run may simulate itself: few compared to its own time."""
         return max(RUN_LEAST_S, RUN_SHARE * (self.least_s() or 0.0))
 
     def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:

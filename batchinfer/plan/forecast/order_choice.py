@@ -28,10 +28,9 @@ from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
 from batchinfer.plan.simulation.simulator import SimulatedEngine
 
-# What comparing orders may take: so many seconds, or a share of what the run takes at the least
+# Comparing orders may take these seconds, or this share of the time that the run takes at the least
 COMPARE_LEAST_S, COMPARE_SHARE = 1.0, 0.02
-# Of a job that was simulated in part another order has to be better by this much. Of 6,000 rows, half of which mostly
-# read and half decode, `blended` takes 0.989 of the time of `depth-first`; 1,024 of them said 0.993, 2,048 0.974.
+# Of a job that was simulated in part another order has to be better by this much (docs/measurements/order.md).
 SURE = 0.015
 # Of equals the first one is taken
 POLICIES = (BY_DEFAULT, OrderPolicy.BLENDED, OrderPolicy.LENGTH_SORTED, OrderPolicy.ARRIVAL)

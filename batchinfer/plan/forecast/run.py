@@ -13,7 +13,7 @@ from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.setup.job_setup import Setup
 
-# No forecast is made where its least part takes more than so many seconds, and so many times what it may take
+# No forecast is made where its least part takes more than these seconds, and this many times its budget
 MOST_S, TOO_MUCH = 3.0, 3.0
 
 

@@ -1,4 +1,4 @@
-"""A part of a job's rows, from everywhere in its input: how it is drawn, and how far what it says may be off."""
+"""A sample of a job's rows, from everywhere in its input: how it is drawn, and how far its figures may be off."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SampledRows:
 
 
 def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
-    """How to draw about so many of the rows of a job's files, and how many there are; None where these are no more. The
+    """Return how to draw about `rows` rows of a job's files, and how many there are; None where these are no more. The
     whole input is read for it."""
     found = open_input(job, input_files(job)).count(job.input.limit)
     if found <= rows:

@@ -24,13 +24,13 @@ UPPER_BOUND = "(upper bound: no earlier run to learn lengths from)"
 
 
 def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str]:
-    """A heading, and a line for each of what is known. `price_per_hour`: of the machine, in any currency."""
+    """Return a heading, and a line for each known part. `price_per_hour`: of the machine, in any currency."""
     named = _named(found, price_per_hour)
     return [f"{found.job}: {found.setting}", *(f"  {name:<{NAME}}{text}" for name, text in named)]
 
 
 def plan_line(plan: Plan) -> str:
-    """The plan in one line, before it runs."""
+    """Say the plan in one line, before it runs."""
     duplicates = counted(plan.duplicates, "duplicate")
     rows = f"plan: {counted(plan.rows, 'row')}, {counted(plan.error_rows, 'error row')}, {duplicates}"
     if not plan.to_run:
@@ -43,21 +43,21 @@ def plan_line(plan: Plan) -> str:
 
 
 def engine_text(forecast: EngineForecast) -> str:
-    """Seconds, which are known, and how they are."""
+    """Say the seconds, which are known, and how they are known."""
     which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
     bound = f" {UPPER_BOUND}" if forecast.upper_bound else ""
     return f"{seconds(forecast.seconds)}{bound}, {counted(forecast.run.steps, 'step')}, {which}; {_known(forecast)}"
 
 
 def order_line(order: OrderChoice | None) -> tuple[str, ...]:
-    """A line for a run where the order is another than usual, or would be."""
+    """Return a line for a run whose order is another than usual, or would be."""
     if order is None or (order.policy is BY_DEFAULT and not order.failed):
         return ()
     return (f"order: {_order_text(order)}",)
 
 
 def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str, Any]:
-    """Null is what is not known; a part that does not apply is null, too."""
+    """Return the forecast as JSON: null stands for what is not known and for parts that do not apply."""
     plan, lengths, memory, forecast = found.plan, found.lengths, found.memory, found.forecast
     return {
         "job": found.job,
@@ -100,7 +100,7 @@ def _node_json(node: PlannedPrefix) -> dict[str, Any]:
 
 
 def _order_text(order: OrderChoice) -> str:
-    """The order, why, and what the others take, the fastest first."""
+    """Say the order, why it was chosen, and what the others take, the fastest first."""
     others = sorted(order.seconds.items(), key=lambda one: one[1])
     told = ", ".join(f"{policy} {seconds(takes)}" for policy, takes in others)
     part = f" of {percent(order.share)} of the rows" if 0 < order.share < 1 else ""
@@ -184,7 +184,7 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
 
 
 def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
-    """A line for each of these nodes, deeper ones further to the right."""
+    """Yield a line for each of these nodes, deeper ones further to the right."""
     depth: dict[int | None, int] = {None: 0}
     for node in prefixes:
         depth[node.node] = depth[node.parent] + 1

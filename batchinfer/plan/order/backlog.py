@@ -41,8 +41,8 @@ class Backlog:
         return taken
 
     def take(self, rows: int, engines: int) -> list[Request]:
-        """Take about `rows` of the first rows, at least one, for one of so many engines: rows that share a prefix stay
-        together, unless running the prefix in several costs little beside them."""
+        """Take about `rows` of the first rows, at least one, for one of several engines: rows that share a prefix stay
+        together, unless running the prefix in several engines costs little compared to these rows."""
         end, self._paid = cut(self._requests, rows, engines, self._paid)
         taken = self._requests[:end]
         del self._requests[:end]
@@ -55,9 +55,10 @@ def cut(requests: Sequence[Request], rows: int, engines: int, paid: int = 0) -> 
     """Return how many of the first requests to take: `rows` up to twice as many, ending where the least is shared; and
     more if even there the cut would cost too much, all of them at the most. And what is `paid` behind the cut.
 
-    Another engine runs once more what rows on both sides share. That is little beside the rows that are cut off, or
-    if each engine does so, beside all rows up to the last that shares as much; once it is paid for all engines, further
-    cuts among these rows cost nothing. `paid`: what the first row shares with those before it, paid for by then.
+    Another engine runs once more what rows on both sides share. That must cost little compared to the rows that are cut
+    off, or, if each engine does so, to all rows up to the last that shares as much; once it is paid for all engines,
+    further cuts among these rows cost nothing. `paid`: what the first row shares with those before it, paid for by
+    then.
     """
     work, rows = _work(requests), max(1, rows)
     kept = list(accumulate((request.shares_next for request in requests), min, initial=paid))[1:]
@@ -98,12 +99,12 @@ def tokens_of(request: Request) -> int:
 
 
 def piece_rows(left: int, engines: int) -> int:
-    """Return how many rows one of these engines is given at once, while so many are left."""
+    """Return how many rows one of these engines is given at once, while `left` rows are left."""
     return max(1, min(MOST_ROWS, left // (PIECES_LEFT * engines)))
 
 
 def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
-    """Return the requests that the busiest of so many engines gets, if all are equally fast."""
+    """Return the requests that the busiest of the engines gets, if all are equally fast."""
     if engines == 1:
         return list(requests)
     backlog, loads = Backlog(), [0] * engines

@@ -17,7 +17,7 @@ from batchinfer.core.request import TokenIds
 
 BLOCK = 16  # tokens; a KV block has as many unless the job says otherwise
 HASH_BYTES = 8
-_PIECE = 1 << 18  # tokens that are hashed together: what is held of them beside their hashes stays small
+_PIECE = 1 << 18  # tokens that are hashed together: so that little memory is held besides their hashes
 
 Hashes = NDArray[np.uint64]
 
@@ -57,7 +57,7 @@ def _leading(
 
 
 def _pieces(prompts: Sequence[TokenIds]) -> Iterator[Sequence[TokenIds]]:
-    """Prompts in turn, so many at a time that they have about _PIECE tokens."""
+    """Yield prompts in turn, as many at a time as have about _PIECE tokens."""
     ends = np.cumsum([len(prompt) for prompt in prompts], dtype=np.int64) // _PIECE
     cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(prompts)]
     yield from (prompts[start:end] for start, end in pairwise(cuts) if start < end)

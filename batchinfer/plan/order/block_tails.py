@@ -21,8 +21,8 @@ Tails = NDArray[np.uint32]  # (prompts, BLOCK): token ids + 1, and 0 behind a pr
 
 
 def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.int64]) -> Tails:
-    """Read so many tokens from each of these places, at most BLOCK. What follows shortly behind another one is read
-    with it, up to about _AT_ONCE tokens."""
+    """Read `counts` tokens from each of these places, at most BLOCK. A tail that lies shortly behind another one is
+    read with it, up to about _AT_ONCE tokens."""
     counts = np.minimum(counts, BLOCK)
     found = np.zeros((len(offsets), BLOCK), np.uint32)
     for start, end in _near(offsets):
@@ -35,7 +35,7 @@ def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.
 
 
 def _near(offsets: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Stretches of places that are read at once."""
+    """Yield the stretches of places that are read at once."""
     gaps = np.diff(offsets)
     cuts = np.flatnonzero((gaps < 0) | (gaps > _GAP) | (np.diff(offsets // _AT_ONCE) > 0)) + 1
     edges = [0, *cuts.tolist(), len(offsets)]
@@ -56,7 +56,7 @@ def to_arrow(tails: Tails) -> pa.Array:
 
 
 def from_arrow(values: pa.Array) -> Tails:
-    """The same tails, however a database gives them back."""
+    """Return the tails of a column, however a database gives it back."""
     fixed = values.cast(pa.binary(TAIL_BYTES))
     words = np.frombuffer(fixed.buffers()[1], ">u4", len(fixed) * BLOCK, fixed.offset * TAIL_BYTES)
     return words.astype(np.uint32).reshape(-1, BLOCK)

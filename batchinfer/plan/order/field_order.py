@@ -12,8 +12,8 @@ def field_order(fields: Sequence[Values], lengths: Sequence[float]) -> list[int]
     tokens.
 
     Greedy as GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads", 2024), but with one
-    order for all rows, as a template has: next comes the field that saves most tokens behind those that are chosen,
-    that is its length for each row but the first of those that have equal values so far. Of equals the earlier one.
+    order for all rows, as a template has: next comes the field that saves most tokens behind the fields chosen so far,
+    that is its length for each row but the first of the rows that have equal values so far. Of equals the earlier one.
     """
     left, order = list(range(len(fields))), []
     groups: Values = [()] * (len(fields[0]) if fields else 0)

@@ -1,4 +1,4 @@
-"""The Plan: what is to run, in which order, on disk and read in batches."""
+"""The Plan: the requests to run, in their order, on disk and read in batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner: which keys are missing, and in which order to run them.
+"""The planner finds which keys are missing, and in which order to run them.
 
 Pure: index parts and completion parts in, an ordered Plan out. Equal index rows and equal keys present give
 an equal plan, however the rows are split into parts.
@@ -106,14 +106,14 @@ def _by_row(values: Ints, rows: Ints) -> Ints:
 
 
 def longest_params(database: Any, source: str) -> int:
-    """Bytes of the longest parameters of the rows of a table, or of what else SQL reads from."""
+    """Return the bytes of the longest parameters of the rows of a table, or of anything that SQL reads from."""
     found = database.execute(f"SELECT coalesce(max(strlen(params)), 0) FROM {source}").fetchall()
     return int(found[0][0])
 
 
 def write_plan(query: Any, path: Path, longest: int) -> None:
-    """Write what a DuckDB query gives, all columns of PLAN_SCHEMA but `seq`, in its order. `longest`: of its rows, as
-    `longest_params` has it. Raises StorageError.
+    """Write the rows of a DuckDB query, which gives all columns of PLAN_SCHEMA but `seq`, in its order. `longest`: of
+    its rows, as `longest_params` has it. Raises StorageError.
     """
     done, rows = 0, min(_ROWS_PER_GROUP, max(1, _PARAMS_BYTES // max(1, longest)))
     with naming_errors(path), storage(path, "write"):

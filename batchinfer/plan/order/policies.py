@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from batchinfer.core.prefix_forest import Ints, PrefixForest
 from batchinfer.plan.order.run_order import depth_first, efforts, walk
 
-# A row starts when so many times its own steps are left, or earlier: what is left is reckoned as if the batch were full
-# throughout. Simulated seconds of an 8B model on an H100 by its datasheet, 2,000 rows, batches of 2048 and 8192
-# tokens: `mixed` 12.90 without such a limit, 12.23 with 1.0, 12.17 with 1.3; long prompts with short answers, then
-# short ones with long answers, 45.35, 44.98 and 44.92.
+# A row starts when this many times its own steps are left, or earlier: the steps that are left are reckoned as if the
+# batch were full throughout (docs/measurements/order.md).
 _STEPS_LEFT = 1.3
 
 
@@ -62,7 +60,7 @@ class SharedWork:
     arrival: NDArray[np.int64]  # larger for what comes later in the input
 
     def places(self, policy: OrderPolicy, capacity: Capacity) -> Ints:
-        """The place of each prompt under a policy."""
+        """Return the place of each prompt under a policy."""
         effort = efforts(self.prompts, self.outputs)
         if policy is OrderPolicy.ARRIVAL:
             return _ranks(self.arrival)
@@ -77,7 +75,7 @@ class SharedWork:
 
         Density is prompt tokens to run for a share of the engine's time. One scan comes from the densest rows and one
         from the least dense ones, and the next row is taken where it keeps the mixture of what was taken nearest to
-        that of the whole job: so each step has prompts to read beside what it decodes.
+        that of the whole job: so each step has both prompts to read and rows to decode.
         """
         reading, holding = self._reading(), self._holding(capacity)
         walked = np.argsort(
@@ -89,26 +87,28 @@ class SharedWork:
         return _places(scanned[np.argsort(np.minimum(starts, latest), kind="stable")])
 
     def _reading(self) -> NDArray[np.float64]:
-        """Prompt tokens that each row has to run: those that it shares count in equal parts for all that share them."""
+        """Return the prompt tokens that each row has to run: shared tokens count in equal parts for all that share
+        them."""
         forest = self.forest
         shared = np.append(forest.from_root(forest.own / forest.users), 0.0)[forest.node_of]
         own = self.prompts - np.append(forest.depth, 0)[forest.node_of]
         return np.asarray(own + shared, np.float64)
 
     def _holding(self, capacity: Capacity) -> NDArray[np.float64]:
-        """Steps of the whole engine that each row takes: its own, times its share of rows or of the cache."""
+        """Return the steps of the whole engine that each row takes: its own, times its share of rows or of the
+        cache."""
         outputs = np.maximum(self.outputs, 1)
         context = self.prompts + outputs / 2
         return np.asarray(outputs * np.maximum(1 / capacity.seqs, context / capacity.tokens), np.float64)
 
     def _totals(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sums over each node's prompts."""
+        """Sum the values over each node's prompts."""
         sums, forest = np.append(0.0, np.cumsum(values)), self.forest
         return np.asarray(sums[forest.first + forest.users] - sums[forest.first], np.float64)
 
 
 def _dual_scan(reading: NDArray[np.float64], holding: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Places in a sequence by falling density, taken from both ends."""
+    """Return the places of a sequence by falling density, taken from both ends."""
     ratio = float(reading.sum() / max(holding.sum(), 1e-300))
     surplus = (reading - ratio * holding).tolist()  # of reading, over what the whole job's mixture has
     left, right, taken, ahead = 0, len(surplus) - 1, [], 0.0
@@ -121,7 +121,7 @@ def _dual_scan(reading: NDArray[np.float64], holding: NDArray[np.float64]) -> ND
 
 
 def _ranks(values: NDArray[np.int64]) -> Ints:
-    """The place of each, the smallest first."""
+    """Return the place of each value, the smallest first."""
     return _places(np.argsort(values, kind="stable"))
 
 

@@ -51,7 +51,7 @@ def _work(plan: Plan) -> SharedWork:
 
 
 def _forest(path: Path, node_of: Ints) -> PrefixForest:
-    """The forest over the rows of a plan as they stand: the nodes whose rows stand together."""
+    """Return the forest over the rows of a plan as they stand: the nodes whose rows stand together."""
     with storage(path, "read"):
         table = pq.read_table(path, columns=["prefix_tokens", "users", "parent"])
     depth, users, parent = (_ints(table.column(name)) for name in table.column_names)

@@ -28,8 +28,8 @@ class Prompts(Protocol):
 def read_prompts(
     prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.int32]
 ) -> Iterator[list[TokenIds]]:
-    """Prompts in the order given, some at a time: those that follow one another in the store are read at once, up to
-    about _AT_ONCE tokens."""
+    """Yield prompts in the order given, some at a time: prompts that lie side by side in the store are read at once, up
+    to about _AT_ONCE tokens."""
     ends = offsets + counts
     read = np.cumsum(counts, dtype=np.int64) // _AT_ONCE
     cuts = np.flatnonzero((offsets[1:] != ends[:-1]) | (read[1:] != read[:-1])) + 1
@@ -42,10 +42,10 @@ def read_prompts(
 def planned_requests(
     plan: Plan, prompts: Prompts, rows: int, every: int = 1
 ) -> Iterator[tuple[PlanBatch, list[Request]]]:
-    """The plan's batches of so many rows, and their requests, each of which knows what it shares with the next one. A
-    batch is held back until the next one is read, for its last request.
+    """Yield the plan's batches of `rows` rows, and their requests, each of which knows what it shares with the next
+    one. A batch is held back until the next one is read, for its last request.
 
-    `every`: of so many batches only the one in their middle, as if the plan had no others.
+    `every`: only the middle one of this many batches is read, as if the plan had no others.
     """
     held: tuple[PlanBatch, list[Request]] | None = None
     for number, batch in enumerate(plan.batches(rows)):

@@ -25,8 +25,8 @@ _CHAIN_BYTES = 8 << 20  # of hashes that are held at a time, whose comparison ta
 
 
 def sorted_prompts(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
-    """The forest of the prompts of the table `work`, and their rows (`rowid`) in the order in which it has them: that
-    of their tokens without the last one, which always runs; equal ones as in the table. Raises StorageError."""
+    """Return the forest of the prompts of the table `work`, and their rows (`rowid`) in the order in which it has them:
+    that of their tokens without the last one, which always runs; equal ones as in the table. Raises StorageError."""
     blocks, rows = _by_blocks(database, prompts)
     items, common = _by_tails(database, prompts, blocks, rows)
     shared, places = _refined(blocks, items, common)
@@ -96,7 +96,7 @@ def _by_tails(database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints)
 
 
 def _tails(database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints) -> Iterator[pa.RecordBatch]:
-    """Batches of (node, item, tail), in the order of their places in the store: prompts, then nodes."""
+    """Yield batches of (node, item, tail), in the order of their places in the store: prompts, then nodes."""
     found = database.sql("SELECT token_offset, token_count FROM work").fetchnumpy()
     depths = np.append(blocks.depth, np.int32(0))  # last, where ROOT points, that of no node
     around, firsts = blocks.around, blocks.firsts
@@ -111,8 +111,8 @@ def _tails(database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints) ->
 
 
 def _refined(blocks: PrefixForest, items: Ints, common: Ints) -> tuple[Ints, Ints]:
-    """How many tokens each prompt has in common with the one before it in the order of tokens, and where in that order
-    those stand that are in the order of blocks."""
+    """Return how many tokens each prompt has in common with the one before it in the order of tokens, and the places in
+    that order of the prompts in the order of blocks."""
     places = places_in(blocks, items)
     around, depths = blocks.around[items], np.append(blocks.depth, np.int32(0))
     behind = np.flatnonzero(np.diff(around) == 0) + 1  # those that are not the first at their node

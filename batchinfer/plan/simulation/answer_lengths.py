@@ -60,6 +60,6 @@ class AnswerLengths:
         return found
 
     def _nearest(self, prompt: int) -> int:
-        """Return the known size that is nearest to that of a prompt of so many tokens."""
+        """Return the known size that is nearest to the size of a prompt of `prompt` tokens."""
         size = prompt.bit_length()
         return min(self._by_size, key=lambda other: abs(other - size))

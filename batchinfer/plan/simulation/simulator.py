@@ -75,13 +75,13 @@ class Simulated:
         return found if any(found.values()) else None
 
     def counted(self, times: float) -> Simulated:
-        """Return so many times the counts in the same time: other engines work beside this one."""
+        """Return the counts multiplied, in the same time: other engines work beside this one."""
         names = ("steps", *_SUMMED, *_LAUNCHED)
         counts = {name: round(getattr(self, name) * times) for name in names}
         return replace(self, **counts)
 
     def plus(self, sample: StepSample, seconds: float) -> Simulated:
-        """Return the run with another step, after which it has taken so many seconds."""
+        """Return the run with another step, after which it has taken `seconds`."""
         sums = {name: getattr(self, name) + getattr(sample, name) for name in _SUMMED}
         if sample.launch is not None:
             steps, tokens = f"{sample.launch}_steps", f"{sample.launch}_tokens"

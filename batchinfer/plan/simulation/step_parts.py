@@ -36,7 +36,8 @@ class TimedStep(NamedTuple):
 class StepParts(NamedTuple):
     """The parts of a step: the least seconds of each at the peaks; of layers and rows, how many there are.
 
-    `products`: computing, and reading the weights, of those that run over all tokens, and of those over sampled ones.
+    `products`: seconds of computing, and of reading weights, for products over all tokens and for those over sampled
+    ones.
     """
 
     products: tuple[tuple[float, float], tuple[float, float]]
@@ -59,7 +60,7 @@ class StepParts(NamedTuple):
 
 
 def step_parts(cost: ModelCost, shape: StepShape, rows: int, peaks: Peaks) -> StepParts:
-    """Return the parts of a step of so many rows."""
+    """Return the parts of a step of `rows` rows."""
     others = dict.fromkeys(PARTS[2:], 0.0)
     over_tokens, over_sampled = [0.0, 0.0], [0.0, 0.0]
     for operator in cost.operators:

@@ -43,18 +43,19 @@ class StepTime:
         return cls(peaks, **host, first_use_s=times.get(FIRST_USE, 0.0), parts=times)
 
     def device_s(self, shape: StepShape, cost: ModelCost, rows: int = 0) -> float:
-        """Inside the model and the sampler, of a step of so many rows."""
+        """Return the seconds of a step of `rows` rows inside the model and the sampler."""
         efficiency = self.prefill_efficiency if _reads(shape) else self.decode_efficiency
         if self.parts is None:
             return roofline_seconds(cost.step(shape), self.peaks) / efficiency
         return predicted(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
     def host_s(self, rows: int) -> float:
-        """Scheduling a step of so many rows, and taking its tokens; on a GPU replaying its graph, too."""
+        """Return the seconds for scheduling a step of `rows` rows and taking its tokens; on a GPU for replaying its
+        graph, too."""
         return self.host_step_s + rows * self.host_row_s
 
     def launch_s(self, layers: int, mode: LaunchMode | None) -> float:
-        """Launching so many layers one after the other; 0 where the step is one graph."""
+        """Return the seconds for launching layers one after the other; 0 where the step is one graph."""
         layer_s = {"piecewise_graph": self.replay_layer_s, "eager": self.launch_layer_s}
         return layers * (layer_s.get(mode, 0.0) if mode else 0.0)
 
