@@ -43,7 +43,8 @@ def _parse(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise RowProblem("bad_json", f"{error.msg} at character {error.pos + 1} of the line") from None
+        said = error.msg.removesuffix(" at")  # "Unterminated string starting at"
+        raise RowProblem("bad_json", f"{said} at character {error.pos + 1} of the line") from None
     except ValueError as error:  # an integer of thousands of digits
         raise RowProblem("bad_json", f"{error}") from None
 

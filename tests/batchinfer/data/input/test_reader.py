@@ -111,11 +111,12 @@ def test_brackets_in_text_are_no_nesting(tmp_path: Path) -> None:
 
 
 def test_messages_name_file_and_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", GOOD + b"\n\n" + b'{"secret words": oops}')
+    path = write(tmp_path / "x.jsonl", GOOD + b"\n\n" + b'{"secret words": oops}\n{"text": "cut')
     files = list_inputs(str(path), tmp_path)
     errors = [r for b in Reader.open(files).batches() for r in b.rows if isinstance(r, RowError)]
     assert "x.jsonl line 3" in errors[0].message
     assert "secret" not in errors[0].message
+    assert "x.jsonl line 4: Unterminated string starting at character 10 of the line" in errors[1].message
 
 
 def flipped(data: bytes, at: int) -> bytes:
