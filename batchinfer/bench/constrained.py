@@ -92,7 +92,7 @@ class SampledConstraint:
 
 @dataclass(frozen=True, slots=True)
 class EverySampled:
-    """See batchinfer.engine.schedule.constraints.Constraints."""
+    """Implement batchinfer.engine.schedule.constraints.Constraints."""
 
     grammars: GrammarConstraints
 

@@ -1,4 +1,4 @@
-"""From a run's samples to what it says of the hardware: MFU, MBU, roofline and plan efficiency, and where time went."""
+"""Derive a run's MFU, MBU, roofline and plan efficiency, and where its time went, from its samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = ("qkv", "o", "gate_up", "down", "lm_head", "attention")  # the operators
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """One run. Shares and efficiencies are fractions; what is divided by time is divided by the whole `wall_s`."""
+    """The figures of one run; shares and efficiencies are fractions, and rates are by the whole `wall_s`."""
 
     wall_s: float
     plan_s: float
@@ -75,7 +75,7 @@ def _step_costs(run: Run, model: ModelCost) -> Iterator[dict[str, Cost]]:
 
 
 def _products(cost: Cost) -> Cost:
-    """What MFU counts: multiplying and adding, without what quantising takes, and without moving anything."""
+    """Return the part of a cost that MFU counts: products and sums, without quantising or moving anything."""
     return Cost(cost.coded_ops or cost.flops, 0, cost.coded_ops)
 
 

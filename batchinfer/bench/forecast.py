@@ -1,4 +1,4 @@
-"""What `batchinfer plan` would say of a workload's time before any of its steps ran."""
+"""Forecast a workload's time as `batchinfer plan` would before any of its steps ran."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchinfer.plan.simulation.step_time import StepTime
 
 
 def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | None:
-    """What steps take by `batchinfer doctor --measure`; None where it has not measured them on this machine."""
+    """Return the step times of `batchinfer doctor --measure`; None where it has not measured them on this machine."""
     here = detect(device)
     peaks, times = here.peaks(dtype, quantization), here.step_time(dtype, quantization)
     found = None if peaks is None or times is None else StepTime.calibrated(peaks, times)

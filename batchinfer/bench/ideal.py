@@ -28,7 +28,7 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class Ideal:
-    """What the ideal job runs. Pairs and KV tokens are summed over layers."""
+    """The work of the ideal job; pairs and KV tokens are summed over layers."""
 
     prefill_tokens: int
     decode_tokens: int

@@ -1,4 +1,4 @@
-"""What `batchinfer bench` is asked for, checked as a whole before anything is loaded."""
+"""The options of `batchinfer bench`, checked as a whole before anything is loaded."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class BenchOptions:
 
     @property
     def folder(self) -> Path:
-        """Of the checkpoint that the options name by its folder or by its name; a shape has none."""
+        """Return the folder of the checkpoint that the options name; a shape has none."""
         return Path(self.model) if self.is_shape else locate_model(self.model, Path(self.model))
 
     def _too_small(self) -> list[str]:

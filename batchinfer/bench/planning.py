@@ -60,7 +60,7 @@ def row_keys(prepared: Prepared) -> tuple[bytes, ...]:
 
 
 def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
-    """What an index holds of the rows."""
+    """Return what an index holds of the rows."""
     asked = [(row.max_tokens, row.schema) for row in rows]
     params = {one: number for number, one in enumerate(dict.fromkeys(asked))}
     texts = [_params(*one) for one in params]

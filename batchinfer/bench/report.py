@@ -1,4 +1,4 @@
-"""What came of a benchmark: as JSON for machines, as a table for people."""
+"""The report of a benchmark: JSON for machines, a table for people."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def _forecast(result: dict[str, Any]) -> str:
 
 
 def _compared(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the same work took in other ways."""
+    """Return the lines that compare the run with other ways of doing the same work."""
     lines = []
     if "without_deduplication" in result:
         other = result["without_deduplication"]

@@ -27,7 +27,7 @@ from batchinfer_kernels.cost import StepShape
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run took and gave. Seconds from the token ids in memory to the last answer, planning included."""
+    """A timed run and its answers; seconds count from the token ids in memory to the last answer, planning included."""
 
     wall_s: float
     plan_s: float  # writing the index and planning

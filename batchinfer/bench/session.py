@@ -123,8 +123,8 @@ def _dtype(options: BenchOptions, device: Device) -> Dtype:
 
 
 def _quantization(options: BenchOptions, device: Device) -> Quantization:
-    """As a job would have it; dummy weights are stored in no codes. Raises UsageError where those that are asked for
-    are not there."""
+    """Return the quantization that a job would choose; dummy weights are stored in no codes. Raises UsageError where
+    stored codes are asked for and there are none."""
     asked = cast(Literal["auto"] | Quantization, options.quantization)
     if asked == "auto":
         return (

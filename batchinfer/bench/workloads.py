@@ -170,7 +170,7 @@ WORKLOADS: dict[str, tuple[Callable[[int], list[Row]], int]] = {
 
 
 def describe(workload: str) -> str:
-    """What a built-in workload is, in one line."""
+    """Describe a built-in workload in one line."""
     return " ".join((WORKLOADS[workload][0].__doc__ or "").split("\n\n")[0].split())
 
 
