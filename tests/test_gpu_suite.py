@@ -1,7 +1,8 @@
-"""The GPU suite, rehearsed: what it runs, what it records, how its parts fail; and that it needs little to run."""
+"""The GPU suite, rehearsed: what it runs and records, that it needs little to run, and what only a GPU would show."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,53 +15,43 @@ from typing import Any
 import pytest
 import torch
 
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no triton", allow_module_level=True)
+
+from triton.runtime.errors import OutOfResources
+
+from batchinfer.bench.suite.record import Keeper
+from batchinfer.bench.suite.run import Suite
+from batchinfer.bench.suite.section import Model, Part, Result, Section, WrongResult
 from batchinfer_kernels.cost import Cost
+from batchinfer_kernels.gpu.attention_launch import KVTiles
 from batchinfer_kernels.paged_attention import paged_attention_reference
-from tests import gpu_suite
-from tests.gpu_suite import clock as clock_module
-from tests.gpu_suite import flashinfer, kernel_tests
-from tests.gpu_suite import suite as suite_module
-from tests.gpu_suite import worker as worker_module
-from tests.gpu_suite.__main__ import Keeper, record_name, rehearsed, selected
-from tests.gpu_suite.case import Case, WrongResult, distance, measured
-from tests.gpu_suite.clock import Clock
-from tests.gpu_suite.machine import sources_digest
+from tests.gpu_suite import (
+    ENTRIES,
+    attention,
+    flashinfer,
+    kernel_tests,
+    matmul,
+    model,
+    profile,
+    steady,
+    tiles,
+)
+from tests.gpu_suite.__main__ import CALLS, PREPARE, rehearsed, selected
+from tests.gpu_suite.case import Case, distance, measured
 from tests.gpu_suite.paged import Heads, Paged
-from tests.gpu_suite.section import Model, Section, Setting
-from tests.gpu_suite.shares import with_shares
-from tests.gpu_suite.suite import CALLS, ENTRIES, Entry, Suite, peaks_of
-from tests.gpu_suite.table import table
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = Path(gpu_suite.__file__).parent
-MISSING = (
-    "duckdb",
-    "pydantic",
-    "numba",
-    "ruamel",
-    "llguidance",
-    "jsonschema",
-)  # on a machine that is only to be measured
-PEAKS = {"bfloat16": 1e11, "float32": 1e11, "int8": 2e11, "float8_e4m3fn": 2e11, "bytes_per_s": 1e10}
-TIMED = {
-    "median_s",
-    "min_s",
-    "wall_s",
-    "share",
-    "bound_s",
-    "flops_per_s",
-    "bytes_per_s",
-    "mbu",
-    "mfu",
-    "host_s",
-    "host_layer_s",
-    "launch_s",
-    "launch_layer_s",
-    "step_s",
-    "schedule_s",
-    "left_bytes",
-}
+# On a machine that is only to be measured there is none of these
+MISSING = ("duckdb", "pydantic", "numba", "ruamel", "llguidance", "jsonschema")
+ALIKE = ("model-kv-fp8", "model-kv-int8")  # as `model-fp8`, but for where the codes are
+KERNELS = """decode attention, prefill attention, deterministic decode attention, deterministic prefill attention,
+shared-prefix attention, matmul, deterministic matmul, int8 matmul, int8-weight matmul, int4-weight matmul, fp8 matmul,
+block fp8 matmul, RMSNorm with residual, RoPE with KV write, gated activation, sampling, log-probabilities, penalties"""
+no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: make gpu-suite does the same on it"
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,161 +65,91 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 
 
-def suite(bare: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.gpu_suite", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=bare, timeout=4 * PATIENCE_S)
-
-
-def test_a_rehearsal(bare, tmp_path, monkeypatch):
-    """One test, as it takes long, and test processes share no fixtures."""
+@pytest.mark.parametrize(
+    "left_out",
+    [ALIKE, pytest.param(tuple(e.name for e in ENTRIES if e.name not in ALIKE), marks=pytest.mark.slow)],
+    ids=["most", "the others"],
+)
+def test_a_rehearsal(
+    left_out: tuple[str, ...], bare: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything runs and is right on tiny shapes, with the engine as on a GPU, and nothing is claimed."""
     for name, value in bare.items():
         monkeypatch.setenv(name, value)
+    entries = [entry for entry in rehearsed(ENTRIES) if entry.name not in left_out]
     keeper = Keeper(tmp_path)
-    ran = Suite(ROOT, True, 60.0, lambda line: None, keeper.keep, rehearsed(ENTRIES)).run()
-    everything_is_rehearsed(ran)
-    every_kernel_is_rehearsed(ran)
-    the_engine_is_rehearsed_with_triton(ran)
-    what_a_gpu_would_tell_is_told(ran)
-    it_claims_nothing(json.loads(keeper.path.read_text("utf-8")))
+    ran = Suite(entries, ROOT, 60.0, lambda line: None, keeper.keep, rehearsal=True, prepare=PREPARE).run()
+    assert [failure for section in ran["sections"] for failure in section["failures"]] == []
+    assert [section["status"] for section in ran["sections"]] == ["ok"] * len(entries)
+    results = {section["name"]: section["results"] for section in ran["sections"]}
+    assert all(results.values())
+    assert ran["failed"] is False
+    assert keeper.path is not None
+    record = json.loads(keeper.path.read_text("utf-8"))
+    kept = [result for section in record["sections"] for result in section["results"]]
+    assert all(result.keys() == {"name", "facts", "targets", "beside"} for result in kept)
+    if left_out == ALIKE:
+        every_kernel_and_the_engine_ran(results)
 
 
-def test_a_rehearsal_by_the_command(bare, tmp_path):
-    done = suite(bare, "--rehearse", "--sections", "peaks", "pointwise", "--out", str(tmp_path))
+def every_kernel_and_the_engine_ran(results: dict[str, list[dict[str, Any]]]) -> None:
+    names = [
+        result["name"]
+        for section in ("attention", "matmul", "pointwise", "sampling")
+        for result in results[section]
+    ]
+    assert {name.split(", ")[0] for name in names} == set(KERNELS.replace("\n", " ").split(", "))
+    assert results["tests"][0]["facts"]["passed"] > 0 == results["tests"][0]["facts"]["failed"]
+    for result in results["attention"] + results["matmul"] + results["tiles"]:
+        assert result["facts"]["error"] <= result["facts"]["tolerance"]
+        assert set(result["targets"]) <= {"share", *result["times"]}
+    assert [results[name][0]["facts"]["operators"] for name in ("small-steady", "against")] == ["triton"] * 2
+    pieces, operators = results["small-launching"]
+    assert pieces["figures"]["piecewise_graph_steps"] > 0 < operators["figures"]["eager_steps"]
+    assert pieces["figures"]["piecewise_graph_assumed_layer_s"] > 0
+    assert "piecewise_graph_steps" not in operators["figures"]
+    assert 0 <= results["small-profile"][0]["figures"]["idle_share"] < 1
+
+
+def test_the_command(bare: dict[str, str], tmp_path: Path) -> None:
+    """A record of a rehearsal; without one, that there is no GPU."""
+
+    def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.gpu_suite", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=bare, timeout=4 * PATIENCE_S
+        )
+
+    done = suite("--rehearse", "--sections", "peaks", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text("utf-8"))
-    it_claims_nothing(record)
-    it_says_where_it_was_made(record)
-    assert not any(unit in done.stdout for unit in ("/s", "µs", " ms", "%", "TB", "TFLOP", "aim"))
-    assert "rehearsal" in done.stdout.splitlines()[1]
-    assert "docs/measurements" not in done.stdout
-
-
-def everything_is_rehearsed(record: dict[str, Any]) -> None:
-    assert [failure for section in record["sections"] for failure in section["failures"]] == []
-    assert [section["name"] for section in record["sections"]] == [entry.name for entry in rehearsed(ENTRIES)]
-    assert {section["status"] for section in record["sections"]} == {"ok"}
-    assert all(section["results"] for section in record["sections"])
-    assert record["rehearsal"] is True
-    assert record["failed"] is False
-    (tests,) = next(s["results"] for s in record["sections"] if s["name"] == "tests")
-    assert tests["passed"] > 0 == tests["failed"]
-
-
-def every_kernel_is_rehearsed(record: dict[str, Any]) -> None:
-    found = {
-        result["kernel"]
-        for section in record["sections"]
-        for result in section["results"]
-        if "kernel" in result
-    }
-    assert found == {
-        "decode attention",
-        "prefill attention",
-        "deterministic decode attention",
-        "deterministic prefill attention",
-        "shared-prefix attention",
-        "matmul",
-        "deterministic matmul",
-        "int8 matmul",
-        "int8-weight matmul",
-        "int4-weight matmul",
-        "fp8 matmul",
-        "block fp8 matmul",
-        "RMSNorm with residual",
-        "RoPE with KV write",
-        "gated activation",
-        "sampling",
-        "log-probabilities",
-        "penalties",
-    }
-
-
-def the_engine_is_rehearsed_with_triton(record: dict[str, Any]) -> None:
-    by_name = {section["name"]: section["results"] for section in record["sections"]}
-    assert {result["phase"] for result in by_name["model"]} == {"decode", "prefill"}
-    for name in ("small-steady", "against"):
-        assert {result["ops"] for result in by_name[name] if result["kind"] != "memory"} == {"triton"}
-    prompts = [result["launched"]["piecewise_graph_steps"] for result in by_name["small-launching"]]
-    assert prompts[0] > 0 == prompts[1], "in pieces, then by operators"
-    assert all(set(result["ways"]) == {"in pieces", "by operators"} for result in by_name["small-mixed"])
-    coded = [by_name[name][0]["codes"] for name in ("model-fp8", "model-kv-fp8", "model-kv-int8")]
-    assert coded == [", stored fp8 weights", ", fp8 KV cache", ", int8 KV cache"]
-
-
-def what_a_gpu_would_tell_is_told(record: dict[str, Any]) -> None:
-    """With the peaks of another machine, the record of a GPU has its shares, and the table says them."""
-    gpu = {"name": "NVIDIA H200", "driver_version": "580"}
-    told = with_shares({**record, "rehearsal": False, "gpu": gpu}, PEAKS)
-    for result in (result for section in told["sections"] for result in section["results"]):
-        if result["kind"] in ("kernel", "tiles"):
-            assert result["error"] <= result["tolerance"]
-            assert set(result["aim"]) <= set(result["times_as_fast"])
-            if result["dtype"] in PEAKS:
-                assert result["bound_s"] == pytest.approx(result["share"] * result["ours"]["median_s"])
-        if result["kind"] == "step":
-            assert 0 < result["mbu"] <= result["roofline_efficiency"] * (1 + 1e-9)
-            assert result["tokens_per_s"] == result["tokens"] / result["ours"]["median_s"]
-        if result["kind"] == "mixed":
-            for times in result["ways"].values():
-                assert times["host_layer_s"] == times["host_s"] / result["layers"]
-        if result["kind"] == "host":
-            admission, ways = result["host"]["admission"], result["host"]["ways"]
-            assert sum(found["steps"] for found in admission.values()) == result["steps"]
-            assert sum(way["steps"] for way in ways.values()) == result["steps"]
-    text = table(told)
-    parts = ["a layer (assumed 330 µs)", "rows admitted: scheduled in", "the GPU idles", "× torch", "MBU"]
-    parts += ["steps launched as one graph", "roofline", "× transformers", "tiles (", "torch SDPA"]
-    assert [part for part in parts if part not in text] == []
-
-
-def it_claims_nothing(record: dict[str, Any]) -> None:
-    """No time, no rate, no share, no peak."""
-
-    def claims(value: Any) -> list[str]:
-        if isinstance(value, dict):
-            return [k for k in value if k in TIMED] + [c for v in value.values() for c in claims(v)]
-        return [c for v in value for c in claims(v)] if isinstance(value, list) else []
-
-    assert claims(record) == []
-    assert record["peaks"] == {}
-    assert record["gpu"] is None
-
-
-def it_says_where_it_was_made(record: dict[str, Any]) -> None:
     assert record["versions"]["torch"] == torch.__version__
     assert record["command"].split()[1:4] == ["-m", "tests.gpu_suite", "--rehearse"]
     assert len(record["sources_sha256"]) == 64
     assert record["measured_at"].endswith("+00:00")
     assert record["cpu"]["cores"] >= 1
-
-
-def test_without_a_gpu_it_says_so(bare):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = suite(bare)
-    assert done.returncode == 2
-    assert "finds no GPU" in done.stderr
-    assert "--rehearse" in done.stderr
-    assert done.stdout == ""
+    assert not any(unit in done.stdout for unit in ("/s", "µs", " ms", "%", "TB", "TFLOP", "aim"))
+    if not torch.cuda.is_available():
+        refused = suite()
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "finds no GPU" in refused.stderr
 
 
 def gpu_test_modules() -> list[str]:
-    """Those of the tests that run on a GPU."""
+    """Return the modules of the tests that run on a GPU."""
     paths = [ROOT / test for test in kernel_tests.TESTS]
     files = [
         file for path in paths for file in ([path] if path.is_file() else sorted(path.glob("test_*.py")))
     ]
-    return [
-        ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if "aot" not in file.stem
-    ]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    return [name for name in names if "aot" not in name]
 
 
-def test_all_it_needs_is_there_without_what_is_missing(bare):
+def test_all_it_needs_is_there_without_what_is_missing(bare: dict[str, str]) -> None:
     """Imported in one process that lacks them, with the tests that run on a GPU, all of which one such import would
     end. That they are lacking is seen, too."""
-    names = [f"tests.gpu_suite.{path.stem}" for path in PACKAGE.glob("*.py") if not path.stem.startswith("_")]
-    names += ["tests.gpu_suite.__main__", *gpu_test_modules()]
+    names = ["tests.gpu_suite.__main__", *{entry.module for entry in ENTRIES}, *gpu_test_modules()]
     lines = ["import importlib, sys", "from tests.kernels.gpu import interpreter", "interpreter.switch_on()"]
     lines += [f"for name in {names!r}: importlib.import_module(name)"]
     lines += [f"assert not set({MISSING!r}) & set(sys.modules)", "try: import duckdb"]
@@ -237,282 +158,48 @@ def test_all_it_needs_is_there_without_what_is_missing(bare):
     assert done.returncode == 0, done.stderr
 
 
-# ---- how sections fail
-
-MODULES = {
-    "fine": "def run(section): section.result({'kind': 'note'})",
-    "raises": "def run(section):\n section.result({'kind': 'note'})\n raise ValueError('it broke')",
-    "crashes": "import os\ndef run(section):\n"
-    " section.parts([('bad', lambda: os._exit(7)), ('good', lambda: {'kind': 'note'})])",
-    "sticks": "import time\ndef run(section):\n"
-    " section.parts([('bad', lambda: time.sleep(1000)), ('good', lambda: {'kind': 'note'})])",
-    "loses": "from types import SimpleNamespace\nfrom tests.gpu_suite import section as own\n"
-    "class Lost(own.Setting):\n device = SimpleNamespace(type='cuda')\n"
-    "def run(section):\n section.setting = Lost(True, 100.0, '', skip=section.setting.skip)\n"
-    " own._answers = lambda: False\n"
-    " section.parts([('fine', lambda: {'kind': 'first'}), ('bad', lambda: 1 / 0), ('good', lambda: {'kind': 'note'})])",
-    "partly": "def run(section): section.parts([('bad', lambda: 1 / 0), ('good', lambda: {'kind': 'note'})])",
-    "hangs": "import time\ndef run(section):\n section.result({'kind': 'note'})\n time.sleep(1000)",
-    "dies": "import os\ndef run(section):\n section.result({'kind': 'note'})\n os._exit(7)",
-    "slow": "import time\ndef run(section):\n"
-    " section.parts((str(n), lambda: time.sleep(0.3) or {'kind': 'note'}) for n in range(100))",
-}
-
-
-def test_a_failure_does_not_stop_the_others(tmp_path, monkeypatch):
-    """Sections that fail in every way; those that do not end have 6 and 4 seconds, the others more than a minute."""
-    for name, text in MODULES.items():
-        (tmp_path / f"suite_{name}.py").write_text(text)
-    names = ["raises", "fine", "dies", "partly", "hangs", "slow", "fine"]
-    shares = {"hangs": 1.0, "slow": 0.7}
-    entries = tuple(Entry(name, shares.get(name, 100.0), f"suite_{name}") for name in names)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    kept: list[tuple[int, str]] = []
-
-    def changed(record: dict[str, Any]) -> None:
-        kept.append((len(record["sections"]), record["sections"][-1]["status"]))
-
-    failing = Suite(ROOT, True, 10.0, lambda line: None, changed, entries).run()
-    assert [count for count, status in kept if status != "begun"] == list(range(1, 8))
-    assert (5, "begun") in kept, "what was told of a section is kept before it ends"
-    the_others_ran(failing)
-    the_table_ends_with_what_failed(failing)
-
-
-def the_others_ran(failing: dict[str, Any]) -> None:
-    raises, fine, dies, partly, hangs, slow, last = failing["sections"]
-    assert [s["status"] for s in (fine, last)] == ["ok", "ok"]
-    assert [s["status"] for s in (raises, dies, partly)] == ["failed"] * 3
-    assert [s["status"] for s in (hangs, slow)] == ["out of time"] * 2
-    assert failing["failed"] is True
-    assert "ValueError: it broke" in raises["failures"][0]["traceback"]
-    assert "suite_raises.py" in raises["failures"][0]["traceback"]
-    assert "code 7" in dies["failures"][0]["message"]
-    assert partly["failures"][0]["what"] == "bad"
-    assert len(partly["results"]) == 1, "the part after the one that failed has run"
-    assert all(len(section["results"]) == 1 for section in (raises, dies, hangs)), "what was told is kept"
-    assert "not reached: " in slow["out_of_time"]
-    assert 0 < len(slow["results"]) < 100
-
-
-def the_table_ends_with_what_failed(failing: dict[str, Any]) -> None:
-    lines = table(failing).splitlines()
-    assert [line for line in lines if line.startswith("FAILED")] == [
-        "FAILED raises: suite_raises: ValueError: it broke",
-        "FAILED dies: process: the process ended with code 7",
-        "FAILED partly: bad: ZeroDivisionError: division by zero",
-    ]
-    assert sum(line.startswith("OUT OF TIME") for line in lines) == 2
-
-
-def test_a_part_that_ends_its_process_does_not_end_the_others(tmp_path, monkeypatch):
-    """Nor does one after which the device runs nothing for its process, nor one that does not end."""
-    names = ("crashes", "loses", "sticks")
-    for name in names:
-        (tmp_path / f"suite_{name}.py").write_text(MODULES[name])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(worker_module, "PART_SHARE", 0.0)
-
-    def patient(line: str) -> None:
-        """Only the part that sleeps is ended soon, however slow the others are."""
-        soon = line.startswith("sticks: at most")
-        monkeypatch.setattr(worker_module, "PART_S", 1.0 if soon else PATIENCE_S)
-
-    entries = tuple(Entry(name, 1.0, f"suite_{name}") for name in names)
-    ran = Suite(ROOT, True, 10.0, patient, lambda r: None, entries).run()["sections"]
-    crashes, loses, sticks = ran
-    assert [s["status"] for s in ran] == ["failed"] * 3
-    assert sticks["results"] == [{"kind": "note"}]
-    assert ["part 1 did not end" in f["message"] for f in sticks["failures"]] == [True]
-    assert [s["results"] for s in (crashes, loses)] == [
-        [{"kind": "note"}],
-        [{"kind": "first"}, {"kind": "note"}],
-    ]
-    assert ["code 7" in f["message"] for f in crashes["failures"]] == [True]
-    assert [f["what"] for f in loses["failures"]] == ["bad"]
-
-
-def test_a_section_without_time_is_not_begun():
-    record = Suite(ROOT, True, 0.01, lambda line: None, lambda r: None, (Entry("x", 1.0, "nowhere"),)).run()
-    assert record["sections"][0]["out_of_time"] == "not begun"
-    assert record["failed"] is True
-
-
-def test_each_section_belongs_to_a_command():
-    """Each of them begins with what its shares are of, and fits into its nine minutes."""
-    assert {call for entry in ENTRIES for call in entry.calls} == set(CALLS)
+def test_each_section_belongs_to_a_command() -> None:
+    """Each of them begins with what its shares are of, and fits into its nine minutes; the page names all."""
+    page = (ROOT / "docs/gpu.md").read_text("utf-8")
+    assert all(f"`{entry.name}`" in page for entry in ENTRIES)
     for call in CALLS:
         entries = selected([call])
         assert sum(entry.share for entry in entries) <= 9 * 60
         names = [entry.name for entry in entries]
         assert names == ["tests"] or (names[0], names[-1]) == ("peaks", "peaks-again")
-    assert selected(CALLS) == ENTRIES
+    assert selected(CALLS) == list(ENTRIES)
     assert [entry.name for entry in selected(["kernels"], ["tiles", "model"])] == ["tiles"]
-    left_out = ["steady", "profile", "launching", "mixed", "peaks-again"]
+    left_out = ["steady", "profile", "launching", "peaks-again"]
     assert [entry.name for entry in ENTRIES if entry not in rehearsed(ENTRIES)] == left_out
-    assert {entry.module for entry in ENTRIES} == {entry.module for entry in rehearsed(ENTRIES)}
 
 
-def test_another_model_has_a_process_of_its_own(monkeypatch):
-    """Its memory is the device's, and half of it would be missing."""
-    done: list[str] = []
-
-    class Recording:
-        def __init__(self, rehearsal: bool) -> None:
-            done.append("rehearsal" if rehearsal else "real")
-
-        def run(self, module, setting, tell) -> dict[str, Any]:
-            done.append(module)
-            return {"seconds": 0.0, "out_of_time": None}
-
-        def close(self) -> None:
-            done.append("closed")
-
-    monkeypatch.setattr(suite_module, "Worker", Recording)
-    small, large = Model("small", 0.9), Model("large", 0.9)
-    entries = tuple(
-        Entry(name, 1.0, name, model)
-        for name, model in zip("abcde", (None, small, small, large, None), strict=True)
-    )
-    Suite(ROOT, False, 9.0, lambda line: None, lambda r: None, entries).run()
-    assert done == ["real", "a", "b", "c", "closed", "d", "closed", "e", "closed"]
+def test_on_a_gpu_all_its_tests_are_selected() -> None:
+    assert tuple(kernel_tests.selected(False))[: len(kernel_tests.TESTS)] == kernel_tests.TESTS
+    assert all((ROOT / name).exists() for name in kernel_tests.TESTS)
+    assert f"GPU_TESTS := {' '.join(kernel_tests.TESTS)}\n" in (ROOT / "Makefile").read_text("utf-8")
 
 
-def test_time_that_is_left_goes_to_the_others():
-    entries = (Entry("a", 1.0, ""), Entry("b", 3.0, ""))
-    found = Suite(ROOT, True, 4.0, lambda line: None, lambda r: None, entries)
-    assert found._limit(0) == pytest.approx(60, abs=1)
-    assert found._limit(1) == pytest.approx(240, abs=1)
+JUNIT = """<testsuites><testsuite>
+<testcase classname="a" name="one"/><testcase classname="a" name="two"><failure/></testcase>
+<testcase classname="a" name="three"><skipped/></testcase><testcase classname="b" name="four"><error/></testcase>
+</testsuite></testsuites>"""
 
 
-# ---- figures
-
-
-def kernel(**more: Any) -> dict[str, Any]:
-    """10 GFLOP and 1 GB in 2 ms."""
-    timed = {"median_s": 2e-3, "min_s": 1e-3, "runs": 5, "host_s": 1e-5}
-    plain = {"kind": "kernel", "kernel": "k", "size": "s", "dtype": "bfloat16", "int8_ops": 0, "error": 0.0}
-    others = {"peer": {**timed, "median_s": 3e-3}}
-    given = {"flops": 10**10, "bytes": 10**9, "target": 0.85, "aim": {"peer": 10.0}}
-    return {**plain, **given, "ours": timed, "others": others, **more}
-
-
-def record(*results: dict[str, Any]) -> dict[str, Any]:
-    section = {"name": "x", "status": "ok", "seconds": 1.0, "failures": [], "out_of_time": None}
-    versions = {"torch": "2", "triton": "3", "transformers": "5"}
-    told = {"rehearsal": False, "versions": versions, "measured_at": "2026-01-02T03:04:05+00:00"}
-    gpu = {"name": "NVIDIA H200", "driver_version": "580"}
-    return {**told, "gpu": gpu, "sections": [{**section, "results": list(results)}]}
-
-
-def test_a_share_is_the_bound_over_the_time():
-    peaks = {"bfloat16": 1e13, "bytes_per_s": 1e12}
-    (found,) = with_shares(record(kernel()), peaks)["sections"][0]["results"]
-    assert found["bound_s"] == pytest.approx(1e-3)
-    assert found["share"] == pytest.approx(0.5)
-    assert found["flops_per_s"] == pytest.approx(5e12)
-    assert found["bytes_per_s"] == pytest.approx(5e11)
-    assert found["times_as_fast"] == {"peer": pytest.approx(1.5)}
-    assert (
-        with_shares(record(kernel()), {**peaks, "bytes_per_s": 9e11})["sections"][0]["results"][0]["bound_by"]
-        == "memory"
-    )
-    (compute,) = with_shares(record(kernel(flops=10**11)), peaks)["sections"][0]["results"]
-    assert (compute["bound_by"], compute["share"]) == ("compute", pytest.approx(5.0))
-
-
-def test_without_peaks_there_are_no_shares():
-    (found,) = with_shares(record(kernel()), {})["sections"][0]["results"]
-    assert "share" not in found
-    assert found["times_as_fast"] == {"peer": pytest.approx(1.5)}
-
-
-def test_what_no_datasheet_states_has_no_share_of_it():
-    unknown = record(kernel()) | {"gpu": {"name": "NVIDIA H300", "driver_version": "1"}}
-    found = with_shares(unknown, {"bfloat16": 1e13, "bytes_per_s": 9e11})
-    assert found["datasheet"] == {}
-    assert found["sections"][0]["results"][0]["datasheet_share"] is None
-    assert "of its memory bound" in table(found)
-
-
-def test_int8_operations_are_held_against_their_own_peak():
-    peaks = {"bfloat16": 1e13, "int8": 2e13, "bytes_per_s": 1e15}
-    result = kernel(flops=10**11, int8_ops=10**11)
-    assert with_shares(record(result), peaks)["sections"][0]["results"][0]["bound_s"] == pytest.approx(5e-3)
-
-
-def test_a_step_s_bound_is_the_sum_of_its_operators():
-    peaks = {"bfloat16": 1e12, "bytes_per_s": 1e12}
-    step = {
-        "kind": "step",
-        "phase": "decode",
-        "size": "2",
-        "dtype": "bfloat16",
-        "codes": "",
-        "codes_dtype": "int8",
-        "tokens": 2,
-        "mbu_target": 0.8,
-    }
-    operators = {"a": [10**9, 10**6, 0], "b": [10**6, 10**9, 0]}
-    step |= {"ours": {"median_s": 4e-3, "min_s": 4e-3, "runs": 5}, "operators": operators}
-    (found,) = with_shares(record(step), peaks)["sections"][0]["results"]
-    assert found["roofline_efficiency"] == pytest.approx(0.5)
-    assert found["mbu"] == found["mfu"] == pytest.approx(1.001e9 / 4e9)
-    assert found["tokens_per_s"] == pytest.approx(500)
-    assert "MBU 25 % (aim 80 %)" in table(with_shares(record(step), peaks))
-
-
-def test_products_of_a_step_s_codes_are_held_against_their_dtype():
-    peaks = {"bfloat16": 1e12, "int8": 2e12, "float8_e4m3fn": 4e12, "bytes_per_s": 1e15}
-    plain = {"kind": "step", "phase": "prefill", "size": "2", "dtype": "bfloat16", "tokens": 2, "codes": ""}
-    plain |= {"ours": {"median_s": 1e-2, "min_s": 1e-2, "runs": 5}, "operators": {"a": [10**10, 1, 10**10]}}
-    for dtype, efficiency in (("int8", 0.5), ("float8_e4m3fn", 0.25)):
-        told = with_shares(record({**plain, "codes_dtype": dtype}), peaks)
-        assert told["sections"][0]["results"][0]["roofline_efficiency"] == pytest.approx(efficiency)
-
-
-def test_the_better_peaks_count():
-    told = [
-        {"kind": "peaks", "peaks": peaks} for peaks in ({"int8": 1.0, "bfloat16": 5.0}, {"int8": 2.0}, {})
-    ]
-    assert peaks_of(record(*told)) == {"int8": 2.0, "bfloat16": 5.0}
-
-
-def test_the_table_says_what_was_reached():
-    peaks = {"bfloat16": 1e13, "bytes_per_s": 9e11}
-    text = table(with_shares(record(kernel()), peaks))
-    assert "2,000 µs, 56 % [10 %] of its memory bound (aim 85 %), 1.50× peer (aim 10×)" in text
-    assert "peaks of this run: 10 TFLOP/s bfloat16 [1 %], 0.90 TB/s [19 %]" in text
-    assert "NVIDIA H200, driver 580" in text
-
-
-def test_a_record_is_named_by_date_and_gpu(tmp_path):
-    assert record_name(record()) == "2026-01-02-0304-nvidia-h200"
-    keeper = Keeper(tmp_path / "new")
-    for results in ((), (kernel(),)):
-        keeper.keep(record(*results))
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["2026-01-02-0304-nvidia-h200.json"]
-    assert len(json.loads(keeper.path.read_text())["sections"][0]["results"]) == 1
-
-
-def test_commands_of_the_same_minute_keep_their_own_records(tmp_path):
-    for call in CALLS:
-        Keeper(tmp_path, call).keep(record(kernel()))
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"2026-01-02-0304-nvidia-h200-{c}.json" for c in CALLS
-    }
-
-
-def test_the_digest_is_of_what_is_measured(tmp_path):
-    (tmp_path / "kernels").mkdir()
-    before = sources_digest(tmp_path)
-    (tmp_path / "kernels" / "x.py").write_text("1")
-    after = sources_digest(tmp_path)
-    (tmp_path / "kernels" / "x.txt").write_text("1")
-    assert before != after == sources_digest(tmp_path)
+def test_what_pytest_wrote_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    found = kernel_tests.counts(tmp_path / "junit.xml")
+    assert found == {"passed": 1, "failed": 2, "skipped": 1, "failed_tests": "a::two, b::four"}
+    assert kernel_tests.counts(tmp_path / "none.xml")["passed"] == 0
 
 
 # ---- cases
+
+
+def section(rehearsal: bool = True, model: Model | None = None) -> Section:
+    """A section on the CPU: as on a GPU, where it is no rehearsal."""
+    found = Section(rehearsal, float("inf"), str(ROOT), model=model)
+    found.device = torch.device("cpu")
+    return found
 
 
 def case(ours: Callable[[], Any], **more: Any) -> Case:
@@ -520,73 +207,78 @@ def case(ours: Callable[[], Any], **more: Any) -> Case:
     return Case("k", "s", Cost(1, 1), "bfloat16", ours, lambda: distance(ours(), right), 1e-2, **more)
 
 
-def telling() -> tuple[Section, list[tuple[str, Any]]]:
-    told: list[tuple[str, Any]] = []
-    return Section(Setting(True, 100.0, str(ROOT)), lambda *said: told.append(said)), told
-
-
 @pytest.mark.parametrize("wrong", [torch.zeros(4), torch.full((4,), float("nan"))])
-def test_what_is_wrong_is_not_timed(wrong):
+def test_what_is_wrong_is_not_timed(wrong: torch.Tensor) -> None:
     with pytest.raises(WrongResult, match="k, s: off by"):
-        measured(telling()[0], case(lambda: wrong))
+        measured(section(), case(lambda: wrong))
 
 
-def test_a_peer_that_fails_is_told_and_left_out():
-    section, told = telling()
-    found = measured(section, case(lambda: torch.ones(4), others={"bad": lambda: 1 / 0, "good": lambda: 1}))
-    assert list(found["others"]) == ["good"]
-    assert [(kind, said["what"]) for kind, said in told] == [("failure", "k, s: bad")]
+def test_a_peer_that_fails_is_told_and_left_out() -> None:
+    given = section()
+    found = measured(given, case(lambda: torch.ones(4), others={"bad": lambda: 1 / 0, "good": lambda: 1}))
+    assert list(found.times) == ["ours", "good"]
+    assert [failure["what"] for failure in given.failures] == ["k, s: bad"]
 
 
-class FakeDevice:
-    """A GPU that takes as long as it is told to, beside a host that takes none: `torch.cuda`, as far as it is asked."""
-
-    CYCLES_PER_S = 1e9
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.slept: list[float] = []
-
-    def work(self, seconds: float) -> None:
-        self.now += seconds
-
-    def sleep(self, cycles: int) -> None:
-        self.slept.append(cycles / self.CYCLES_PER_S)
-        self.now += self.slept[-1]
-
-    def event(self, enable_timing: bool) -> SimpleNamespace:
-        made = SimpleNamespace(at=0.0, synchronize=lambda: None)
-        made.record = lambda: setattr(made, "at", self.now)
-        made.elapsed_time = lambda end: (end.at - made.at) * 1e3
-        return made
+@pytest.mark.parametrize("parts", [attention.parts, matmul.parts, tiles.parts], ids=lambda f: f.__module__)
+def test_each_case_of_a_gpu_has_a_name_of_its_own(
+    parts: Callable[[Section], list[Part]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "why_not_fp8", lambda: None)
+    names = [name for name, _ in parts(section(rehearsal=False))]
+    assert len(names) == len(set(names)) > 10
 
 
-def test_the_clock_tells_the_device_s_median(monkeypatch):
-    device = FakeDevice()
-    names = {"_sleep": device.sleep, "Event": device.event, "synchronize": lambda: None}
-    for name, value in names.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(clock_module, "COLD_BYTES", 1024)
-    order: list[str] = []
-    taking = iter(
-        [1.0, 1.0, 1.0, 1.0, 9.0, 2.0, 3.0, 2.0, 2.0]
-    )  # three to warm up and one to choose the turns
+def test_workloads_are_large_enough_for_a_steady_state() -> None:
+    assert steady.ROWS >= 2000
+    for output in (steady.MEAN_OUTPUT, steady.SHORT_OUTPUT):
+        rows = steady.steady_rows(steady.ROWS, 32_000, 4, output, steady.MOST_OUTPUT, shared=2)
+        assert 0.9 * output < steady.mean_output(rows) <= 128
+        assert len({row.prompt[:2] for row in rows}) == 1 < len({row.max_tokens for row in rows})
+        assert {len(row.prompt) for row in rows} == {4}
 
-    def ours() -> None:
-        order.append("ours")
-        device.work(next(taking))
 
-    def theirs() -> None:
-        order.append("theirs")
-        device.work(0.5)
+def test_without_peaks_no_model_is_run() -> None:
+    for _, measure in model.parts(section(rehearsal=False, model=Model("tiny", 2**23))):
+        with pytest.raises(Exception, match="peaks of this GPU were not measured"):
+            measure()
 
-    found = Clock(torch.device("cpu")).times({"ours": ours, "theirs": theirs})
-    assert found["ours"].median_s == pytest.approx(2.0)
-    assert found["ours"].min_s == pytest.approx(2.0)
-    assert found["theirs"].median_s == pytest.approx(0.5)
-    assert found["ours"].runs == clock_module.LEAST_TURNS == 5
-    assert order[-10:] == ["ours", "theirs"] * 5
-    assert all(slept >= 1e-4 for slept in device.slept), "the host is given time to queue each call"
+
+@no_gpu
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+@pytest.mark.parametrize("work", ["prefill", "decode", "prefix"])
+def test_tiles_reach_the_kernels(work: Any) -> None:
+    """No kernel has a tile of 48 keys: what is launched with it fails, and the chosen one is back behind it."""
+    make = tiles._makers(section(), attention.TINY)[work]
+    case = make()
+    before = case.ours()
+    with (
+        tiles.instead(work, KVTiles(32, 48, 4, 1)),
+        pytest.raises(Exception, match=r"power of 2|of tiles of 48"),
+    ):
+        make().ours()
+    assert torch.equal(case.ours(), before)
+
+
+def test_tiles_that_a_gpu_has_no_room_for_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(section: Section, tried: Case) -> Result:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(tiles, "measured", refused)
+    assert {measure().figures["tiles"] for _, measure in tiles.parts(section())} == {"do not fit"}
+
+
+def test_idle_time_is_what_no_work_covers() -> None:
+    works = [("a", 0, 10), ("b", 5, 20), ("a", 30, 60), ("c", 40, 50), ("c", 100, 110)]
+    found = profile.summary([profile.Work(*work) for work in works])
+    assert found["idle_share"] == pytest.approx(50 / 110)
+    assert (found["gaps"], found["longest_gap_s"]) == (2, pytest.approx(40e-6))
+    assert next(iter(found["work_share"].items())) == ("a", pytest.approx(40 / 75))
+
+
+def test_a_profiler_that_sees_nothing_is_a_failure() -> None:
+    with pytest.raises(WrongResult, match="saw nothing"):
+        profile._device_work(SimpleNamespace(events=list), "CUDA")
 
 
 # ---- FlashInfer, which no test machine has
@@ -679,35 +371,3 @@ def test_flashinfer_s_cascade_is_given_the_same_work(paged):
 def test_without_flashinfer_nothing_is_compared():
     paged = Paged.random([17], Heads(4, 2, 16, 8), torch.float32, torch.device("cpu"))
     assert flashinfer.is_installed() or flashinfer.decode(paged, paged.queries(1)) == {}
-
-
-# ---- the tests' section
-
-JUNIT = """<testsuites><testsuite>
-<testcase classname="a" name="one"/><testcase classname="a" name="two"><failure/></testcase>
-<testcase classname="a" name="three"><skipped/></testcase><testcase classname="b" name="four"><error/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_what_pytest_wrote_is_counted(tmp_path):
-    (tmp_path / "junit.xml").write_text(JUNIT)
-    found = kernel_tests.counts(tmp_path / "junit.xml")
-    assert found == {"passed": 1, "failed": 2, "skipped": 1, "failed_tests": ["a::two", "b::four"]}
-    assert kernel_tests.counts(tmp_path / "none.xml")["passed"] == 0
-
-
-def test_on_a_gpu_all_its_tests_are_selected():
-    assert (
-        tuple(kernel_tests.selected(Setting(False, 10.0, str(ROOT))))[: len(kernel_tests.TESTS)]
-        == kernel_tests.TESTS
-    )
-    assert all((ROOT / name).exists() for name in kernel_tests.TESTS)
-    assert f"GPU_TESTS := {' '.join(kernel_tests.TESTS)}\n" in (ROOT / "Makefile").read_text("utf-8")
-
-
-# ---- documentation
-
-
-def test_the_page_names_every_section():
-    page = (ROOT / "docs/gpu.md").read_text("utf-8")
-    assert all(f"`{entry.name}`" in page for entry in ENTRIES)

@@ -92,7 +92,7 @@ class SampledConstraint:
 
 @dataclass(frozen=True, slots=True)
 class EverySampled:
-    """Implement batchinfer.engine.schedule.constraints.Constraints."""
+    """The engine asks this for constraints, as it asks batchinfer.engine.schedule.constraints.Constraints."""
 
     grammars: GrammarConstraints
 

@@ -37,7 +37,7 @@ def plan_rows(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool
 
     Without `deduplicate` equal rows are different work, as if each were a sample of its own. Raises StorageError.
     """
-    # Here, because it imports DuckDB, and what else is in this package runs where there is none (tests/gpu_suite)
+    # Here, because it imports DuckDB, and what else is in this package runs where there is none
     from batchinfer.plan.order.planner import plan_job
 
     prepared = prepared_rows(rows, deduplicate)

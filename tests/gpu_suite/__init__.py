@@ -1,4 +1,50 @@
-"""What a GPU does with this: one command that tests, measures and records, `python -m tests.gpu_suite`.
+"""The sections that a GPU is measured by, run by one command: `python -m tests.gpu_suite`.
 
-Needs torch, triton, transformers and pyarrow, and pytest for its tests; no DuckDB, pydantic or numba, and no network.
+They need torch, triton, transformers and pyarrow, and pytest for the tests; no DuckDB, pydantic or numba, no network.
 """
+
+from __future__ import annotations
+
+from functools import partial
+
+from batchinfer.bench.suite.section import Entry, Model
+
+SMALL, LARGE = Model("qwen2.5-0.5b"), Model("llama-3.1-8b")
+LARGE_BESIDE = Model("llama-3.1-8b", 0.45)  # what it is compared with needs as much
+# Few rows, which are captured soon
+CODED = partial(Model, "llama-3.1-8b", rows=64, longest=4352)
+
+
+def _entry(
+    calls: str, name: str, share: float, module: str | None = None, model: Model | None = None
+) -> Entry:
+    return Entry(name, share, f"{__name__}.{module or name}", model, tuple(calls.split()))
+
+
+def _peaks(name: str, share: float) -> Entry:
+    return Entry(name, share, "batchinfer.bench.suite.peaks", calls=("kernels", "models"))
+
+
+# In three commands, each of nine minutes; the most valuable of each first. Shares are seconds; they are estimates until
+# they have been seen on a GPU.
+ENTRIES = (
+    _entry("tests", "tests", 520, "kernel_tests"),
+    _peaks("peaks", 15),
+    _entry("kernels", "attention", 110),
+    _entry("kernels", "tiles", 180),
+    _entry("kernels", "matmul", 120),
+    _entry("kernels", "pointwise", 30),
+    _entry("kernels", "sampling", 45),
+    _entry("models", "small-steady", 50, "steady", SMALL),
+    _entry("models", "small-profile", 10, "profile", SMALL),
+    _entry("models", "small-launching", 20, "launching", SMALL),
+    _entry("models", "model", 60, "model", LARGE),
+    _entry("models", "steady", 90, "steady", LARGE),
+    _entry("models", "profile", 25, "profile", LARGE),
+    _entry("models", "launching", 35, "launching", LARGE),
+    _entry("models", "model-fp8", 45, "model", CODED(quantization="stored")),
+    _entry("models", "model-kv-fp8", 30, "model", CODED(kv_cache="fp8")),
+    _entry("models", "model-kv-int8", 30, "model", CODED(kv_cache="int8")),
+    _entry("models", "against", 85, "against", LARGE_BESIDE),
+    _peaks("peaks-again", 20),
+)

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from batchinfer.bench.suite.clock import Call
+from batchinfer.bench.suite.section import Part, Section, WrongResult
 from batchinfer_kernels.gpu.attention_plan import Room
 from tests.gpu_suite import flashinfer, sdpa
-from tests.gpu_suite.case import TOLERANCE, Case, Worst, WrongResult, measured, worst
-from tests.gpu_suite.clock import Call
+from tests.gpu_suite.case import TOLERANCE, Case, Worst, measured, worst
 from tests.gpu_suite.paged import Heads, Paged
-from tests.gpu_suite.section import Part, Section
 from tests.gpu_suite.step import DTYPE, AttentionStep, planned
 
 LLAMA_8B, TINY = Heads(32, 8, 128, 16), Heads(4, 2, 64, 16)
@@ -33,9 +33,9 @@ FIXED_DECODE = (*[16_384] * 8, *[512] * 56)
 FIXED_PREFILL = (2048, 16_384)  # queries, context
 
 
-def run(section: Section) -> None:
-    """A result a case."""
-    section.parts(rehearsed(section) if section.setting.rehearsal else cases(section))
+def parts(section: Section) -> list[Part]:
+    """Return a part a case."""
+    return rehearsed(section) if section.rehearsal else cases(section)
 
 
 def cases(section: Section) -> list[Part]:
@@ -102,7 +102,7 @@ def decode_case(section: Section, heads: Heads, contexts: Sequence[int], codes: 
         lambda: worst(ours(), step.reference()),
         TOLERANCE[DTYPE] if codes is None else CODED_TOLERANCE,
         others,
-        DECODE_TARGET if len(contexts) >= 64 and min(contexts) >= 1024 else None,
+        {"share": DECODE_TARGET} if len(contexts) >= 64 and min(contexts) >= 1024 else {},
     )
 
 
@@ -120,7 +120,7 @@ def prefill_case(section: Section, heads: Heads, count: int, queries: int, conte
         lambda: worst(ours(), sdpa.rows(theirs())),
         TOLERANCE[DTYPE],
         {sdpa.NAME: theirs, **flashinfer.prefill(step.paged, step.q, queries)},
-        PREFILL_TARGET if context >= 4096 else None,
+        {"share": PREFILL_TARGET} if context >= 4096 else {},
     )
 
 
@@ -129,7 +129,7 @@ def prefix_case(section: Section, heads: Heads, count: int, shared: int, own: in
     which the device's cache serves in part, and against a copy of the prefix for each sequence.
     """
     step = AttentionStep.decode(section, heads, [shared + own] * count, shared=shared)
-    private = Paged.random(step.paged.contexts, heads, DTYPE, section.setting.device)
+    private = Paged.random(step.paged.contexts, heads, DTYPE, section.device)
     apart = replace(step, paged=private)
     ours, alone = step.call(), planned(step.paged, 1)
     others = {"each reads the prefix": step.call(alone), PRIVATE: apart.call(alone)}
@@ -142,7 +142,7 @@ def prefix_case(section: Section, heads: Heads, count: int, shared: int, own: in
         lambda: worst(ours(), step.reference()),
         TOLERANCE[DTYPE],
         {**others, **flashinfer.cascade(step.paged, step.q, shared)},
-        aim={PRIVATE: PREFIX_AIM},
+        targets={PRIVATE: PREFIX_AIM},
     )
 
 
@@ -219,7 +219,7 @@ def fixed_prefill_case(section: Section, heads: Heads, queries: int, context: in
 
 def _captured(section: Section, call: Call) -> Call:
     """As a CUDA graph; a rehearsal has none, and calls again what would be captured."""
-    if section.setting.device.type == "cpu":
+    if section.device.type == "cpu":
         return call
     from batchinfer.engine.graphs.graph_capture import GpuRecorder
 

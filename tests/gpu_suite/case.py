@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from batchinfer.bench.suite.clock import Call, the_clock
+from batchinfer.bench.suite.section import Result, Section, WrongResult
 from batchinfer_kernels.cost import Cost
-from tests.gpu_suite.clock import Call, Clock, HostClock
-from tests.gpu_suite.section import Section
 
 # ‖ours - right‖ / ‖right‖, where operands and results are of this dtype: a few roundings each
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-
-
-class WrongResult(Exception):
-    """A kernel computed something else: nothing of it is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +43,8 @@ class Case:
     error: Callable[[], float | Worst]
     tolerance: float
     others: Mapping[str, Call] = field(default_factory=dict)
-    target: float | None = None  # share of its bound that it is meant to reach
-    # How many times as fast as which of `others` it is meant to be
-    aim: Mapping[str, float] = field(default_factory=dict)
+    # The share of its bound that it is meant to reach, and how many times as fast as which of `others`
+    targets: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -78,51 +71,24 @@ def different(ours: Tensor, right: Tensor) -> float:
     return float((ours != right).double().mean())
 
 
-def measured(section: Section, case: Case) -> dict[str, Any]:
-    """Raises WrongResult. A comparison that raises is told as a failure of its own and left out."""
+def measured(section: Section, case: Case) -> Result:
+    """Check a case, then time it. Raises WrongResult. A comparison that raises is noted as a failure and left out."""
     found = case.error()
     error = float(found)
     if not error <= case.tolerance:
         said = found if isinstance(found, Worst) else f"{found:.3g}"
         raise WrongResult(f"{case.name}: off by {said}, where {case.tolerance:.3g} would do")
-    others = {name: call for name, call in case.others.items() if _works(section, case, name, call)}
-    return {**described(case), "error": error, **_timed(section, case, others)}
+    calls = {"ours": case.ours}
+    for name, call in case.others.items():
+        try:
+            call()
+            calls[name] = call
+        except Exception as failure:  # noqa: BLE001 - another's kernel: told, and ours is measured all the same
+            section.failed(f"{case.name}: {name}", failure)
+    return replace(described(case, error), times=the_clock(section.device).times(calls))
 
 
-def described(case: Case) -> dict[str, Any]:
-    """What is known of a case before it has run."""
-    return {
-        "kind": "kernel",
-        "kernel": case.kernel,
-        "size": case.size,
-        "dtype": case.dtype,
-        "flops": case.cost.flops,
-        "bytes": case.cost.bytes,
-        "int8_ops": case.cost.coded_ops,
-        "tolerance": case.tolerance,
-        "target": case.target,
-        "aim": dict(case.aim),
-    }
-
-
-def _works(section: Section, case: Case, name: str, call: Call) -> bool:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - another's kernel: told, and ours is measured all the same
-        section.failure(f"{case.name}: {name}", error)
-        return False
-    return True
-
-
-def _timed(section: Section, case: Case, others: Mapping[str, Call]) -> dict[str, Any]:
-    times = the_clock(section.setting.device).times({"": case.ours, **others})
-    return {
-        "ours": times.pop("").to_json(),
-        "others": {name: found.to_json() for name, found in times.items()},
-    }
-
-
-@cache
-def the_clock(device: torch.device) -> Clock | HostClock:
-    """Return the one clock of all cases: a GPU's holds a large buffer."""
-    return Clock(device) if device.type == "cuda" else HostClock()
+def described(case: Case, error: float | None = None) -> Result:
+    """Return what is known of a case before it is timed."""
+    facts = {"error": error, "tolerance": case.tolerance}
+    return Result(case.name, facts, costs={"": case.cost}, dtype=case.dtype, targets=case.targets)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gpu_suite.clock import Call
+from batchinfer.bench.suite.clock import Call
 from tests.gpu_suite.paged import Paged
 
 NAME, CASCADE = "FlashInfer", "FlashInfer's cascade"

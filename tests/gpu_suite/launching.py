@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+from batchinfer.bench.suite.clock import wait_for
+from batchinfer.bench.suite.section import Part, Result, Section, WrongResult
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -21,11 +23,8 @@ from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, Step
-from tests.gpu_suite import workloads
-from tests.gpu_suite.case import WrongResult
-from tests.gpu_suite.clock import wait_for
-from tests.gpu_suite.loaded import loaded_model, model_name
-from tests.gpu_suite.section import Section
+from tests.gpu_suite import steady
+from tests.gpu_suite.loaded import loaded_model, name_of
 
 ROWS = 256  # in work at a time: few enough that the steady state begins soon
 FIRST, ENDED = 50, 350  # rows that have ended when counting begins, and when it is over
@@ -33,14 +32,10 @@ FIRST, ENDED = 50, 350  # rows that have ended when counting begins, and when it
 ASSUMED_LAYER_S = {"piecewise_graph": REPLAY_LAYER_S, "eager": LAUNCH_LAYER_S}
 
 
-def run(section: Section) -> None:
-    """A result each way."""
-    section.parts(
-        [
-            ("steps in pieces", partial(_measured, section, True)),
-            ("steps by operators", partial(_measured, section, False)),
-        ]
-    )
+def parts(section: Section) -> list[Part]:
+    """Return a part each way."""
+    ways = {"steps in pieces": True, "steps by operators": False}
+    return [(name, partial(_measured, section, name, in_pieces)) for name, in_pieces in ways.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +45,9 @@ class HostStep:
     schedule_s: float
     launch_s: float
     admitted: int  # rows
+
+
+Stepped = tuple[StepSample, HostStep]
 
 
 class TimedScheduler(Scheduler):
@@ -86,23 +84,31 @@ class TimedRunner:
         return launched
 
 
-def _measured(section: Section, in_pieces: bool) -> dict[str, Any]:
-    samples, steps, begun = _stepped(section, in_pieces)
-    layers = loaded_model(section.setting).runner.cost.layers
-    result = {"kind": "host", "model": model_name(section.setting), "in_pieces": in_pieces, "layers": layers}
-    result |= {"steps": len(samples) - begun, **workloads.launched(samples[begun:])}
-    if not result["steps"]:
+def _measured(section: Section, name: str, in_pieces: bool) -> Result:
+    """Raises WrongResult where nothing is left of the steady state."""
+    steady_steps = _stepped(section, in_pieces)
+    if not steady_steps:
         raise WrongResult("no step was left once rows had begun to end")
-    steady = list(zip(samples[begun:], steps[begun:], strict=True))
-    admission = {name: _admission(steady, name == "admitting") for name in ("admitting", "others")}
-    ways = {mode: _way([pair for pair in steady if pair[0].launch == mode], layers) for mode in LAUNCH_MODES}
-    found = {mode: way for mode, way in ways.items() if way}
-    return result | {"host": {"ways": found, "admission": admission, "assumed_layer_s": ASSUMED_LAYER_S}}
+    layers = loaded_model(section).runner.cost.layers
+    figures: dict[str, float] = {}
+    for mode in LAUNCH_MODES:
+        figures |= _way(mode, [step for step in steady_steps if step[0].launch == mode], layers)
+    for which, admitting in (("admitting", True), ("others", False)):
+        own = [host for _, host in steady_steps if (host.admitted > 0) == admitting]
+        figures |= _admission(which, own)
+    shares = {
+        mode: share for mode, share in steady.launched(step for step, _ in steady_steps).items() if share
+    }
+    facts = {
+        "steps": len(steady_steps),
+        "launched": ", ".join(mode.removesuffix("_share") for mode in shares),
+    }
+    return Result(f"host, {name}, {name_of(section)}", facts, figures=figures | shares)
 
 
-def _stepped(section: Section, in_pieces: bool) -> tuple[list[StepSample], list[HostStep], int]:
-    """All steps, and how many there were before the steady state."""
-    setting, loaded = section.setting, loaded_model(section.setting)
+def _stepped(section: Section, in_pieces: bool) -> list[Stepped]:
+    """Return the steps of the steady state."""
+    loaded = loaded_model(section)
     runner = loaded.runner
     if isinstance(runner, DeviceRunner) and not in_pieces:
         runner = replace(runner, mixed=None)
@@ -110,17 +116,17 @@ def _stepped(section: Section, in_pieces: bool) -> tuple[list[StepSample], list[
     limits = replace(loaded.limits, max_num_seqs=min(loaded.limits.max_num_seqs, ROWS))
     engine = replace(loaded, limits=limits).engine(runner=cast(ModelRunner, timed))
     timed.scheduler = _timed(engine)
-    engine.add(workloads.requests(section))
+    engine.add(steady.requests(section))
     samples: list[StepSample] = []
     ended, begun = 0, 0
-    first, last = (0, 1) if setting.rehearsal else (FIRST, ENDED)
+    first, last = (0, 1) if section.rehearsal else (FIRST, ENDED)
     while ended < last and engine.unfinished:
         output = engine.step()
         ended += len(output.completions)
         samples += [] if output.sample is None else [output.sample]
         begun = len(samples) if ended < first else begun
-    wait_for(setting.device)  # what is in flight is not to outlast its engine
-    return samples, timed.steps[: len(samples)], begun
+    wait_for(section.device)  # what is in flight is not to outlast its engine
+    return list(zip(samples, timed.steps, strict=False))[begun:]
 
 
 def _timed(engine: Engine) -> TimedScheduler:
@@ -129,30 +135,31 @@ def _timed(engine: Engine) -> TimedScheduler:
     return cast(TimedScheduler, engine._scheduler)
 
 
-def _way(steps: Sequence[tuple[StepSample, HostStep]], layers: int) -> dict[str, float]:
-    """Medians over steps that were launched in one way; nothing where there are none."""
+def _way(mode: str, steps: Sequence[Stepped], layers: int) -> dict[str, float]:
+    """Return medians over the steps that were launched in one way; nothing where there are none."""
     if not steps:
         return {}
-    launch_s = _median(host.launch_s for _, host in steps)
-    return {
-        "steps": len(steps),
-        "tokens": _median(sample.prefill_tokens + sample.decode_tokens for sample, _ in steps),
-        "padded_tokens": _median(sample.padded_tokens for sample, _ in steps),
-        "launch_s": launch_s,
-        "launch_layer_s": launch_s / layers,
-        "step_s": _median(sample.duration_s for sample, _ in steps),
+    launch_s = statistics.median(host.launch_s for _, host in steps)
+    tokens = [sample.prefill_tokens + sample.decode_tokens for sample, _ in steps]
+    found = {
+        f"{mode}_steps": len(steps),
+        f"{mode}_tokens": statistics.median(tokens),
+        f"{mode}_padded_tokens": statistics.median(sample.padded_tokens for sample, _ in steps),
+        f"{mode}_launch_s": launch_s,
+        f"{mode}_launch_layer_s": launch_s / layers,
+        f"{mode}_step_s": statistics.median(sample.duration_s for sample, _ in steps),
     }
+    assumed = ASSUMED_LAYER_S.get(mode)
+    return found | ({} if assumed is None else {f"{mode}_assumed_layer_s": assumed})
 
 
-def _admission(steps: Sequence[tuple[StepSample, HostStep]], admitting: bool) -> dict[str, float]:
-    """Of scheduling the steps that admit rows, or of the others."""
-    own = [host for _, host in steps if (host.admitted > 0) == admitting]
-    if not own:
-        return {"steps": 0}
-    found = {"steps": len(own), "schedule_s": _median(host.schedule_s for host in own)}
-    rows = _median(host.admitted for host in own)
-    return {**found, "most_s": max(host.schedule_s for host in own), "rows": rows}
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
+def _admission(which: str, steps: Sequence[HostStep]) -> dict[str, float]:
+    """Return the times of scheduling the steps that admit rows, or the others."""
+    if not steps:
+        return {}
+    return {
+        f"{which}_steps": len(steps),
+        f"{which}_rows": statistics.median(host.admitted for host in steps),
+        f"{which}_schedule_s": statistics.median(host.schedule_s for host in steps),
+        f"{which}_most_schedule_s": max(host.schedule_s for host in steps),
+    }

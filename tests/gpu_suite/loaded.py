@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import torch
 
+from batchinfer.bench.suite.section import BANDWIDTH, Model, Result, Section
 from batchinfer.core.errors import Unavailable
 from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE, cache_blocks
-from batchinfer.engine.load import build as building
+from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import shape_config
@@ -25,7 +21,6 @@ from batchinfer.models.spec.parameters import parameter_count
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import Peaks
 from tests.gpu_suite.coded_weights import CodedWeights, in_blocks
-from tests.gpu_suite.section import BANDWIDTH, Model, Setting
 
 TINY_MODEL = "tiny"
 DTYPE: Dtype = "bfloat16"
@@ -35,62 +30,52 @@ LONGEST, TINY_LONGEST = 16_384 + 256, 48
 TINY_ROWS, TINY_TOKENS = 2, 16  # of a step
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """How a GPU's memory was divided when the model was loaded, in bytes."""
-
-    free: int  # once the weights were loaded
-    steps: int  # that the largest steps were measured to take
-    cache: int
+def name_of(section: Section) -> str:
+    """Return the model's name, and what of it is kept in codes."""
+    return replace(section.model or Model(TINY_MODEL), name=model_name(section)).text
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loaded:
-    model: LoadedModel
-    fit: Fit
-
-
-def model_name(setting: Setting) -> str:
+def model_name(section: Section) -> str:
     """Raises ValueError for a section without a model."""
-    if setting.rehearsal:
+    if section.rehearsal:
         return TINY_MODEL
-    if setting.model is None:
+    if section.model is None:
         raise ValueError("this section has no model to run")
-    return setting.model.name
+    return section.model.name
 
 
-def dtype_of(setting: Setting) -> Dtype:
-    return TINY_DTYPE if setting.rehearsal else DTYPE
+def dtype_of(section: Section) -> Dtype:
+    return TINY_DTYPE if section.rehearsal else DTYPE
 
 
-def peaks(setting: Setting) -> Peaks:
+def peaks(section: Section) -> Peaks:
     """Of the model's dtype, and of the codes of its weights. In a rehearsal plain ones: nothing is told that depends on
     them.
 
     Raises Unavailable where they were not measured.
     """
-    if setting.rehearsal:
+    if section.rehearsal:
         return Peaks(1.0, 1.0)
-    wanted = {DTYPE, BANDWIDTH, *([codes_dtype(setting)] if _of(setting).quantization != "none" else [])}
-    if not wanted <= set(setting.peaks):
+    wanted = {DTYPE, BANDWIDTH, *([codes_dtype(section)] if _of(section).quantization != "none" else [])}
+    if not wanted <= set(section.peaks):
         raise Unavailable("the peaks of this GPU were not measured, and without them no step is sized")
-    return Peaks(setting.peaks[DTYPE], setting.peaks[BANDWIDTH], setting.peaks.get(codes_dtype(setting)))
+    return Peaks(section.peaks[DTYPE], section.peaks[BANDWIDTH], section.peaks.get(codes_dtype(section)))
 
 
-def codes_dtype(setting: Setting) -> str:
+def codes_dtype(section: Section) -> str:
     """The dtype whose peak products of codes are held against."""
-    return "int8" if _of(setting).quantization in ("none", "int8") else "float8_e4m3fn"
+    return "int8" if _of(section).quantization in ("none", "int8") else "float8_e4m3fn"
 
 
-def loaded_model(setting: Setting) -> LoadedModel:
+def loaded_model(section: Section) -> LoadedModel:
     """The same for all sections of a process that run it."""
-    return _loaded(setting.rehearsal, _of(setting), peaks(setting)).model
+    return _loaded(section.rehearsal, _of(section), peaks(section)).model
 
 
-def source(setting: Setting) -> ModelSource:
+def source(section: Section) -> ModelSource:
     """Dummy weights by the model's name, with codes where the section's model has some."""
-    plain, model = shape_config(model_name(setting)), _of(setting)
-    if setting.rehearsal and not model.is_plain:
+    plain, model = shape_config(model_name(section)), _of(section)
+    if section.rehearsal and not model.is_plain:
         plain = replace(plain, layers=plain.layers[:1])  # the interpreter is slow, and layers are alike
     spec = plain.caching(model.kv_cache)
     spec = in_blocks(spec) if model.quantization == "stored" else spec
@@ -98,48 +83,45 @@ def source(setting: Setting) -> ModelSource:
     return ModelSource(spec, parameter_count(plain), lambda *place: weights(spec, *place))
 
 
-def memory(setting: Setting) -> dict[str, Any]:
-    """What is left of the memory that the cache was not given, beside what is kept back for what no step shows; to be
-    asked once everything has run. A rehearsal has no memory of its own."""
-    loaded = _loaded(setting.rehearsal, _of(setting), peaks(setting))
-    told: dict[str, Any] = {"kind": "memory", "model": model_name(setting)}
-    if setting.rehearsal:
-        return told
-    fit, left = loaded.fit, int(torch.cuda.mem_get_info()[0])
-    kept_back = fit.free - fit.steps - fit.cache
-    return {
-        **told,
-        "weight_bytes": loaded.model.info.weight_bytes,
-        "free_bytes": fit.free,
-        "step_bytes": fit.steps,
-        "cache_bytes": fit.cache,
-        "reserve_bytes": GPU_RESERVE + int(fit.free * GPU_RESERVE_SHARE),
-        "kept_back_bytes": kept_back,
-        "left_bytes": left,
-        "unforeseen_bytes": kept_back - left,
+def memory(section: Section) -> Result:
+    """Tell what runs have taken of the memory since the model was loaded, and what is left of it; to be asked once
+    everything has run. A rehearsal has no memory of its own."""
+    loaded, left = _loaded(section.rehearsal, _of(section), peaks(section)), _free(section.rehearsal)
+    info = loaded.model.info
+    sizes = {
+        "weight_bytes": info.weight_bytes,
+        "cache_bytes": info.kv_bytes,
+        "loaded_free_bytes": loaded.free,
     }
+    reserve = GPU_RESERVE + int(GPU_RESERVE_SHARE * (loaded.free + info.kv_bytes))
+    figures = {**sizes, "reserve_bytes": reserve, "taken_bytes": loaded.free - left, "left_bytes": left}
+    return Result(f"memory, {model_name(section)}", figures=figures)
 
 
-def _of(setting: Setting) -> Model:
+def _of(section: Section) -> Model:
     """All models of a rehearsal that have the same arithmetic are one."""
-    model = setting.model or Model(TINY_MODEL)
-    if not setting.rehearsal:
+    model = section.model or Model(TINY_MODEL)
+    if not section.rehearsal:
         return model
     return Model(TINY_MODEL, quantization=model.quantization, kv_cache=model.kv_cache)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loaded:
+    model: LoadedModel
+    free: int  # bytes of the device's memory, once the cache was allocated
+
+
 @cache
 def _loaded(rehearsal: bool, model: Model, found: Peaks) -> _Loaded:
-    setting = Setting(rehearsal, 0.0, "", model=model)
+    section = Section(rehearsal, 0.0, model=model)
     gc.collect()
-    if rehearsal:
-        _stand_in()
-    else:
+    if not rehearsal:
         torch.cuda.empty_cache()  # of what kernels were measured on
     longest = TINY_LONGEST if rehearsal else model.longest or LONGEST
     config = EngineConfig(
-        model=Path(model_name(setting)),
-        dtype=dtype_of(setting),
+        model=Path(model_name(section)),
+        dtype=dtype_of(section),
         device="cuda",
         max_model_len=longest,
         longest=longest,
@@ -150,28 +132,9 @@ def _loaded(rehearsal: bool, model: Model, found: Peaks) -> _Loaded:
         quantization=model.quantization,
         kv_cache=model.kv_cache,
     )
-    with _noted_fits() as fits:
-        loaded = load_model(config, source(setting))
-    (fit,) = fits
-    return _Loaded(loaded, replace(fit, cache=loaded.info.kv_bytes))
+    loaded = load_model(config, source(section))
+    return _Loaded(loaded, _free(rehearsal))
 
 
-def _stand_in() -> None:
-    """The model is built as for a GPU: Triton's operators, one step looked ahead, steps captured."""
-    from tests.batchinfer.engine import interpreted_gpu
-
-    interpreted_gpu.stand_in(setattr)
-
-
-@contextmanager
-def _noted_fits() -> Iterator[list[Fit]]:
-    """How caches were sized."""
-    found: list[Fit] = []
-
-    def noting(*, block_bytes: int, free: int, needed: int, **given: Any) -> int:
-        blocks = cache_blocks(block_bytes=block_bytes, free=free, needed=needed, **given)
-        found.append(Fit(free, needed, blocks * block_bytes))
-        return blocks
-
-    with patch.object(building, "cache_blocks", noting):
-        yield found
+def _free(rehearsal: bool) -> int:
+    return 0 if rehearsal else int(torch.cuda.mem_get_info()[0])

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchinfer.bench.suite.clock import Call
+from batchinfer.bench.suite.peaks import FP8
+from batchinfer.bench.suite.section import Part, Section
 from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
 from batchinfer_kernels.cost import (
     Cost,
@@ -36,9 +39,6 @@ from batchinfer_kernels.quantized_matmul import (
     quantize_int8,
 )
 from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
-from tests.gpu_suite.clock import Call
-from tests.gpu_suite.peaks import FP8
-from tests.gpu_suite.section import Part, Section
 
 GROUP = 128  # inputs that share a scale in int4
 # Hopper's tensor cores add products of fp8 with about 14 bits
@@ -56,7 +56,7 @@ class Layer:
 
     def operands(self, section: Section, tokens: int) -> tuple[Tensor, Tensor]:
         """Normal numbers, the weight's so small that results are about one."""
-        device, dtype = section.setting.device, torch.bfloat16
+        device, dtype = section.device, torch.bfloat16
         x = torch.randn(tokens, self.inputs, device=device, dtype=dtype)
         weight = torch.randn(self.outputs, self.inputs, device=device, dtype=dtype)
         return x, weight * self.inputs**-0.5
@@ -70,22 +70,17 @@ DECODE, WIDE_DECODE, PREFILL, TINY_TOKENS = 64, 256, 4096, 3
 Maker = Callable[[Section, Layer, int], Case]
 
 
-def run(section: Section) -> None:
-    """A result a case."""
-    section.parts(cases(section))
-
-
-def cases(section: Section) -> list[Part]:
+def parts(section: Section) -> list[Part]:
     """Each kind for one step of decode and of prefill; the plain one on more layers."""
     quantised = [int8_case, weight_int8_case, weight_int4_case]
     quantised += [fp8_case, block_fp8_case] if why_not_fp8() is None else []
-    if section.setting.rehearsal:
+    if section.rehearsal:
         kinds: list[Maker] = [plain_case, deterministic_case, *quantised]
         return [_part(section, make, TINY, TINY_TOKENS) for make in kinds]
-    parts = [_part(section, plain_case, layer, n) for n in (DECODE, PREFILL) for layer in (GATE_UP, DOWN)]
-    parts += [_part(section, make, GATE_UP, n) for n in (DECODE, PREFILL) for make in quantised]
-    parts += [_part(section, deterministic_case, GATE_UP, n) for n in (DECODE, PREFILL)]
-    return parts + [_part(section, plain_case, layer, WIDE_DECODE) for layer in (GATE_UP, DOWN)]
+    found = [_part(section, plain_case, layer, n) for n in (DECODE, PREFILL) for layer in (GATE_UP, DOWN)]
+    found += [_part(section, make, GATE_UP, n) for n in (DECODE, PREFILL) for make in quantised]
+    found += [_part(section, deterministic_case, GATE_UP, n) for n in (DECODE, PREFILL)]
+    return found + [_part(section, plain_case, layer, WIDE_DECODE) for layer in (GATE_UP, DOWN)]
 
 
 def _part(section: Section, make: Maker, layer: Layer, tokens: int) -> Part:
@@ -127,7 +122,7 @@ def fp8_case(section: Section, layer: Layer, tokens: int) -> Case:
     codes, scales = quantize_weight_fp8(weight)
     cost = fp8_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size())
     others = {}
-    if not section.setting.rehearsal:  # what it needs of its operands only GPUs have
+    if not section.rehearsal:  # what it needs of its operands only GPUs have
         rows, row_scales = quantize_rows_fp8(x)
         given: dict[str, Any] = {"out_dtype": x.dtype, "use_fast_accum": True}
         product = partial(torch._scaled_mm, rows, codes.T, row_scales[:, None], scales[None], **given)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from batchinfer.bench.runs import Run, timed_run
+from batchinfer.bench.suite.section import Part, Result, Section, Times, WrongResult
 from batchinfer.bench.workloads import Row
 from batchinfer_kernels.cost import Cost, ModelCost, StepShape
-from tests.gpu_suite.case import WrongResult
-from tests.gpu_suite.loaded import codes_dtype, dtype_of, loaded_model, model_name
+from tests.gpu_suite.loaded import codes_dtype, dtype_of, loaded_model, name_of
 from tests.gpu_suite.order import plan_in_memory
-from tests.gpu_suite.section import Section
 
 # (sequences, prompt); the first one has a target. Prompts are short enough that running them leaves time for the rest.
 DECODES = ((64, 1024), (128, 1024), (256, 512), (16, 1024), (1, 1024), (64, 4096))
@@ -30,17 +29,17 @@ PREFILL_RUNS = 5
 MBU_TARGET = 0.8  # of decode at a batch of 64
 
 
-def run(section: Section) -> None:
-    """A result a size."""
-    tiny = section.setting.rehearsal
-    plain = section.setting.model is None or section.setting.model.is_plain
+def parts(section: Section) -> list[Part]:
+    """Return a part a size."""
+    tiny = section.rehearsal
+    plain = section.model is None or section.model.is_plain
     sizes: tuple[Sequence[tuple[int, int]], Sequence[int]] = (DECODES, PREFILLS)
     if not plain:
         sizes = (CODED_DECODES, CODED_PREFILLS)
     if tiny:
         sizes = (((2, 5),) if plain else ((1, 2),), (9,) if plain else (5,))
     decodes, prefills = sizes
-    parts = [
+    found: list[Part] = [
         (
             f"decode {count} × {prompt}",
             partial(decode, section, [prompt] * count, f"{count} sequences at {prompt}"),
@@ -50,17 +49,16 @@ def run(section: Section) -> None:
     if plain:
         long, others, short = (9, 1, 3) if tiny else SKEWED
         size = f"{others} sequences at {short}, one at {long}"
-        parts += [(f"decode {size}", partial(decode, section, [long, *[short] * others], size))]
-    parts += [(f"prefill {tokens}", partial(prefill, section, tokens)) for tokens in prefills]
-    section.parts(parts)
+        found += [(f"decode {size}", partial(decode, section, [long, *[short] * others], size))]
+    return found + [(f"prefill {tokens}", partial(prefill, section, tokens)) for tokens in prefills]
 
 
-def decode(section: Section, prompts: Sequence[int], size: str) -> dict[str, Any]:
+def decode(section: Section, prompts: Sequence[int], size: str) -> Result:
     """Steps that run one token of each sequence and nothing else; the first ones, which compile and capture, do not
     count. Raises WrongResult where there are none, as then something else was measured.
     """
-    loaded, wanted, warm = loaded_model(section.setting), DECODE_STEPS, WARM_STEPS
-    if section.setting.rehearsal:
+    loaded, wanted, warm = loaded_model(section), DECODE_STEPS, WARM_STEPS
+    if section.rehearsal:
         wanted, warm = TINY_STEPS, TINY_WARM_STEPS
     # The first row to be read goes on answering until the last one is
     count, room = len(prompts), loaded.info.max_num_batched_tokens - len(prompts)
@@ -77,23 +75,21 @@ def decode(section: Section, prompts: Sequence[int], size: str) -> dict[str, Any
     found = _costs(loaded.runner.cost, [shapes[len(shapes) // 2]])
     first, length = DECODES[0]
     aimed = list(prompts) == [length] * first and loaded.info.quantization == "none"
-    target = MBU_TARGET if aimed else None
-    return _result(section, "decode", size, seconds, found) | {"tokens": count, "mbu_target": target}
+    targets = {"mbu": MBU_TARGET} if aimed else {}
+    return replace(_result(section, f"decode, {size}", count, seconds, found), targets=targets)
 
 
-def prefill(section: Section, tokens: int) -> dict[str, Any]:
+def prefill(section: Section, tokens: int) -> Result:
     """One prompt, in as many steps as its engine cuts it into."""
-    loaded = loaded_model(section.setting)
-    runs = [
-        _run(section, _rows([tokens], 1)) for _ in range(2 if section.setting.rehearsal else PREFILL_RUNS)
-    ]
+    loaded = loaded_model(section)
+    runs = [_run(section, _rows([tokens], 1)) for _ in range(2 if section.rehearsal else PREFILL_RUNS)]
     seconds = [sum(step.duration_s for step in ran.steps) for ran in runs[1:]]  # the first one compiles
     found = _costs(loaded.runner.cost, runs[-1].shapes)
-    return _result(section, "prefill", f"{tokens} tokens", seconds, found) | {"tokens": tokens}
+    return _result(section, f"prefill, {tokens} tokens", tokens, seconds, found)
 
 
 def _run(section: Section, rows: Sequence[Row]) -> Run:
-    return timed_run(loaded_model(section.setting), rows, planner=plan_in_memory)
+    return timed_run(loaded_model(section), rows, planner=plan_in_memory)
 
 
 def _rows(prompts: Sequence[int], outputs: int) -> list[Row]:
@@ -112,19 +108,14 @@ def _costs(model: ModelCost, steps: Sequence[StepShape]) -> dict[str, Cost]:
 
 
 def _result(
-    section: Section, phase: str, size: str, seconds: Sequence[float], costs: dict[str, Cost]
-) -> dict[str, Any]:
-    times = {"median_s": statistics.median(seconds), "min_s": min(seconds), "runs": len(seconds)}
-    operators = {name: [cost.flops, cost.bytes, cost.coded_ops] for name, cost in costs.items()}
-    dtype = dtype_of(section.setting)
-    return {
-        "kind": "step",
-        "model": model_name(section.setting),
-        "codes": section.setting.model.codes if section.setting.model is not None else "",
-        "codes_dtype": codes_dtype(section.setting),
-        "phase": phase,
-        "size": size,
-        "dtype": dtype,
-        "ours": times,
-        "operators": operators,
-    }
+    section: Section, name: str, tokens: int, seconds: Sequence[float], costs: dict[str, Cost]
+) -> Result:
+    times = Times(statistics.median(seconds), min(seconds), len(seconds), host_s=0.0)
+    return Result(
+        f"{name}, {name_of(section)}",
+        times={"ours": times},
+        costs=costs,
+        dtype=dtype_of(section),
+        codes_dtype=codes_dtype(section),
+        tokens=tokens,
+    )

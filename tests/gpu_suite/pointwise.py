@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from batchinfer.bench.suite.section import Part, Section
 from batchinfer_kernels.cost import gated_activation_cost, rms_norm_cost, rope_store_cost
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu.gated_activation import gated_activation
@@ -16,25 +17,21 @@ from batchinfer_kernels.gpu.rope_store import rope_store
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_store_reference
 from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
-from tests.gpu_suite.section import Part, Section
 
 HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4096, 14336, 32, 8, 128, 16
 TOKENS, FEW = 8192, 64  # of a step of prefill, and of one of decode
 EPS = 1e-5
 
 
-def run(section: Section) -> None:
-    """A result a case."""
-    sizes = (3,) if section.setting.rehearsal else (TOKENS, FEW)
-    parts: list[Part] = []
-    for tokens in sizes:
-        for make in (rms_norm_case, rope_store_case, gated_activation_case):
-            parts.append((f"{make.__name__} {tokens}", partial(_measured, section, make, tokens)))
-    section.parts(parts)
+def parts(section: Section) -> list[Part]:
+    """Return a part a case."""
+    sizes = (3,) if section.rehearsal else (TOKENS, FEW)
+    makers = (rms_norm_case, rope_store_case, gated_activation_case)
+    return [_part(section, make, tokens) for tokens in sizes for make in makers]
 
 
-def _measured(section: Section, make: Callable[[Section, int], Case], tokens: int) -> dict[str, object]:
-    return measured(section, make(section, tokens))
+def _part(section: Section, make: Callable[[Section, int], Case], tokens: int) -> Part:
+    return f"{make.__name__} {tokens}", lambda: measured(section, make(section, tokens))
 
 
 def rms_norm_case(section: Section, tokens: int) -> Case:
@@ -60,7 +57,7 @@ def rms_norm_case(section: Section, tokens: int) -> Case:
 
 def rope_store_case(section: Section, tokens: int) -> Case:
     """Slots in random order, q, k and v slices of one tensor, as after one product."""
-    device, width = section.setting.device, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM
+    device, width = section.device, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM
     qkv = _random(section, tokens, width).view(tokens, -1, HEAD_DIM)
     q, k, v = torch.split(qkv, [Q_HEADS, KV_HEADS, KV_HEADS], 1)
     angles = torch.rand(tokens, HEAD_DIM // 2, device=device) * 6.0
@@ -107,12 +104,12 @@ def gated_activation_case(section: Section, tokens: int) -> Case:
 
 def _caches(section: Section, tokens: int) -> tuple[Tensor, Tensor]:
     shape = (-(-tokens // BLOCK), KV_HEADS, BLOCK, HEAD_DIM)
-    k, v = (torch.zeros(shape, dtype=torch.bfloat16, device=section.setting.device) for _ in range(2))
+    k, v = (torch.zeros(shape, dtype=torch.bfloat16, device=section.device) for _ in range(2))
     return k, v
 
 
 def _random(section: Section, *shape: int) -> Tensor:
-    return torch.randn(shape, device=section.setting.device).to(torch.bfloat16)
+    return torch.randn(shape, device=section.device).to(torch.bfloat16)
 
 
 def _name(x: Tensor) -> str:

@@ -8,7 +8,7 @@ right before, without the profiler, stands beside.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,12 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from batchinfer.bench.suite.clock import wait_for
+from batchinfer.bench.suite.section import Part, Result, Section, WrongResult
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.loop.engine import Engine
-from tests.gpu_suite import workloads
-from tests.gpu_suite.case import WrongResult
-from tests.gpu_suite.clock import wait_for
-from tests.gpu_suite.loaded import loaded_model, model_name
-from tests.gpu_suite.section import Section
+from tests.gpu_suite import steady
+from tests.gpu_suite.loaded import loaded_model, name_of
 
 STEPS = 10
 # Of the workload's rows so many have ended before, and others have taken their places
@@ -39,30 +38,33 @@ class Work:
     end: float
 
 
-def run(section: Section) -> None:
-    """One result."""
-    section.parts([("ten steady steps", partial(_profiled, section))])
+def parts(section: Section) -> list[Part]:
+    """Return the one part."""
+    return [("ten steady steps", partial(_profiled, section))]
 
 
-def _profiled(section: Section) -> dict[str, Any]:
-    loaded = loaded_model(section.setting)
-    engine = loaded.engine()
-    engine.add(workloads.requests(section))
-    _reach(engine, 0 if section.setting.rehearsal else ENDED)
-    on_gpu = not section.setting.rehearsal
-    wanted = STEPS if on_gpu else 1
+def _profiled(section: Section) -> Result:
+    """Raises WrongResult where too few steps were left, or the profiler saw nothing."""
+    engine = loaded_model(section).engine()
+    engine.add(steady.requests(section))
+    _reach(engine, 0 if section.rehearsal else ENDED)
+    wanted, kind = (1, "CPU") if section.rehearsal else (STEPS, "CUDA")
     before = _steps(engine, wanted)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
+    with profile(activities=[getattr(ProfilerActivity, kind)]) as seen:
         samples = _steps(engine, wanted)
-        wait_for(section.setting.device)  # what is in flight is not to outlast its engine
-    result: dict[str, Any] = {"kind": "profile", "model": model_name(section.setting), "steps": len(samples)}
+        wait_for(section.device)  # what is in flight is not to outlast its engine
     if len(samples) < wanted:
         raise WrongResult(f"{len(samples)} steps were left, not {wanted}")
-    return {
-        **result,
-        **_described(before, samples),
-        "profiled": summary(_device_work(seen, "CUDA" if on_gpu else "CPU")),
+    figures = {
+        f"{name}_step_s": _median_s(steps) for name, steps in (("profiled", samples), ("plain", before))
     }
+    tokens = {name: [getattr(step, name) for step in samples] for name in ("decode_tokens", "prefill_tokens")}
+    figures |= summary(_device_work(seen, kind))
+    return Result(f"{wanted} steady steps, {name_of(section)}", figures=figures, details=tokens)
+
+
+def _median_s(steps: Iterable[StepSample]) -> float:
+    return statistics.median(step.duration_s for step in steps)
 
 
 def _reach(engine: Engine, ended: int) -> None:
@@ -80,15 +82,6 @@ def _steps(engine: Engine, wanted: int) -> list[StepSample]:
     return found
 
 
-def _described(before: Iterable[StepSample], samples: list[StepSample]) -> dict[str, Any]:
-    return {
-        "decode_tokens": [sample.decode_tokens for sample in samples],
-        "prefill_tokens": [sample.prefill_tokens for sample in samples],
-        "step_s": {"median": statistics.median(sample.duration_s for sample in samples)},
-        "unprofiled_step_s": {"median": statistics.median(sample.duration_s for sample in before)},
-    }
-
-
 def _device_work(seen: Any, kind: str) -> list[Work]:
     """Return the kernels, copies and fills of a kind of device. Raises WrongResult where the profiler saw none: it may
     lack the right to."""
@@ -103,20 +96,19 @@ def _device_work(seen: Any, kind: str) -> list[Work]:
 
 
 def summary(works: list[Work]) -> dict[str, Any]:
-    """Times in seconds; `idle_share` is of `span_s`, a kernel's `share` of the sum of all works' times."""
+    """Return times in seconds; `idle_share` is of `span_s`, a kernel's `work_share` of the sum of all works' times."""
     span = max(w.end for w in works) - min(w.start for w in works)
     busy, gaps = busy_time(works)
-    times: Counter[str] = Counter()
+    times: dict[str, float] = defaultdict(float)
     for work in works:
-        times[work.name] += work.end - work.start  # type: ignore[assignment]
-    total = sum(times.values())
+        times[work.name] += work.end - work.start
+    most, total = sorted(times.items(), key=lambda item: -item[1])[:SHOWN], sum(times.values())
     return {
         "span_s": span / 1e6,
-        "busy_s": busy / 1e6,
         "idle_share": 1 - busy / span,
         "gaps": len(gaps),
-        "longest_gaps_s": [gap / 1e6 for gap in sorted(gaps, reverse=True)[:SHOWN]],
-        "kernels": [{"name": name, "share": time / total} for name, time in times.most_common(SHOWN)],
+        "longest_gap_s": max(gaps, default=0.0) / 1e6,
+        "work_share": {name: time / total for name, time in most},
     }
 
 

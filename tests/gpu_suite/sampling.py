@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from batchinfer.bench.suite.section import Part, Section
 from batchinfer_kernels.cost import log_probabilities_cost, penalise_cost, sample_cost
 from batchinfer_kernels.gpu.log_probabilities import log_probabilities
 from batchinfer_kernels.gpu.penalties import penalise
@@ -16,7 +17,6 @@ from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.sample import RowSampling, sample_reference
 from tests.gpu_suite.case import Case, different, distance, measured
-from tests.gpu_suite.section import Section
 
 ROWS, VOCAB = 256, 128_256
 TINY_ROWS, TINY_VOCAB = 3, 300
@@ -33,16 +33,16 @@ FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top-k, t
 }
 
 
-def run(section: Section) -> None:
-    """A result a case."""
+def parts(section: Section) -> list[Part]:
+    """Return a part a case."""
     makers: dict[str, Callable[[Section], Case]] = {"greedy": greedy_case}
     makers |= {name: partial(filtered_case, name=name) for name in FILTERS}
     makers |= {"log-probabilities": log_probabilities_case, "penalties": penalties_case}
-    section.parts((name, partial(_measured, section, make)) for name, make in makers.items())
+    return [_part(section, name, make) for name, make in makers.items()]
 
 
-def _measured(section: Section, make: Callable[[Section], Case]) -> dict[str, object]:
-    return measured(section, make(section))
+def _part(section: Section, name: str, make: Callable[[Section], Case]) -> Part:
+    return name, lambda: measured(section, make(section))
 
 
 def greedy_case(section: Section) -> Case:
@@ -118,9 +118,9 @@ def _case(
 
 
 def _logits(section: Section) -> Tensor:
-    rows, vocab = (TINY_ROWS, TINY_VOCAB) if section.setting.rehearsal else (ROWS, VOCAB)
-    generator = torch.Generator(section.setting.device).manual_seed(0)
-    return torch.randn(rows, vocab, generator=generator, device=section.setting.device) * SPREAD
+    rows, vocab = (TINY_ROWS, TINY_VOCAB) if section.rehearsal else (ROWS, VOCAB)
+    generator = torch.Generator(section.device).manual_seed(0)
+    return torch.randn(rows, vocab, generator=generator, device=section.device) * SPREAD
 
 
 def _sampling(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> RowSampling:

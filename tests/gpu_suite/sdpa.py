@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.gpu_suite.clock import Call
+from batchinfer.bench.suite.clock import Call
 from tests.gpu_suite.paged import Paged
 
 NAME = "torch SDPA"

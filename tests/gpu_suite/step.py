@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from batchinfer.bench.suite.clock import Call
+from batchinfer.bench.suite.section import Section
 from batchinfer_kernels.cost import Cost, attention_cost
 from batchinfer_kernels.gpu.attention_plan import (
     AttentionShape,
@@ -20,9 +22,7 @@ from batchinfer_kernels.gpu.attention_plan import (
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.paged_attention import paged_attention_reference
 from tests.gpu_suite import needles
-from tests.gpu_suite.clock import Call
 from tests.gpu_suite.paged import Heads, Paged
-from tests.gpu_suite.section import Section
 
 DTYPE = torch.bfloat16
 
@@ -47,7 +47,7 @@ class AttentionStep:
         deterministic: bool = False,
     ) -> AttentionStep:
         """One query a sequence; the first `shared` keys are the same for all."""
-        paged = Paged.random(contexts, heads, DTYPE, section.setting.device, codes, shared)
+        paged = Paged.random(contexts, heads, DTYPE, section.device, codes, shared)
         q = paged.queries(len(contexts))
         prefixes = [SharedPrefix(range(len(contexts)), shared)] if shared else []
         plan = planned(paged, 1, prefixes, deterministic)
@@ -64,7 +64,7 @@ class AttentionStep:
         context: int,
         deterministic: bool = False,
     ) -> AttentionStep:
-        paged = Paged.random([context] * count, heads, DTYPE, section.setting.device)
+        paged = Paged.random([context] * count, heads, DTYPE, section.device)
         q = paged.queries(count * queries)
         needles.plant(paged, q, needles.for_prefill(paged, queries))
         return cls(paged, q, queries, planned(paged, queries, (), deterministic))

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import torch
 from triton.runtime.errors import OutOfResources
 
+from batchinfer.bench.suite.clock import Call
+from batchinfer.bench.suite.section import Part, Result, Section
 from batchinfer_kernels.gpu import attention_launch
 from batchinfer_kernels.gpu.attention_launch import KVTiles, Work
 from tests.gpu_suite import attention
 from tests.gpu_suite.case import Case, described, measured
-from tests.gpu_suite.clock import Call
 from tests.gpu_suite.paged import Heads
-from tests.gpu_suite.section import Part, Section
 from tests.gpu_suite.step import DTYPE
 
 QWEN_HALF_B = Heads(14, 2, 64, 16)  # heads of 64, as small models have them
@@ -27,57 +27,45 @@ CHOSEN = "the chosen tiles"
 _WIDE = ((64, 64, 4, 5), (128, 128, 8, 3), (128, 64, 8, 5), (128, 64, 8, 3), (64, 128, 4, 3), (128, 32, 8, 5))
 _NARROW = ((16, 128, 8, 3), (16, 64, 4, 5), (16, 128, 4, 3), (16, 64, 2, 6), (16, 64, 8, 4), (16, 32, 4, 6))
 # rows, keys, warps, stages; the most promising first
-CANDIDATES: dict[Work, tuple[tuple[int, int, int, int], ...]] = {
+Candidates = dict[Work, tuple[tuple[int, int, int, int], ...]]
+CANDIDATES: Candidates = {
     "prefill": _WIDE,
     "decode": _NARROW,
     "prefix": _WIDE,
 }
-TINY_CANDIDATES: dict[Work, tuple[tuple[int, int, int, int], ...]] = {
+TINY_CANDIDATES: Candidates = {
     "prefill": ((32, 32, 4, 1),),
     "decode": ((16, 32, 4, 1),),
     "prefix": ((32, 64, 4, 1),),
 }
 # Sizes as attention's cases have them
-DECODE, PREFILL, PREFIX = (64, 4096), (1, 4096, 4096), (256, 8192, 128)
+SIZES = ([4096] * 64, (1, 4096, 4096), (256, 8192, 128))
+TINY_SIZES = ([33, 17], (1, 20, 40), (4, 256, 3))
 
 
-def run(section: Section) -> None:
-    """A result for each kind of kernel, head size and candidate."""
-    section.parts(rehearsed(section) if section.setting.rehearsal else cases(section))
+def parts(section: Section) -> list[Part]:
+    """Return a part for each kind of kernel, head size and candidate: first what large models have, then, with the most
+    promising candidates, what small ones have. A rehearsal has each kind once."""
+    if section.rehearsal:
+        return list(_candidates(section, attention.TINY, TINY_CANDIDATES, 1))
+    large = _candidates(section, attention.LLAMA_8B, CANDIDATES, None)
+    return [*large, *_candidates(section, QWEN_HALF_B, CANDIDATES, FEW)]
 
 
-def cases(section: Section) -> list[Part]:
-    """First what large models have, then, with the most promising candidates, what small ones have."""
-    found: list[Part] = []
-    for heads, most in ((attention.LLAMA_8B, None), (QWEN_HALF_B, FEW)):
-        makers = _makers(section, heads)
-        for work, candidates in CANDIDATES.items():
-            found += [
-                _part(section, heads, work, KVTiles(*sizes), makers[work]) for sizes in candidates[:most]
-            ]
-    return found
+def _candidates(section: Section, heads: Heads, candidates: Candidates, most: int | None) -> Iterator[Part]:
+    makers = _makers(section, heads)
+    for work, tried in candidates.items():
+        for sizes in tried[:most]:
+            yield _part(section, heads, work, KVTiles(*sizes), makers[work])
 
 
 def _makers(section: Section, heads: Heads) -> dict[Work, Callable[[], Case]]:
-    count, length = DECODE
+    decode, prefill, prefix = TINY_SIZES if section.rehearsal else SIZES
     return {
-        "decode": partial(attention.decode_case, section, heads, [length] * count, None),
-        "prefill": partial(attention.prefill_case, section, heads, *PREFILL),
-        "prefix": partial(attention.prefix_case, section, heads, *PREFIX),
+        "decode": partial(attention.decode_case, section, heads, decode, None),
+        "prefill": partial(attention.prefill_case, section, heads, *prefill),
+        "prefix": partial(attention.prefix_case, section, heads, *prefix),
     }
-
-
-def rehearsed(section: Section) -> list[Part]:
-    """Each kind once, on a few keys."""
-    tiny = attention.TINY
-    makers: dict[Work, Callable[[], Case]] = {
-        "decode": partial(attention.decode_case, section, tiny, [33, 17], None),
-        "prefill": partial(attention.prefill_case, section, tiny, 1, 20, 40),
-        "prefix": partial(attention.prefix_case, section, tiny, 4, 256, 3),
-    }
-    return [
-        _part(section, tiny, work, KVTiles(*TINY_CANDIDATES[work][0]), make) for work, make in makers.items()
-    ]
 
 
 def _part(section: Section, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]) -> Part:
@@ -85,28 +73,26 @@ def _part(section: Section, heads: Heads, work: Work, tiles: KVTiles, make: Call
     return name, partial(_measured, section, heads, work, tiles, make)
 
 
-def _measured(
-    section: Section, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]
-) -> dict[str, Any]:
-    """Right and in time beside the chosen tiles; a candidate that the GPU has no room for is told as one."""
+def _measured(section: Section, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]) -> Result:
+    """Check and time it beside the chosen tiles; a candidate that the GPU has no room for is told as one."""
     usual = make()
     chosen = attention_launch.choose_tiles(work, DTYPE, heads.dim)
     with instead(work, tiles):
         case = make()
     tried = replace(
         case,
-        size=f"{case.size}, heads of {heads.dim}",
+        size=f"{case.size}, heads of {heads.dim}, tiles {astuple(tiles)}",
         ours=_with(work, tiles, case.ours),
         error=lambda: _error(work, tiles, case),
         others={CHOSEN: usual.ours},
-        target=None,
-        aim={},
+        targets={},
     )
-    told = {"kind": "tiles", "tiles": list(astuple(tiles)), "chosen": list(astuple(chosen))}
     try:
-        return {**measured(section, tried), **told, "fits": True}
+        found = measured(section, tried)
     except OutOfResources:
-        return {**described(tried), **told, "fits": False, "error": None, "ours": None, "others": {}}
+        found = replace(described(tried), figures={"tiles": "do not fit"})
+    facts = {**found.facts, "chosen": "these" if chosen == tiles else str(astuple(chosen))}
+    return replace(found, facts=facts)
 
 
 def _error(work: Work, tiles: KVTiles, case: Case) -> Any:

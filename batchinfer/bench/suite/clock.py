@@ -10,10 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+
+from batchinfer.bench.suite.section import Times
 
 Call = Callable[[], Any]
 COLD_BYTES = 512 * 2**20  # four times the largest L2 of a GPU that there is so far (126 MB, B200)
@@ -21,19 +23,6 @@ LEAST_TURNS, MOST_TURNS = 5, 20
 TIMED_S = 0.25  # of device time for a call; the turns are as many as fit
 QUEUE_MARGIN = 2.0  # times the host's time for a call
 SLEEP_CYCLES = 20_000_000  # ten milliseconds or so, for finding out how long a cycle is
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Of one call. `host_s` is what the host takes to queue it once."""
-
-    median_s: float
-    min_s: float
-    runs: int
-    host_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {"median_s": self.median_s, "min_s": self.min_s, "runs": self.runs, "host_s": self.host_s}
 
 
 class Clock:
@@ -96,6 +85,12 @@ class HostClock:
             taken = time.perf_counter() - began
             found[name] = Times(taken, taken, 1, taken)
         return found
+
+
+@cache
+def the_clock(device: torch.device) -> Clock | HostClock:
+    """Return the one clock of all parts: a GPU's holds a large buffer."""
+    return Clock(device) if device.type == "cuda" else HostClock()
 
 
 def wait_for(device: torch.device) -> None:

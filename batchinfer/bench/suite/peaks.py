@@ -1,18 +1,16 @@
-"""What this GPU reaches: large products in each dtype, large reads and copies. Every share is of these."""
+"""The peaks of this GPU: large products in each dtype, large reads and copies. Every share is of these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from batchinfer.bench.suite.clock import Call, the_clock
+from batchinfer.bench.suite.section import BANDWIDTH, Part, Result, Section
 from batchinfer.models.ops.peaks import STREAM_BYTES
-from tests.gpu_suite.case import the_clock
-from tests.gpu_suite.clock import Call
-from tests.gpu_suite.section import BANDWIDTH, Part, Section
 
 SIZE, TINY = 8192, 128  # M = N = K, as in batchinfer.models.ops.peaks
 TINY_STREAM = 2**16  # bytes
@@ -21,35 +19,34 @@ FP8 = "float8_e4m3fn"
 FP8_CAPABILITY = (8, 9)  # the first with such tensor cores
 
 
-def run(section: Section) -> None:
-    """A result a dtype (FLOP/s; operations for int8), and one each for reading and copying (bytes/s); by events on the
-    device."""
-    section.parts([*_products(section), *_streams(section)])
+def parts(section: Section) -> list[Part]:
+    """Return a part a dtype (FLOP/s; operations for int8), and one each for reading and copying (bytes/s)."""
+    return [*_products(section), *_streams(section)]
 
 
 def _products(section: Section) -> Iterator[Part]:
-    device, size = section.setting.device, TINY if section.setting.rehearsal else SIZE
+    device, size = section.device, TINY if section.rehearsal else SIZE
     makers: dict[str, Callable[[], Call]] = {
         name: partial(float_product, device, size, getattr(torch, name)) for name in FLOATS
     }
     makers["int8"] = partial(int8_product, device, size)
-    if section.setting.rehearsal or torch.cuda.get_device_capability() >= FP8_CAPABILITY:
+    if section.rehearsal or torch.cuda.get_device_capability() >= FP8_CAPABILITY:
         makers[FP8] = partial(fp8_product, device, size)
     for name, make in makers.items():
         yield name, partial(_measured, section, name, make, 2 * size**3)
 
 
 def _streams(section: Section) -> Iterator[Part]:
-    size = TINY_STREAM if section.setting.rehearsal else STREAM_BYTES["cuda"]
-    source = partial(torch.ones, size // 4, device=section.setting.device)
+    size = TINY_STREAM if section.rehearsal else STREAM_BYTES["cuda"]
+    source = partial(torch.ones, size // 4, device=section.device)
     yield "read", partial(_measured, section, BANDWIDTH, lambda: source().sum, size)
     yield "copy", partial(_measured, section, BANDWIDTH, lambda: partial(source().copy_, source()), 2 * size)
 
 
-def _measured(section: Section, name: str, make: Callable[[], Call], work: int) -> dict[str, Any]:
+def _measured(section: Section, name: str, make: Callable[[], Call], work: int) -> Result:
     """`work`: FLOPs or bytes of a call. The fastest call counts: other users of the machine only slow it down."""
-    seconds = the_clock(section.setting.device).times({name: make()})[name].min_s
-    return {"kind": "peaks", "peaks": {name: work / seconds}}
+    seconds = the_clock(section.device).times({name: make()})[name].min_s
+    return Result(f"peak of {name}", figures={name: work / seconds})
 
 
 def float_product(device: torch.device, size: int, dtype: torch.dtype) -> Call:

@@ -1,10 +1,12 @@
-"""What a record says of where it was made: machine, driver, versions, date, command, state of the source."""
+"""The record of a run: machine, driver, versions, date, command, state of the source, and what was measured."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -12,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from batchinfer import __version__
+from batchinfer.bench.suite.shares import with_shares
+from batchinfer.core.version import __version__
 from batchinfer.machine.hardware import cpu_cores, cpu_name
 from batchinfer.machine.memory import total_memory
 
@@ -21,13 +24,13 @@ _GPU_FIELDS = ("name", "driver_version", "memory.total", "power.limit", "clocks.
 _SOURCES = ("batchinfer", "kernels", "tests/gpu_suite")
 
 
-def describe(root: Path, rehearsal: bool) -> dict[str, Any]:
-    """Plain values; None for what this machine does not tell."""
+def described(root: Path, rehearsal: bool) -> dict[str, Any]:
+    """Return where and when a record is made; None for what this machine does not tell."""
     return {
-        "format": 1,
+        "format": 2,
         "rehearsal": rehearsal,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, "-m", "tests.gpu_suite", *sys.argv[1:]]),
+        "command": " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
         "gpu": None if rehearsal else _gpu(),
         "cpu": {"name": cpu_name(), "cores": cpu_cores(), "memory_bytes": total_memory()},
         "system": platform.platform(),
@@ -38,8 +41,43 @@ def describe(root: Path, rehearsal: bool) -> dict[str, Any]:
     }
 
 
+def peaks_of(record: dict[str, Any]) -> dict[str, float]:
+    """Return the better of what was measured before and after, as a machine that others use, too, is slow at times."""
+    best: dict[str, float] = {}
+    for section in record["sections"]:
+        for result in section["results"] if section["name"].startswith("peaks") else ():
+            for name, value in result["figures"].items():
+                best[name] = max(value, best.get(name, 0.0))
+    return best
+
+
+class Keeper:
+    """Writes the record to one file, again whenever it has grown: what was measured outlasts whatever comes."""
+
+    def __init__(self, folder: Path, call: str | None = None) -> None:
+        self._folder, self._suffix = folder, "" if call is None else f"-{call}"
+        self.path: Path | None = None
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Raises OSError."""
+        if self.path is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.path = self._folder / f"{record_name(record)}{self._suffix}.json"
+        text = json.dumps(with_shares(record, peaks_of(record)), indent=1, ensure_ascii=False)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(text + "\n", "utf-8")
+        os.replace(temporary, self.path)
+
+
+def record_name(record: dict[str, Any]) -> str:
+    """Return date, time (UTC) and GPU: `2026-11-21-1730-nvidia-h100-80gb-hbm3`."""
+    at = str(record["measured_at"])
+    gpu = "rehearsal" if record["rehearsal"] else (record["gpu"] or {}).get("name", "unknown gpu")
+    return f"{at[:10]}-{at[11:13]}{at[14:16]}-{re.sub('[^a-z0-9]+', '-', str(gpu).lower()).strip('-')}"
+
+
 def sources_digest(root: Path) -> str:
-    """Of all Python and C files of both packages and this suite: names a record's source where git is not at hand."""
+    """Return the digest of all Python and C files of both packages and the suite, which names a source without git."""
     digest = hashlib.sha256()
     files = (p for folder in _SOURCES for p in (root / folder).rglob("*") if p.suffix in (".py", ".c", ".h"))
     for path in sorted(files):
@@ -48,7 +86,7 @@ def sources_digest(root: Path) -> str:
 
 
 def _gpu() -> dict[str, Any] | None:
-    """The first GPU that torch may use, as its driver describes it."""
+    """Return the first GPU that torch may use, as its driver describes it."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     text = _output([*query, "-i", visible or "0"])
@@ -74,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(command: list[str]) -> str | None:
-    """What a command prints; None where there is no such command, or where it fails."""
+    """Return what a command prints; None where there is no such command, or where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

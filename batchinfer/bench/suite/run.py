@@ -1,0 +1,106 @@
+"""A run of a suite: each section has its share of the time that is left, and the record grows with each part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchinfer.bench.suite.record import described, peaks_of
+from batchinfer.bench.suite.section import Entry, Model, Section
+from batchinfer.bench.suite.worker import Answer, Lost, Worker
+
+LEAST_S = 2.0  # with less left a section is not begun
+# One of several parts of a section without a model that takes so long, and a third of its section, is ended: its kernel
+# hangs. It may have to wait for the compiler, and in a first part for the GPU.
+PART_S, PART_SHARE = 20.0, 1 / 3
+GRACE_S = (
+    3.0  # a part is to end itself when its section's time is over; one that does not is ended so much later
+)
+
+
+@dataclass(slots=True)
+class Suite:
+    """A run of a suite. `changed` hears of the record whenever something has come of a part."""
+
+    entries: Sequence[Entry]
+    root: Path
+    minutes: float
+    notice: Callable[[str], None]
+    changed: Callable[[dict[str, Any]], None]
+    rehearsal: bool = False
+    prepare: str | None = None  # a module that prepares each process
+    _model: Model | None = None  # of the present process
+    _began: float = field(default_factory=time.monotonic)
+
+    def run(self) -> dict[str, Any]:
+        """Return the record, whatever failed; `failed` in it says whether anything did."""
+        record = {**described(self.root, self.rehearsal), "minutes": self.minutes, "failed": True}
+        sections: list[dict[str, Any]] = []
+        record["sections"] = sections
+        worker = Worker(self.prepare)
+        try:
+            for number in range(len(self.entries)):
+                self._section(worker, number, record)
+                record["failed"] = any(found["status"] != "ok" for found in sections)
+                self.changed(record)
+        finally:
+            worker.close()
+        return record
+
+    def _section(self, worker: Worker, number: int, record: dict[str, Any]) -> None:
+        entry, limit, began = self.entries[number], self.limit_s(number), time.monotonic()
+        found: dict[str, Any] = {"name": entry.name, "limit_s": limit, "status": "begun", "seconds": 0.0}
+        found |= {"results": [], "failures": [], "out_of_time": None}
+        record["sections"].append(found)
+        self.notice(f"{entry.name}: at most {limit:.0f} s")
+        if not self.rehearsal and self._model not in (None, entry.model):
+            worker.close()  # nothing of another model is to be left in the device's memory
+        self._model = entry.model
+        if limit < LEAST_S:
+            found["out_of_time"] = "not begun"
+        else:
+            section = Section(self.rehearsal, began + limit, str(self.root), peaks_of(record), entry.model)
+            for answer in _answers(worker, entry, section, limit, found):
+                found["results"] += answer.results
+                found["failures"] += answer.failures
+                found["seconds"] = time.monotonic() - began
+                for failure in answer.failures:
+                    self.notice(f"{entry.name}: {failure['what']} failed: {failure['message']}")
+                self.changed({**record, "failed": True})
+        found["status"] = "failed" if found["failures"] else "out of time" if found["out_of_time"] else "ok"
+        self.notice(f"{entry.name}: {found['status']} after {found['seconds']:.0f} s")
+
+    def limit_s(self, number: int) -> float:
+        """The section's share of what is left, among the sections that are left."""
+        left = self.minutes * 60 - (time.monotonic() - self._began)
+        return left * self.entries[number].share / sum(entry.share for entry in self.entries[number:])
+
+
+def _answers(
+    worker: Worker, entry: Entry, section: Section, limit: float, found: dict[str, Any]
+) -> Iterator[Answer]:
+    """Yield what comes of each part, until the section's time is over, which `found` is told."""
+    longest = limit
+
+    def ask(part: int | None, name: str) -> Answer:
+        within_s = min(section.left_s + GRACE_S, longest)
+        try:
+            return worker.ask(entry.module, section, part, within_s)
+        except Lost as lost:
+            if section.left_s <= 0:
+                found["out_of_time"] = f"{name} {lost}"
+                return Answer()
+            return Answer(failures=[{"what": name, "message": str(lost), "traceback": ""}])
+
+    names = ask(None, entry.name)
+    yield names
+    if entry.model is None and len(names.names) > 1:
+        longest = max(PART_S, PART_SHARE * limit)
+    for number, name in enumerate(names.names):
+        if section.left_s <= 0:
+            found["out_of_time"] = found["out_of_time"] or f"not reached: {', '.join(names.names[number:])}"
+            return
+        yield ask(number, name)

@@ -1,0 +1,121 @@
+"""A section of a suite: its parts, what they are given, and what each of them tells."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization
+from batchinfer_kernels.cost import Cost
+
+if TYPE_CHECKING:
+    import torch
+
+BANDWIDTH = "bytes_per_s"  # among the dtypes of `Section.peaks`
+
+
+class WrongResult(Exception):
+    """A part computed something else than what it is to measure: nothing of it is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of a known shape, on dummy weights."""
+
+    name: str
+    # Share of the memory that is left once the weights are loaded; None: what a job takes that says nothing of it
+    kv_memory: float | None = None
+    quantization: Quantization = "none"
+    kv_cache: KvCacheDtype = "auto"
+    rows: int | None = None  # in work at a time; None: as a job
+    longest: int | None = None  # tokens of a row; None: those of the longest row of any section
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing of it is kept in codes."""
+        return (self.quantization, self.kv_cache) == ("none", "auto")
+
+    @property
+    def text(self) -> str:
+        """The name, and what is kept in codes."""
+        weights = "" if self.quantization == "none" else f", {self.quantization} fp8 weights"
+        return self.name + weights + ("" if self.kv_cache == "auto" else f", {self.kv_cache} KV cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A section of a suite. Its module has `parts(section)`, the measurements by name."""
+
+    name: str
+    share: float  # of the time; what one section leaves over goes to those behind it
+    module: str
+    model: Model | None = None  # that it runs; a process has one
+    calls: tuple[str, ...] = ()  # the commands that it belongs to
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The times of one call, in seconds. `host_s` is what the host takes to queue it once."""
+
+    median_s: float
+    min_s: float
+    runs: int
+    host_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a part tells. A rehearsal keeps its name and its facts alone: all else depends on time.
+
+    `times`: the first is ours, the others do the same work. `figures`: numbers by name, whose ending is their unit
+    (`_s`, `_share`, `_bytes`, `_per_s`). `targets`: what is aimed at, of `share`, of a figure, or of the times as fast
+    as one of the others.
+    """
+
+    name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    times: Mapping[str, Times] = field(default_factory=dict)
+    costs: Mapping[str, Cost] = field(default_factory=dict)  # of each operator of what `times` are of
+    dtype: str = "bfloat16"  # whose peak the FLOPs are held against
+    codes_dtype: str = "int8"  # and the operations on codes
+    tokens: int | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    targets: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)  # for the record alone
+
+
+Part = tuple[str, Callable[[], Result]]
+
+
+@dataclass
+class Section:
+    """What the parts of a section are given. It travels to the process that measures."""
+
+    rehearsal: bool  # tiny shapes on the CPU
+    ends: float  # by the monotonic clock, which all processes of a machine share
+    root: str = ""  # the checkout
+    peaks: Mapping[str, float] = field(
+        default_factory=dict
+    )  # FLOP/s by dtype, BANDWIDTH; empty: not measured
+    model: Model | None = None  # None: the section runs none
+    failures: list[dict[str, str]] = field(default_factory=list)
+
+    @cached_property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu" if self.rehearsal else "cuda")
+
+    @property
+    def left_s(self) -> float:
+        return self.ends - time.monotonic()
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Note a failure that does not end the part."""
+        text = "".join(traceback.format_exception(error))
+        said = {"what": what, "message": f"{type(error).__name__}: {error}", "traceback": text}
+        self.failures.append(said)

@@ -1,0 +1,117 @@
+"""The process that measures: a part that hangs, or spoils the device for whatever follows, ends with it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from batchinfer.bench.suite.section import Section
+from batchinfer.machine.spawning import receiving
+
+END_S = 5.0  # a process that was told to leave is ended after so long
+
+
+class Lost(Exception):
+    """The process has ended, or was ended because it took too long."""
+
+
+@dataclass
+class Answer:
+    """What came of a question: the names of a section's parts, or what one of them told."""
+
+    names: list[str] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[dict[str, str]] = field(default_factory=list)
+    usable: bool = True  # whether the device still runs anything for the process
+
+
+def serve(channel: Connection, prepare: str | None) -> None:
+    """Answer questions until there is None; the child runs this. `prepare`: a module that is asked to prepare it."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be fetched, nor waited for
+    if prepare is not None:
+        importlib.import_module(prepare).prepare()
+    while (question := channel.recv()) is not None:
+        channel.send(_answer(*question))
+
+
+def _answer(module: str, section: Section, part: int | None) -> Answer:
+    """Name the parts of a section, or run one of them."""
+    answer, what = Answer(failures=section.failures), module
+    try:
+        parts = list(importlib.import_module(module).parts(section))
+        if part is None:
+            answer.names = [name for name, _ in parts]
+        else:
+            what, measure = parts[part]
+            answer.results.append(asdict(measure()))
+    except Exception as error:  # noqa: BLE001 - told to the parent, which goes on with the other parts
+        section.failed(what, error)
+        answer.usable = section.rehearsal or _device_answers()
+    return answer
+
+
+def _device_answers() -> bool:
+    """Whether the device still runs anything for this process: an error of a kernel outlasts it."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+        return bool(torch.ones(1, device="cuda").item())
+    except RuntimeError:
+        return False
+
+
+class Worker:
+    """Starts a process when there is something to run, keeps it while all goes well, and replaces it otherwise."""
+
+    def __init__(self, prepare: str | None = None) -> None:
+        self._prepare = prepare
+        self._process: Any = None
+        self._channel: Any = None
+
+    def ask(self, module: str, section: Section, part: int | None, within_s: float) -> Answer:
+        """Return the answer to one question. Raises Lost."""
+        if self._process is not None and not self._process.is_alive():
+            self._end()
+        if self._process is None:
+            self._start()
+        try:
+            self._channel.send((module, section, part))
+            if self._channel.poll(max(0.0, within_s)):
+                with receiving():
+                    answer: Answer = self._channel.recv()
+                if not answer.usable:
+                    self.close()
+                return answer
+        except (EOFError, BrokenPipeError):
+            raise Lost(f"the process ended with code {self._end()}") from None
+        self._process.kill()
+        self._end()
+        raise Lost(f"did not end, and was ended after {within_s:.0f} s")
+
+    def close(self) -> None:
+        """Let the process leave, or end it."""
+        if self._process is not None:
+            if self._process.is_alive():
+                self._channel.send(None)
+            self._end()
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        self._channel, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, self._prepare), daemon=False)
+        self._process.start()
+        theirs.close()
+
+    def _end(self) -> int | None:
+        """Wait for a process that ends, or end it; return its exit code."""
+        process, self._process = self._process, None
+        process.join(END_S)
+        process.kill()
+        process.join()
+        self._channel.close()
+        return None if process.exitcode is None else int(process.exitcode)

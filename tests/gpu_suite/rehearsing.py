@@ -1,0 +1,13 @@
+"""What a rehearsal's process needs before its first section: Triton's interpreter, and what stands in for a GPU."""
+
+from __future__ import annotations
+
+from tests.kernels.gpu import interpreter
+
+
+def prepare() -> None:
+    """Switch the interpreter on before triton is imported; the engine is then built as for a GPU."""
+    interpreter.switch_on()
+    from tests.batchinfer.engine import interpreted_gpu
+
+    interpreted_gpu.stand_in(setattr)
