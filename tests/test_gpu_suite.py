@@ -37,7 +37,7 @@ from tests.gpu_suite import (
     steady,
     tiles,
 )
-from tests.gpu_suite.__main__ import CALLS, PREPARE, rehearsed, selected
+from tests.gpu_suite.__main__ import CALLS, PREPARE, main, rehearsed, selected
 from tests.gpu_suite.case import Case, distance, measured
 from tests.gpu_suite.paged import Heads, Paged
 from tests.patience import PATIENCE_S
@@ -112,15 +112,9 @@ def every_kernel_and_the_engine_ran(results: dict[str, list[dict[str, Any]]]) ->
 
 
 def test_the_command(bare: dict[str, str], tmp_path: Path) -> None:
-    """A record of a rehearsal; without one, that there is no GPU."""
-
-    def suite(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tests.gpu_suite", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=bare, timeout=4 * PATIENCE_S
-        )
-
-    done = suite("--rehearse", "--sections", "peaks", "--out", str(tmp_path))
+    options = ["--rehearse", "--sections", "peaks", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.gpu_suite", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=bare, timeout=4 * PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text("utf-8"))
@@ -130,10 +124,18 @@ def test_the_command(bare: dict[str, str], tmp_path: Path) -> None:
     assert record["measured_at"].endswith("+00:00")
     assert record["cpu"]["cores"] >= 1
     assert not any(unit in done.stdout for unit in ("/s", "µs", " ms", "%", "TB", "TFLOP", "aim"))
-    if not torch.cuda.is_available():
-        refused = suite()
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "finds no GPU" in refused.stderr
+
+
+@no_gpu
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--call", "kernels"])
+    assert main() == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "finds no GPU" in err
+    assert "--rehearse" in err
 
 
 def gpu_test_modules() -> list[str]:

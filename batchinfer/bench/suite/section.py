@@ -69,7 +69,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a part tells. A rehearsal keeps its name and its facts alone: all else depends on time.
+    """The result of a part. A rehearsal keeps its name and its facts alone: all else depends on time.
 
     `times`: the first is ours, the others do the same work. `figures`: numbers by name, whose ending is their unit
     (`_s`, `_share`, `_bytes`, `_per_s`). `targets`: what is aimed at, of `share`, of a figure, or of the times as fast
@@ -93,7 +93,7 @@ Part = tuple[str, Callable[[], Result]]
 
 @dataclass
 class Section:
-    """What the parts of a section are given. It travels to the process that measures."""
+    """The setting of a section's parts. It travels to the process that measures."""
 
     rehearsal: bool  # tiny shapes on the CPU
     ends: float  # by the monotonic clock, which all processes of a machine share

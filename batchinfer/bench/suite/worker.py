@@ -21,7 +21,7 @@ class Lost(Exception):
 
 @dataclass
 class Answer:
-    """What came of a question: the names of a section's parts, or what one of them told."""
+    """The answer to a question: the names of a section's parts, or what one of them told."""
 
     names: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
