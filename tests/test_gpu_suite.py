@@ -22,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 
 from batchinfer.bench.suite.record import Keeper
 from batchinfer.bench.suite.run import Suite
-from batchinfer.bench.suite.section import Model, Part, Result, Section, WrongResult
+from batchinfer.bench.suite.section import BenchModel, BenchSection, Part, Result, WrongResult
 from batchinfer_kernels.cost import Cost
 from batchinfer_kernels.gpu.attention_launch import KVTiles
 from batchinfer_kernels.paged_attention import paged_attention_reference
@@ -197,9 +197,9 @@ def test_what_pytest_wrote_is_counted(tmp_path: Path) -> None:
 # ---- cases
 
 
-def section(rehearsal: bool = True, model: Model | None = None) -> Section:
+def section(rehearsal: bool = True, model: BenchModel | None = None) -> BenchSection:
     """A section on the CPU: as on a GPU, where it is no rehearsal."""
-    found = Section(rehearsal, float("inf"), str(ROOT), model=model)
+    found = BenchSection(rehearsal, float("inf"), str(ROOT), model=model)
     found.device = torch.device("cpu")
     return found
 
@@ -224,7 +224,7 @@ def test_a_peer_that_fails_is_told_and_left_out() -> None:
 
 @pytest.mark.parametrize("parts", [attention.parts, matmul.parts, tiles.parts], ids=lambda f: f.__module__)
 def test_each_case_of_a_gpu_has_a_name_of_its_own(
-    parts: Callable[[Section], list[Part]], monkeypatch: pytest.MonkeyPatch
+    parts: Callable[[BenchSection], list[Part]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "why_not_fp8", lambda: None)
     names = [name for name, _ in parts(section(rehearsal=False))]
@@ -241,7 +241,7 @@ def test_workloads_are_large_enough_for_a_steady_state() -> None:
 
 
 def test_without_peaks_no_model_is_run() -> None:
-    for _, measure in model.parts(section(rehearsal=False, model=Model("tiny", 2**23))):
+    for _, measure in model.parts(section(rehearsal=False, model=BenchModel("tiny", 2**23))):
         with pytest.raises(Exception, match="peaks of this GPU were not measured"):
             measure()
 
@@ -263,7 +263,7 @@ def test_tiles_reach_the_kernels(work: Any) -> None:
 
 
 def test_tiles_that_a_gpu_has_no_room_for_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(section: Section, tried: Case) -> Result:
+    def refused(section: BenchSection, tried: Case) -> Result:
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(tiles, "measured", refused)

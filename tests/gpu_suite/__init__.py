@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from batchinfer.bench.suite.section import Entry, Model
+from batchinfer.bench.suite.section import BenchModel, SuiteEntry
 
-SMALL, LARGE = Model("qwen2.5-0.5b"), Model("llama-3.1-8b")
-LARGE_BESIDE = Model("llama-3.1-8b", 0.45)  # what it is compared with needs as much
+SMALL, LARGE = BenchModel("qwen2.5-0.5b"), BenchModel("llama-3.1-8b")
+LARGE_BESIDE = BenchModel("llama-3.1-8b", 0.45)  # what it is compared with needs as much
 # Few rows, which are captured soon
-CODED = partial(Model, "llama-3.1-8b", rows=64, longest=4352)
+CODED = partial(BenchModel, "llama-3.1-8b", rows=64, longest=4352)
 
 
 def _entry(
-    calls: str, name: str, share: float, module: str | None = None, model: Model | None = None
-) -> Entry:
-    return Entry(name, share, f"{__name__}.{module or name}", model, tuple(calls.split()))
+    calls: str, name: str, share: float, module: str | None = None, model: BenchModel | None = None
+) -> SuiteEntry:
+    return SuiteEntry(name, share, f"{__name__}.{module or name}", model, tuple(calls.split()))
 
 
-def _peaks(name: str, share: float) -> Entry:
-    return Entry(name, share, "batchinfer.bench.suite.peaks", calls=("kernels", "models"))
+def _peaks(name: str, share: float) -> SuiteEntry:
+    return SuiteEntry(name, share, "batchinfer.bench.suite.peaks", calls=("kernels", "models"))
 
 
 # In three commands, each of nine minutes; the most valuable of each first. Shares are seconds; they are estimates until

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from batchinfer.bench.suite.record import Keeper, peaks_of
 from batchinfer.bench.suite.run import Suite
-from batchinfer.bench.suite.section import Entry
+from batchinfer.bench.suite.section import SuiteEntry
 from batchinfer.bench.suite.shares import with_shares
 from batchinfer.bench.suite.table import table
 from tests.gpu_suite import ENTRIES
@@ -49,14 +49,14 @@ def main() -> int:
     return FAILED if record["failed"] else 0
 
 
-def selected(calls: Sequence[str], names: Sequence[str] | None = None) -> list[Entry]:
+def selected(calls: Sequence[str], names: Sequence[str] | None = None) -> list[SuiteEntry]:
     """Return the sections of these commands, each once; those of `names` alone if there are any."""
     return [e for e in ENTRIES if set(e.calls) & set(calls) and e.name in (names or [e.name])]
 
 
-def rehearsed(entries: Sequence[Entry]) -> list[Entry]:
+def rehearsed(entries: Sequence[SuiteEntry]) -> list[SuiteEntry]:
     """Return the sections without those that differ from one before in their model's size alone: there is one size."""
-    first: dict[Hashable, Entry] = {}
+    first: dict[Hashable, SuiteEntry] = {}
     for entry in entries:
         model = entry.model
         first.setdefault((entry.module, model and (model.quantization, model.kv_cache)), entry)

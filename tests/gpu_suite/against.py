@@ -12,7 +12,7 @@ import torch
 
 from batchinfer.bench.report import Series
 from batchinfer.bench.runs import timed_run
-from batchinfer.bench.suite.section import Part, Result, Section, WrongResult
+from batchinfer.bench.suite.section import BenchSection, Part, Result, WrongResult
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import SHAPES, shape_config
@@ -26,12 +26,12 @@ TINY_CACHE = {"num_blocks": 8, "max_batch_tokens": 64}
 AIM = 3.0  # times as fast as continuous batching
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return the one part; its turns are as many as the time allows, up to three."""
     return [(WORKLOAD, partial(_against, section))]
 
 
-def mixed(section: Section) -> Workload:
+def mixed(section: BenchSection) -> Workload:
     """In its own size, and two short rows in a rehearsal."""
     vocab = shape_config(model_name(section)).vocab
     if not section.rehearsal:
@@ -40,7 +40,7 @@ def mixed(section: Section) -> Workload:
     return Workload(WORKLOAD, tuple(Row(row.prompt[:TINY_PROMPT], TINY_OUTPUT) for row in rows))
 
 
-def _against(section: Section) -> Result:
+def _against(section: BenchSection) -> Result:
     series = Series()
     loaded, workload = loaded_model(section), mixed(section)
     dtype, spec = dtype_of(section), source(section).spec

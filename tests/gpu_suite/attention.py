@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.bench.suite.clock import Call
-from batchinfer.bench.suite.section import Part, Section, WrongResult
+from batchinfer.bench.suite.section import BenchSection, Part, WrongResult
 from batchinfer_kernels.gpu.attention_plan import Room
 from tests.gpu_suite import flashinfer, sdpa
 from tests.gpu_suite.case import TOLERANCE, Case, Worst, measured, worst
@@ -33,12 +33,12 @@ FIXED_DECODE = (*[16_384] * 8, *[512] * 56)
 FIXED_PREFILL = (2048, 16_384)  # queries, context
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return a part a case."""
     return rehearsed(section) if section.rehearsal else cases(section)
 
 
-def cases(section: Section) -> list[Part]:
+def cases(section: BenchSection) -> list[Part]:
     """What has a target first."""
     part = partial(_part, section)
 
@@ -56,7 +56,7 @@ def cases(section: Section) -> list[Part]:
     return [*parts, part(fixed_prefill_case, LLAMA_8B, *FIXED_PREFILL)]
 
 
-def rehearsed(section: Section) -> list[Part]:
+def rehearsed(section: BenchSection) -> list[Part]:
     """Every path once."""
     part = partial(_part, section)
     return [
@@ -72,7 +72,7 @@ def rehearsed(section: Section) -> list[Part]:
     ]
 
 
-def _part(section: Section, make: Callable[..., Case], heads: Heads, *sizes: object) -> Part:
+def _part(section: BenchSection, make: Callable[..., Case], heads: Heads, *sizes: object) -> Part:
     name = make.__name__.removesuffix("_case").replace("_", " ")
     told = " ".join(_told(size) for size in sizes if size is not None)
     return f"{name} attention {told}", lambda: measured(section, make(section, heads, *sizes))
@@ -84,7 +84,7 @@ def _told(value: object) -> str:
     return f"{len(value)} × {min(value)}…{max(value)}"
 
 
-def decode_case(section: Section, heads: Heads, contexts: Sequence[int], codes: str | None) -> Case:
+def decode_case(section: BenchSection, heads: Heads, contexts: Sequence[int], codes: str | None) -> Case:
     """One query a sequence; SDPA where all contexts are of one length and nothing is coded."""
     step = AttentionStep.decode(section, heads, contexts, codes)
     ours = step.call()
@@ -106,7 +106,7 @@ def decode_case(section: Section, heads: Heads, contexts: Sequence[int], codes: 
     )
 
 
-def prefill_case(section: Section, heads: Heads, count: int, queries: int, context: int) -> Case:
+def prefill_case(section: BenchSection, heads: Heads, count: int, queries: int, context: int) -> Case:
     """Chunks at the end of their sequences, held against SDPA: the reference would keep every score."""
     step = AttentionStep.prefill(section, heads, count, queries, context)
     ours, theirs = step.call(), sdpa.prefill(step.paged, step.q, queries)
@@ -124,7 +124,7 @@ def prefill_case(section: Section, heads: Heads, count: int, queries: int, conte
     )
 
 
-def prefix_case(section: Section, heads: Heads, count: int, shared: int, own: int) -> Case:
+def prefix_case(section: BenchSection, heads: Heads, count: int, shared: int, own: int) -> Case:
     """Sequences with a common prefix: read once for all, against the same blocks read by each sequence for itself,
     which the device's cache serves in part, and against a copy of the prefix for each sequence.
     """
@@ -146,7 +146,7 @@ def prefix_case(section: Section, heads: Heads, count: int, shared: int, own: in
     )
 
 
-def skewed_case(section: Section, heads: Heads, contexts: Sequence[int]) -> Case:
+def skewed_case(section: BenchSection, heads: Heads, contexts: Sequence[int]) -> Case:
     """A long row among short ones, replayed as a graph that was captured when another row was the long one, beside the
     same launches without a graph."""
     step = AttentionStep.decode(section, heads, contexts)
@@ -167,7 +167,7 @@ def skewed_case(section: Section, heads: Heads, contexts: Sequence[int]) -> Case
     )
 
 
-def fixed_decode_case(section: Section, heads: Heads, contexts: Sequence[int]) -> Case:
+def fixed_decode_case(section: BenchSection, heads: Heads, contexts: Sequence[int]) -> Case:
     """The deterministic mode; the first row has the same bits alone."""
     step = AttentionStep.decode(section, heads, contexts, deterministic=True)
     ours, paged = step.call(), step.paged
@@ -192,7 +192,7 @@ def fixed_decode_case(section: Section, heads: Heads, contexts: Sequence[int]) -
     )
 
 
-def fixed_prefill_case(section: Section, heads: Heads, queries: int, context: int) -> Case:
+def fixed_prefill_case(section: BenchSection, heads: Heads, queries: int, context: int) -> Case:
     """The deterministic mode; the last chunk of a prompt has the same bits in a chunk half as long."""
     step = AttentionStep.prefill(section, heads, 1, queries, context, deterministic=True)
     ours, half = step.call(), queries // 2
@@ -217,7 +217,7 @@ def fixed_prefill_case(section: Section, heads: Heads, queries: int, context: in
     )
 
 
-def _captured(section: Section, call: Call) -> Call:
+def _captured(section: BenchSection, call: Call) -> Call:
     """As a CUDA graph; a rehearsal has none, and calls again what would be captured."""
     if section.device.type == "cpu":
         return call

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.bench.suite.clock import Call, the_clock
-from batchinfer.bench.suite.section import Result, Section, WrongResult
+from batchinfer.bench.suite.section import BenchSection, Result, WrongResult
 from batchinfer_kernels.cost import Cost
 
 # ‖ours - right‖ / ‖right‖, where operands and results are of this dtype: a few roundings each
@@ -71,7 +71,7 @@ def different(ours: Tensor, right: Tensor) -> float:
     return float((ours != right).double().mean())
 
 
-def measured(section: Section, case: Case) -> Result:
+def measured(section: BenchSection, case: Case) -> Result:
     """Check a case, then time it. Raises WrongResult. A comparison that raises is noted as a failure and left out."""
     found = case.error()
     error = float(found)

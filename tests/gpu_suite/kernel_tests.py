@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchinfer.bench.suite.section import Part, Result, Section
+from batchinfer.bench.suite.section import BenchSection, Part, Result
 from batchinfer.machine.cpus import usable_cpus
 
 # Kernels compile for seconds and then run for microseconds, so that all cores are of use
@@ -37,12 +37,12 @@ class TestsFailed(Exception):
     """Some failed, or did not end; the message has pytest's last lines."""
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return the one part."""
     return [("pytest", partial(_tested, section))]
 
 
-def _tested(section: Section) -> Result:
+def _tested(section: BenchSection) -> Result:
     """Tell how many passed, failed and were skipped."""
     with tempfile.TemporaryDirectory(prefix="batchinfer-gpu-tests-") as folder:
         junit = Path(folder) / "junit.xml"
@@ -62,7 +62,7 @@ def selected(rehearsal: bool) -> list[str]:
     return [*TESTS, "--ignore-glob=*aot*", "-k", "not compiles", "--continue-on-collection-errors"]
 
 
-def _pytest(section: Section, junit: Path) -> tuple[int | None, str]:
+def _pytest(section: BenchSection, junit: Path) -> tuple[int | None, str]:
     """Its exit code, None where it was interrupted, and what it said."""
     command = [sys.executable, "-m", "pytest", *selected(section.rehearsal), "-m", "not slow", "--tb=short"]
     command += [f"--junitxml={junit}", *_several(section.rehearsal)]

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from batchinfer.bench.suite.clock import wait_for
-from batchinfer.bench.suite.section import Part, Result, Section, WrongResult
+from batchinfer.bench.suite.section import BenchSection, Part, Result, WrongResult
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -32,7 +32,7 @@ FIRST, ENDED = 50, 350  # rows that have ended when counting begins, and when it
 ASSUMED_LAYER_S = {"piecewise_graph": REPLAY_LAYER_S, "eager": LAUNCH_LAYER_S}
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return a part each way."""
     ways = {"steps in pieces": True, "steps by operators": False}
     return [(name, partial(_measured, section, name, in_pieces)) for name, in_pieces in ways.items()]
@@ -84,7 +84,7 @@ class TimedRunner:
         return launched
 
 
-def _measured(section: Section, name: str, in_pieces: bool) -> Result:
+def _measured(section: BenchSection, name: str, in_pieces: bool) -> Result:
     """Raises WrongResult where nothing is left of the steady state."""
     steady_steps = _stepped(section, in_pieces)
     if not steady_steps:
@@ -106,7 +106,7 @@ def _measured(section: Section, name: str, in_pieces: bool) -> Result:
     return Result(f"host, {name}, {name_of(section)}", facts, figures=figures | shares)
 
 
-def _stepped(section: Section, in_pieces: bool) -> list[Stepped]:
+def _stepped(section: BenchSection, in_pieces: bool) -> list[Stepped]:
     """Return the steps of the steady state."""
     loaded = loaded_model(section)
     runner = loaded.runner

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from batchinfer.bench.suite.section import BANDWIDTH, Model, Result, Section
+from batchinfer.bench.suite.section import BANDWIDTH, BenchModel, BenchSection, Result
 from batchinfer.core.errors import Unavailable
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE
@@ -30,12 +30,12 @@ LONGEST, TINY_LONGEST = 16_384 + 256, 48
 TINY_ROWS, TINY_TOKENS = 2, 16  # of a step
 
 
-def name_of(section: Section) -> str:
+def name_of(section: BenchSection) -> str:
     """Return the model's name, and what of it is kept in codes."""
-    return replace(section.model or Model(TINY_MODEL), name=model_name(section)).text
+    return replace(section.model or BenchModel(TINY_MODEL), name=model_name(section)).text
 
 
-def model_name(section: Section) -> str:
+def model_name(section: BenchSection) -> str:
     """Raises ValueError for a section without a model."""
     if section.rehearsal:
         return TINY_MODEL
@@ -44,11 +44,11 @@ def model_name(section: Section) -> str:
     return section.model.name
 
 
-def dtype_of(section: Section) -> Dtype:
+def dtype_of(section: BenchSection) -> Dtype:
     return TINY_DTYPE if section.rehearsal else DTYPE
 
 
-def peaks(section: Section) -> Peaks:
+def peaks(section: BenchSection) -> Peaks:
     """Of the model's dtype, and of the codes of its weights. In a rehearsal plain ones: nothing is told that depends on
     them.
 
@@ -62,17 +62,17 @@ def peaks(section: Section) -> Peaks:
     return Peaks(section.peaks[DTYPE], section.peaks[BANDWIDTH], section.peaks.get(codes_dtype(section)))
 
 
-def codes_dtype(section: Section) -> str:
+def codes_dtype(section: BenchSection) -> str:
     """The dtype whose peak products of codes are held against."""
     return "int8" if _of(section).quantization in ("none", "int8") else "float8_e4m3fn"
 
 
-def loaded_model(section: Section) -> LoadedModel:
+def loaded_model(section: BenchSection) -> LoadedModel:
     """The same for all sections of a process that run it."""
     return _loaded(section.rehearsal, _of(section), peaks(section)).model
 
 
-def source(section: Section) -> ModelSource:
+def source(section: BenchSection) -> ModelSource:
     """Dummy weights by the model's name, with codes where the section's model has some."""
     plain, model = shape_config(model_name(section)), _of(section)
     if section.rehearsal and not model.is_plain:
@@ -83,7 +83,7 @@ def source(section: Section) -> ModelSource:
     return ModelSource(spec, parameter_count(plain), lambda *place: weights(spec, *place))
 
 
-def memory(section: Section) -> Result:
+def memory(section: BenchSection) -> Result:
     """Tell what runs have taken of the memory since the model was loaded, and what is left of it; to be asked once
     everything has run. A rehearsal has no memory of its own."""
     loaded, left = _loaded(section.rehearsal, _of(section), peaks(section)), _free(section.rehearsal)
@@ -98,12 +98,12 @@ def memory(section: Section) -> Result:
     return Result(f"memory, {model_name(section)}", figures=figures)
 
 
-def _of(section: Section) -> Model:
+def _of(section: BenchSection) -> BenchModel:
     """All models of a rehearsal that have the same arithmetic are one."""
-    model = section.model or Model(TINY_MODEL)
+    model = section.model or BenchModel(TINY_MODEL)
     if not section.rehearsal:
         return model
-    return Model(TINY_MODEL, quantization=model.quantization, kv_cache=model.kv_cache)
+    return BenchModel(TINY_MODEL, quantization=model.quantization, kv_cache=model.kv_cache)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,8 +113,8 @@ class _Loaded:
 
 
 @cache
-def _loaded(rehearsal: bool, model: Model, found: Peaks) -> _Loaded:
-    section = Section(rehearsal, 0.0, model=model)
+def _loaded(rehearsal: bool, model: BenchModel, found: Peaks) -> _Loaded:
+    section = BenchSection(rehearsal, 0.0, model=model)
     gc.collect()
     if not rehearsal:
         torch.cuda.empty_cache()  # of what kernels were measured on

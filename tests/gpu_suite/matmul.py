@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchinfer.bench.suite.clock import Call
 from batchinfer.bench.suite.peaks import FP8
-from batchinfer.bench.suite.section import Part, Section
+from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
 from batchinfer_kernels.cost import (
     Cost,
@@ -54,7 +54,7 @@ class Layer:
     inputs: int
     outputs: int
 
-    def operands(self, section: Section, tokens: int) -> tuple[Tensor, Tensor]:
+    def operands(self, section: BenchSection, tokens: int) -> tuple[Tensor, Tensor]:
         """Normal numbers, the weight's so small that results are about one."""
         device, dtype = section.device, torch.bfloat16
         x = torch.randn(tokens, self.inputs, device=device, dtype=dtype)
@@ -67,10 +67,10 @@ class Layer:
 
 GATE_UP, DOWN, TINY = Layer("gate and up", 4096, 28672), Layer("down", 14336, 4096), Layer("tiny", 160, 48)
 DECODE, WIDE_DECODE, PREFILL, TINY_TOKENS = 64, 256, 4096, 3
-Maker = Callable[[Section, Layer, int], Case]
+Maker = Callable[[BenchSection, Layer, int], Case]
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Each kind for one step of decode and of prefill; the plain one on more layers."""
     quantised = [int8_case, weight_int8_case, weight_int4_case]
     quantised += [fp8_case, block_fp8_case] if why_not_fp8() is None else []
@@ -83,26 +83,26 @@ def parts(section: Section) -> list[Part]:
     return found + [_part(section, plain_case, layer, WIDE_DECODE) for layer in (GATE_UP, DOWN)]
 
 
-def _part(section: Section, make: Maker, layer: Layer, tokens: int) -> Part:
+def _part(section: BenchSection, make: Maker, layer: Layer, tokens: int) -> Part:
     return f"{make.__name__} {layer.size(tokens)}", lambda: measured(section, make(section, layer, tokens))
 
 
-def plain_case(section: Section, layer: Layer, tokens: int) -> Case:
+def plain_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     return _float_case(section, layer, tokens, "matmul", deterministic=False)
 
 
-def deterministic_case(section: Section, layer: Layer, tokens: int) -> Case:
+def deterministic_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     return _float_case(section, layer, tokens, "deterministic matmul", deterministic=True)
 
 
-def _float_case(section: Section, layer: Layer, tokens: int, kernel: str, deterministic: bool) -> Case:
+def _float_case(section: BenchSection, layer: Layer, tokens: int, kernel: str, deterministic: bool) -> Case:
     x, weight = layer.operands(section, tokens)
     cost = linear_cost(tokens, layer.inputs, layer.outputs, x.element_size(), x.element_size())
     ours = partial(matmul, x, weight, deterministic=deterministic)
     return _case(kernel, layer, x, weight, cost, _name(x), ours, partial(matmul_reference, x, weight))
 
 
-def int8_case(section: Section, layer: Layer, tokens: int) -> Case:
+def int8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     """Both factors as int8, activations quantised on the way; beside it the product alone."""
     x, weight = layer.operands(section, tokens)
     codes, scales = quantize_weight(weight)
@@ -116,7 +116,7 @@ def int8_case(section: Section, layer: Layer, tokens: int) -> Case:
     return _case("int8 matmul", layer, x, weight, cost, _name(x), ours, right, others)
 
 
-def fp8_case(section: Section, layer: Layer, tokens: int) -> Case:
+def fp8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     """Both factors as float8_e4m3fn, activations quantised on the way; beside it the product with its scales."""
     x, weight = layer.operands(section, tokens)
     codes, scales = quantize_weight_fp8(weight)
@@ -133,7 +133,7 @@ def fp8_case(section: Section, layer: Layer, tokens: int) -> Case:
     return replace(case, tolerance=FP8_TOLERANCE)
 
 
-def block_fp8_case(section: Section, layer: Layer, tokens: int) -> Case:
+def block_fp8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     """The same with scales of blocks, as published weights have them; beside it those of channels."""
     x, weight = layer.operands(section, tokens)
     coded, channels = quantize_blocks_fp8(weight), quantize_weight_fp8(weight)
@@ -145,7 +145,7 @@ def block_fp8_case(section: Section, layer: Layer, tokens: int) -> Case:
     return replace(case, tolerance=FP8_TOLERANCE)
 
 
-def weight_int8_case(section: Section, layer: Layer, tokens: int) -> Case:
+def weight_int8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     x, weight = layer.operands(section, tokens)
     coded = quantize_int8(weight)
     cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size())
@@ -154,7 +154,7 @@ def weight_int8_case(section: Section, layer: Layer, tokens: int) -> Case:
     return _case("int8-weight matmul", layer, x, weight, cost, _name(x), ours, right)
 
 
-def weight_int4_case(section: Section, layer: Layer, tokens: int) -> Case:
+def weight_int4_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     x, weight = layer.operands(section, tokens)
     coded = quantize_int4(weight, GROUP)
     cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size(), group=GROUP)

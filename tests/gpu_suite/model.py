@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from batchinfer.bench.runs import Run, timed_run
-from batchinfer.bench.suite.section import Part, Result, Section, Times, WrongResult
+from batchinfer.bench.suite.section import BenchSection, Part, Result, Times, WrongResult
 from batchinfer.bench.workloads import Row
 from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 from tests.gpu_suite.loaded import codes_dtype, dtype_of, loaded_model, name_of
@@ -29,7 +29,7 @@ PREFILL_RUNS = 5
 MBU_TARGET = 0.8  # of decode at a batch of 64
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return a part a size."""
     tiny = section.rehearsal
     plain = section.model is None or section.model.is_plain
@@ -53,7 +53,7 @@ def parts(section: Section) -> list[Part]:
     return found + [(f"prefill {tokens}", partial(prefill, section, tokens)) for tokens in prefills]
 
 
-def decode(section: Section, prompts: Sequence[int], size: str) -> Result:
+def decode(section: BenchSection, prompts: Sequence[int], size: str) -> Result:
     """Steps that run one token of each sequence and nothing else; the first ones, which compile and capture, do not
     count. Raises WrongResult where there are none, as then something else was measured.
     """
@@ -79,7 +79,7 @@ def decode(section: Section, prompts: Sequence[int], size: str) -> Result:
     return replace(_result(section, f"decode, {size}", count, seconds, found), targets=targets)
 
 
-def prefill(section: Section, tokens: int) -> Result:
+def prefill(section: BenchSection, tokens: int) -> Result:
     """One prompt, in as many steps as its engine cuts it into."""
     loaded = loaded_model(section)
     runs = [_run(section, _rows([tokens], 1)) for _ in range(2 if section.rehearsal else PREFILL_RUNS)]
@@ -88,7 +88,7 @@ def prefill(section: Section, tokens: int) -> Result:
     return _result(section, f"prefill, {tokens} tokens", tokens, seconds, found)
 
 
-def _run(section: Section, rows: Sequence[Row]) -> Run:
+def _run(section: BenchSection, rows: Sequence[Row]) -> Run:
     return timed_run(loaded_model(section), rows, planner=plan_in_memory)
 
 
@@ -108,7 +108,7 @@ def _costs(model: ModelCost, steps: Sequence[StepShape]) -> dict[str, Cost]:
 
 
 def _result(
-    section: Section, name: str, tokens: int, seconds: Sequence[float], costs: dict[str, Cost]
+    section: BenchSection, name: str, tokens: int, seconds: Sequence[float], costs: dict[str, Cost]
 ) -> Result:
     times = Times(statistics.median(seconds), min(seconds), len(seconds), host_s=0.0)
     return Result(

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.section import Part, Section
+from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer_kernels.cost import gated_activation_cost, rms_norm_cost, rope_store_cost
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu.gated_activation import gated_activation
@@ -23,18 +23,18 @@ TOKENS, FEW = 8192, 64  # of a step of prefill, and of one of decode
 EPS = 1e-5
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return a part a case."""
     sizes = (3,) if section.rehearsal else (TOKENS, FEW)
     makers = (rms_norm_case, rope_store_case, gated_activation_case)
     return [_part(section, make, tokens) for tokens in sizes for make in makers]
 
 
-def _part(section: Section, make: Callable[[Section, int], Case], tokens: int) -> Part:
+def _part(section: BenchSection, make: Callable[[BenchSection, int], Case], tokens: int) -> Part:
     return f"{make.__name__} {tokens}", lambda: measured(section, make(section, tokens))
 
 
-def rms_norm_case(section: Section, tokens: int) -> Case:
+def rms_norm_case(section: BenchSection, tokens: int) -> Case:
     x, residual = (_random(section, tokens, HIDDEN) for _ in range(2))
     weight = _random(section, HIDDEN)
     ours = partial(rms_norm, x, weight, EPS, residual)
@@ -55,7 +55,7 @@ def rms_norm_case(section: Section, tokens: int) -> Case:
     )
 
 
-def rope_store_case(section: Section, tokens: int) -> Case:
+def rope_store_case(section: BenchSection, tokens: int) -> Case:
     """Slots in random order, q, k and v slices of one tensor, as after one product."""
     device, width = section.device, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM
     qkv = _random(section, tokens, width).view(tokens, -1, HEAD_DIM)
@@ -81,7 +81,7 @@ def rope_store_case(section: Section, tokens: int) -> Case:
     )
 
 
-def gated_activation_case(section: Section, tokens: int) -> Case:
+def gated_activation_case(section: BenchSection, tokens: int) -> Case:
     gate_up = _random(section, tokens, 2 * INTERMEDIATE)
     ours = partial(gated_activation, gate_up, "silu")
     right = gated_activation_reference(gate_up, "silu")
@@ -102,13 +102,13 @@ def gated_activation_case(section: Section, tokens: int) -> Case:
     )
 
 
-def _caches(section: Section, tokens: int) -> tuple[Tensor, Tensor]:
+def _caches(section: BenchSection, tokens: int) -> tuple[Tensor, Tensor]:
     shape = (-(-tokens // BLOCK), KV_HEADS, BLOCK, HEAD_DIM)
     k, v = (torch.zeros(shape, dtype=torch.bfloat16, device=section.device) for _ in range(2))
     return k, v
 
 
-def _random(section: Section, *shape: int) -> Tensor:
+def _random(section: BenchSection, *shape: int) -> Tensor:
     return torch.randn(shape, device=section.device).to(torch.bfloat16)
 
 

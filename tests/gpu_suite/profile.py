@@ -17,7 +17,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from batchinfer.bench.suite.clock import wait_for
-from batchinfer.bench.suite.section import Part, Result, Section, WrongResult
+from batchinfer.bench.suite.section import BenchSection, Part, Result, WrongResult
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.loop.engine import Engine
 from tests.gpu_suite import steady
@@ -38,12 +38,12 @@ class Work:
     end: float
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return the one part."""
     return [("ten steady steps", partial(_profiled, section))]
 
 
-def _profiled(section: Section) -> Result:
+def _profiled(section: BenchSection) -> Result:
     """Raises WrongResult where too few steps were left, or the profiler saw nothing."""
     engine = loaded_model(section).engine()
     engine.add(steady.requests(section))

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer.bench.suite.section import Part, Section
+from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer_kernels.cost import log_probabilities_cost, penalise_cost, sample_cost
 from batchinfer_kernels.gpu.log_probabilities import log_probabilities
 from batchinfer_kernels.gpu.penalties import penalise
@@ -33,25 +33,25 @@ FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top-k, t
 }
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return a part a case."""
-    makers: dict[str, Callable[[Section], Case]] = {"greedy": greedy_case}
+    makers: dict[str, Callable[[BenchSection], Case]] = {"greedy": greedy_case}
     makers |= {name: partial(filtered_case, name=name) for name in FILTERS}
     makers |= {"log-probabilities": log_probabilities_case, "penalties": penalties_case}
     return [_part(section, name, make) for name, make in makers.items()]
 
 
-def _part(section: Section, name: str, make: Callable[[Section], Case]) -> Part:
+def _part(section: BenchSection, name: str, make: Callable[[BenchSection], Case]) -> Part:
     return name, lambda: measured(section, make(section))
 
 
-def greedy_case(section: Section) -> Case:
+def greedy_case(section: BenchSection) -> Case:
     logits = _logits(section)
     ours, theirs = partial(sample, logits), partial(torch.argmax, logits, -1)
     return _case("greedy", logits, ours, theirs, lambda: different(ours(), theirs()), 0.0, 0)
 
 
-def filtered_case(section: Section, name: str) -> Case:
+def filtered_case(section: BenchSection, name: str) -> Case:
     """Beside torch, which sorts. Its draws are others, so that the answer is held against the reference."""
     logits = _logits(section)
     temperature, top_k, top_p, min_p = FILTERS[name]
@@ -65,7 +65,7 @@ def filtered_case(section: Section, name: str) -> Case:
     return _case(name, logits, ours, theirs, error, TOLERATED_ROWS, len(logits))
 
 
-def log_probabilities_case(section: Section) -> Case:
+def log_probabilities_case(section: BenchSection) -> Case:
     logits = _logits(section)
     chosen = logits.argmax(-1)
     ours = partial(log_probabilities, logits, chosen, MOST)
@@ -84,7 +84,7 @@ def log_probabilities_case(section: Section) -> Case:
     return Case("log-probabilities", size, cost, "float32", ours, error, 1e-5, {"torch": theirs})
 
 
-def penalties_case(section: Section) -> Case:
+def penalties_case(section: BenchSection) -> Case:
     """In place: repeated, logits only go further down, which costs the same."""
     logits = _logits(section)
     said = min(SAID, logits.shape[1] // 4)
@@ -117,7 +117,7 @@ def _case(
     return Case("sampling", size, cost, "float32", ours, error, tolerance, {"torch": theirs})
 
 
-def _logits(section: Section) -> Tensor:
+def _logits(section: BenchSection) -> Tensor:
     rows, vocab = (TINY_ROWS, TINY_VOCAB) if section.rehearsal else (ROWS, VOCAB)
     generator = torch.Generator(section.device).manual_seed(0)
     return torch.randn(rows, vocab, generator=generator, device=section.device) * SPREAD

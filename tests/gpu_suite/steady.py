@@ -15,7 +15,7 @@ import numpy as np
 from batchinfer.bench.ideal import ideal_job
 from batchinfer.bench.report import Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
-from batchinfer.bench.suite.section import Part, Result, Section
+from batchinfer.bench.suite.section import BenchSection, Part, Result
 from batchinfer.bench.workloads import Row, Workload
 from batchinfer.core.request import Request
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
@@ -34,7 +34,7 @@ SHOWN = ("output_tokens_per_s", "roofline_efficiency", "mfu", "mbu")
 FIRST_ID = 300  # special tokens lie below in most vocabularies
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return a part a workload, each timed after a run that does not count; its turns are as many as time allows,
     up to three. The shortest workload first: what it leaves over goes to the other. Then the memory that they took."""
     workloads = made(section)[::-1]
@@ -43,7 +43,7 @@ def parts(section: Section) -> list[Part]:
     return [*timed, ("memory", partial(memory, section))]
 
 
-def made(section: Section) -> list[Workload]:
+def made(section: BenchSection) -> list[Workload]:
     """Rows that share nothing, and rows that share most of their prompt."""
     vocab = shape_config(model_name(section)).vocab
     if section.rehearsal:
@@ -53,7 +53,7 @@ def made(section: Section) -> list[Workload]:
     return [Workload("steady", plain), Workload("steady, shared prefix", shared)]
 
 
-def requests(section: Section) -> list[Request]:
+def requests(section: BenchSection) -> list[Request]:
     """The rows that share nothing, for an engine that is stepped by hand."""
     return [
         Request(
@@ -79,7 +79,7 @@ def _ids(r: random.Random, count: int, vocab: int) -> tuple[int, ...]:
     return tuple(r.randrange(FIRST_ID, vocab) for _ in range(count))
 
 
-def _measured(section: Section, workload: Workload, waiting: int) -> Result:
+def _measured(section: BenchSection, workload: Workload, waiting: int) -> Result:
     """`waiting`: among how many workloads the time that is left is divided."""
     loaded, series = loaded_model(section), Series()
     ends = section.left_s - section.left_s / waiting
@@ -92,7 +92,7 @@ def _measured(section: Section, workload: Workload, waiting: int) -> Result:
     return told(section, workload, series)
 
 
-def told(section: Section, workload: Workload, series: Series, peer: str | None = None) -> Result:
+def told(section: BenchSection, workload: Workload, series: Series, peer: str | None = None) -> Result:
     """Return the result with the figures of `batchinfer bench`; all of them are in its details."""
     loaded = loaded_model(section)
     whole = WorkloadResult(workload, ideal_job(workload.rows, loaded.runner.layout.windows), series)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.bench.suite.clock import Call
-from batchinfer.bench.suite.section import Section
+from batchinfer.bench.suite.section import BenchSection
 from batchinfer_kernels.cost import Cost, attention_cost
 from batchinfer_kernels.gpu.attention_plan import (
     AttentionShape,
@@ -39,7 +39,7 @@ class AttentionStep:
     @classmethod
     def decode(
         cls,
-        section: Section,
+        section: BenchSection,
         heads: Heads,
         contexts: Sequence[int],
         codes: str | None = None,
@@ -57,7 +57,7 @@ class AttentionStep:
     @classmethod
     def prefill(
         cls,
-        section: Section,
+        section: BenchSection,
         heads: Heads,
         count: int,
         queries: int,

@@ -13,7 +13,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from batchinfer.bench.suite.clock import Call
-from batchinfer.bench.suite.section import Part, Result, Section
+from batchinfer.bench.suite.section import BenchSection, Part, Result
 from batchinfer_kernels.gpu import attention_launch
 from batchinfer_kernels.gpu.attention_launch import KVTiles, Work
 from tests.gpu_suite import attention
@@ -43,7 +43,7 @@ SIZES = ([4096] * 64, (1, 4096, 4096), (256, 8192, 128))
 TINY_SIZES = ([33, 17], (1, 20, 40), (4, 256, 3))
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return a part for each kind of kernel, head size and candidate: first what large models have, then, with the most
     promising candidates, what small ones have. A rehearsal has each kind once."""
     if section.rehearsal:
@@ -52,14 +52,16 @@ def parts(section: Section) -> list[Part]:
     return [*large, *_candidates(section, QWEN_HALF_B, CANDIDATES, FEW)]
 
 
-def _candidates(section: Section, heads: Heads, candidates: Candidates, most: int | None) -> Iterator[Part]:
+def _candidates(
+    section: BenchSection, heads: Heads, candidates: Candidates, most: int | None
+) -> Iterator[Part]:
     makers = _makers(section, heads)
     for work, tried in candidates.items():
         for sizes in tried[:most]:
             yield _part(section, heads, work, KVTiles(*sizes), makers[work])
 
 
-def _makers(section: Section, heads: Heads) -> dict[Work, Callable[[], Case]]:
+def _makers(section: BenchSection, heads: Heads) -> dict[Work, Callable[[], Case]]:
     decode, prefill, prefix = TINY_SIZES if section.rehearsal else SIZES
     return {
         "decode": partial(attention.decode_case, section, heads, decode, None),
@@ -68,12 +70,14 @@ def _makers(section: Section, heads: Heads) -> dict[Work, Callable[[], Case]]:
     }
 
 
-def _part(section: Section, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]) -> Part:
+def _part(section: BenchSection, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]) -> Part:
     name = f"{work} at heads of {heads.dim} with {astuple(tiles)}"
     return name, partial(_measured, section, heads, work, tiles, make)
 
 
-def _measured(section: Section, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]) -> Result:
+def _measured(
+    section: BenchSection, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]
+) -> Result:
     """Check and time it beside the chosen tiles; a candidate that the GPU has no room for is told as one."""
     usual = make()
     chosen = attention_launch.choose_tiles(work, DTYPE, heads.dim)

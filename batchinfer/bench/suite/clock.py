@@ -25,7 +25,7 @@ QUEUE_MARGIN = 2.0  # times the host's time for a call
 SLEEP_CYCLES = 20_000_000  # ten milliseconds or so, for finding out how long a cycle is
 
 
-class Clock:
+class DeviceClock:
     """Times calls on the present GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,9 +88,9 @@ class HostClock:
 
 
 @cache
-def the_clock(device: torch.device) -> Clock | HostClock:
+def the_clock(device: torch.device) -> DeviceClock | HostClock:
     """Return the one clock of all parts: a GPU's holds a large buffer."""
-    return Clock(device) if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 def wait_for(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.bench.suite.clock import Call, the_clock
-from batchinfer.bench.suite.section import BANDWIDTH, Part, Result, Section
+from batchinfer.bench.suite.section import BANDWIDTH, BenchSection, Part, Result
 from batchinfer.models.ops.peaks import STREAM_BYTES
 
 SIZE, TINY = 8192, 128  # M = N = K, as in batchinfer.models.ops.peaks
@@ -19,12 +19,12 @@ FP8 = "float8_e4m3fn"
 FP8_CAPABILITY = (8, 9)  # the first with such tensor cores
 
 
-def parts(section: Section) -> list[Part]:
+def parts(section: BenchSection) -> list[Part]:
     """Return a part a dtype (FLOP/s; operations for int8), and one each for reading and copying (bytes/s)."""
     return [*_products(section), *_streams(section)]
 
 
-def _products(section: Section) -> Iterator[Part]:
+def _products(section: BenchSection) -> Iterator[Part]:
     device, size = section.device, TINY if section.rehearsal else SIZE
     makers: dict[str, Callable[[], Call]] = {
         name: partial(float_product, device, size, getattr(torch, name)) for name in FLOATS
@@ -36,14 +36,14 @@ def _products(section: Section) -> Iterator[Part]:
         yield name, partial(_measured, section, name, make, 2 * size**3)
 
 
-def _streams(section: Section) -> Iterator[Part]:
+def _streams(section: BenchSection) -> Iterator[Part]:
     size = TINY_STREAM if section.rehearsal else STREAM_BYTES["cuda"]
     source = partial(torch.ones, size // 4, device=section.device)
     yield "read", partial(_measured, section, BANDWIDTH, lambda: source().sum, size)
     yield "copy", partial(_measured, section, BANDWIDTH, lambda: partial(source().copy_, source()), 2 * size)
 
 
-def _measured(section: Section, name: str, make: Callable[[], Call], work: int) -> Result:
+def _measured(section: BenchSection, name: str, make: Callable[[], Call], work: int) -> Result:
     """`work`: FLOPs or bytes of a call. The fastest call counts: other users of the machine only slow it down."""
     seconds = the_clock(section.device).times({name: make()})[name].min_s
     return Result(f"peak of {name}", figures={name: work / seconds})

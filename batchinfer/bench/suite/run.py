@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.bench.suite.record import described, peaks_of
-from batchinfer.bench.suite.section import Entry, Model, Section
-from batchinfer.bench.suite.worker import Answer, Lost, Worker
+from batchinfer.bench.suite.section import BenchModel, BenchSection, SuiteEntry
+from batchinfer.bench.suite.worker import Lost, Reply, Worker
 
 LEAST_S = 2.0  # with less left a section is not begun
 # One of several parts of a section without a model that takes so long, and a third of its section, is ended: its kernel
@@ -25,14 +25,14 @@ GRACE_S = (
 class Suite:
     """A run of a suite. `changed` hears of the record whenever something has come of a part."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[SuiteEntry]
     root: Path
     minutes: float
     notice: Callable[[str], None]
     changed: Callable[[dict[str, Any]], None]
     rehearsal: bool = False
     prepare: str | None = None  # a module that prepares each process
-    _model: Model | None = None  # of the present process
+    _model: BenchModel | None = None  # of the present process
     _began: float = field(default_factory=time.monotonic)
 
     def run(self) -> dict[str, Any]:
@@ -62,7 +62,9 @@ class Suite:
         if limit < LEAST_S:
             found["out_of_time"] = "not begun"
         else:
-            section = Section(self.rehearsal, began + limit, str(self.root), peaks_of(record), entry.model)
+            section = BenchSection(
+                self.rehearsal, began + limit, str(self.root), peaks_of(record), entry.model
+            )
             for answer in _answers(worker, entry, section, limit, found):
                 found["results"] += answer.results
                 found["failures"] += answer.failures
@@ -80,20 +82,20 @@ class Suite:
 
 
 def _answers(
-    worker: Worker, entry: Entry, section: Section, limit: float, found: dict[str, Any]
-) -> Iterator[Answer]:
+    worker: Worker, entry: SuiteEntry, section: BenchSection, limit: float, found: dict[str, Any]
+) -> Iterator[Reply]:
     """Yield what comes of each part, until the section's time is over, which `found` is told."""
     longest = limit
 
-    def ask(part: int | None, name: str) -> Answer:
+    def ask(part: int | None, name: str) -> Reply:
         within_s = min(section.left_s + GRACE_S, longest)
         try:
             return worker.ask(entry.module, section, part, within_s)
         except Lost as lost:
             if section.left_s <= 0:
                 found["out_of_time"] = f"{name} {lost}"
-                return Answer()
-            return Answer(failures=[{"what": name, "message": str(lost), "traceback": ""}])
+                return Reply()
+            return Reply(failures=[{"what": name, "message": str(lost), "traceback": ""}])
 
     names = ask(None, entry.name)
     yield names

@@ -15,7 +15,7 @@ from batchinfer_kernels.cost import Cost
 if TYPE_CHECKING:
     import torch
 
-BANDWIDTH = "bytes_per_s"  # among the dtypes of `Section.peaks`
+BANDWIDTH = "bytes_per_s"  # among the dtypes of `BenchSection.peaks`
 
 
 class WrongResult(Exception):
@@ -23,7 +23,7 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class BenchModel:
     """A model of a known shape, on dummy weights."""
 
     name: str
@@ -47,13 +47,13 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SuiteEntry:
     """A section of a suite. Its module has `parts(section)`, the measurements by name."""
 
     name: str
     share: float  # of the time; what one section leaves over goes to those behind it
     module: str
-    model: Model | None = None  # that it runs; a process has one
+    model: BenchModel | None = None  # that it runs; a process has one
     calls: tuple[str, ...] = ()  # the commands that it belongs to
 
 
@@ -92,7 +92,7 @@ Part = tuple[str, Callable[[], Result]]
 
 
 @dataclass
-class Section:
+class BenchSection:
     """The setting of a section's parts. It travels to the process that measures."""
 
     rehearsal: bool  # tiny shapes on the CPU
@@ -101,7 +101,7 @@ class Section:
     peaks: Mapping[str, float] = field(
         default_factory=dict
     )  # FLOP/s by dtype, BANDWIDTH; empty: not measured
-    model: Model | None = None  # None: the section runs none
+    model: BenchModel | None = None  # None: the section runs none
     failures: list[dict[str, str]] = field(default_factory=list)
 
     @cached_property

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchinfer.bench.suite.section import Section
+from batchinfer.bench.suite.section import BenchSection
 from batchinfer.machine.spawning import receiving
 
 END_S = 5.0  # a process that was told to leave is ended after so long
@@ -20,7 +20,7 @@ class Lost(Exception):
 
 
 @dataclass
-class Answer:
+class Reply:
     """The answer to a question: the names of a section's parts, or what one of them told."""
 
     names: list[str] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Answer:
 
 
 def serve(channel: Connection, prepare: str | None) -> None:
-    """Answer questions until there is None; the child runs this. `prepare`: a module that is asked to prepare it."""
+    """Reply questions until there is None; the child runs this. `prepare`: a module that is asked to prepare it."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be fetched, nor waited for
     if prepare is not None:
         importlib.import_module(prepare).prepare()
@@ -38,9 +38,9 @@ def serve(channel: Connection, prepare: str | None) -> None:
         channel.send(_answer(*question))
 
 
-def _answer(module: str, section: Section, part: int | None) -> Answer:
+def _answer(module: str, section: BenchSection, part: int | None) -> Reply:
     """Name the parts of a section, or run one of them."""
-    answer, what = Answer(failures=section.failures), module
+    answer, what = Reply(failures=section.failures), module
     try:
         parts = list(importlib.import_module(module).parts(section))
         if part is None:
@@ -73,7 +73,7 @@ class Worker:
         self._process: Any = None
         self._channel: Any = None
 
-    def ask(self, module: str, section: Section, part: int | None, within_s: float) -> Answer:
+    def ask(self, module: str, section: BenchSection, part: int | None, within_s: float) -> Reply:
         """Return the answer to one question. Raises Lost."""
         if self._process is not None and not self._process.is_alive():
             self._end()
@@ -83,7 +83,7 @@ class Worker:
             self._channel.send((module, section, part))
             if self._channel.poll(max(0.0, within_s)):
                 with receiving():
-                    answer: Answer = self._channel.recv()
+                    answer: Reply = self._channel.recv()
                 if not answer.usable:
                     self.close()
                 return answer

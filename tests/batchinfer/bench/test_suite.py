@@ -14,13 +14,13 @@ import torch
 
 from batchinfer.bench.suite import clock as clock_module
 from batchinfer.bench.suite import run as run_module
-from batchinfer.bench.suite.clock import Clock
+from batchinfer.bench.suite.clock import DeviceClock
 from batchinfer.bench.suite.record import Keeper, peaks_of, record_name, sources_digest
 from batchinfer.bench.suite.run import Suite
-from batchinfer.bench.suite.section import Entry, Model, Result, Times
+from batchinfer.bench.suite.section import BenchModel, Result, SuiteEntry, Times
 from batchinfer.bench.suite.shares import with_shares
 from batchinfer.bench.suite.table import named, table
-from batchinfer.bench.suite.worker import Answer
+from batchinfer.bench.suite.worker import Reply
 from batchinfer_kernels.cost import Cost
 
 ROOT = Path(__file__).parents[3]
@@ -49,7 +49,7 @@ PARTS = {
 }
 
 
-def suite(entries: list[Entry], minutes: float = 10.0, changed: Any = lambda record: None) -> Suite:
+def suite(entries: list[SuiteEntry], minutes: float = 10.0, changed: Any = lambda record: None) -> Suite:
     return Suite(entries, ROOT, minutes, lambda line: None, changed, rehearsal=True)
 
 
@@ -63,7 +63,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
         (tmp_path / f"suite_{name}.py").write_text(f"{SECTION}def parts(section):\n    return {parts}\n")
     names = ["broken", "raises", "dies", "sticks", "loses", "slow", "fine"]
     kept: list[str] = []
-    entries = [Entry(name, 1.5 if name == "slow" else 100.0, f"suite_{name}") for name in names]
+    entries = [SuiteEntry(name, 1.5 if name == "slow" else 100.0, f"suite_{name}") for name in names]
 
     def changed(record: dict[str, Any]) -> None:
         kept.append(f"{record['sections'][-1]['name']} {record['sections'][-1]['status']}")
@@ -98,7 +98,7 @@ def test_a_failure_costs_its_part_alone(failing: tuple[dict[str, Any], list[str]
 
 
 def test_a_section_without_time_is_not_begun() -> None:
-    record = suite([Entry("x", 1.0, "nowhere")], 0.01).run()
+    record = suite([SuiteEntry("x", 1.0, "nowhere")], 0.01).run()
     assert record["sections"][0]["out_of_time"] == "not begun"
     assert record["failed"] is True
 
@@ -111,24 +111,24 @@ def test_another_model_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch)
         def __init__(self, prepare: str | None) -> None:
             assert prepare is None
 
-        def ask(self, module: str, *_: Any) -> Answer:
+        def ask(self, module: str, *_: Any) -> Reply:
             done.append(module)
-            return Answer()
+            return Reply()
 
         def close(self) -> None:
             done.append("closed")
 
     monkeypatch.setattr(run_module, "Worker", Recording)
-    small, large = Model("small", 0.9), Model("large", 0.9)
+    small, large = BenchModel("small", 0.9), BenchModel("large", 0.9)
     models = dict(zip("abcde", (None, small, small, large, None), strict=True))
-    run = suite([Entry(name, 1.0, name, model) for name, model in models.items()])
+    run = suite([SuiteEntry(name, 1.0, name, model) for name, model in models.items()])
     run.rehearsal = False
     run.run()
     assert done == ["a", "b", "c", "closed", "d", "closed", "e", "closed"]
 
 
 def test_time_that_is_left_goes_to_the_others() -> None:
-    found = suite([Entry("a", 1.0, ""), Entry("b", 3.0, "")], 4.0)
+    found = suite([SuiteEntry("a", 1.0, ""), SuiteEntry("b", 3.0, "")], 4.0)
     assert [found.limit_s(number) for number in (0, 1)] == pytest.approx([60, 240], abs=1)
 
 
@@ -291,7 +291,7 @@ def test_the_clock_tells_the_device_s_median(monkeypatch: pytest.MonkeyPatch) ->
         order.append("theirs")
         device.work(0.5)
 
-    found = Clock(torch.device("cpu")).times({"ours": ours, "theirs": theirs})
+    found = DeviceClock(torch.device("cpu")).times({"ours": ours, "theirs": theirs})
     assert (found["ours"].median_s, found["ours"].min_s) == pytest.approx((2.0, 2.0))
     assert found["theirs"].median_s == pytest.approx(0.5)
     assert found["ours"].runs == clock_module.LEAST_TURNS == 5
