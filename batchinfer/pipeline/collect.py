@@ -50,9 +50,10 @@ class Collector:
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """Expect the answers of these requests, which go to the engine now."""
         self._meter.planned(requests)
-        columns = (batch.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
         self._of_json.update(one.key for one in requests if one.params.constraint in JSON_CONSTRAINTS)
-        self._in_flight.update(zip(batch.keys, map(_Expected._make, zip(*columns, strict=True)), strict=True))
+        columns = (batch.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
+        for key, tokens, prompt_tokens, users in zip(batch.keys, *columns, strict=True):
+            self._in_flight[key] = _Expected(tokens, prompt_tokens, users)
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, count the rest."""

@@ -50,12 +50,12 @@ def run(
     """
     pairs = _pairs(overrides)
     options = run_options.RunOptions(
-        limit,
-        replace,
-        retry_errors,
-        verify,
-        None if to_openai is None else _path("to_openai", to_openai),
-        openai_timestamps,
+        limit=limit,
+        replace=replace,
+        retry_errors=retry_errors,
+        verify=verify,
+        to_openai=None if to_openai is None else _path("to_openai", to_openai),
+        openai_timestamps=openai_timestamps,
         price_per_hour=price_per_hour,
     )
     if date is not None and not isinstance(date, str):

@@ -72,8 +72,16 @@ def _engines(run: OpenRun, setting: Setting, plan: Plan, index: Index) -> Replic
     specs = worker_specs(run.job, setting, config, run.options.engine)
     whole = run.setup.setting
     step_s = partial(longest_step_s, whole, whole.model_cost(run.setup.checkpoint), plan.longest)
-    load, how = partial(run.report.timed, "load_s"), run.options.transport
-    return ReplicaPool(specs, plan.to_run, run.interrupts, named, run.notice, load, step_s, how)
+    return ReplicaPool(
+        specs,
+        plan.to_run,
+        run.interrupts,
+        name_rows=named,
+        notice=run.notice,
+        loading=partial(run.report.timed, "load_s"),
+        longest_step_s=step_s,
+        transport=run.options.transport,
+    )
 
 
 def _wait_until_ready(run: OpenRun, pool: ReplicaPool) -> None:

@@ -153,11 +153,16 @@ def _engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
     windows = machine.layout.sizes.windows
     pool = BlockPool(machine.blocks, machine.layout.block_size, len(windows))
     scheduler = Scheduler(machine.scheduler, pool, windows=windows)
-    places = (machine.cost, machine.layout, machine.time, outputs, machine.looks_ahead)
-    launching = None if machine.captures is None else Launching(machine.captures)
     block = block_bytes(machine.layout, machine.cost)
     runner = CountingRunner(
-        *places, scheduler.shared_blocks, lambda: block * (pool.used + pool.cached), launching
+        cost=machine.cost,
+        layout=machine.layout,
+        time=machine.time,
+        outputs=outputs,
+        looks_ahead=machine.looks_ahead,
+        shared_blocks=scheduler.shared_blocks,
+        taken_bytes=lambda: block * (pool.used + pool.cached),
+        launching=None if machine.captures is None else Launching(machine.captures),
     )
     limits = EngineLimits(machine.max_model_len, frozenset([END]))
     return Engine(runner, scheduler, limits, machine.time.peaks, clock=lambda: runner.clock.host)
