@@ -118,10 +118,24 @@ class CachedOperators:
         tables = [array for array in (cos, sin, q_norm, k_norm) if array is not None]
         self._checked("rope_store", positions, slots, *tables)
         norms = (address(q_norm), address(k_norm), eps, offset)
-        rotation = RotationStructure(address(cos), address(sin), cos.shape[1], interleaved, *norms)
-        sizes = (tokens, q_heads, k.shape[1], dim, k_cache.shape[3], block_size, k_cache.shape[2])
-        places = (q.stride(0), positions.data_ptr(), slots.data_ptr(), cache, out.data_ptr())
-        heads = Heads(q.data_ptr(), k.data_ptr(), v.data_ptr(), *places, rotation, *sizes)
+        heads = Heads(
+            q=address(q),
+            k=address(k),
+            v=address(v),
+            stride=q.stride(0),
+            positions=address(positions),
+            slots=address(slots),
+            cache=cache,
+            q_out=address(out),
+            rotation=RotationStructure(address(cos), address(sin), cos.shape[1], interleaved, *norms),
+            tokens=tokens,
+            q_heads=q_heads,
+            kv_heads=k.shape[1],
+            dim=dim,
+            dim_pad=k_cache.shape[3],
+            block_size=block_size,
+            block_pad=k_cache.shape[2],
+        )
         self._function_of("rope_store", q.dtype, scales is not None)(heads)
         return out
 
@@ -212,11 +226,21 @@ class CachedOperators:
         out, width = torch.empty_like(q), k_cache.shape[3]
         state = self.attention_state(items, tokens, q_heads, width)
         plan = items.structure(block_tables, q_heads // kv_heads)
-        sizes = (q_heads, kv_heads, dim, width, block_size, k_cache.shape[2])
-        rows = (ctypes.pointer(plan), address(state), out.data_ptr())
-        scoring_of = scoring(scale, soft_cap)
         attention = Attention(
-            q.data_ptr(), cache, *rows, *sizes, window or 0, **scoring_of, sinks=address(sinks)
+            q=address(q),
+            cache=cache,
+            plan=ctypes.pointer(plan),
+            state=address(state),
+            out=address(out),
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            dim_pad=width,
+            block_size=block_size,
+            block_pad=k_cache.shape[2],
+            window=window or 0,
+            sinks=address(sinks),
+            **scoring(scale, soft_cap),
         )
         self._function_of("paged_attention", q.dtype, scales is not None)(attention)
         return out

@@ -46,6 +46,18 @@ _SIGNATURES: dict[str, list[Any]] = {
     "latent_room": [_LONG] * 2,
     "latent_attention": [ctypes.POINTER(Latent), _POINTER],
 }
+# Functions that are not compiled for each type: arguments and result
+_COMMON: dict[str, tuple[list[Any], Any]] = {
+    "has_tiles": ([], _LONG),
+    "lanes": ([], _LONG),
+    "packed_columns": ([_LONG, _LONG], _LONG),
+    "packed_order": ([_LONG, _LONG, _POINTER], None),
+    "pack_codes": ([_POINTER] + [_LONG] * 3 + [_POINTER] * 2, None),
+    "ranked_columns": ([_POINTER] * 2 + [_LONG], None),
+    "cap_logits": ([_POINTER, _LONG, _LONG, _FLOAT], None),
+    "mask_logits": ([_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG], None),
+    "masked_argmax": ([_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER], None),
+}
 _RESULTS: dict[str, Any] = {"experts": _LONG, "latent_tile": _LONG, "latent_room": _LONG}
 
 
@@ -55,18 +67,10 @@ class CompiledOperators(CachedOperators):
 
     def __init__(self, cache: Path | None = None, tiles: TileWay | None = None, codes: bool = False) -> None:
         library = load_library(cache, tiles)
-        self.has_tiles = bool(function_of(library, "has_tiles", [], _LONG)())
+        self._common = {name: function_of(library, name, *types) for name, types in _COMMON.items()}
+        self.has_tiles = bool(self._common["has_tiles"]())
         self._pages = HugePages()
-        self._columns = function_of(library, "packed_columns", [_LONG, _LONG], _LONG)
-        self._packed_order = function_of(library, "packed_order", [_LONG, _LONG, _POINTER])
-        self._pack_codes = function_of(library, "pack_codes", [_POINTER] + [_LONG] * 3 + [_POINTER] * 2)
-        self._ranked_columns = function_of(library, "ranked_columns", [_POINTER] * 2 + [_LONG])
-        self._cap_logits = function_of(library, "cap_logits", [_POINTER, _LONG, _LONG, _FLOAT])
-        masking = [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG]
-        self._mask_logits = function_of(library, "mask_logits", masking)
-        choosing = [_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER]
-        self._masked_argmax = function_of(library, "masked_argmax", choosing)
-        lanes, tile = int(function_of(library, "lanes", [], _LONG)()), int(self._columns(1, 0))
+        lanes, tile = int(self._common["lanes"]()), int(self._common["packed_columns"](1, 0))
         functions = {
             (name, dtype): function_of(library, name + suffix, arguments, _RESULTS.get(name))
             for name, arguments in _SIGNATURES.items()
@@ -93,7 +97,7 @@ class CompiledOperators(CachedOperators):
         panels = self._pages.zeros(len(order) * padded(inputs), torch.int8)
         starts = torch.empty(len(order), dtype=torch.int32)
         arguments = (codes.contiguous().data_ptr(), outputs, inputs, is_gated(kind))
-        self._pack_codes(*arguments, panels.data_ptr(), starts.data_ptr())
+        self._common["pack_codes"](*arguments, panels.data_ptr(), starts.data_ptr())
         ordered = _reordered(scales.float(), order)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
 
@@ -117,7 +121,7 @@ class CompiledOperators(CachedOperators):
         starts = torch.empty(count, len(order), dtype=torch.int32)
         for expert in range(count):
             arguments = (codes[expert].contiguous().data_ptr(), outputs, inputs, is_gated(kind))
-            self._pack_codes(*arguments, panels[expert].data_ptr(), starts[expert].data_ptr())
+            self._common["pack_codes"](*arguments, panels[expert].data_ptr(), starts[expert].data_ptr())
         ordered = _reordered(scales.float(), order)
         return PackedExperts(panels, _reordered(bias, order), (count, outputs, inputs), kind, starts, ordered)
 
@@ -160,7 +164,7 @@ class CompiledOperators(CachedOperators):
         finite or any column is no number. The product, of kind "float", is never written."""
         found = torch.zeros(x.shape[0], dtype=torch.int64)
         self._multiply(x, weight, found, _GREATEST)
-        self._ranked_columns(found.data_ptr(), found.data_ptr(), len(found))
+        self._common["ranked_columns"](found.data_ptr(), found.data_ptr(), len(found))
         return found
 
     def _multiply(self, x: Tensor, weight: PackedWeight, y: Tensor, kind: int) -> None:
@@ -204,7 +208,7 @@ class CompiledOperators(CachedOperators):
         if logits.dim() != 2 or logits.dtype != torch.float32:
             raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}, not a matrix of float32")
         self._checked("cap_logits", logits)
-        self._cap_logits(logits.data_ptr(), *logits.shape, cap)
+        self._common["cap_logits"](logits.data_ptr(), *logits.shape, cap)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """Mask logits (n, vocab) float32 as batchinfer_kernels.mask says."""
@@ -214,8 +218,9 @@ class CompiledOperators(CachedOperators):
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(logits):
             raise ValueError(f"rows from {int(rows.min())} to {int(rows.max())} of {len(logits)}")
         self._checked("mask", logits, rows, bits)
-        places = (rows.data_ptr(), len(rows), bits.data_ptr(), bits.shape[1])
-        self._mask_logits(logits.data_ptr(), logits.shape[1], *places)
+        self._common["mask_logits"](
+            logits.data_ptr(), logits.shape[1], rows.data_ptr(), len(rows), bits.data_ptr(), bits.shape[1]
+        )
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         """Find tokens as batchinfer.models.ops.interface.Ops says; logits (n, vocab) float32 are read in one pass and
@@ -226,8 +231,10 @@ class CompiledOperators(CachedOperators):
         self._checked("masked_argmax", logits, bits)
         tokens = torch.empty(len(logits), dtype=torch.int64)
         barred = torch.empty(len(logits), dtype=torch.bool)
-        places = (logits.shape[1], len(logits), bits.data_ptr(), bits.shape[1])
-        self._masked_argmax(logits.data_ptr(), *places, tokens.data_ptr(), barred.data_ptr())
+        (rows, vocab), words = logits.shape, bits.shape[1]
+        self._common["masked_argmax"](
+            address(logits), vocab, rows, address(bits), words, address(tokens), address(barred)
+        )
         return tokens, barred
 
     def latent_pages(self, block_size: int, dtype: torch.dtype) -> CachePages:
@@ -247,16 +254,27 @@ class CompiledOperators(CachedOperators):
         out = q.new_empty(tokens, heads, rank)
         state = None if items.levels == 1 else torch.empty(tokens, heads, rank + 2)
         plan = items.structure(block_tables, slice_heads)
-        places = (q.data_ptr(), cache.data_ptr(), ctypes.pointer(plan), address(state), out.data_ptr())
-        latent = Latent(*places, heads, slice_heads, width, rank, cache.shape[2], scale * LOG2_E)
+        latent = Latent(
+            q=address(q),
+            cache=address(cache),
+            plan=ctypes.pointer(plan),
+            state=address(state),
+            out=address(out),
+            q_heads=heads,
+            slice=slice_heads,
+            width=width,
+            rank=rank,
+            block_size=cache.shape[2],
+            scale=scale * LOG2_E,
+        )
         room = self._functions["latent_room", q.dtype](width, rank)
         self._call("latent_attention", q, latent, torch.empty(torch.get_num_threads(), room))
         return out
 
     def _order(self, outputs: int, kind: Kind) -> Tensor:
         gated = int(is_gated(kind))
-        order = torch.empty(int(self._columns(outputs, gated)), dtype=torch.int64)
-        self._packed_order(outputs, gated, order.data_ptr())
+        order = torch.empty(int(self._common["packed_columns"](outputs, gated)), dtype=torch.int64)
+        self._common["packed_order"](outputs, gated, order.data_ptr())
         return order
 
 

@@ -271,8 +271,7 @@ def rope_store(
     norms = (q, k) if q_norm is None or k_norm is None else (q_norm.contiguous(), k_norm.contiguous())
     scales = (q, k) if k_scale is None or v_scale is None else (k_scale, v_scale)
     places = _Places(k, v, k_cache, v_cache, slots, k.shape[1], scales, norms)
-    options = (eps, offset, positions, interleaved, q_norm is not None)
-    return _launch(q, cos, sin, places, *options)
+    return _launch(q, cos, sin, places, eps, offset, positions, interleaved, q_norm is not None)
 
 
 def rope(

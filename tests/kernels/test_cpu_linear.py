@@ -137,12 +137,13 @@ def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, ki
 @pytest.mark.parametrize(("dtype", "int8", "inputs"), pairs_first(DTYPES, (False, True), (576, 1537)))
 def test_a_row_does_not_depend_on_its_batch(compiled, dtype, int8, inputs):
     torch.manual_seed(1)
-    x, weight = torch.randn(300, inputs).to(dtype), torch.randn(130, inputs).to(dtype)
+    count = 300 if compiled is operators() else 70  # what is emulated is slow
+    x, weight = torch.randn(count, inputs).to(dtype), torch.randn(130, inputs).to(dtype)
     packed = packed_of(compiled, weight, int8)
     whole = compiled.linear(x, packed)
     for threads in (1, 2):
         with threads_of(threads):
-            for rows in (1, 2, 3, 5, 6, 7, 16, 17, 33, 64, 299):
+            for rows in (1, 2, 3, 5, 6, 7, 16, 17, 33, 64, count - 1):
                 assert torch.equal(compiled.linear(x[:rows], packed), whole[:rows])
                 assert torch.equal(compiled.linear(x[-rows:].contiguous(), packed), whole[-rows:])
 

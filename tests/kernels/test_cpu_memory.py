@@ -38,7 +38,7 @@ def resident() -> int:
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="/proc is Linux's")
 def test_memory_is_taken_when_used_and_given_back():
-    before, size = resident(), 512 << 20
+    before, size = resident(), 256 << 20
     cache = zeros_in_huge_pages((size,), torch.int8)
     assert resident() - before < size // 8
     cache.fill_(1)

@@ -103,7 +103,7 @@ def test_groups_may_nest_as_deeply_as_there_are_sequences() -> None:
 
 
 def test_a_cpus_plan_holds_as_many_levels() -> None:
-    count = 1500
+    count = 1200
     pages = CachePages(BLOCK, 8, 1)
     items = attention_items([1] * count, [BLOCK * (i + 1) for i in range(count)], 1, turns(count), pages)
     assert items.levels > 1000

@@ -163,36 +163,31 @@ def _compile_launches(request: dict[str, Any], target: Any) -> Iterator[Any]:
     yield from compiled
 
 
-def _tool(name: str, *arguments: str) -> str:
-    import triton.backends.nvidia as nvidia
+def _said_of(kernel: Any, kind: str, tool: str, *options: str) -> str:
+    """What one of NVIDIA's tools prints of a kernel's assembly (`kind`: ptx or cubin). It is asked once: the answer is
+    kept beside what Triton keeps of the kernel."""
+    from triton.backends import nvidia
+    from triton.runtime.cache import get_cache_manager
 
-    path = Path(nvidia.__file__).parent / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+    kept, name = get_cache_manager(kernel.hash), f"{kernel.metadata.name}.{tool}"
+    path = kept.get_file(name)
+    if path is None:
+        code = kernel.asm[kind]
+        with tempfile.NamedTemporaryFile(suffix=f".{kind}") as file:
+            file.write(code.encode() if isinstance(code, str) else code)
+            file.flush()
+            command = [Path(nvidia.__file__).parent / "bin" / tool, *options, file.name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        path = kept.put(done.stdout + done.stderr, name, binary=False)
+    return Path(path).read_text()
 
 
 def _losses(kernel: Any, target: str) -> tuple[str, ...]:
-    """What ptxas says of products that it serialises (C7510 and the like). Triton throws that away, and keeps compiled
-    kernels, so that it is asked again, once a kernel: the answer is kept beside what Triton keeps."""
-    from triton.runtime.cache import get_cache_manager
-
+    """What ptxas says of products that it serialises (C7510 and the like), which Triton throws away."""
     if "wgmma.mma_async" not in kernel.asm["ptx"]:
         return ()
-    kept, name = get_cache_manager(kernel.hash), f"{kernel.metadata.name}.ptxas"
-    path = kept.get_file(name)
-    if path is None:
-        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-            file.write(kernel.asm["ptx"])
-            file.flush()
-            said = _ptxas("-v", f"--gpu-name={target}a", file.name, "-o", os.devnull)
-        path = kept.put(said, name, binary=False)
-    return tuple(line for line in Path(path).read_text().splitlines() if LOSS in line)
-
-
-def _ptxas(*arguments: str) -> str:
-    import triton.backends.nvidia as nvidia
-
-    path = Path(nvidia.__file__).parent / "bin" / "ptxas"
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stderr
+    said = _said_of(kernel, "ptx", "ptxas", "-v", f"--gpu-name={target}a", "-o", os.devnull)
+    return tuple(line for line in said.splitlines() if LOSS in line)
 
 
 def _described(kernel: Any, target: str) -> Compiled:
@@ -201,12 +196,8 @@ def _described(kernel: Any, target: str) -> Compiled:
         text = kernel.asm["amdgcn"]
         sizes = {k: int(v) for k, v in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)}
         return Compiled(name, target, sizes["vgpr_count"], 0, 0, sizes["vgpr_spill_count"], shared, text, "")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        used = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        sass = _tool("cuobjdump", "--dump-sass", file.name)
-    sizes = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", used)}
+    sass = _said_of(kernel, "cubin", "cuobjdump", "--dump-resource-usage", "--dump-sass")
+    sizes = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", sass)}
     memory = (sizes["STACK"], sizes["LOCAL"], 0, shared)
     return Compiled(name, target, sizes["REG"], *memory, kernel.asm["ptx"], sass, _losses(kernel, target))
 
