@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchinfer.core.errors import InputMissing, Interrupted, StorageError
-from batchinfer.core.wording import about, count, percent, seconds, short, size
+from batchinfer.core.wording import about, count, percent, seconds, short, shown, size
 from batchinfer.data.results.find_state import find_state
 from batchinfer.data.results.manifest import read_manifest
 from batchinfer.data.storage.durable import FileOps, replace_bytes
@@ -58,11 +58,13 @@ class RunStatus:
         told = [("phase", self._phase()), ("rows", _of(count(self.rows), self.rows_total, count)),
                 ("tokens", _of(short(self.tokens), self.tokens_total, short)), ("speed", self._speed()),
                 ("errors", self._errors()), ("memory", size(self.memory_bytes) if self.memory_bytes else ""),
-                ("started", self.started_at or ""), ("written", self._age(now)),
+                ("started", _moment(self.started_at)), ("written", self._age(now)),
                 ("results", self.output)]  # fmt: skip
         known = {"rows": self.rows is not None, "tokens": self.tokens is not None}
-        shown = [f"  {name:<9}{text}" for name, text in told if text and known.get(name, True)]
-        return [self._head(), *shown]
+        return [
+            self._head(),
+            *(f"  {name:<9}{text}" for name, text in told if text and known.get(name, True)),
+        ]
 
     def _head(self) -> str:
         head = f"{self.job or self.output}: {self.state}"
@@ -188,6 +190,10 @@ def _metric(name: str, help_text: str, samples: Sequence[tuple[dict[str, str], f
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _moment(text: str | None) -> str:
+    return "" if text is None else shown(datetime.fromisoformat(text).astimezone(UTC))
 
 
 def _unix(text: str | None) -> float | None:

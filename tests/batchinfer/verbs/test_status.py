@@ -62,7 +62,9 @@ def test_a_run_is_seen_while_it_works_and_after_a_signal(place: Place, run: Comm
     assert finish(place, "run", "job.yaml", "-q").code == 0
     ended = status_of(place.results)
     assert (ended.state, ended.rows, ended.phase, ended.share) == ("finished", ended.rows_total, None, None)
-    assert "phase" not in run("status", job).out
+    shown = run("status", job).out
+    assert "phase" not in shown
+    assert re.search(r"started  20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC\n", shown)
     assert (last_run(place)["exit_code"], last_run(place)["message"]) == (0, None)
 
 
