@@ -85,7 +85,7 @@ def _answers(
     worker: Worker, entry: SuiteEntry, section: BenchSection, limit: float, found: dict[str, Any]
 ) -> Iterator[Reply]:
     """Yield what comes of each part, until the section's time is over, which `found` is told."""
-    longest = limit
+    longest = limit + GRACE_S
 
     def ask(part: int | None, name: str) -> Reply:
         within_s = min(section.left_s + GRACE_S, longest)

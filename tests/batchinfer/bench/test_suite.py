@@ -17,7 +17,7 @@ from batchinfer.bench.suite import run as run_module
 from batchinfer.bench.suite.clock import DeviceClock
 from batchinfer.bench.suite.record import Keeper, peaks_of, record_name, sources_digest
 from batchinfer.bench.suite.run import Suite
-from batchinfer.bench.suite.section import BenchModel, Result, SuiteEntry, Times
+from batchinfer.bench.suite.section import BenchModel, BenchSection, Result, SuiteEntry, Times
 from batchinfer.bench.suite.shares import with_shares
 from batchinfer.bench.suite.table import named, table
 from batchinfer.bench.suite.worker import Reply
@@ -111,7 +111,8 @@ def test_another_model_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch)
         def __init__(self, prepare: str | None) -> None:
             assert prepare is None
 
-        def ask(self, module: str, *_: Any) -> Reply:
+        def ask(self, module: str, section: BenchSection, _: int | None, within_s: float) -> Reply:
+            assert within_s > section.left_s + 1, "a part may end itself when its section's time is over"
             done.append(module)
             return Reply()
 
