@@ -41,6 +41,7 @@ class Fate:
 
     speed: int = 1  # rows that it finishes each time it is heard
     dies_after: int | None = None  # rows
+    fails_after: int | None = None  # rows: it says so together with its last answers
     loads_for: int = 0  # times that it is heard before it is ready
     refuses: BatchInferError | None = None  # while it loads
     killers: frozenset[bytes] = frozenset()  # rows that it dies of when it runs them
@@ -95,7 +96,10 @@ class Started:
         self.finished += len(done)
         running = min(AT_ONCE, len(self.queue))
         step = StepSample(0, *[0] * 11, running, len(self.queue) - running, *[0] * 5, None)  # type: ignore[arg-type]
-        return [WorkDone([Completion(r.key, r.prompt[:1], "stop") for r in done], [], [step])]
+        said: list[object] = [WorkDone([Completion(r.key, r.prompt[:1], "stop") for r in done], [], [step])]
+        if self.fate.fails_after is not None and self.finished >= self.fate.fails_after:
+            said.append(Failed(BatchInferError.exit_code, "it broke", ""))
+        return said
 
     def _load(self) -> list[object]:
         if self.heard <= self.fate.loads_for:
@@ -265,6 +269,15 @@ def test_an_engine_that_dies_costs_its_rows_in_flight() -> None:
         f"engine 0: {KILLED}; it was computing rows 8; "
         "it died 2 times in a row with little done in between; starting a new one",
     ]
+
+
+def test_an_engine_that_fails_as_it_answers_loses_no_answer() -> None:
+    """Its answers are taken first, and its failure the next time that it is heard."""
+    engines = Engines([Fate(speed=3, fails_after=3)])
+    ended = whole_run(engines, 1, rows(*[(1, 0, 10)] * 20))
+    assert (ended.pool.restarts, engines.workers[0].finished) == (1, 3)
+    (notice,) = ended.notices
+    assert "it broke; it was computing rows 8; starting a new one" in notice
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
