@@ -146,7 +146,9 @@ class PiecewiseGraphs:
             )
         _log.info(
             "%d graphs of steps of %d sizes took %.1f s to capture",
-            *(self.captured, len(self.sizes), self.capture_s),
+            self.captured,
+            len(self.sizes),
+            self.capture_s,
         )
 
     def covers(self, tokens: int) -> bool:

@@ -309,7 +309,8 @@ def _set_threads(config: EngineConfig) -> int:
     if config.threads is not None and config.threads > usable:
         _log.warning(
             "engine.threads is %d, but this process may use only %d cores; that many threads are used",
-            *(config.threads, usable),
+            config.threads,
+            usable,
         )
     torch.set_num_threads(min(config.threads or usable, usable))
     return torch.get_num_threads()

@@ -60,7 +60,10 @@ class MicroBatches:
             "the device had too little memory for a step of %d tokens of %d rows: steps now have at most %d tokens; "
             "larger ones are tried again after %d steps. If this recurs, lower engine.kv_memory, "
             "engine.max_num_batched_tokens or engine.max_num_seqs",
-            *(tokens, len(batch), self.most_tokens, self._patience),
+            tokens,
+            len(batch),
+            self.most_tokens,
+            self._patience,
         )
 
     def succeeded(self, tokens: int) -> None:
@@ -76,7 +79,9 @@ class MicroBatches:
             self.most_tokens = None
         _log.info(
             "%d steps of at most %d tokens have succeeded: %s tokens are run at once again",
-            *(self._patience, self._held, self.most_tokens or f"{self._asked} and more"),
+            self._patience,
+            self._held,
+            self.most_tokens or f"{self._asked} and more",
         )
 
 

@@ -50,8 +50,11 @@ def _as_on_a_gpu(_: torch.device, *arithmetic: Any, **more: Any) -> Ops:
     return choose_ops(torch.device("cuda"), *arithmetic, **more)
 
 
-def stand_in(replace: Replace) -> None:
-    """Puts the stand-ins in place, as `replace(module, name, value)` does it; nothing where there is a GPU."""
+def stand_in(replace: Replace, compiles: bool = True) -> None:
+    """Put the stand-ins in place, as `replace(module, name, value)` does it; nothing where there is a GPU.
+
+    `compiles`: the warm-up runs the steps that do nothing but compile kernels, too.
+    """
     if DEVICE == "cuda":
         return
     replace(building, "_device", lambda _: torch.device("cpu"))
@@ -59,6 +62,8 @@ def stand_in(replace: Replace) -> None:
         replace(module, "choose_ops", _as_on_a_gpu)
     replace(building, "GpuMeter", lambda _: NoMeter())
     replace(building, "GpuRecorder", Taped)
+    if not compiles:
+        replace(dummy_steps, "sizes_between", lambda *_: [])
 
 
 class ReferenceLinear(Head):
@@ -84,9 +89,7 @@ def triton_ops(model: Checkpoint, quantization: Quantization = "none", determini
 
 def build(*arguments: Any) -> BuiltEngine:
     """Build a job's engine, as `build_engine` does, without the steps that only compile kernels."""
-    stand_in(setattr)
-    if DEVICE == "cpu":
-        dummy_steps.sizes_between = lambda *_: []
+    stand_in(setattr, compiles=False)
     return building.build_engine(*arguments)
 
 

@@ -265,14 +265,23 @@ class Preempting(Scheduler):
 
 
 def make_engine(
-    runner: Any, limits: Limits, eos: frozenset[int], long_rope_beyond: int | None = None, **more: Any
+    runner: Any,
+    limits: Limits,
+    eos: frozenset[int],
+    long_rope_beyond: int | None = None,
+    kind: type[Scheduler] | None = None,
+    **more: Any,
 ) -> Engine:
+    """Make an engine whose free blocks are poisoned.
+
+    `kind` of its scheduler: by default, where few memories are so scarce that a row is preempted, because windows give
+    blocks back as fast as rows grow, rows are preempted all the same.
+    """
     least = 1 if limits.copying else None
     config = SchedulerConfig(limits.seqs, limits.budget, limits.caching, least_copied=least)
     windows = runner.layout.sizes.windows
     pool = PoisoningPool(limits, len(windows), getattr(runner, "caches", ()))
-    # windows give blocks back as fast as rows grow, so that few memories are so scarce that a row is preempted
-    kind = Preempting if limits.scarce and windows != (None,) else Scheduler
+    kind = kind or (Preempting if limits.scarce and windows != (None,) else Scheduler)
     scheduler = kind(config, pool, Hopeful() if limits.scarce else None, windows)
     return Engine(runner, scheduler, EngineLimits(MAX_LEN, eos, long_rope_beyond), **more)
 

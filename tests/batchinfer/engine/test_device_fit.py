@@ -114,6 +114,11 @@ def test_the_largest_step_and_the_largest_decode_step_are_measured():
     assert device.needed == 1000 * (250 + 6)
     assert device.wanted == [7, 61], "one block belongs to nobody"
     assert (fitted.blocks, fitted.limits) == (60, STEPS)
+    # every kind of step is run before the first real one
+    assert max(device.steps[2:]) == 250
+    between = [249, 240, 124, 112, 62, 48, 31, 16, 15, 7]
+    assert sizes_between(6, 250) == between
+    assert [tokens for tokens in device.steps if tokens in between] == between
 
 
 class Replayed(GroupedPlan):
@@ -170,15 +175,6 @@ def test_decode_steps_are_launched_where_there_is_no_memory_for_what_graphs_read
     assert "capture decode steps of 6 rows" in caplog.text
 
 
-def test_every_kind_of_step_is_run_before_the_first_real_one():
-    device = Device()
-    device.fit()
-    assert max(device.steps[2:]) == 250
-    between = [249, 240, 124, 112, 62, 48, 31, 16, 15, 7]
-    assert sizes_between(6, 250) == between
-    assert [tokens for tokens in device.steps if tokens in between] == between
-
-
 def test_a_step_for_which_there_is_no_memory_is_halved_and_the_fitted_runner_runs(caplog):
     device, limits = Device(tokens=70), Limits(budget=64, blocks=60, block_size=SIZE)
     fitted = device.fit()
@@ -202,9 +198,13 @@ def test_a_model_that_cannot_be_captured_is_measured_and_warmed_up_all_the_same(
     assert device.needed == 1000 * (250 + 6)
 
 
-def test_not_even_one_token():
-    with pytest.raises(OutOfMemory, match="no memory for a step of one token"):
-        Device(tokens=0).fit()
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "said"),
+    [(0, 60, "no memory for a step of one token"), (300, 13, "KV cache of 13 blocks")],
+)
+def test_a_device_that_holds_no_token_or_not_the_longest_sequence_is_an_error(tokens, blocks, said):
+    with pytest.raises(OutOfMemory, match=said):
+        Device(tokens, blocks).fit(wanted=blocks)
 
 
 def test_a_cache_that_cannot_be_had_is_made_smaller(caplog):
@@ -215,17 +215,9 @@ def test_a_cache_that_cannot_be_had_is_made_smaller(caplog):
     assert "the device had no memory for 60" in caplog.text
 
 
-def test_a_cache_that_does_not_hold_the_longest_sequence_is_an_error():
-    with pytest.raises(OutOfMemory, match="KV cache of 13 blocks"):
-        Device(blocks=13).fit(wanted=13)
-
-
 def test_what_steps_need_is_taken_from_the_share_of_the_cache():
-    sizes = (
-        1000,
-        TableSizes(16),
-        JobSize(64, 1000, 250),
-    )  # bytes of a block, its tokens, the longest row, sequences
+    # bytes of a block, its tokens, the longest row, sequences
+    sizes = (1000, TableSizes(16), JobSize(64, 1000, 250))
     assert cache_blocks(*sizes, None, 100_000, "cpu", 30_000) == 10
     assert cache_blocks(*sizes, 0.5, 100_000, "cuda", 30_000) == 20
     assert cache_blocks(*sizes, 40_000, 100_000, "cuda", 30_000) == 40, "bytes are what the job asked for"
@@ -235,16 +227,12 @@ def test_what_steps_need_is_taken_from_the_share_of_the_cache():
 
 @pytest.mark.parametrize(("free", "kept"), [(4 << 30, 0.15), (8 << 30, 0.09), (64 << 30, 0.03)])
 def test_a_gpu_s_cache_gets_all_but_the_reserve(free, kept):
-    """What steps were measured to take is taken once; beside it so many bytes and a small share are left."""
+    """Memory that steps were measured to take is taken once; the reserve and a small share are left."""
     sizes = (1 << 20, TableSizes(16), JobSize(4096, 100_000, 8192))
     needed = free // 8
     left = free - needed - (cache_blocks(*sizes, None, free, "cuda", needed) << 20)
     assert GPU_RESERVE <= left - free * GPU_RESERVE_SHARE < GPU_RESERVE + (2 << 20)
     assert left < kept * free
-
-
-def test_a_gpu_without_room_beside_the_reserve():
-    sizes = (1 << 20, TableSizes(16), JobSize(4096, 8, 8192))
     with pytest.raises(OutOfMemory, match="0 bytes may be used"):
         cache_blocks(*sizes, None, GPU_RESERVE, "cuda", 0)
 
@@ -263,9 +251,9 @@ def test_the_largest_step_has_the_logprobs_that_rows_ask_for(monkeypatch):
     """Their copy of the logits is measured, and their kernel compiled before the first timed step."""
     asked, device = [], Device()
 
-    def noted(_: object, logits: torch.Tensor, chosen: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
-        asked.append((len(logits), most))
-        return log_probabilities_reference(logits, chosen, most)
+    def noted(_: object, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        asked.append((len(logits), rest[-1]))
+        return log_probabilities_reference(logits, *rest)
 
     monkeypatch.setattr(type(device.runner.ops), "log_probabilities", noted)
     device.fit()

@@ -16,6 +16,7 @@ import torch
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.scheduler import Scheduler
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.ops.interface import Ops
 from tests.batchinfer.engine.small_engine import (
@@ -148,7 +149,8 @@ def run_engine(
     eos = frozenset(model.spec.eos_token_ids)
     sampler = RecordingSampler(eos) if recorded else Sampler(eos)
     noted = Noted(replace(make_runner(model, ops or cpu_ops(model), limits), sampler=sampler))
-    ran = drain(make_engine(noted, limits, eos, model.spec.long_rope_beyond), requests)
+    engine = make_engine(noted, limits, eos, model.spec.long_rope_beyond, Scheduler)
+    ran = drain(engine, requests)
     if noted.layout.sizes.windows == (
         None,
     ):  # else a row that was preempted may run what it had shared before

@@ -7,10 +7,9 @@ tensors that pass transformers' modules, and its parameters, each operand of an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -133,27 +132,6 @@ class Passed:
     head_weights: float = 0.0
 
 
-@contextmanager
-def watched(model: Any, passed: Passed) -> Iterator[None]:
-    """Count each operand of the operators that a step has: what one writes and another reads counts in both."""
-    handles = []
-
-    def hook(name: str, module: Any) -> None:
-        def note(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            _note(passed, name, module, inputs[0] if inputs else None, output)
-
-        handles.append(module.register_forward_hook(note))
-
-    for name, module in model.named_modules():
-        if not list(module.children()):
-            hook(name, module)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 # How often each module's operand and its result pass: q, k and v are stored or turned, and attention reads q and writes
 # as much; norms read x and the residual and write both; what the activation wrote is read
 PASSES = {
@@ -170,8 +148,9 @@ PASSES = {
 }
 
 
-def _note(passed: Passed, name: str, module: Any, given: Any, output: Any) -> None:
-    last = name.rpartition(".")[2]
+def _note(passed: Passed, name: str, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Count each operand of the operators that a step has: what one writes and another reads counts in both."""
+    last, given = name.rpartition(".")[2], inputs[0] if inputs else output
     weights = sum(p.nbytes for p in module.parameters())
     if last in PASSES:
         operand, result = PASSES[last]
@@ -187,8 +166,12 @@ def _note(passed: Passed, name: str, module: Any, given: Any, output: Any) -> No
 
 def counted_bytes(model: Any, noted: Noted) -> float:
     passed, tokens, config = Passed(), 16, model.config
-    with torch.no_grad(), watched(model, passed):
+    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    hooks = [module.register_forward_hook(partial(_note, passed, name)) for name, module in leaves]
+    with torch.no_grad():
         model(torch.zeros(1, tokens, dtype=torch.long), logits_to_keep=1)
+    for hook in hooks:
+        hook.remove()
     turned = config.num_hidden_layers * (4 * config.head_dim + 8)  # cos and sin, and where to store
     kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * FLOAT
     total = 0.0

@@ -329,7 +329,7 @@ def test_a_cpu_that_cannot_keep_codes_says_why(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["both", "int8"])
 def test_the_gpus_path_with_captured_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Dummy steps, padded and captured decode steps, looking ahead."""
-    stand_in(monkeypatch.setattr)
+    stand_in(monkeypatch.setattr, compiles=False)
     sizes = {"longest": 60, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
     loaded = load_model(replace(engine_config(name), device="cuda", **sizes))
     runner = loaded.runner

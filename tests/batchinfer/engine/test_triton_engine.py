@@ -311,16 +311,16 @@ def gpus_config(quantization: Quantization, deterministic: bool, rows: int = 5) 
     )
 
 
-def loaded_as_a_job_does(monkeypatch, config: EngineConfig) -> LoadedModel:
+def loaded_as_a_job_does(monkeypatch, config: EngineConfig, compiles: bool = False) -> LoadedModel:
     """Load a model with dummy steps, a scratch block, padded and captured decode steps, looking ahead."""
-    stand_in(monkeypatch.setattr)
+    stand_in(monkeypatch.setattr, compiles)
     return build.load_model(config, constraints=grammar_constraints(guided_rows.tokenizer()))
 
 
 @pytest.mark.usefixtures("short_segments")
 def test_all_of_the_gpus_path(monkeypatch):
     with recorded() as compiled:
-        loaded = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
+        loaded = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False), compiles=True)
     info, runner = loaded.info, loaded.runner
     assert (info.ops, info.linear, info.blocks) == ("triton", "library", 51), (
         "five rows of 60 tokens, and a quarter more"
@@ -443,27 +443,17 @@ def test_answers_are_the_same_where_flashinfer_reads_prompts(monkeypatch):
 SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
-@pytest.fixture
-def products_as_torch_has_them():
-    """They are a setting of the process, as it is before an engine is built; it is put back afterwards."""
+def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(monkeypatch):
+    """They are a setting of the process, which is put back afterwards."""
     products = torch.backends.cuda.matmul
-    before = [getattr(products, name) for name in SUMS]
     for name in SUMS:
-        setattr(products, name, True)
-    yield products
-    for name, value in zip(SUMS, before, strict=True):
-        setattr(products, name, value)
-
-
-def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(
-    monkeypatch, products_as_torch_has_them
-):
+        monkeypatch.setattr(products, name, True)
     monkeypatch.setattr(build, "_fit", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
     build.load_model(replace(gpus_config("none", False), device="cpu"))
-    assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [True, True]
+    assert [getattr(products, name) for name in SUMS] == [True, True]
     stand_in(monkeypatch.setattr)
     build.load_model(gpus_config("none", False))
-    assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [False, False]
+    assert [getattr(products, name) for name in SUMS] == [False, False]
 
 
 def test_int8_weights_take_a_byte_each(monkeypatch):
