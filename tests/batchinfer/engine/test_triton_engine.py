@@ -443,17 +443,27 @@ def test_answers_are_the_same_where_flashinfer_reads_prompts(monkeypatch):
 SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
-def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(monkeypatch):
-    """They are a setting of the process, which is put back afterwards."""
+@pytest.fixture
+def products_as_torch_has_them():
+    """They are a setting of the process, as it is before an engine is built; it is put back afterwards."""
     products = torch.backends.cuda.matmul
+    before = [getattr(products, name) for name in SUMS]
     for name in SUMS:
-        monkeypatch.setattr(products, name, True)
+        setattr(products, name, True)
+    yield products
+    for name, value in zip(SUMS, before, strict=True):
+        setattr(products, name, value)
+
+
+def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(
+    monkeypatch, products_as_torch_has_them
+):
     monkeypatch.setattr(build, "_fit", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
     build.load_model(replace(gpus_config("none", False), device="cpu"))
-    assert [getattr(products, name) for name in SUMS] == [True, True]
+    assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [True, True]
     stand_in(monkeypatch.setattr)
     build.load_model(gpus_config("none", False))
-    assert [getattr(products, name) for name in SUMS] == [False, False]
+    assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [False, False]
 
 
 def test_int8_weights_take_a_byte_each(monkeypatch):
