@@ -37,7 +37,7 @@ def repair_result(results: Path, progress: Progress, notice: Callable[[str], Non
     made = made_by(results)
     if made is None:
         raise UsageError(
-            f"--repair: nothing beside {results} says which job published it; run that job: "
+            f"--repair: the state next to {results} that names its job is gone; run the job that published it: "
             "batchinfer run JOB.YAML --verify"
         )
     job = load_job(made.job_file, made.overrides, made.date)

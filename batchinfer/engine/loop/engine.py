@@ -110,7 +110,7 @@ class Engine:
                 )
             watch = self._watch(request)
             if request.params.constraint is not None and self._constraints is None:
-                raise ValueError("this engine has no tokenizer beside it, so it cannot follow a constraint")
+                raise ValueError("this engine was built without a tokenizer, so it cannot follow a constraint")
             sequence = Sequence.of(
                 request,
                 self._limits.max_model_len,
@@ -171,7 +171,7 @@ class Engine:
         if not request.params.stop:
             return None
         if self._stop_streams is None:
-            raise ValueError("this engine has no tokenizer beside it, so it cannot look for stop strings")
+            raise ValueError("this engine was built without a tokenizer, so it cannot look for stop strings")
         return self._stop_streams(request.params)
 
     def _constrain(self, sequence: Sequence) -> End | None:

@@ -70,7 +70,7 @@ def tiles(row: RunRow) -> Iterator[Tile]:
         yield Tile("prompt tokens saved", percent(share), f"{short(saved)} by prefixes and duplicates")
     if row["worker_peak_rss_bytes"] is not None:
         parent = row["parent_peak_rss_bytes"]
-        more = f"of the engine; {size(parent)} beside it" if parent else ""
+        more = f"of the engine; {size(parent)} of the parent" if parent else ""
         yield Tile("peak memory", size(row["worker_peak_rss_bytes"]), more)
     yield from _costs(row)
 
