@@ -50,8 +50,13 @@ class Tables:
         """Make them from tables by parameter name; if only one of embedding and head is there, it is both."""
         embedding, head = found.get(EMBEDDING), found.get(HEAD)
         table = embedding if embedding is not None else found[HEAD]
-        rest = (found[FINAL_NORM], found.get(FINAL_NORM + BIAS), found.get(POSITIONS))
-        return cls(table, table if head is None else head, *rest)
+        return cls(
+            embedding=table,
+            head=table if head is None else head,
+            final_norm=found[FINAL_NORM],
+            final_norm_bias=found.get(FINAL_NORM + BIAS),
+            positions=found.get(POSITIONS),
+        )
 
 
 class Weights(ABC):

@@ -93,8 +93,8 @@ class TransformersModel:
         if inputs.parts is not None:
             self._ops.copy_parts(cache, inputs.parts)
         sinks = more["s_aux"].float() if layer.sinks else None
-        rules = (layer.scale, layer.window, layer.soft_cap, sinks)
-        found = self._ops.attention(queries, cache, step.plans[cache.group], *rules)
+        plan = step.plans[cache.group]
+        found = self._ops.attention(queries, cache, plan, layer.scale, layer.window, layer.soft_cap, sinks)
         return found[None, ..., : layer.v_dim].to(v.dtype)
 
     def mask(self, **_: Any) -> None:

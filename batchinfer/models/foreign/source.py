@@ -60,8 +60,8 @@ class ForeignSource:
 
     def load(self, ops: Ops, arithmetic: Arithmetic, longest: int) -> TransformersModel:
         """Load the model and check that it computes what it should. Raises JobFileError if not."""
-        spec, place = self.spec, (arithmetic.dtype, arithmetic.device)
-        causal = load_causal(self.checkpoint, *place)
+        spec = self.spec
+        causal = load_causal(self.checkpoint, arithmetic.dtype, arithmetic.device)
         try:
             wanted = run_alone(causal, spec, arithmetic.device)
             model = TransformersModel(causal, spec, ops, wanted.returned)

@@ -72,8 +72,16 @@ class CompiledLayer(DecoderLayer):
             window=attention.window,
             sinks=parts.vectors.get("sinks"),
         )
-        heads, norm = (attention.q_heads, attention.kv_heads, attention.head_dim), spec.norms["input_norm"]
-        sizes = LayerSizes(*heads, attention.scale, norm.eps, attention.soft_cap, norm.offset)
+        norm = spec.norms["input_norm"]
+        sizes = LayerSizes(
+            q_heads=attention.q_heads,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            scale=attention.scale,
+            eps=norm.eps,
+            soft_cap=attention.soft_cap,
+            offset=norm.offset,
+        )
         self._layer = PackedLayer(weights, sizes)
 
     @staticmethod
@@ -113,8 +121,8 @@ class CompiledLayer(DecoderLayer):
             room = plan.room = self._room(x, inputs, cache, plan, plan.left(x, residual))
             if residual is not None and residual is not room.residual:
                 room.residual.copy_(residual)
-        kept = (cache.k, cache.v, residual is None, cache.scales)
-        self._compiled.decoder_layer(self._layer, room, *kept)
+        first = residual is None
+        self._compiled.decoder_layer(self._layer, room, cache.k, cache.v, first, cache.scales)
         return room.x, room.residual
 
     def _left(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
@@ -125,11 +133,13 @@ class CompiledLayer(DecoderLayer):
     def _room(
         self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: ItemPlan, beside: LayerRoom | None
     ) -> LayerRoom:
-        tables, sizes, items = inputs.block_tables, self._layer.sizes, plan.items
-        places = (inputs.positions, inputs.slots, tables, items, cache.block_size, inputs.parts)
+        sizes, items = self._layer.sizes, plan.items
+        places = StepPlaces(
+            inputs.positions, inputs.slots, inputs.block_tables, items, cache.block_size, inputs.parts
+        )
         shape = self._compiled.cache_shape(sizes.kv_heads, cache.block_size, sizes.head_dim)
         state = self._compiled.attention_state(items, len(x), sizes.q_heads, shape[2])
-        return LayerRoom(x, self._layer, StepPlaces(*places), shape, state, beside)
+        return LayerRoom(x, self._layer, places, shape, state, beside)
 
 
 def _rotation(parts: LayerParts, rope: RopeTable) -> LayerRotation:

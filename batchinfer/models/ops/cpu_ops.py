@@ -195,17 +195,17 @@ class CpuOps(TorchOps):
         beside: AttentionPlan | None = None,
     ) -> AttentionPlan:
         before = beside if isinstance(beside, ItemPlan) else None
-        lens = (inputs.query_lens, inputs.context_lens, self._group)
+        queries, contexts = inputs.query_lens, inputs.context_lens
         if inputs.whole:
             tables, compiled = inputs.block_tables.numpy(), self._compiled
             pages = (
                 compiled.latent_pages(block_size, self._dtype) if self._latent else compiled.pages(block_size)
             )
-            return ItemPlan(inputs, attention_items(*lens, tables, pages), before)
+            return ItemPlan(inputs, attention_items(queries, contexts, self._group, tables, pages), before)
         # Tables of a window do not show what sequences share: entries that it has left are alike in all of them
         if before is not None and not before.inputs.whole:
             return ItemPlan(inputs, before.items, before)
-        return ItemPlan(inputs, attention_items(*lens), before)
+        return ItemPlan(inputs, attention_items(queries, contexts, self._group), before)
 
     def attention(
         self,

@@ -135,8 +135,14 @@ class Fp8Linear(Linear):
         self._bias, self._activation, self._deterministic = bias, activation, deterministic
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, how = (self._codes, self._scales, self._bias), self._deterministic
-        return fp8_matmul(x, *weight, activation=self._activation, deterministic=how)
+        return fp8_matmul(
+            x,
+            self._codes,
+            self._scales,
+            self._bias,
+            activation=self._activation,
+            deterministic=self._deterministic,
+        )
 
 
 class StoredFp8Linear(Linear):
@@ -155,8 +161,7 @@ class StoredFp8Linear(Linear):
         gate, how = self._activation, self._deterministic
         if self._blocks is not None:
             return block_fp8_matmul(x, self._blocks, self._bias, activation=gate, deterministic=how)
-        rest = (self._codes, self._scales, self._bias)
-        return fp8_matmul(x, *rest, activation=gate, deterministic=how)
+        return fp8_matmul(x, self._codes, self._scales, self._bias, activation=gate, deterministic=how)
 
 
 class Fp8Head(Head):

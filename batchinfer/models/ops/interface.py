@@ -412,8 +412,9 @@ class Ops(ABC):
         """Rotated q (T, heads, R); latent (T, rank) and rotated k (T, R) go to the cache next to one another. See
         batchinfer_kernels.latent_attention. torch's own serves every device: it takes each row by itself."""
         cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
-        places = (cos, sin, cache.k, inputs.slots)
-        return latent_store_reference(q, latent, k, *places, interleaved=rope.interleaved)
+        return latent_store_reference(
+            q, latent, k, cos, sin, cache.k, inputs.slots, interleaved=rope.interleaved
+        )
 
     @abstractmethod
     def latent_attention(

@@ -189,8 +189,9 @@ class _Trial:
         width = -(-context // block)
         tables = torch.arange(count * width, dtype=torch.int32).reshape(count, width)
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        lens = ([queries] * count, [context] * count)
-        inputs = AttentionInputs(nothing, nothing, tables.to(device), *lens, StepTables.of(tables.numpy()))
+        query_lens, context_lens = [queries] * count, [context] * count
+        step_tables = StepTables.of(tables.numpy())
+        inputs = AttentionInputs(nothing, nothing, tables.to(device), query_lens, context_lens, step_tables)
         assert isinstance(ops, Ops)
         kept = CacheSpec(shape.kv_heads, shape.head_dim)
         cache = ops.allocate_cache(kept, count * width, block, shape.dtype, device)

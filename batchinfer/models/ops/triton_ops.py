@@ -259,9 +259,9 @@ class TritonOps(Ops):
         pages = self._prefill.plan(inputs) if self._prefill is not None and None in windows else None
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan.with_windows(windows), inputs, pages)
-        lens, device = _lengths(inputs), inputs.block_tables.device
-        shared = self._shared(inputs, *lens, block_size)
-        plan = attention_plan.plan_attention(*lens, self._shape, device, shared, windows=windows)
+        (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
+        shared = self._shared(inputs, queries, contexts, block_size)
+        plan = attention_plan.plan_attention(queries, contexts, self._shape, device, shared, windows=windows)
         return TritonPlan(plan, inputs, pages)
 
     def plan_captured(
@@ -282,9 +282,10 @@ class TritonOps(Ops):
             return TritonPlan(before.plan.grown(inputs.context_lens, alike), inputs)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan.with_windows(windows), inputs)
-        lens, device = _lengths(inputs), inputs.block_tables.device
-        shared, room = self._shared(inputs, *lens, block_size), Room(longest, sharing=None)
-        plan = attention_plan.plan_attention(*lens, self._shape, device, shared, room, windows)
+        (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
+        shared = self._shared(inputs, queries, contexts, block_size)
+        room = Room(longest, sharing=None)
+        plan = attention_plan.plan_attention(queries, contexts, self._shape, device, shared, room, windows)
         return TritonPlan(plan, inputs)
 
     def _shared(
@@ -315,7 +316,13 @@ class TritonOps(Ops):
             prefill.run(plan.pages, q, cache, scale, out)
             todo = plan.singles
         return paged_attention(
-            *(q, cache.k, cache.v, plan.tables, todo, scale, window),
+            q,
+            cache.k,
+            cache.v,
+            plan.tables,
+            todo,
+            scale,
+            window,
             soft_cap=soft_cap,
             sinks=sinks,
             k_scale=cache.k_scale,
@@ -337,8 +344,7 @@ class TritonOps(Ops):
     ) -> Tensor:
         if not isinstance(plan, LatentPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        places = (cache.k, plan.tables, plan.sequences, plan.positions)
-        return latent_attention(q, *places, scale, rank, out)
+        return latent_attention(q, cache.k, plan.tables, plan.sequences, plan.positions, scale, rank, out)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation(gate_up, activation)
