@@ -63,7 +63,7 @@ class Checkpoint(WeightFiles):
 
     @property
     def stores_codes(self) -> bool:
-        """Whether products can be computed of codes as they are stored."""
+        """Whether products can be computed of quantised weights as they are stored."""
         return any(layer.coded for layer in self.as_stored().spec.layers)
 
     def as_stored(self) -> Checkpoint:

@@ -16,11 +16,11 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 KEY = "quantization_config"
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
-PRODUCT_GROUP = 128  # inputs that share a scale where products are computed of codes
+PRODUCT_GROUP = 128  # inputs that share a scale where products are computed of quantised values
 MXFP4_GROUP, MXFP4_BYTES = 32, 16  # values that share a scale, and the bytes that hold them
 # Of a weight, its scales; of its module, those of activations, which stay as they are once weights are dequantised
 _FP8_SCALES, _FP8_ACTIVATIONS = ("_scale_inv", "_scale"), ("input_scale", "activation_scale")
-# Of attention, for a cache of codes; a job's cache computes its own (docs/models.md)
+# Scales of attention for a quantised cache; a job's cache computes its own (docs/models.md)
 _CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 # What else calls weights in FP8 so, and how they may be scaled
 _COMPRESSED, _FBGEMM, _STRATEGIES = "compressed-tensors", "fbgemm_fp8", ("tensor", "channel", "block")
@@ -192,7 +192,8 @@ def _block_of(
 
 
 def coded_form(packed: PackedTensor, dtype: str) -> CodedForm | None:
-    """How the codes are scaled if products can be computed of them; None: they are dequantised. `dtype`: of codes."""
+    """Return the form of the scales if products can be computed of the quantised values, which have this `dtype`;
+    None if they have to be dequantised."""
     if packed.format != "fp8" or dtype != FP8_DTYPES[0] or len(packed.shape) != 2 or packed.alone:
         return None
     if packed.block is None or packed.block == (1, packed.shape[1]):

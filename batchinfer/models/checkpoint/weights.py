@@ -31,7 +31,7 @@ from batchinfer.models.spec.spec import LinearSpec
 
 FP8 = torch.float8_e4m3fn
 # One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on; beside a weight
-# that stays in codes "qkv.scales" and, where blocks share them, "qkv.lines": see models.ops.interface.CodedWeight
+# that stays quantised "qkv.scales" and, where blocks share them, "qkv.lines": see models.ops.interface.CodedWeight
 LayerWeights = Mapping[str, Tensor]
 
 
@@ -137,7 +137,7 @@ class CheckpointWeights(Weights):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredCodes:
-    """A parameter as codes of fp8, (N, K). Scales are (N,), or (blocks, groups) of which each output has a line."""
+    """A parameter quantised to fp8, (N, K). Scales are (N,), or (blocks, groups) of which each output has a line."""
 
     codes: Tensor
     scales: Tensor
@@ -182,7 +182,7 @@ class _OpenFiles:
         return _stretches(self._matrix(stored.tensor, stored.index), stored.part).flatten(0, 1)
 
     def coded(self, stored: StoredParameter) -> StoredCodes:
-        """Read the codes of a parameter as they are stored, of a tensor that `Checkpoint.as_stored` names."""
+        """Read a parameter's quantised values as they are stored, of a tensor that `Checkpoint.as_stored` names."""
         packed = self._checkpoint.packed[stored.tensor]
         codes, scales = self._read(packed.values, None), self._read(packed.scales, None).float()
         high = 1 if packed.block is None else packed.block[0]

@@ -55,7 +55,7 @@ class ForeignCheckpoint(WeightFiles):
         return False
 
     def as_stored(self) -> ForeignCheckpoint:
-        """Return the checkpoint itself: it stores no codes."""
+        """Return the checkpoint itself: it stores no quantised values."""
         return self
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:

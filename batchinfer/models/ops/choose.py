@@ -56,9 +56,9 @@ def choose_ops(
     `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `tiles`: whether
     the bits that are promised are those of a CPU's matrix tiles, which are else used wherever they are granted;
     `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`: whether it is to keep int8
-    codes, for which a CPU has operators of their own. Falling back to torch's operators is logged, and `ops` in the
-    report says it. Raises Unavailable where torch's would have to do, and cannot: they neither quantise, nor keep
-    codes, nor promise row-invariance.
+    values, for which a CPU has operators of their own. Falling back to torch's operators is logged, and `ops` in the
+    report says it. Raises Unavailable where torch's would have to do, and cannot: they neither quantise weights
+    or the cache, nor promise row-invariance.
     """
     wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
     wanted += ["engine.deterministic: true"] if deterministic else []

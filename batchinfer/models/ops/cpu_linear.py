@@ -10,8 +10,8 @@ from batchinfer_kernels.cpu.packed import PackedWeight
 
 
 class CompiledLinear(Linear):
-    """Panels and tiles of our own (kernels/cpu/panels.h), of values or of int8 codes: a row's bits do not depend on the
-    other rows."""
+    """A product by our own panels and tiles (kernels/cpu/panels.h), its weight quantised to int8 or not: a row's bits
+    do not depend on the other rows."""
 
     def __init__(self, compiled: CompiledOperators, weight: PackedWeight) -> None:
         self.in_features, self.out_features = weight.inputs, weight.columns

@@ -106,7 +106,8 @@ class CpuOps(TorchOps):
         return CompiledLayer(self._compiled, spec, parts) if CompiledLayer.covers(spec, parts) else None
 
     def holds(self, cache: CacheSpec) -> bool:
-        """int8 codes of K and V where the compiled operators were asked for them; no fp8, and none of latents."""
+        """Whether these operators have such a cache: one in int8 where the compiled operators were asked for it, none
+        in fp8, and none of quantised latents."""
         codes = cache.dtype == "int8" and not cache.latent and self._compiled.keeps_codes
         return cache.dtype is None or codes
 

@@ -122,7 +122,7 @@ class FlashInferPrefill:
     def covers(
         self, cache: LayerCache, window: int | None, soft_cap: float | None, sinks: Tensor | None
     ) -> bool:
-        """Whether a layer is read by it: one with plain attention, over values that are no codes."""
+        """Whether FlashInfer computes a layer: one with plain attention, over a cache that is not quantised."""
         plain = window is None and soft_cap is None and sinks is None
         return plain and cache.k.dtype == self._shape.dtype
 

@@ -80,7 +80,7 @@ class TritonHeads(HeadsLinear):
 
 
 def _coded(weights: ExpertWeights, quantization: Quantization) -> tuple[Tensor, Tensor | None]:
-    """(values or codes, scales of codes)"""
+    """Return the weights and None, or the quantised weights and their scales."""
     if weights.scales is not None or quantization in ("none", "stored"):
         return weights.weight, weights.scales
     quantize = quantize_weight if quantization == "int8" else quantize_rows_fp8

@@ -97,7 +97,8 @@ class InvariantExact(Linear):
 
 
 class Int8Linear(Linear):
-    """int8 codes of the weight, and of each row of x when it comes. Sums are exact: a row does not depend on others."""
+    """A product of int8 values: the weight is quantised once, each row of x when it comes. Sums are exact: a row
+    does not depend on others."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -110,7 +111,7 @@ class Int8Linear(Linear):
 
 
 class Int8Head(Head):
-    """A head of int8 codes with float32 logits."""
+    """A head whose weight is quantised to int8, with float32 logits."""
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
@@ -124,7 +125,7 @@ class Int8Head(Head):
 
 
 class Fp8Linear(Linear):
-    """float8_e4m3fn codes of the weight, and of each row of x when it comes."""
+    """A product of float8_e4m3fn values: the weight is quantised once, each row of x when it comes."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, activation: Activation | None, deterministic: bool
@@ -146,7 +147,8 @@ class Fp8Linear(Linear):
 
 
 class StoredFp8Linear(Linear):
-    """float8_e4m3fn codes as a checkpoint stores them, and of each row or each group of it when it comes."""
+    """A product with a weight that the checkpoint stores in float8_e4m3fn. Each row of x, or each group of a row, is
+    quantised when it comes."""
 
     def __init__(
         self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None, deterministic: bool
@@ -165,7 +167,7 @@ class StoredFp8Linear(Linear):
 
 
 class Fp8Head(Head):
-    """A head of fp8 codes with float32 logits."""
+    """A head whose weight is quantised to fp8, with float32 logits."""
 
     def __init__(self, weight: Tensor, deterministic: bool) -> None:
         self.out_features, self.in_features = weight.shape

@@ -41,7 +41,7 @@ class LayerCache:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """The scales of the codes of K and V; None: the cache keeps values."""
+        """The scales of quantised K and V; None: they are not quantised."""
         return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
 
     @property
@@ -111,8 +111,8 @@ class Linear(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedWeight:
-    """A weight that stays as a checkpoint stores it: codes (out, in) float8_e4m3fn, and scales (out,) float32, or
-    (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
+    """A weight that stays as a checkpoint stores it: quantised values, `codes` (out, in) float8_e4m3fn, and
+    scales (out,) float32, or (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
     batchinfer_kernels.block_fp8_matmul."""
 
     codes: Tensor
@@ -123,7 +123,7 @@ class CodedWeight:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """One matrix product of each expert: weight (experts, out, in), bias (experts, out). With scales, each expert's,
-    the weight is a CodedWeight's codes; the lines are those of every expert."""
+    the weight holds quantised values, as a CodedWeight's; the lines are those of every expert."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -251,8 +251,8 @@ class Ops(ABC):
     def pack_codes(
         self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
     ) -> Linear:
-        """A layer whose weight stays in codes of fp8, gated where there is an activation. Raises TypeError where these
-        operators have no products of such codes: who chooses operators has asked before."""
+        """Make a layer whose weight stays quantised to fp8, gated where there is an activation. Raises TypeError where
+        these operators have no products of fp8: who chooses operators has asked before."""
         raise TypeError(f"{self.name} operators have no products of fp8")
 
     def pack_activated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:

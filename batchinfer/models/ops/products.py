@@ -17,8 +17,8 @@ Multiplier = Literal["torch", "compiled"]
 
 
 def products(x: Tensor, weight: Tensor) -> Iterator[tuple[Multiplier, Callable[[], Tensor]]]:
-    """x Wᵀ by everybody who can on the device of x, weights packed already. int8 and float8_e4m3fn stand for codes
-    of both; those of float8_e4m3fn a GPU alone multiplies in a run."""
+    """x Wᵀ by everybody who can on the device of x, weights packed already. In int8 and float8_e4m3fn both
+    are quantised; values of float8_e4m3fn are multiplied by a GPU alone in a run."""
     if x.dtype == torch.float8_e4m3fn:
         yield "torch", _fp8_product(x, weight)
         return
@@ -53,7 +53,7 @@ def _compiled(compiled: CompiledOperators, x: Tensor, weight: Tensor) -> Callabl
 
 
 def _compiled_codes(compiled: CompiledOperators, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """In float32, of rows that it turns into codes itself, as in a run."""
+    """x Wᵀ of int8 values by our own operators, in float32. They quantise the rows of x, as in a run."""
     packed, values = compiled.pack_codes(weight, torch.ones(len(weight)), None), x.float()
     return lambda: compiled.linear(values, packed)
 
@@ -65,7 +65,7 @@ def _fp8_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 
 def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ of int8 codes, in float32. oneDNN is fast on unsigned activations only: theirs stand 128 higher."""
+    """x Wᵀ of int8 values, in float32. oneDNN is fast on unsigned activations only, so 128 is added to them."""
     packed = torch.ops.onednn.qlinear_prepack(weight.t(), list(x.shape))
     raised = (x.to(torch.int16) + 128).to(torch.uint8)
     scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
@@ -74,7 +74,7 @@ def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 
 def _integer_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ of int8 codes by the GPU vendor's library, in int32."""
+    """x Wᵀ of int8 values by the GPU vendor's library, in int32."""
     return lambda: torch._int_mm(x, weight.T)
 
 

@@ -46,8 +46,8 @@ from batchinfer_kernels.cost import (
 
 
 def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCost:
-    """`itemsize`: bytes of an activation, and of a cached value that is no code; `weight_itemsize`: of a weight of a
-    linear layer; 1: int8."""
+    """`itemsize`: bytes of an activation, and of a cached value that is not quantised; `weight_itemsize`: of a weight
+    of a linear layer; 1: int8."""
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
         for operator in _layer_operators(layer, itemsize, weight_itemsize):
@@ -75,7 +75,7 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
 
 
 def _is_coded(spec: ModelSpec) -> bool:
-    """Whether most weights stay in codes, as the checkpoint stores them."""
+    """Whether most weights stay quantised, as the checkpoint stores them."""
     values = [(linear.values, linear.coded is not None) for linear in spec.linears()]
     return 2 * sum(count for count, coded in values if coded) > sum(count for count, _ in values)
 

@@ -54,7 +54,7 @@ def parameter_count(spec: ModelSpec) -> int:
 
 def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterator[tuple[str, Joined]]:
     """Yield the operators' parameters: each linear layer's weight and bias, by its name, its parts above one another;
-    each norm and vector. `joined` makes one of the parameters that it is given. Weights that stay in codes are left
+    each norm and vector. `joined` makes one of the parameters that it is given. Weights that stay quantised are left
     out."""
     for name, norm in layer.norms.items():
         for parameter in norm_parameters(name, norm):

@@ -47,7 +47,7 @@ class LinearSpec:
     is `exact` is never quantised, and its results are float32. With `experts` the weight is that of all of them, one
     above the other, and a token multiplies those of `chosen` experts; 0: it belongs to none. With `heads` it has a part
     for each of so many, which queries and results of attention are multiplied with (LatentAttentionSpec). `coded`: its
-    weight stays as the checkpoint stores it, in codes of fp8 that are scaled so.
+    weight stays as the checkpoint stores it, in fp8, with scales of this form.
     """
 
     name: str
@@ -78,15 +78,15 @@ class LinearSpec:
         return self.inputs * self.outputs * self.chosen
 
 
-SCALE_BYTES = 4  # of a head's codes: float32
+SCALE_BYTES = 4  # of a head's quantised values: float32
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """The cache of a layer: K and V of each token, of `heads` heads of `dim` values. `window`: of how many tokens, the
     one that is run included; None: of all. Where it is `latent`, K and V are made of the same values, which are kept
-    once. `shared`: the earlier layer whose K and V it reads; it keeps none itself. `dtype`: that of codes, which take a
-    byte each, with a float32 scale for each head; None: values are kept as they are, in the run's dtype.
+    once. `shared`: the earlier layer whose K and V it reads; it keeps none itself. `dtype`: that of quantised values,
+    which take a byte each, with a float32 scale for each head; None: values are kept in the run's dtype.
     """
 
     heads: int
@@ -97,7 +97,7 @@ class CacheSpec:
     dtype: CacheDtype | None = None
 
     def head_bytes(self, dim: int, itemsize: int) -> int:
-        """Return the bytes of `dim` values of a head, which take `itemsize` each where they are no codes."""
+        """Return the bytes of `dim` values of a head, which take `itemsize` each where they are not quantised."""
         return dim * itemsize if self.dtype is None else dim + SCALE_BYTES
 
     def token_bytes(self, itemsize: int) -> int:
@@ -366,7 +366,7 @@ class LayerSpec:
     h += m * feed_forward_norm(feed_forward(post_norm(h))). A norm that is None is left out; m is `residual_multiplier`.
     Where it is `parallel`, both halves read the layer's input, through the same norm if there is no post_norm. Without
     an `attention` it is the feed-forward half alone, and has neither input_norm nor attention_norm. `coded`: the names
-    of its products whose weights stay in codes of fp8, and how these are scaled.
+    of its products whose weights stay in fp8, and the form of their scales.
     """
 
     hidden: int
@@ -458,7 +458,7 @@ class ModelSpec:
         return tuple(layer.cache for layer in self.layers)
 
     def caching(self, kept: KvCacheDtype) -> ModelSpec:
-        """The same model with a cache of these codes; auto: as it is. Latents have none: see `Checkpoint.refusals`."""
+        """Return the model with a cache of this dtype; auto: as it is. Latents stay as they are."""
         if kept == "auto":
             return self
         layers = (
