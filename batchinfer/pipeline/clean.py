@@ -99,7 +99,9 @@ def clean_result(results: Path, dry_run: bool) -> Cleanup:
     """
     state = find_state(results)
     if not state.job.is_dir():
-        raise InputMissing(f"{results}: there is no state of a job next to this folder; name the job file instead")
+        raise InputMissing(
+            f"{results}: there is no state of a job next to this folder; name the job file instead"
+        )
     return _clean(state, stored_keep(state.completions, str(state.root)), dry_run)
 
 

@@ -110,7 +110,9 @@ class Engine:
                 )
             watch = self._watch(request)
             if request.params.constraint is not None and self._constraints is None:
-                raise ValueError("this engine was built without a tokenizer, so it cannot follow a constraint")
+                raise ValueError(
+                    "this engine was built without a tokenizer, so it cannot follow a constraint"
+                )
             sequence = Sequence.of(
                 request,
                 self._limits.max_model_len,
