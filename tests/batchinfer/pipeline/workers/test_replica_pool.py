@@ -82,8 +82,9 @@ class Started:
 
     def turn(self) -> list[object]:
         self.heard += 1
-        if self.leaves:
-            return [Left(10, 0.5, {0: [1, 2]})]
+        if self.leaves:  # what runs may finish
+            last, self.queue = self.queue[:AT_ONCE], []
+            return [*([self._answered(last)] if last else []), Left(10, 0.5, {0: [1, 2]})]
         if not self.loaded:
             return self._load()
         spent = self.fate.dies_after is not None and self.finished >= self.fate.dies_after
@@ -93,13 +94,16 @@ class Started:
         done, self.queue = self.queue[: self.fate.speed], self.queue[self.fate.speed :]
         if not done:
             return []
-        self.finished += len(done)
-        running = min(AT_ONCE, len(self.queue))
-        step = StepSample(0, *[0] * 11, running, len(self.queue) - running, *[0] * 5, None)  # type: ignore[arg-type]
-        said: list[object] = [WorkDone([Completion(r.key, r.prompt[:1], "stop") for r in done], [], [step])]
+        said: list[object] = [self._answered(done)]
         if self.fate.fails_after is not None and self.finished >= self.fate.fails_after:
             said.append(Failed(BatchInferError.exit_code, "it broke", ""))
         return said
+
+    def _answered(self, done: Sequence[Request]) -> WorkDone:
+        self.finished += len(done)
+        running = min(AT_ONCE, len(self.queue))
+        step = StepSample(0, *[0] * 11, running, len(self.queue) - running, *[0] * 5, None)  # type: ignore[arg-type]
+        return WorkDone([Completion(r.key, r.prompt[:1], "stop") for r in done], [], [step])
 
     def _load(self) -> list[object]:
         if self.heard <= self.fate.loads_for:
@@ -271,6 +275,12 @@ def test_an_engine_that_dies_costs_its_rows_in_flight() -> None:
     ]
 
 
+def test_an_engine_that_dies_with_nothing_to_do_accuses_no_row() -> None:
+    engines = Engines([Fate(), Fate(dies_after=0)])
+    ended = whole_run(engines, 2, rows((1, 0, 10)))
+    assert ended.notices == [f"engine 1: {KILLED}; it was computing no row; no rows are left to run"]
+
+
 def test_an_engine_that_fails_as_it_answers_loses_no_answer() -> None:
     """Its answers are taken first, and its failure the next time that it is heard."""
     engines = Engines([Fate(speed=3, fails_after=3)])
@@ -413,6 +423,7 @@ def test_after_a_signal_no_engine_is_started_and_all_are_told() -> None:
         assert pool.restarts == 0
     assert len(engines.workers) == 2
     assert 0 < sink.answers.total() < 200
+    assert sink.answers.total() == sum(one.finished for one in engines.workers), "last answers count, too"
 
 
 def test_when_one_process_cannot_be_started_the_others_are_ended() -> None:
