@@ -128,7 +128,7 @@ class Driver:
         self.on_device.refresh(self.rows, torch.device("cpu"))
         made = [rows.numpy() for rows in self.on_device.of(kept, torch.from_numpy(places))]
         size = GraphSize(count + self.random.randrange(3), width + self.random.randrange(3), 1, 0)
-        self.graphs = self.graphs or GraphTables(len(kept), 10_000, torch.device("cpu"))
+        self.graphs = self.graphs or GraphTables(len(kept), 100_000, torch.device("cpu"))
         filled = [view.numpy() for view in self.graphs.fill(size, kept, self.on_device)]
         for group, (own, *others) in enumerate(zip(kept, made, filled, strict=True)):
             assert [len(rows) for rows in (own.array(), *others)] == [count, count, size.rows]
