@@ -27,12 +27,13 @@ from batchinfer.data.constraints.schema_problem import BadSchema
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_GROUPS = 200  # parentheses of a regex or grammar that are open at once
 # Half a second of work for a grammar, 15 ms for a mask, and 100 MB: measured, ordinary schemas take 2 ms and 50 us.
-# Messages name rules and keywords only: a longer one would hold what the model wrote.
-LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+# Messages name rules and keywords only: a longer one would hold what the model wrote. A long text that its schema calls
+# both an e-mail address and a host name needs 60,000 states of the lexer and more.
+LIMITS = LLParserLimits(max_lexer_states=200_000, max_grammar_size=200_000, verbose_errors=False)
 # A grammar may be ambiguous, and then each token costs more than the one before: up to 150 ms at 2,000 items in a row,
 # 30 ms at 500. An object of 500 optional properties needs 2,000.
 _AMBIGUOUS = LLParserLimits(
-    max_lexer_states=50_000,
+    max_lexer_states=200_000,
     max_grammar_size=200_000,
     verbose_errors=False,
     max_items_in_row=500,

@@ -107,31 +107,19 @@ def splits_of(contexts, case: Case, window=None, segment=None, deterministic=Fal
 
 
 def prefill(case: Case, window=None, **extras) -> tuple[Tensor, Tensor]:
-    outputs = case.outputs()
-    prefill_attention(
-        *case.tensors, case.queries, case.contexts, SCALE, window, **outputs, **case.scaling, **extras
-    )
-    return outputs["out"], outputs["lse"]
+    named = {**case.outputs(), **case.scaling, **extras}
+    prefill_attention(*case.tensors, case.queries, case.contexts, SCALE, window, **named)
+    return named["out"], named["lse"]
 
 
 def decode(
     case: Case, window=None, segment=None, longest=None, planned=None, deterministic=False, **extras
 ) -> tuple[Tensor, Tensor]:
     """`longest`: the bound of contexts in a graph; `planned`: the contexts before they grew."""
-    outputs = case.outputs()
     splits = splits_of(planned or case.contexts, case, window, segment, deterministic, longest)
-    decode_attention(
-        *case.tensors,
-        case.lengths,
-        splits,
-        SCALE,
-        window,
-        deterministic=deterministic,
-        **outputs,
-        **case.scaling,
-        **extras,
-    )
-    return outputs["out"], outputs["lse"]
+    named = {**case.outputs(), **case.scaling, **extras}
+    decode_attention(*case.tensors, case.lengths, splits, SCALE, window, deterministic=deterministic, **named)
+    return named["out"], named["lse"]
 
 
 def attend_sharing(case: Case, prefixes, window=None, **extras) -> tuple[Tensor, Tensor]:
@@ -156,19 +144,19 @@ def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     )
 
 
-# ---- launches for the compiler: arguments are JSON's types
+# ---- launches for the compiler: arguments are JSON's types. `lse` is None, as in every launch of the engine
 
 
 def launch_prefill(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
     case, extras = compiled_case(((100, 300),), dtype, dim, group, block_size, soft_cap, codes)
-    prefill(case, window, deterministic=deterministic, **extras)
+    prefill(case, window, deterministic=deterministic, lse=None, **extras)
 
 
 def launch_decode(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
     """Launch decode attention with one item a row, and with several."""
     case, extras = compiled_case(((1, 300),) * 2, dtype, dim, group, block_size, soft_cap, codes)
     for planned in (300, 3000):
-        decode(case, window, 512, planned=[planned] * 2, deterministic=deterministic, **extras)
+        decode(case, window, 512, planned=[planned] * 2, deterministic=deterministic, lse=None, **extras)
 
 
 def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
