@@ -7,6 +7,7 @@ import pytest
 
 from batchinfer.bench.planning import plan_rows
 from batchinfer.bench.workloads import WORKLOADS, make_workload
+from batchinfer.core.content_root import ContentRoots
 from tests.gpu_suite.order import plan_in_memory
 
 COLUMNS = ("key", "token_offset", "token_count", "params", "expected_tokens", "users", "seq", "bucket")
@@ -18,8 +19,8 @@ def test_the_order_is_the_planner_s(name, deduplicate, tmp_path):
     rows = make_workload(name, 32_000).rows
     for folder in ("theirs", "ours"):
         (tmp_path / folder).mkdir()
-    theirs = plan_rows(rows, tmp_path / "theirs", 1, deduplicate)
-    ours = plan_in_memory(rows, tmp_path / "ours", 1, deduplicate)
+    theirs = plan_rows(rows, tmp_path / "theirs", 1, ContentRoots(32_000), deduplicate)
+    ours = plan_in_memory(rows, tmp_path / "ours", 1, ContentRoots(32_000), deduplicate)
     assert ours.keys == theirs.keys
     wanted, found = (pq.read_table(plan.plan.path, columns=list(COLUMNS)) for plan in (theirs, ours))
     assert found.equals(wanted)

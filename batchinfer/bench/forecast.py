@@ -33,15 +33,15 @@ def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -
         runner.layout,
         loaded.info.blocks,
         limits,
-        loaded.engine_limits.max_model_len,
+        loaded.engine_limits.roots,
         time,
         runner.looks_ahead,
     )
     with temporary_folder("bench") as folder:
-        planned = plan_rows(rows, Path(folder), loaded.info.threads)
+        planned = plan_rows(rows, Path(folder), loaded.info.threads, machine.roots)
         requests = [
             request
-            for _, batch in planned_requests(planned.plan, planned.tokens, REQUEST_BATCH)
+            for _, batch in planned_requests(planned.plan, planned.tokens, REQUEST_BATCH, machine.roots)
             for request in batch
         ]
     return simulate(machine, requests, {r.key: r.params.max_tokens for r in requests}).seconds

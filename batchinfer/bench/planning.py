@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from batchinfer.bench.workloads import Row
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import Layout
 from batchinfer.data.index.token_store import TokenStore
@@ -32,7 +33,9 @@ class Planned:
     tokens: Prompts
 
 
-def plan_rows(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool = True) -> Planned:
+def plan_rows(
+    rows: Sequence[Row], folder: Path, threads: int, roots: ContentRoots, deduplicate: bool = True
+) -> Planned:
     """Write the rows' index to an empty folder and plan it.
 
     Without `deduplicate` equal rows are different work, as if each were a sample of its own. Raises StorageError.
@@ -50,7 +53,7 @@ def plan_rows(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool
         writer.append(batch, [None] * len(rows), range(len(rows)), prepared)
         writer.commit()
     tokens = TokenStore(layout.tokens)
-    plan = plan_job(layout.index, tokens, [], folder / "plan", threads=threads)
+    plan = plan_job(layout.index, tokens, [], folder / "plan", roots, threads=threads)
     return Planned(row_keys(prepared), plan, tokens)
 
 

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 from batchinfer.bench.planning import Planned, plan_rows
 from batchinfer.bench.workloads import Row
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import BatchInferError, OutOfMemory
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import StepSample
 from batchinfer.data.storage.temporary import temporary_folder
-from batchinfer.engine.config import EngineInfo, most_queued
+from batchinfer.engine.config import REQUEST_BATCH, EngineInfo, most_queued
 from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.model_runner import ModelRunner
@@ -22,6 +23,7 @@ from batchinfer.pipeline.workers.feed import run_plan
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.order.plan import Plan, PlanBatch
+from batchinfer.plan.order.requests import planned_requests
 from batchinfer_kernels.cost import StepShape
 
 
@@ -37,7 +39,7 @@ class Run:
     answers: tuple[tuple[int, ...], ...]  # of each row, in the workload's order
 
 
-Planner = Callable[[Sequence[Row], Path, int, bool], Planned]
+Planner = Callable[[Sequence[Row], Path, int, ContentRoots, bool], Planned]
 
 
 def timed_run(
@@ -49,18 +51,20 @@ def timed_run(
     answers = _Answers()
     with temporary_folder("bench") as folder:
         began = time.perf_counter()
-        planned = planner(rows, Path(folder), loaded.info.threads, deduplicate)
+        roots = loaded.engine_limits.roots
+        planned = planner(rows, Path(folder), loaded.info.threads, roots, deduplicate)
         plan_s = time.perf_counter() - began
-        _run(planned, engine, loaded.info, answers)
+        _run(planned, roots, engine, loaded.info, answers)
         wall_s = time.perf_counter() - began
     shapes = tuple(recorder.shapes)
     found = answers.of_rows(planned.keys, rows)
     return Run(wall_s, plan_s, planned.plan, tuple(answers.steps), shapes, found)
 
 
-def _run(planned: Planned, engine: Engine, info: EngineInfo, answers: _Answers) -> None:
+def _run(planned: Planned, roots: ContentRoots, engine: Engine, info: EngineInfo, answers: _Answers) -> None:
     host = InProcessHost(engine, info)
-    run_plan(planned.plan, planned.tokens, host, answers, Interrupts(), lambda _: None)
+    batches = planned_requests(planned.plan, planned.tokens, REQUEST_BATCH, roots)
+    run_plan(batches, host, answers, Interrupts(), lambda _: None)
 
 
 class StepRecorder:

@@ -80,6 +80,11 @@ class SamplingParams:
         return self.ignore_eos and not (self.stop or self.stop_token_ids or self.constraint)
 
     @property
+    def counted(self) -> SamplingParams:
+        """Return what decides how long an answer may be, whether that is known, and which K and V its tokens have."""
+        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.has_known_length)
+
+    @property
     def constraint_digest(self) -> bytes:
         """Return a digest by which a constraint is remembered, because it may take a megabyte itself."""
         name = self.constraint

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.bench.planning import Planned, prepared_rows, row_keys
 from batchinfer.bench.workloads import Row
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.prefix_forest import ForestBuilder
 from batchinfer.core.request import TokenIds, common_prefix
 from batchinfer.data.prompts.prepare import Prepared
@@ -35,8 +36,13 @@ class MemoryTokens:
         return self._tokens[offset : offset + count]
 
 
-def plan_in_memory(rows: Sequence[Row], folder: Path, threads: int, deduplicate: bool = True) -> Planned:
-    """As `plan_rows`: each distinct key once, in the order in which the planner would have it."""
+def plan_in_memory(
+    rows: Sequence[Row], folder: Path, threads: int, roots: ContentRoots, deduplicate: bool = True
+) -> Planned:
+    """As `plan_rows`: each distinct key once, in the order in which the planner would have it. Raises ValueError for a
+    model whose requests have several content roots."""
+    if not roots.is_single:
+        raise ValueError("rows of several content roots are not planned in memory")
     prepared = prepared_rows(rows, deduplicate)
     keys, offsets = row_keys(prepared), np.cumsum(prepared.counts) - prepared.counts
     first = {key: row for row, key in reversed(list(enumerate(keys)))}

@@ -124,7 +124,7 @@ def load_model(
     return LoadedModel(
         runner=fitted.runner,
         limits=fitted.limits,
-        engine_limits=EngineLimits(longest, eos, model.long_rope_beyond),
+        engine_limits=EngineLimits(source.spec.content_roots(longest), eos),
         info=_info(config, source, fitted, memory.block_bytes, threads),
         expert_loads=model.expert_loads,
         constraints=followed,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
@@ -163,7 +164,7 @@ def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chun
     for row, (start, length) in enumerate(parts):
         params = SamplingParams(ignore_eos=True)
         request = Request(row.to_bytes(32, "little"), np.full(start + length, 5, np.int32), params)
-        sequence = Sequence.of(request, LONGEST, None, 0.0)
+        sequence = Sequence.of(request, ContentRoots(LONGEST), None, 0.0)
         needed = -(-(start + length) // layout.block_size)
         table = [block % blocks for block in range(first, first + needed)]
         sequence.tables = [list(table) for _ in layout.groups]

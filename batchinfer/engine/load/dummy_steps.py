@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -170,7 +171,7 @@ class DummySteps:
 
     def _sequence(self, row: int, tokens: int, params: SamplingParams) -> Sequence:
         request = Request(row.to_bytes(32, "little"), np.zeros(tokens, np.int32), params)
-        sequence = Sequence.of(request, tokens + 1, None, 0.0)
+        sequence = Sequence.of(request, ContentRoots(tokens + 1), None, 0.0)
         layout = self.runner.layout
         sequence.tables = [[self.scratch] * -(-tokens // layout.block_size) for _ in layout.groups]
         return sequence

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import (
     Completion,
     ConstraintFailed,
@@ -32,10 +33,8 @@ from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
 class EngineLimits:
     """The limits that end a sequence besides its own parameters."""
 
-    max_model_len: int  # tokens of prompt and answer, for which there are positions
+    roots: ContentRoots  # with the positions that there are for prompt and answer
     eos_token_ids: frozenset[int]
-    # A sequence that may become longer is rotated from position max_model_len on (LongRoPE's long factors)
-    long_rope_beyond: int | None = None
 
 
 # Proposes tokens that may follow a sequence.
@@ -103,24 +102,16 @@ class Engine:
         """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, and
         for a prompt that leaves no position for an answer.
         """
+        roots = self._limits.roots
         for request in requests:
-            if len(request.prompt) + min(1, request.params.max_tokens) > self._limits.max_model_len:
-                raise ValueError(
-                    f"a prompt of {len(request.prompt)} tokens, and positions for {self._limits.max_model_len}"
-                )
+            if len(request.prompt) + min(1, request.params.max_tokens) > (most := roots.max_model_len):
+                raise ValueError(f"a prompt of {len(request.prompt)} tokens, and positions for {most}")
             watch = self._watch(request)
             if request.params.constraint is not None and self._constraints is None:
                 raise ValueError(
                     "this engine was built without a tokenizer, so it cannot follow a constraint"
                 )
-            sequence = Sequence.of(
-                request,
-                self._limits.max_model_len,
-                watch,
-                self._now(),
-                long_rope_beyond=self._limits.long_rope_beyond,
-                eos_token_ids=self._limits.eos_token_ids,
-            )
+            sequence = Sequence.of(request, roots, watch, self._now(), self._limits.eos_token_ids)
             end = self._queue(sequence)
             if end is not None:
                 self._early.completions.append(_completion(sequence, end))

@@ -34,31 +34,31 @@ class Copy(NamedTuple):
 
 
 class SortedPrompts:
-    """Sequences sorted by their prompts: each stands next to the one with which it has most in common."""
+    """Sequences sorted by their prompts: each stands next to the one with which it has most in common. Those of
+    different content roots have nothing in common, and are sorted apart."""
 
     def __init__(self) -> None:
-        self._sorted: dict[bool, list[Sequence]] = {False: [], True: []}  # by whether they are rotated later
+        self._sorted: dict[bytes, list[Sequence]] = {}  # by content root
 
     def insert(self, sequence: Sequence) -> None:
-        alike = self._alike(sequence)
+        alike = self._sorted.setdefault(sequence.content_root, [])
         # behind its equals: mostly the oldest one is removed first, and looked for from the front
         alike.insert(bisect_right(alike, _text(sequence), key=_text), sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        alike = self._alike(sequence)
+        alike = self._sorted[sequence.content_root]
         place = bisect_left(alike, _text(sequence), key=_text)
         while alike[place] is not sequence:  # prompts may be equal
             place += 1
         del alike[place]
+        if not alike:
+            del self._sorted[sequence.content_root]
 
     def neighbours(self, sequence: Sequence) -> Iterator[Sequence]:
         """Return the sequences between which this one stands, or would stand."""
-        alike = self._alike(sequence)
+        alike = self._sorted.get(sequence.content_root, [])
         place = bisect_left(alike, _text(sequence), key=_text)
         yield from alike[max(0, place - 1) : place + 1]
-
-    def _alike(self, sequence: Sequence) -> list[Sequence]:
-        return self._sorted[bool(sequence.rope_offset)]
 
 
 def _text(sequence: Sequence) -> bytes:

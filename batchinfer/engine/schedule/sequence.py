@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import FinishReason, Request, TokenLogprobs
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.schedule.constraints import Constraint
@@ -18,9 +19,6 @@ from batchinfer.engine.schedule.constraints import Constraint
 StopStream = Callable[[int], int | None]
 # Makes one for parameters that have stop strings.
 StopStreams = Callable[[SamplingParams], StopStream]
-
-
-_ROTATED_LATER = b"rotated from a later row"
 
 
 class SequenceStatus(Enum):
@@ -84,6 +82,7 @@ class Sequence:
     stop_stream: StopStream | None
     stop_token_ids: frozenset[int]  # tokens that end the answer
     plain_greedy: bool  # whether nothing but a mask ever gives it another token than the argmax
+    content_root: bytes  # what besides its token ids its K and V depend on
     rope_offset: int  # the row of the rotary tables at which its positions begin
 
     # Written by the Engine
@@ -123,27 +122,24 @@ class Sequence:
     def of(
         cls,
         request: Request,
-        max_model_len: int,
+        roots: ContentRoots,
         stop_stream: StopStream | None,
         now: float,
-        long_rope_beyond: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> Sequence:
-        """Make a sequence of a request. One that may become longer than `long_rope_beyond` is rotated in the way that
-        begins at `max_model_len`: what it may become is part of the row, so that its answer does not depend on others.
-        """
+        """Make a sequence of a request, as long as the model lets it become."""
         params, prompt = request.params, array("i", request.prompt.tobytes())
-        longest = min(max_model_len, len(prompt) + params.max_tokens)
         logprobs = None if params.logprobs is None else CollectedLogprobs()
         reshaped = params.penalised or params.min_tokens > 0
         return cls(
             request=request,
             prompt_length=len(prompt),
-            max_length=longest,
+            max_length=roots.longest(len(prompt), params),
             stop_stream=stop_stream,
             stop_token_ids=(frozenset() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids),
             plain_greedy=params.greedy and logprobs is None and not reshaped,
-            rope_offset=max_model_len if long_rope_beyond is not None and longest > long_rope_beyond else 0,
+            content_root=roots.of(len(prompt), params),
+            rope_offset=roots.rope_offset(len(prompt), params),
             tokens=prompt,
             logprobs=logprobs,
             watched=stop_stream is not None or logprobs is not None,
@@ -237,10 +233,10 @@ class Sequence:
 
     def block_hash(self, index: int, block_size: int) -> bytes:
         """Digest of the first (index + 1) × block_size prompt tokens: each block hashes its parent's digest, the first
-        how the sequence is rotated."""
+        the content root."""
         while len(self.hashes) <= index:
             start = len(self.hashes) * block_size
-            parent = self.hashes[-1] if self.hashes else self._root
+            parent = self.hashes[-1] if self.hashes else self.content_root
             piece = self.tokens[start : start + block_size].tobytes()
             self.hashes.append(blake2b(parent + piece, digest_size=16).digest())
         return self.hashes[index]
@@ -251,13 +247,8 @@ class Sequence:
         start = index * block_size
         if start + block_size <= self.prompt_length:
             return self.block_hash(index, block_size)
-        parent = self.block_hash(index - 1, block_size) if index else self._root
+        parent = self.block_hash(index - 1, block_size) if index else self.content_root
         return blake2b(parent + self.tokens[start : self.prompt_length].tobytes(), digest_size=16).digest()
-
-    @property
-    def _root(self) -> bytes:
-        """The parent of the first block."""
-        return _ROTATED_LATER if self.rope_offset else b""
 
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
         """Digests of the first `count` blocks, which must be full of prompt."""

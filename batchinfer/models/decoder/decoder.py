@@ -59,12 +59,6 @@ class Decoder:
         self._attending = [index for index, layer in enumerate(spec.layers) if layer.attention is not None]
 
     @property
-    def long_rope_beyond(self) -> int | None:
-        """Return ModelSpec's `long_rope_beyond`; longer sequences have positions in the second half of the rotary
-        tables."""
-        return self.spec.long_rope_beyond
-
-    @property
     def expert_loads(self) -> ExpertLoads:
         """How many tokens the experts of its layers were given; empty where there are none."""
         found = {index: layer.loads for index, layer in enumerate(self._layers)}

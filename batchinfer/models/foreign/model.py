@@ -41,11 +41,6 @@ class TransformersModel:
         self._around = causal
 
     @property
-    def long_rope_beyond(self) -> int | None:
-        """transformers' own code chooses the rotation."""
-        return None
-
-    @property
     def expert_loads(self) -> ExpertLoads:
         """None: transformers' code does not count them."""
         return ExpertLoads({})

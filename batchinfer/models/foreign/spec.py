@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.models.spec.spec import Caches, CacheSpec
 from batchinfer_kernels.arithmetic import Dtype
 from batchinfer_kernels.cost import (
@@ -71,6 +72,10 @@ class ForeignSpec:
     def caches(self) -> Caches:
         """Return the cache of each layer."""
         return [layer.cache for layer in self.layers]
+
+    def content_roots(self, max_model_len: int) -> ContentRoots:
+        """Return the content roots of requests: the usual one of all, as transformers' own code rotates them."""
+        return ContentRoots(max_model_len)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer_kernels.arithmetic import Activation, CacheDtype, CodedForm, Dtype, KvCacheDtype
 from batchinfer_kernels.routing import Routing
@@ -474,6 +475,10 @@ class ModelSpec:
         """Sequences that may become longer are rotated in another way; None: there is but one."""
         rope = self.attention.rotation.rope
         return rope.original_max_positions if rope is not None and rope.kind == "longrope" else None
+
+    def content_roots(self, max_model_len: int) -> ContentRoots:
+        """Return the content roots of requests that may be this long."""
+        return ContentRoots(max_model_len, self.long_rope_beyond)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -10,6 +10,7 @@ from batchinfer.data.index.index import Index
 from batchinfer.data.index.row_names import named_if_found
 from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.stages.open_run import OpenRun
 from batchinfer.pipeline.stages.planning import PlannedRun
@@ -19,6 +20,7 @@ from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.forecast.longest_step import longest_step_s
 from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.report.tables.meter import Meter
 
@@ -47,7 +49,8 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
             _wait_until_ready(run, pool)
             _begin(run, plan, pool)
             with run.report.timed("engine_s"):
-                run_plan(plan, index.tokens, pool, collector, run.interrupts, partial(_tell_draining, run))
+                batches = planned_requests(plan, index.tokens, REQUEST_BATCH, run.setup.roots)
+                run_plan(batches, pool, collector, run.interrupts, partial(_tell_draining, run))
         finally:
             store.commit()
             _note_figures(run, planned, pool, collector)

@@ -57,8 +57,8 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     run.progress.phase("planning")
     with run.report.timed("plan_s"):
         _tell_of_retries(run, index, store)
-        retry, where = run.options.retry_errors, index.folder / folder
-        plan = plan_job(index.index_dir, index.tokens, store.parts(), where, retry_errors=retry)
+        retry, where, roots = run.options.retry_errors, index.folder / folder, run.setup.roots
+        plan = plan_job(index.index_dir, index.tokens, store.parts(), where, roots, retry_errors=retry)
         forecast = forecast_run(run.job, run.setup, plan, index.tokens)
     run.report.planned(plan, forecast.engine)
     run.progress.close()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from batchinfer.core.request import Request
-from batchinfer.engine.config import REQUEST_BATCH, EngineInfo
+from batchinfer.engine.config import EngineInfo
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
-from batchinfer.plan.order.plan import Plan, PlanBatch
-from batchinfer.plan.order.requests import Prompts, planned_requests
+from batchinfer.plan.order.plan import PlanBatch
 
 POLL_S = 0.1
 DRAIN_S = 15.0  # after a signal: what runs may finish for so long
@@ -49,18 +48,16 @@ class Sink(Protocol):
 
 
 def run_plan(
-    plan: Plan,
-    prompts: Prompts,
+    batches: Iterator[tuple[PlanBatch, list[Request]]],
     engines: Engines,
     sink: Sink,
     interrupts: Interrupts,
     draining: Callable[[float], None],
 ) -> None:
-    """Feed the plan's batches in order until all is answered, `sink` has enough, or a signal comes.
+    """Feed a plan's batches (`planned_requests`) in order until all is answered, `sink` has enough, or a signal comes.
 
     After a signal what runs may finish for DRAIN_S seconds; `draining` hears of it. Raises what ended the engine.
     """
-    batches = planned_requests(plan, prompts, REQUEST_BATCH)
     in_flight, more = 0, True
     while more or in_flight:
         if interrupts.pending is not None:

@@ -149,7 +149,10 @@ class ForecastEngine:
         return max(1, batches // max(min(within, rows // REQUEST_BATCH), least))
 
     def _batches(self, prompts: Prompts, every: int) -> list[list[Request]]:
-        return [requests for _, requests in planned_requests(self.plan, prompts, REQUEST_BATCH, every)]
+        return [
+            requests
+            for _, requests in planned_requests(self.plan, prompts, REQUEST_BATCH, self.machine.roots, every)
+        ]
 
 
 def half_of(requests: Sequence[T]) -> list[T]:
@@ -184,7 +187,7 @@ def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
         layout=layout,
         blocks=blocks,
         scheduler=limits,
-        max_model_len=plan.longest,
+        roots=replace(setup.roots, max_model_len=plan.longest),
         time=times.time,
         looks_ahead=captures is not None,
         captures=captures,

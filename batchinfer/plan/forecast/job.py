@@ -104,7 +104,7 @@ def forecast_job(
         stored = (
             sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
         )
-        plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan")
+        plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan", setup.roots)
         found = _counted(job, setup, plan, index, drawn)
         if not plan.to_run:
             return found

@@ -127,7 +127,7 @@ class Linter:
         return ingest(job, self.setup.tokenizer, self.setup.ingest_options(), self.scratch)
 
     def _planned(self, index: Index) -> Looked:
-        plan = plan_job(index.index_dir, index.tokens, [], index.folder / "plan")
+        plan = plan_job(index.index_dir, index.tokens, [], index.folder / "plan", self.setup.roots)
         return Looked(plan, index, self._seconds(plan, index))
 
     def _seconds(self, plan: Plan, index: Index) -> float | None:
@@ -163,7 +163,7 @@ class Linter:
     def _texts(self, first: Looked) -> Iterator[tuple[str, str, int]]:
         """Yield the text of each prompt whose answer is greedy, its parameters, and how many tokens are its own."""
         before = 0  # tokens that a prompt shares with the one before it
-        for batch, requests in planned_requests(first.plan, first.index.tokens, _BATCH):
+        for batch, requests in planned_requests(first.plan, first.index.tokens, _BATCH, self.setup.roots):
             texts = self.setup.tokenizer.decode_batch([request.prompt.tolist() for request in requests])
             for text, params, request in zip(texts, batch.params, requests, strict=True):
                 shared, before = max(before, request.shares_next), request.shares_next

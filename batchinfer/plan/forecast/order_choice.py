@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
+from batchinfer.core.content_root import ContentRoots, shared_by
 from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.core.prefix_forest import ForestBuilder
-from batchinfer.core.request import Request, common_prefix
+from batchinfer.core.request import Request
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.plan.forecast.engine import (
     OUTPUT_TOKEN_S,
@@ -24,6 +24,7 @@ from batchinfer.plan.order.block_hashes import block_hashes, shared_blocks
 from batchinfer.plan.order.policies import BY_DEFAULT, Capacity, OrderChoice, OrderPolicy, SharedWork
 from batchinfer.plan.order.reorder import reorder
 from batchinfer.plan.order.requests import Prompts, planned_requests
+from batchinfer.plan.order.work_roots import root_number
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
 from batchinfer.plan.simulation.simulator import SimulatedEngine
@@ -49,10 +50,12 @@ class PlanSample:
         """Every other stretch of the requests."""
         return PlanSample(half_of(self.requests), half_of(self.arrivals), self.whole)
 
-    def ordered(self, policy: OrderPolicy, capacity: Capacity) -> list[Request]:
+    def ordered(self, policy: OrderPolicy, capacity: Capacity, roots: ContentRoots) -> list[Request]:
         """The requests as a plan of them alone has them under a policy."""
         requests = self.requests
-        chains = sorted(zip(block_hashes([r.prompt for r in requests]), range(len(requests)), strict=True))
+        numbers = np.array([root_number(roots.of(len(r.prompt), r.params)) for r in requests], np.uint64)
+        hashes = block_hashes([r.prompt for r in requests], numbers)
+        chains = sorted(zip(hashes, range(len(requests)), strict=True))
         builder = ForestBuilder()
         builder.add(shared_blocks([chain for chain, _ in chains]).tolist())
         rows = [row for _, row in chains]
@@ -63,7 +66,7 @@ class PlanSample:
             np.array([self.arrivals[row] for row in rows], np.int64),
         )
         places = work.places(policy, capacity).tolist()
-        return _linked([requests[row] for _, row in sorted(zip(places, rows, strict=True))])
+        return _linked([requests[row] for _, row in sorted(zip(places, rows, strict=True))], roots)
 
 
 def settled_forecast(engine: ForecastEngine, prompts: Prompts, budget_s: float) -> EngineForecast:
@@ -132,7 +135,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
             BY_DEFAULT,
             "the usual order: in so short a job, comparing others takes longer than they could save",
         )
-    read = list(planned_requests(plan, prompts, REQUEST_BATCH, every))
+    read = list(planned_requests(plan, prompts, REQUEST_BATCH, engine.machine.roots, every))
     requests = [request for _, some in read for request in some]
     arrivals = [place for batch, _ in read for place in batch.numbers("token_offset").tolist()]
     all_rows = every == 1 and engine.multiple == 1
@@ -159,14 +162,14 @@ def _seconds(
     machine: SimulatedEngine, sampled: PlanSample, policy: OrderPolicy, lengths: AnswerLengths
 ) -> float:
     capacity = capacity_of(machine)
-    requests = sampled.ordered(policy, capacity)
+    requests = sampled.ordered(policy, capacity, machine.roots)
     if sampled.whole is None:
         return simulated_part(machine, requests, lengths).run.seconds
-    half = sampled.half.ordered(policy, capacity)
+    half = sampled.half.ordered(policy, capacity, machine.roots)
     return simulated_whole(machine, requests, half, lengths, sampled.whole).seconds
 
 
-def _linked(requests: list[Request]) -> list[Request]:
+def _linked(requests: list[Request], roots: ContentRoots) -> list[Request]:
     """Return the requests, each of which knows what it shares with the next one."""
-    shared = [*(common_prefix(a.prompt, b.prompt) for a, b in pairwise(requests)), 0]
+    shared = [*shared_by(requests, roots), 0]
     return [replace(request, shares_next=one) for request, one in zip(requests, shared, strict=True)]

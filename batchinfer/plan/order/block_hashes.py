@@ -22,15 +22,19 @@ _PIECE = 1 << 18  # tokens that are hashed together: so that little memory is he
 Hashes = NDArray[np.uint64]
 
 
-def block_hashes(prompts: Sequence[TokenIds]) -> list[bytes]:
+def block_hashes(prompts: Sequence[TokenIds], roots: Hashes | None = None) -> list[bytes]:
     """Return the chain of each prompt: 8 bytes for each of its whole blocks, but for one that its last token ends, as
     that token always runs.
 
     Two prompts begin with the same n blocks just if the first n hashes of their chains are equal, so that sorted
-    chains have those that begin alike next to each other. Two different beginnings have the same hash with a
+    chains have those that begin alike next to each other. `roots`: the number of each prompt's content root; prompts
+    whose roots differ have no hash in common. Two different beginnings have the same hash with a
     probability of about 2⁻⁶⁴; what comes of it is a worse order, and no wrong answer.
     """
-    return [chain for piece in _pieces(prompts) for chain in _chains(piece)]
+    given = np.broadcast_to(np.uint64(0), len(prompts)) if roots is None else roots
+    return [
+        chain for start, end in _pieces(prompts) for chain in _chains(prompts[start:end], given[start:end])
+    ]
 
 
 def shared_blocks(chains: Iterable[bytes], before: bytes = b"") -> NDArray[np.int32]:
@@ -56,14 +60,14 @@ def _leading(
     return found
 
 
-def _pieces(prompts: Sequence[TokenIds]) -> Iterator[Sequence[TokenIds]]:
-    """Yield prompts in turn, as many at a time as have about _PIECE tokens."""
+def _pieces(prompts: Sequence[TokenIds]) -> Iterator[tuple[int, int]]:
+    """Yield stretches of prompts in turn, of as many as have about _PIECE tokens."""
     ends = np.cumsum([len(prompt) for prompt in prompts], dtype=np.int64) // _PIECE
     cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(prompts)]
-    yield from (prompts[start:end] for start, end in pairwise(cuts) if start < end)
+    yield from ((start, end) for start, end in pairwise(cuts) if start < end)
 
 
-def _chains(prompts: Sequence[TokenIds]) -> Iterator[bytes]:
+def _chains(prompts: Sequence[TokenIds], roots: Hashes) -> Iterator[bytes]:
     counts = np.array([max(0, len(prompt) - 1) // BLOCK for prompt in prompts], np.int64)
     whole = [prompt[: count * BLOCK] for prompt, count in zip(prompts, counts.tolist(), strict=True)]
     blocks = np.concatenate(whole).astype(np.uint64).reshape(-1, BLOCK)
@@ -72,7 +76,7 @@ def _chains(prompts: Sequence[TokenIds]) -> Iterator[bytes]:
     weights = _weights(BLOCK + int(counts.max(initial=0)))
     sums = np.zeros(len(blocks) + 1, np.uint64)
     np.cumsum((blocks @ weights[:BLOCK]) * weights[BLOCK:][level], out=sums[1:])
-    hashes = (sums[1:] - np.repeat(sums[ends - counts], counts)).tobytes()
+    hashes = (sums[1:] - np.repeat(sums[ends - counts] - roots, counts)).tobytes()
     edges = [0, *(ends * HASH_BYTES).tolist()]
     return (hashes[start:end] for start, end in pairwise(edges))
 

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
@@ -22,6 +23,7 @@ from batchinfer.plan.order.prefixes import write_prefixes
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
 from batchinfer.plan.order.sorted_prompts import sorted_prompts
+from batchinfer.plan.order.work_roots import work_roots
 
 _ROWS_PER_GROUP = 65_536
 _PARAMS_BYTES = 256 << 20  # that a batch of rows holds, of which a row's schema may make a megabyte
@@ -32,6 +34,7 @@ def plan_job(
     prompts: Prompts,
     completion_parts: Sequence[Path],
     out_dir: Path,
+    roots: ContentRoots,
     *,
     retry_errors: bool = False,
     memory_limit: str | None = None,
@@ -41,7 +44,7 @@ def plan_job(
 
     Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`), at each node by descending
     effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
-    the token ids that the index points to.
+    the token ids that the index points to. `roots`: rows whose content roots differ share nothing.
 
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
     which spills into `out_dir`. Raises StorageError, OutOfMemory.
@@ -49,7 +52,7 @@ def plan_job(
     index = sorted(index_dir.glob("part-*.parquet"))
     with connection(out_dir / "spill", memory_limit, threads) as database:
         _load_work(database, index, completion_parts, retry_errors)
-        forest, rows = sorted_prompts(database, prompts)
+        forest, rows = sorted_prompts(database, prompts, work_roots(database, roots))
         _place(database, forest, rows)
         path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
         write_plan(database.sql(_ordered_sql()), path, longest_params(database, "work"))

@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import Request, TokenIds, common_prefix
+from batchinfer.core.content_root import ContentRoots, shared_by, shared_tokens
+from batchinfer.core.request import Request, TokenIds
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.plan.order.plan import Plan, PlanBatch
 
@@ -40,7 +41,7 @@ def read_prompts(
 
 
 def planned_requests(
-    plan: Plan, prompts: Prompts, rows: int, every: int = 1
+    plan: Plan, prompts: Prompts, rows: int, roots: ContentRoots, every: int = 1
 ) -> Iterator[tuple[PlanBatch, list[Request]]]:
     """Yield the plan's batches of `rows` rows, and their requests, each of which knows what it shares with the next
     one. A batch is held back until the next one is read, for its last request.
@@ -51,33 +52,31 @@ def planned_requests(
     for number, batch in enumerate(plan.batches(rows)):
         if number % every != every // 2:
             continue
-        requests = _read(batch, prompts)
+        requests = _read(batch, prompts, roots)
         if held is not None:
             before = held[1]
-            before[-1] = replace(before[-1], shares_next=common_prefix(before[-1].prompt, requests[0].prompt))
+            before[-1] = replace(before[-1], shares_next=shared_by([before[-1], requests[0]], roots)[0])
             yield held
         held = batch, requests
     if held is not None:
         yield held
 
 
-def _read(batch: PlanBatch, prompts: Prompts) -> list[Request]:
+def _read(batch: PlanBatch, prompts: Prompts, roots: ContentRoots) -> list[Request]:
     offsets, counts = batch.numbers("token_offset").tolist(), batch.numbers("token_count").tolist()
-    expected, keys, params = batch.numbers("expected_tokens").tolist(), batch.keys, batch.params
+    expected = batch.numbers("expected_tokens").tolist()
+    params = [*map(request_params, batch.params, expected)]
     ids = [
         np.asarray(prompts.read(offset, count), np.int32)
         for offset, count in zip(offsets, counts, strict=True)
     ]
-    shared = [*map(common_prefix, ids, ids[1:]), 0]
-    return [
-        Request(key, prompt, _params(text, most), common)
-        for key, prompt, text, most, common in zip(keys, ids, params, expected, shared, strict=True)
-    ]
+    shared = shared_tokens(ids, [*map(roots.of, counts, params)])
+    return [*map(Request, batch.keys, ids, params, [*shared, 0])]
 
 
-def _params(text: str, expected: int) -> SamplingParams:
-    """`expected` is max_tokens within the model's context. Fewer of the long ones are remembered: a row's schema may
-    have a megabyte."""
+def request_params(text: str, expected: int) -> SamplingParams:
+    """Return a request's parameters; `expected` is max_tokens within the model's context. Fewer of the long ones are
+    remembered: a row's schema may have a megabyte."""
     return (_few if len(text) > LONG_PARAMS else _many)(text, expected)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.core.prefix_forest import ForestBuilder, Ints, PrefixForest
-from batchinfer.plan.order.block_hashes import BLOCK, HASH_BYTES, block_hashes, shared_blocks
+from batchinfer.plan.order.block_hashes import BLOCK, HASH_BYTES, Hashes, block_hashes, shared_blocks
 from batchinfer.plan.order.block_tails import common_tokens, from_arrow, read_tails, to_arrow
 from batchinfer.plan.order.requests import Prompts, read_prompts
 from batchinfer.plan.order.run_order import places_in
@@ -24,11 +24,14 @@ _ROWS = 65_536  # that are held at a time
 _CHAIN_BYTES = 8 << 20  # of hashes that are held at a time, whose comparison takes six times as much
 
 
-def sorted_prompts(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
+def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[PrefixForest, Ints]:
     """Return the forest of the prompts of the table `work`, and their rows (`rowid`) in the order in which it has them:
-    that of their tokens without the last one, which always runs; equal ones as in the table. Raises StorageError."""
-    blocks, rows = _by_blocks(database, prompts)
-    items, common = _by_tails(database, prompts, blocks, rows)
+    that of their roots, then of their tokens without the last one, which always runs; equal ones as in the table.
+
+    `roots`: the number of each row's content root; prompts whose roots differ share nothing. Raises StorageError.
+    """
+    blocks, rows = _by_blocks(database, prompts, roots)
+    items, common = _by_tails(database, prompts, blocks, rows, roots)
     shared, places = _refined(blocks, items, common)
     builder, found = ForestBuilder(), np.empty_like(rows)
     for start in range(0, len(shared), _ROWS):
@@ -37,23 +40,25 @@ def sorted_prompts(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]
     return builder.finished(), found
 
 
-def _by_blocks(database: Any, prompts: Prompts) -> tuple[PrefixForest, Ints]:
+def _by_blocks(database: Any, prompts: Prompts, roots: Hashes) -> tuple[PrefixForest, Ints]:
     """Return the forest of whole blocks, and the rows in the order of their blocks' hashes."""
-
     raised: list[BaseException] = []
 
-    def chains(offsets: pa.Array, counts: pa.Array) -> pa.Array:
+    def chains(numbers: pa.Array, offsets: pa.Array, counts: pa.Array) -> pa.Array:
         try:
-            read = read_prompts(prompts, offsets.to_numpy(), counts.to_numpy())
-            return pa.array([chain for some in read for chain in block_hashes(some)], pa.binary())
+            own, done, found = roots[numbers.to_numpy()], 0, list[bytes]()
+            for some in read_prompts(prompts, offsets.to_numpy(), counts.to_numpy()):
+                found += block_hashes(some, own[done : done + len(some)])
+                done += len(some)
+            return pa.array(found, pa.binary())
         except BaseException as error:  # a signal's, too; DuckDB would tell of it as of a damaged file
             raised.append(error)
             raise
 
-    kinds: list[Any] = ["BIGINT", "INTEGER"]
+    kinds: list[Any] = ["BIGINT", "BIGINT", "INTEGER"]
     database.create_function("chain", chains, kinds, "BLOB", type="arrow")
     query = database.sql(
-        "SELECT rowid, chain(token_offset, token_count) AS chain FROM work ORDER BY chain, rowid"
+        "SELECT rowid, chain(rowid, token_offset, token_count) AS chain FROM work ORDER BY chain, rowid"
     )
     builder, rows, before = ForestBuilder(), [np.zeros(0, np.int32)], b""
     try:
@@ -74,29 +79,34 @@ def _rows_of_chains(database: Any) -> int:
     return min(_ROWS, max(1, _CHAIN_BYTES // max(1, longest // BLOCK * HASH_BYTES)))
 
 
-def _by_tails(database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints) -> tuple[Ints, Ints]:
+def _by_tails(
+    database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints, roots: Hashes
+) -> tuple[Ints, Ints]:
     """Return the items that lie at each node of the forest of blocks and no deeper, sorted by the tokens behind the
     node (prompts by their number in sorted order, and behind them the nodes), and how many of these tokens each has in
-    common with the one before it."""
-    database.execute("CREATE TEMP TABLE tails(node INTEGER, item INTEGER, tail BLOB)")
-    for batch in _tails(database, prompts, blocks, rows):
+    common with the one before it. Items whose roots differ have none in common: they meet where they share no block."""
+    database.execute("CREATE TEMP TABLE tails(node INTEGER, root UBIGINT, item INTEGER, tail BLOB)")
+    for batch in _tails(database, prompts, blocks, rows, roots):
         database.register("batch", batch)
         database.execute("INSERT INTO tails SELECT * FROM batch")
         database.unregister("batch")
     items, common = np.empty((2, len(rows) + len(blocks)), np.int32)
-    done, before = 0, np.zeros((1, BLOCK), np.uint32)
-    query = database.sql("SELECT item, tail FROM tails ORDER BY node, tail, item")
+    done, before, root_before = 0, np.zeros((1, BLOCK), np.uint32), np.zeros(1, np.uint64)
+    query = database.sql("SELECT item, root, tail FROM tails ORDER BY node, root, tail, item")
     for batch in query.to_arrow_reader(_ROWS):
-        end, found = done + batch.num_rows, from_arrow(batch.column(1))
+        end, root, found = done + batch.num_rows, batch.column(1).to_numpy(), from_arrow(batch.column(2))
         items[done:end] = batch.column(0).to_numpy()
-        common[done:end] = common_tokens(found, before)
-        done, before = end, found[-1:]
+        same = root == np.concatenate([root_before, root[:-1]])
+        common[done:end] = np.where(same, common_tokens(found, before), 0)
+        done, before, root_before = end, found[-1:], root[-1:]
     database.execute("DROP TABLE tails")
     return items, common
 
 
-def _tails(database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints) -> Iterator[pa.RecordBatch]:
-    """Yield batches of (node, item, tail), in the order of their places in the store: prompts, then nodes."""
+def _tails(
+    database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints, roots: Hashes
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches of (node, root, item, tail), in the order of their places in the store: prompts, then nodes."""
     found = database.sql("SELECT token_offset, token_count FROM work").fetchnumpy()
     depths = np.append(blocks.depth, np.int32(0))  # last, where ROOT points, that of no node
     around, firsts = blocks.around, blocks.firsts
@@ -107,7 +117,7 @@ def _tails(database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints) ->
         starts = found["token_offset"][row] + depths[node]
         left = found["token_count"][row] - 1 - depths[node]
         tails = to_arrow(read_tails(prompts, starts, left))
-        yield pa.record_batch([node, some, tails], ["node", "item", "tail"])
+        yield pa.record_batch([node, roots[row], some, tails], ["node", "root", "item", "tail"])
 
 
 def _refined(blocks: PrefixForest, items: Ints, common: Ints) -> tuple[Ints, Ints]:

@@ -10,6 +10,7 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import Unavailable
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
@@ -37,6 +38,11 @@ class Setup:
     tokenizer: Tokenizer
     columns: SchemaColumns | None  # of answers that `output.schema` describes
     most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
+
+    @property
+    def roots(self) -> ContentRoots:
+        """The content roots of requests to this model."""
+        return self.checkpoint.spec.content_roots(self.setting.max_model_len)
 
     def ingest_options(
         self,

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
-from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import most_queued
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.kv.kv_cache import BlockPool
@@ -28,7 +28,7 @@ class SimulatedEngine:
     layout: CacheLayout
     blocks: int
     scheduler: SchedulerConfig
-    max_model_len: int
+    roots: ContentRoots
     time: StepTime
     looks_ahead: bool  # as GPUs do: the host schedules a step while the one before runs
     captures: Captures | None = None  # of a GPU; None on a CPU
@@ -138,10 +138,7 @@ def simulated_steps(
 
 
 def _counted(request: Request) -> Request:
-    """The request with what decides how long its answer may be, and whether that is known, and nothing else."""
-    params = request.params
-    counted = SamplingParams(max_tokens=params.max_tokens, ignore_eos=params.has_known_length)
-    return replace(request, params=counted)
+    return replace(request, params=request.params.counted)
 
 
 def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
@@ -164,5 +161,5 @@ def _engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
         taken_bytes=lambda: block * (pool.used + pool.cached),
         launching=None if machine.captures is None else Launching(machine.captures),
     )
-    limits = EngineLimits(machine.max_model_len, frozenset([END]))
+    limits = EngineLimits(machine.roots, frozenset([END]))
     return Engine(runner, scheduler, limits, machine.time.peaks, clock=lambda: runner.clock.host)

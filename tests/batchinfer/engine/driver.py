@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.kv_cache import BlockPool
@@ -22,6 +23,8 @@ from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.engine.tensors.table_rows import TableRows
 
+ROOTS = ContentRoots(100_000)
+
 
 class Hopeful(OutputLengths):
     """Believes that every row ends with its next token, so that a scarce cache overflows."""
@@ -31,11 +34,16 @@ class Hopeful(OutputLengths):
 
 
 def sequence(
-    tokens: list[int], max_tokens: int, key: int = 0, exact: bool = False, shares_next: int = 0
+    tokens: list[int],
+    max_tokens: int,
+    key: int = 0,
+    exact: bool = False,
+    shares_next: int = 0,
+    roots: ContentRoots = ROOTS,
 ) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=exact)
     request = Request(key.to_bytes(32, "big"), np.array(tokens, np.int32), params, shares_next)
-    return Sequence.of(request, 100_000, None, 0.0)
+    return Sequence.of(request, roots, None, 0.0)
 
 
 def distinct_tokens(rows: list[list[int]]) -> int:
@@ -53,7 +61,10 @@ class Slots:
 
     def run(self, chunks: Seq[Chunk], copies: Seq[Copy], tokens: Callable[[Sequence], list[int]]) -> None:
         """Write what the chunks compute, copy, and read what attention does: this sequence's own prefix."""
-        known = [list(accumulate(tokens(chunk.sequence), _digest, initial=0))[1:] for chunk in chunks]
+        known = [
+            list(accumulate(tokens(chunk.sequence), _digest, initial=hash(chunk.sequence.content_root)))[1:]
+            for chunk in chunks
+        ]
         for chunk, digests in zip(chunks, known, strict=True):
             for group in range(len(self._windows)):
                 for at in range(chunk.start, chunk.end):
@@ -69,6 +80,11 @@ class Slots:
 
     def _slot(self, chunk: Chunk, group: int, at: int) -> tuple[int, int]:
         return chunk.sequence.tables[group][at // self._size], at % self._size
+
+
+def _contents(sequence: Sequence, tokens: list[int]) -> list[int]:
+    """A digest of what each token's K and V depend on."""
+    return list(accumulate(tokens, _digest, initial=hash(sequence.content_root)))[1:]
 
 
 def _digest(before: int, token: int) -> int:

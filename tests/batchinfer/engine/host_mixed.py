@@ -25,6 +25,7 @@ if interpreter.is_wanted():
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.engine.graphs.graph_capture import GraphRecorder, R, Replay
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from batchinfer.engine.kv.cache_layout import cache_layout
@@ -101,7 +102,7 @@ def mixed_step() -> list[Chunk]:
     parts = [(0, CHUNK), *[(CONTEXT - 1, 1)] * ROWS]
     chunks = []
     for request, (start, length) in zip(greedy([[5] * CONTEXT] * len(parts), 9), parts, strict=True):
-        sequence = Sequence.of(request, 2 * CONTEXT, None, 0.0)
+        sequence = Sequence.of(request, ContentRoots(2 * CONTEXT), None, 0.0)
         first = len(chunks) * CONTEXT // BLOCK
         sequence.tables = [list(range(first, first + CONTEXT // BLOCK))]
         chunks.append(Chunk(sequence, start, length))

@@ -25,6 +25,7 @@ if interpreter.is_wanted():  # attention is planned for a GPU, and none may be h
 import torch
 from torch import Tensor
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
@@ -129,7 +130,7 @@ def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:
     sampler = Sampler(frozenset([EOS]))
     runner = DeviceRunner(model, ops, [], layout, sampler, cost, device, graphs=graphs, tables=LaidByNobody())
     scheduler = Scheduler(SchedulerConfig(load.rows, BUDGET), BlockPool(needed, BLOCK))
-    return Engine(runner, scheduler, EngineLimits(LONGEST, frozenset([EOS])))
+    return Engine(runner, scheduler, EngineLimits(ContentRoots(LONGEST), frozenset([EOS])))
 
 
 def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import one_group
@@ -53,7 +54,7 @@ def simulate(
     layout = one_group([CacheSpec(1, 64)] * cost.layers, 16)
     time = StepTime(peaks, host_step_s=overhead_s)
     machine = SimulatedEngine(
-        cost, layout, blocks, SchedulerConfig(seqs, budget), 100_000, time, looks_ahead=False
+        cost, layout, blocks, SchedulerConfig(seqs, budget), ContentRoots(100_000), time, looks_ahead=False
     )
     requests = [row.request(key) for key, row in enumerate(rows)]
     return simulate_requests(

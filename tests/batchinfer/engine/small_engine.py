@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.core.sampling import SamplingParams
@@ -283,7 +284,7 @@ def make_engine(
     pool = PoisoningPool(limits, len(windows), getattr(runner, "caches", ()))
     kind = kind or (Preempting if limits.scarce and windows != (None,) else Scheduler)
     scheduler = kind(config, pool, Hopeful() if limits.scarce else None, windows)
-    return Engine(runner, scheduler, EngineLimits(MAX_LEN, eos, long_rope_beyond), **more)
+    return Engine(runner, scheduler, EngineLimits(ContentRoots(MAX_LEN, long_rope_beyond), eos), **more)
 
 
 def layer_each(windows: Sequence[int | None], block_size: int) -> CacheLayout:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import ConstraintWork
 from batchinfer.core.sampling import SamplingParams
@@ -110,7 +111,7 @@ def test_a_constraint_may_end_an_answer_before_its_longest() -> None:
     free = SamplingParams(max_tokens=9, ignore_eos=True)
     prompt = np.arange(3, dtype=np.int32)
     exact = [
-        Sequence.of(Request(b"k" * 32, prompt, params), 64, None, 0.0).exact
+        Sequence.of(Request(b"k" * 32, prompt, params), ContentRoots(64), None, 0.0).exact
         for params in (free, replace(free, choice=("yes", "no")))
     ]
     assert exact == [True, False]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.engine.schedule.scheduler import Step
 from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for, sequence
 from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, make_runner
@@ -143,8 +144,9 @@ def test_nothing_is_copied_where_it_does_not_pay(caching: bool) -> None:
 
 
 def test_rows_that_are_rotated_in_another_way_share_nothing() -> None:
-    rows = [sequence([7] * 20 + [key] * 5, 4, key) for key in range(2)]
-    rows[1].rope_offset = 100_000
+    roots = ContentRoots(1000, long_rope_beyond=30)
+    rows = [sequence([7] * 20 + [key] * 5, most, key, roots=roots) for key, most in enumerate((5, 6))]
+    assert [row.rope_offset for row in rows] == [0, 1000]
     assert not driver_for(rows, blocks=64, size=16).step().copies
 
 

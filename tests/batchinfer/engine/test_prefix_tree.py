@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.token_store import TokenStore
@@ -25,6 +26,7 @@ from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for
 from tests.kernels.gpu.pairs import each_first
 
 BLOCK = 16
+ROOTS = ContentRoots(10_000)
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
@@ -50,13 +52,13 @@ def plan_of(rows: list[list[int]], folder: Path) -> tuple[Plan, TokenStore]:
         folder / "x",
         [good_row(i, row, 12 if i % 5 else 11, params=text) for i, row in enumerate(rows)],
     )
-    return plan_job(index.folder / "index", index.tokens, [], folder / "plan"), index.tokens
+    return plan_job(index.folder / "index", index.tokens, [], folder / "plan", ROOTS), index.tokens
 
 
 def planned(rows: list[list[int]], folder: Path, batch: int = REQUEST_BATCH) -> Iterator[list[Request]]:
     """The batches of requests that the feeder sends."""
     plan, tokens = plan_of(rows, folder)
-    for _, requests in planned_requests(plan, tokens, batch):
+    for _, requests in planned_requests(plan, tokens, batch, ROOTS):
         yield requests
 
 
@@ -69,7 +71,7 @@ def run(batches: Iterator[list[Request]], queued: int = 192, **limits: Any) -> D
             batch = next(batches, None)
             more = batch is not None
             for request in batch or []:
-                scheduler.add(Sequence.of(request, 10_000, None, 0.0))
+                scheduler.add(Sequence.of(request, ROOTS, None, 0.0))
         driver.step()
     return driver
 
@@ -108,7 +110,9 @@ def test_plan_engine_and_report_count_the_same_shared_tokens(shape, size, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchinfer.plan.order.run_order.MANY", 1)
         plan, tokens = plan_of(rows, tmp_path)
-    requests = [request for _, some in planned_requests(plan, tokens, REQUEST_BATCH) for request in some]
+    requests = [
+        request for _, some in planned_requests(plan, tokens, REQUEST_BATCH, ROOTS) for request in some
+    ]
     driver = run(iter([requests]), blocks=4000 // size, size=size)
     assert driver.cached == plan.shared_prefix_tokens == sum(map(len, rows)) - distinct_tokens(rows)
     reported = PrefixTree()

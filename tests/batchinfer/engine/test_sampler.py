@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.ops.interface import NO_TOKEN
@@ -19,7 +20,7 @@ from tests.batchinfer.engine.small_engine import request
 
 
 def make_sequence(key: int, prompt: list[int], output: list[int], most: int = 99, **params: Any) -> Sequence:
-    sequence = Sequence.of(request(key, prompt, most, **params), 1000, None, 0.0)
+    sequence = Sequence.of(request(key, prompt, most, **params), ContentRoots(1000), None, 0.0)
     sequence.tokens.extend(output)
     return sequence
 

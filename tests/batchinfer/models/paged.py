@@ -102,7 +102,7 @@ def _step(
 
 def _rope_offset(decoder: Decoder, sequence: PagedSequence) -> int:
     """Where the rotary tables' rows of a prompt of this length begin."""
-    long_rope_beyond = decoder.long_rope_beyond
+    long_rope_beyond = decoder.spec.long_rope_beyond
     return (
         decoder.max_positions
         if long_rope_beyond is not None and len(sequence.tokens) > long_rope_beyond

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.core.sampling import SamplingParams
@@ -66,7 +67,7 @@ def simulated(rows: int, budget: int, blocks: int, looks_ahead: bool, seed: int)
     time = StepTime(PEAKS, 0.5, 0.4, 1e-5)
     counting = CountingRunner(COST, layout, time, outputs, looks_ahead, scheduler.shared_blocks, lambda: 0)
     runner = Watched(counting)
-    limits = EngineLimits(4096, frozenset([END]))
+    limits = EngineLimits(ContentRoots(4096), frozenset([END]))
     engine = Engine(runner, scheduler, limits, PEAKS, clock=lambda: runner.clock.host)  # type: ignore[arg-type]
     engine.add(work)
     outs = list(engine.drain())

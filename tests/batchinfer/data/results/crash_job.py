@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.data.results.manifest import Manifest, PublishSpec
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.storage.durable import FileOps
@@ -40,7 +41,14 @@ def prepare(folder: Path) -> SmallIndex:
 def run_job(folder: Path, index: SmallIndex, ops: FileOps) -> Manifest:
     state = StateFolder(folder / "res", ops=ops)
     with state.lock(), CompletionStore(state.completions, rows=COMMIT, ops=ops) as store:
-        plan = plan_job(index.folder / "index", index.tokens, store.parts(), index.folder / "plan", threads=1)
+        plan = plan_job(
+            index.folder / "index",
+            index.tokens,
+            store.parts(),
+            index.folder / "plan",
+            ContentRoots(1 << 20),
+            threads=1,
+        )
         for batch in plan.batches(COMMIT):
             store.append(answer(key) for key in batch.keys)
             store.maybe_commit()

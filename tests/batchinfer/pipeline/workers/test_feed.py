@@ -7,14 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from batchinfer.core.request import Request
 from batchinfer.engine.config import EngineConfig
 from batchinfer.pipeline.workers import feed
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
-from batchinfer.plan.order.plan import Plan
 from tests import fake_engine
 
 CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
@@ -65,14 +62,12 @@ class Nowhere:
             self.interrupts.pending = signal.SIGTERM
 
 
-def drive(host: SilentHost, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def drive(host: SilentHost) -> list[float]:
     """Runs one request until a signal comes; how often and for how long a draining was announced."""
-    plan = Plan(Path(), Path(), *[0] * 10)
     announced: list[float] = []
-    monkeypatch.setattr(feed, "planned_requests", lambda plan, prompts, rows: iter([(None, [None])]))
     interrupts = Interrupts()
     sink = Nowhere(interrupts, ticks=3)
-    feed.run_plan(plan, None, host, sink, interrupts, announced.append)  # type: ignore[arg-type]
+    feed.run_plan(iter([(None, [None])]), host, sink, interrupts, announced.append)  # type: ignore[arg-type]
     return announced
 
 
@@ -82,7 +77,7 @@ def test_a_step_that_never_ends_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(feed, "DRAIN_S", 0.1)
     monkeypatch.setattr(feed, "LATE_S", 0.1)
     host = SilentHost(fake_engine.build(CONFIG).info)
-    assert drive(host, monkeypatch) == [0.1]
+    assert drive(host) == [0.1]
     assert host.told == [0.1]
 
 
@@ -96,11 +91,11 @@ def test_a_model_that_is_loading_again_is_not_waited_for(monkeypatch):
         return receive(timeout_s)
 
     host.receive = died  # type: ignore[method-assign]
-    assert drive(host, monkeypatch) == []
+    assert drive(host) == []
     assert host.told == []
 
 
 def test_a_model_that_is_still_loading_is_not_waited_for(monkeypatch):
     host = SilentHost()
-    assert drive(host, monkeypatch) == []
+    assert drive(host) == []
     assert host.told == []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import Add, Failed, Finish, Left, Pulse, Ready, WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.replica_pool import MOST_APART, ReplicaPool
 from batchinfer.pipeline.workers.transport import Link
-from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.plan import PlanBatch
 from tests.batchinfer.plan.order.test_backlog import rows
 from tests.examples import examples
 from tests.memory_transport import DiedError, MemoryTransport
@@ -144,26 +145,27 @@ def pool_of(
     engines: Engines, replicas: int, requests: Sequence[Request], interrupts: Interrupts | None = None
 ) -> Iterator[tuple[ReplicaPool, list[str]]]:
     notices: list[str] = []
-    windows = [requests[at : at + WINDOW] for at in range(0, len(requests), WINDOW)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feed, "planned_requests", lambda *_: iter([(None, window) for window in windows]))
-        specs = [WorkerSpec(CONFIG, None)] * replicas
-        named = "rows {}".format
-        with ReplicaPool(
-            specs, len(requests), interrupts or Interrupts(), lambda keys: named(len(keys)), notices.append,
-            nullcontext, transport=engines,
-        ) as pool:  # fmt: skip
-            yield pool, notices
+    specs = [WorkerSpec(CONFIG, None)] * replicas
+    named = "rows {}".format
+    with ReplicaPool(
+        specs, len(requests), interrupts or Interrupts(), lambda keys: named(len(keys)), notices.append,
+        nullcontext, transport=engines,
+    ) as pool:  # fmt: skip
+        yield pool, notices
 
 
-def run(pool: ReplicaPool, sink: Kept, interrupts: Interrupts | None = None) -> None:
-    plan = Plan(Path(), Path(), *[0] * 10)
-    feed.run_plan(plan, None, pool, sink, interrupts or Interrupts(), lambda _: None)  # type: ignore[arg-type]
+def run(
+    pool: ReplicaPool, requests: Sequence[Request], sink: Kept, interrupts: Interrupts | None = None
+) -> None:
+    batches = (
+        (PlanBatch(pa.table({})), list(requests[at : at + WINDOW])) for at in range(0, len(requests), WINDOW)
+    )
+    feed.run_plan(batches, pool, sink, interrupts or Interrupts(), lambda _: None)
 
 
-def failure(pool: ReplicaPool, sink: Kept) -> BatchInferError | None:
+def failure(pool: ReplicaPool, requests: Sequence[Request], sink: Kept) -> BatchInferError | None:
     try:
-        run(pool, sink)
+        run(pool, requests, sink)
     except BatchInferError as error:
         return error
     return None
@@ -183,7 +185,7 @@ def run_of(engines: Engines, replicas: int, requests: Sequence[Request]) -> Ende
     """Run the requests, whether or not that fails."""
     sink = Kept()
     with pool_of(engines, replicas, requests) as (pool, notices):
-        failed = failure(pool, sink)
+        failed = failure(pool, requests, sink)
     return Ended(pool, sink, notices, failed)
 
 
@@ -334,7 +336,7 @@ def test_a_run_ends_when_the_last_rows_kill_all_engines(monkeypatch: pytest.Monk
             return receive(timeout_s)
 
         patch.setattr(pool, "receive", limited)
-        run(pool, sink)
+        run(pool, requests, sink)
     assert set(sink.errors) == killers
     assert len(sink.answers) == 4
 
@@ -418,7 +420,7 @@ def test_after_a_signal_no_engine_is_started_and_all_are_told() -> None:
     requests, sink = rows(*[(1, 0, 10)] * 200), Kept()
     sink.take = lambda done: (Kept.take(sink, done), setattr(interrupts, "pending", 15))[0]  # type: ignore[method-assign]
     with pool_of(engines, 2, requests, interrupts) as (pool, _):
-        run(pool, sink, interrupts)
+        run(pool, requests, sink, interrupts)
         assert pool.left
         assert pool.restarts == 0
     assert len(engines.workers) == 2

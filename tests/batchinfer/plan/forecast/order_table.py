@@ -15,6 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from batchinfer.bench.workloads import Row, make_workload
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import one_group
@@ -35,7 +36,13 @@ def h100(seqs: int) -> SimulatedEngine:
     layout = one_group([CacheSpec(1, 1)] * LLAMA_8B.layers, 16)
     peaks = Peaks(sheet.peak_flops["bfloat16"], sheet.bandwidth)
     return SimulatedEngine(
-        LLAMA_8B, layout, 27_000, SchedulerConfig(seqs, 8192), 100_000, StepTime(peaks), looks_ahead=True
+        LLAMA_8B,
+        layout,
+        27_000,
+        SchedulerConfig(seqs, 8192),
+        ContentRoots(100_000),
+        StepTime(peaks),
+        looks_ahead=True,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.plan.order import planner, prefixes, sorted_prompts
@@ -36,6 +37,9 @@ def planned(plan: Plan) -> list[dict[str, Any]]:
     return pq.read_table(plan.path).to_pylist()
 
 
+ROOTS = ContentRoots(1 << 20)
+
+
 def plan_rows(
     folder: Path,
     rows: list[dict[str, Any]],
@@ -48,7 +52,7 @@ def plan_rows(
     with CompletionStore(folder / "completions") as store:
         store.append(answer(key) for key in present)
         store.commit()
-        return plan_job(index.folder / "index", index.tokens, store.parts(), folder / "plan", **more)
+        return plan_job(index.folder / "index", index.tokens, store.parts(), folder / "plan", ROOTS, **more)
 
 
 def test_counts(tmp_path: Path) -> None:
@@ -84,8 +88,8 @@ def test_retryable_errors_are_run_again_only_when_asked(tmp_path: Path) -> None:
         store.append([answer(keys[0]), failure(keys[1], retryable=True), failure(keys[2], retryable=False)])
         store.commit()
         work = index.folder / "index", index.tokens
-        usual = plan_job(*work, store.parts(), tmp_path / "a")
-        again = plan_job(*work, store.parts(), tmp_path / "b", retry_errors=True)
+        usual = plan_job(*work, store.parts(), tmp_path / "a", ROOTS)
+        again = plan_job(*work, store.parts(), tmp_path / "b", ROOTS, retry_errors=True)
     assert {row["key"] for row in planned(usual)} == {keys[3]}
     assert {row["key"] for row in planned(again)} == {keys[1], keys[3]}
 

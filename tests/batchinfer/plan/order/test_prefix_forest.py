@@ -38,11 +38,12 @@ def in_order(prompts: list[np.ndarray], batch: int) -> tuple[list[np.ndarray], P
     """The prompts sorted, and their forest, of which so many prompts are held at a time."""
     counts = [len(prompt) for prompt in prompts]
     places = pa.table({"token_offset": np.cumsum(counts) - counts, "token_count": np.array(counts, np.int32)})
+    roots = np.zeros(len(prompts), np.uint64)
     with duckdb.connect() as database, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sorting, "_ROWS", batch)
         database.register("places", places)
         database.execute("CREATE TABLE work AS SELECT * FROM places")
-        forest, rows = sorting.sorted_prompts(database, Counted(np.concatenate(prompts)))
+        forest, rows = sorting.sorted_prompts(database, Counted(np.concatenate(prompts)), roots)
     assert rows.tolist() == sorted(range(len(prompts)), key=lambda row: (prompts[row][:-1].tolist(), row))
     return [prompts[row] for row in rows], forest
 

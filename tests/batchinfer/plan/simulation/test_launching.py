@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.schedule.scheduler import Chunk
@@ -14,7 +15,9 @@ from batchinfer.plan.simulation.launching import Captures, Launching
 
 def chunks(rows: int, start: int, length: int = 1) -> list[Chunk]:
     requests = [Request(bytes([n]) * 32, np.zeros(4, np.int32), SamplingParams()) for n in range(rows)]
-    return [Chunk(Sequence.of(request, 1 << 20, None, 0.0), start, length) for request in requests]
+    return [
+        Chunk(Sequence.of(request, ContentRoots(1 << 20), None, 0.0), start, length) for request in requests
+    ]
 
 
 def test_steps_that_read_prompts_are_replayed_in_pieces_up_to_a_size():

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.samples import StepSample
 from batchinfer.core.sampling import SamplingParams
@@ -74,7 +75,7 @@ def machine(limits: Limits, runner: ModelRunner, time: StepTime, looks_ahead: bo
         runner.layout,
         limits.blocks,
         SchedulerConfig(limits.seqs, limits.budget, limits.caching),
-        MAX_LEN,
+        ContentRoots(MAX_LEN),
         time,
         looks_ahead,
         captures=Captures(0, 0, 0) if looks_ahead else None,

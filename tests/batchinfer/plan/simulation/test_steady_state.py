@@ -19,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import one_group
@@ -70,7 +71,9 @@ def machine(cost: ModelCost, costs: AdmissionCosts | None, pieces: bool = True) 
     captures = Captures(SEQS, 100_000, captured_tokens(cost, H100, BUDGET) if pieces else 0)
     blocks = MEMORY // (16 * cost.kv_bytes(1))
     limits = SchedulerConfig(SEQS, BUDGET, admission_costs=costs)
-    return SimulatedEngine(cost, layout, blocks, limits, 100_000, time, looks_ahead=True, captures=captures)
+    return SimulatedEngine(
+        cost, layout, blocks, limits, ContentRoots(100_000), time, looks_ahead=True, captures=captures
+    )
 
 
 def run(engine: SimulatedEngine, prompt: int, output: int, rows: int) -> Simulated:

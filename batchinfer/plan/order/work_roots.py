@@ -1,0 +1,40 @@
+"""The content roots of the rows that are planned, as numbers."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from batchinfer.core.content_root import USUAL, ContentRoots
+from batchinfer.plan.order.block_hashes import Hashes
+from batchinfer.plan.order.requests import request_params
+
+_ROWS = 65_536  # that are read at a time
+
+
+def root_number(root: bytes) -> int:
+    """Return the number of a root: 0 of the usual one, 64 bits of a digest of another one.
+
+    Two roots have the same number with a probability of about 2⁻⁶⁴; what comes of it is a worse order, and no wrong
+    answer.
+    """
+    return 0 if root == USUAL else int.from_bytes(blake2b(root, digest_size=8).digest(), "little")
+
+
+def work_roots(database: Any, roots: ContentRoots) -> Hashes:
+    """Return the number of the root of each row of the table `work`, in its order."""
+    rows = int(database.execute("SELECT count(*) FROM work").fetchall()[0][0])
+    if roots.is_single:
+        return np.broadcast_to(np.uint64(0), rows)  # takes no memory
+    found, done, numbers = np.empty(rows, np.uint64), 0, dict[bytes, int]()
+    query = database.sql("SELECT token_count, params, expected_tokens FROM work ORDER BY rowid")
+    for batch in query.to_arrow_reader(_ROWS):
+        for count, text, expected in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            root = roots.of(count, request_params(text, expected))
+            if root not in numbers:
+                numbers[root] = root_number(root)
+            found[done] = numbers[root]
+            done += 1
+    return found

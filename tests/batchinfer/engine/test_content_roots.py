@@ -1,0 +1,144 @@
+"""Requests whose content roots differ share nothing, in the plan, the engine, the simulation and the report; those of
+one root share all that they have in common. The roots are made up: nobody but `ContentRoots` knows the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.request import Request, common_prefix
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.config import REQUEST_BATCH
+from batchinfer.engine.kv.cache_layout import one_group
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.models.spec.spec import CacheSpec
+from batchinfer.plan.forecast.order_choice import PlanSample
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.planner import plan_job
+from batchinfer.plan.order.policies import Capacity, OrderPolicy
+from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.simulation.simulator import SimulatedEngine, simulate
+from batchinfer.plan.simulation.step_time import StepTime
+from batchinfer.report.tables.prefixes import PrefixTree
+from tests.batchinfer.data.small_index import good_row, write_index
+from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for
+from tests.batchinfer.engine.simulation import CPU, LLAMA_135M
+from tests.examples import examples
+
+BLOCK = 16
+
+
+class MadeUp(ContentRoots):
+    """Requests have one of two roots, neither of which is the usual one, or the usual one."""
+
+    @property
+    def is_single(self) -> bool:
+        return False
+
+    def of(self, prompt_tokens: int, params: SamplingParams) -> bytes:
+        return (b"", b"one", b"another")[params.max_tokens % 3]
+
+
+ROOTS = MadeUp(10_000)
+# A path is made of stretches of 7 tokens, which fill no whole blocks; the last token is nobody else's
+ROWS = st.lists(
+    st.tuples(st.lists(st.integers(0, 1), max_size=14), st.integers(1, 30), st.integers(3, 8)),
+    min_size=2,
+    max_size=24,
+)
+
+
+def prompts_of(rows: list[tuple[list[int], int, int]]) -> list[list[int]]:
+    return [
+        [2 + step for step in path for _ in range(7)] + [50 + number] * own
+        for number, (path, own, _) in enumerate(rows)
+    ]
+
+
+def planned(rows: list[tuple[list[int], int, int]], folder: Path) -> tuple[Plan, list[Request]]:
+    text = SamplingParams(ignore_eos=True).to_json()
+    work = [
+        good_row(number, prompt, most, params=text)
+        for number, (prompt, (_, _, most)) in enumerate(zip(prompts_of(rows), rows, strict=True))
+    ]
+    index = write_index(folder / "x", work)
+    plan = plan_job(index.folder / "index", index.tokens, [], folder / "plan", ROOTS)
+    read = planned_requests(plan, index.tokens, REQUEST_BATCH, ROOTS)
+    return plan, [request for _, some in read for request in some]
+
+
+def shared_within_roots(requests: list[Request]) -> int:
+    """The prompt tokens that need not run when each node of each root's tree runs once."""
+    by_root: dict[bytes, list[list[int]]] = {}
+    for request in requests:
+        root = ROOTS.of(len(request.prompt), request.params)
+        by_root.setdefault(root, []).append(request.prompt.tolist())
+    return sum(sum(map(len, rows)) - distinct_tokens(rows) for rows in by_root.values())
+
+
+def run_engine(requests: list[Request]) -> Driver:
+    """Run them on the real scheduler and cache; the driver raises when a row reads K or V of another root."""
+    rows = [Sequence.of(request, ROOTS, None, 0.0) for request in requests]
+    driver = driver_for(rows, blocks=2000, size=BLOCK, seqs=64, budget=2048)
+    driver.drain()
+    return driver
+
+
+def simulated(requests: list[Request]) -> int:
+    layout = one_group([CacheSpec(1, 64)] * LLAMA_135M.layers, BLOCK)
+    machine = SimulatedEngine(
+        LLAMA_135M, layout, 2000, SchedulerConfig(64, 2048), ROOTS, StepTime(CPU), looks_ahead=False
+    )
+    return simulate(machine, requests, {r.key: r.params.max_tokens for r in requests}).cached_tokens
+
+
+def reported(requests: list[Request], folder: Path) -> int:
+    tree = PrefixTree()
+    for request in requests:
+        tree.add(request)
+    return sum(pq.read_table(tree.close().write(folder, "r"))["saved_tokens"].to_pylist())
+
+
+@given(rows=ROWS)
+@settings(max_examples=examples(15, 200), deadline=None, print_blob=True)
+def test_all_that_is_shared_is_shared_within_a_root(
+    rows: list[tuple[list[int], int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("roots")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("batchinfer.plan.order.run_order.MANY", 1)
+        plan, requests = planned(rows, folder)
+    wanted = shared_within_roots(requests)
+    found: dict[str, Callable[[], int]] = {
+        "plan": lambda: plan.shared_prefix_tokens,
+        "engine": lambda: run_engine(requests).cached,
+        "simulation": lambda: simulated(requests),
+        "report": lambda: reported(requests, folder),
+    }
+    assert {name: count() for name, count in found.items()} == dict.fromkeys(found, wanted)
+
+
+@given(rows=ROWS)
+@settings(max_examples=examples(20, 100), deadline=None, print_blob=True)
+def test_an_order_that_is_compared_announces_nothing_across_roots(
+    rows: list[tuple[list[int], int, int]],
+) -> None:
+    requests = [
+        Request(number.to_bytes(32, "big"), np.array(prompt, np.int32), SamplingParams(max_tokens=most))
+        for number, (prompt, (_, _, most)) in enumerate(zip(prompts_of(rows), rows, strict=True))
+    ]
+    sample = PlanSample(requests, range(len(requests)), None)
+    ordered = sample.ordered(OrderPolicy.DEPTH_FIRST, Capacity(64, 100_000), ROOTS)
+    assert sorted(request.key for request in ordered) == [request.key for request in requests]
+    for request, after in pairwise(ordered):
+        alike = ROOTS.of(0, request.params) == ROOTS.of(0, after.params)
+        assert request.shares_next == (common_prefix(request.prompt, after.prompt) if alike else 0)
