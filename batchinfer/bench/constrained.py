@@ -19,7 +19,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraint, GrammarConstraints
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.engine.load.build import LoadedModel
-from batchinfer.engine.runner.sampler import ConstraintMask
+from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.models.checkpoint.shapes import shape_config
 
 RECORDS = 1000  # an answer's least: none is whole before its row has its tokens
@@ -52,8 +52,9 @@ def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
     constraints = EverySampled(GrammarConstraints(definition, eos, vocab, loaded.info.threads))
     # which loads the tokenizer, as a job does once
     constraints.start(SamplingParams(json_schema=schema(0, 0)))
-    sampler = replace(loaded.runner.sampler, mask=ConstraintMask(constraints))
-    return replace(loaded, runner=replace(loaded.runner, sampler=sampler), constraints=constraints)
+    masks = ConstraintMasks(constraints)
+    sampler = replace(loaded.runner.sampler, mask=masks)
+    return replace(loaded, runner=replace(loaded.runner, sampler=sampler), masks=masks)
 
 
 def _tokenizer(options: BenchOptions) -> tuple[str, int]:

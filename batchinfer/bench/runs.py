@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 from batchinfer.bench.planning import Planned, plan_rows
 from batchinfer.bench.workloads import Row
@@ -18,7 +17,6 @@ from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import REQUEST_BATCH, EngineInfo, most_queued
 from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.loop.engine import Engine
-from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.pipeline.workers.feed import run_plan
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
@@ -46,8 +44,7 @@ def timed_run(
     loaded: LoadedModel, rows: Sequence[Row], deduplicate: bool = True, planner: Planner = plan_rows
 ) -> Run:
     """Run the rows on an empty cache. Raises OutOfMemory when one does not fit, and what the rooms raise."""
-    recorder = StepRecorder(loaded.runner)
-    engine = loaded.engine(runner=cast(ModelRunner, recorder))
+    engine = loaded.engine()
     answers = _Answers()
     with temporary_folder("bench") as folder:
         began = time.perf_counter()
@@ -56,7 +53,7 @@ def timed_run(
         plan_s = time.perf_counter() - began
         _run(planned, roots, engine, loaded.info, answers)
         wall_s = time.perf_counter() - began
-    shapes = tuple(recorder.shapes)
+    shapes = tuple(map(_shape, answers.steps))
     found = answers.of_rows(planned.keys, rows)
     return Run(wall_s, plan_s, planned.plan, tuple(answers.steps), shapes, found)
 
@@ -67,20 +64,10 @@ def _run(planned: Planned, roots: ContentRoots, engine: Engine, info: EngineInfo
     run_plan(batches, host, answers, Interrupts(), lambda _: None)
 
 
-class StepRecorder:
-    """Stands before a runner and keeps the shape of every step, which its samples only sum up."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.shapes: list[StepShape] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def step_shape(self, *chunks: Any) -> StepShape:
-        shape = self._runner.step_shape(*chunks)
-        self.shapes.append(shape)
-        return shape
+def _shape(step: StepSample) -> StepShape:
+    """Return what a step ran; tokens that ran again after a preemption are not counted."""
+    tokens = step.prefill_tokens + step.decode_tokens - step.recomputed_tokens
+    return StepShape(tokens, step.sampled_tokens, step.pairs, step.kv_tokens, step.copied_tokens)
 
 
 class InProcessHost:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
 from functools import cache
 from typing import Any
@@ -23,13 +22,13 @@ from batchinfer.data.constraints.constrained import GrammarConstraint, GrammarCo
 from batchinfer.data.constraints.constraint_check import constraint_problem
 from batchinfer.data.constraints.grammar import BadConstraint, check_grammar
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from batchinfer.engine.runner.sampler import ConstraintMask, Sampler
 from tests.batchinfer.engine.small_engine import (
     Limits,
     Ran,
     checkpoint,
     cpu_ops,
     drain,
+    following,
     make_engine,
     make_runner,
 )
@@ -59,8 +58,8 @@ def run(requests: list[Request], limits: Limits = LIMITS) -> Ran:
     constraints = GrammarConstraints(tokenizer().definition, [EOS], VOCAB, 1)
     model = checkpoint("llama", num_hidden_layers=1)
     runner = make_runner(model, cpu_ops(model), limits)
-    masked = Sampler(runner.sampler.eos_token_ids, ConstraintMask(constraints))
-    engine = make_engine(replace(runner, sampler=masked), limits, frozenset([EOS]), constraints=constraints)
+    runner, masks = following(runner, constraints)
+    engine = make_engine(runner, limits, frozenset([EOS]), masks=masks)
     return drain(engine, requests)
 
 

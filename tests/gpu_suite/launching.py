@@ -21,8 +21,8 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
-from batchinfer.engine.schedule.partial_blocks import Copy
-from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, Step
+from batchinfer.engine.schedule.scheduler import Scheduler, Step
+from batchinfer.engine.schedule.step_plan import StepPlan
 from tests.gpu_suite import steady
 from tests.gpu_suite.loaded import loaded_model, name_of
 
@@ -53,12 +53,12 @@ Stepped = tuple[StepSample, HostStep]
 class TimedScheduler(Scheduler):
     """Keeps how long it took to decide the last step."""
 
-    took_s = 0.0
+    took_s, admitted = 0.0, 0
 
     def schedule(self) -> Step:
         began = time.perf_counter()
         step = super().schedule()
-        self.took_s = time.perf_counter() - began
+        self.took_s, self.admitted = time.perf_counter() - began, len(step.admitted)
         return step
 
 
@@ -73,14 +73,13 @@ class TimedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, chunks: list[Chunk], copies: Sequence[Copy] = ()) -> Launched:
+    def launch(self, plan: StepPlan) -> Launched:
         """Raises what the runner raises."""
-        admitted = sum(chunk.sequence.scheduled_s is None for chunk in chunks)
         began = time.perf_counter()
-        launched = self._runner.launch(chunks, copies)
+        launched = self._runner.launch(plan)
         taken = time.perf_counter() - began
         assert self.scheduler is not None
-        self.steps.append(HostStep(self.scheduler.took_s, taken, admitted))
+        self.steps.append(HostStep(self.scheduler.took_s, taken, self.scheduler.admitted))
         return launched
 
 

@@ -71,7 +71,7 @@ class _Replayed:
     def precedes(self, batch: HostBatch, size: GraphSize) -> bool:
         """Whether the step runs the same sequences in the same order, one token further, on the same tensors. Then no
         table has changed but for appended blocks: a sequence that was preempted would have run in a step between."""
-        known = self.size == size and self.batch.sampling == batch.sampling
+        known = self.size == size and batch.follows
         return known and [n + 1 for n in self.batch.context_lens] == batch.context_lens
 
 

@@ -21,9 +21,9 @@ from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.load.dummy_steps import GpuMeter
 from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.sampler import ConstraintMask, Sampler
+from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import admission_costs, captured_tokens, scheduler_config
-from batchinfer.engine.schedule.constraints import Constraints, ConstraintsFor
+from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsFor
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
@@ -56,7 +56,7 @@ class LoadedModel:
     engine_limits: EngineLimits
     info: EngineInfo
     expert_loads: ExpertLoads
-    constraints: Constraints | None = None
+    masks: ConstraintMasks | None = None
 
     def engine(
         self,
@@ -71,9 +71,7 @@ class LoadedModel:
         pool = BlockPool(self.info.blocks, self.info.block_size, len(windows))
         scheduler = Scheduler(self.limits, pool, windows=windows)
         limits = self.engine_limits
-        return Engine(
-            runner or self.runner, scheduler, limits, peaks, stop_streams, constraints=self.constraints
-        )
+        return Engine(runner or self.runner, scheduler, limits, peaks, stop_streams, masks=self.masks)
 
 
 def build_engine(
@@ -113,8 +111,8 @@ def load_model(
     ops = fastest_prefill(source.choose_ops(arithmetic), sizes, device, source.plain_attention, agreed)
     model = source.load(ops, arithmetic, longest)
     eos = frozenset(source.spec.eos_token_ids)
-    followed = None if constraints is None else constraints(eos, source.spec.vocab)
-    sampler = Sampler(eos, None if followed is None else ConstraintMask(followed), device.type == "cpu")
+    masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
+    sampler = Sampler(eos, masks, device.type == "cpu")
     layout = cache_layout(source.spec.caches, block_size, longest)
     runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
     memory = _CacheMemory(config, source, runner, limits, arithmetic.dtype, longest)
@@ -127,7 +125,7 @@ def load_model(
         engine_limits=EngineLimits(source.spec.content_roots(longest), eos),
         info=_info(config, source, fitted, memory.block_bytes, threads),
         expert_loads=model.expert_loads,
-        constraints=followed,
+        masks=masks,
     )
 
 

@@ -19,8 +19,10 @@ from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.load.build import LoadedModel, load_model
-from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.schedule.plan_writer import PlanWriter
+from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.engine.tensors.garbage import loaded_for_good
 from batchinfer.models.checkpoint.config import parse_config
 from batchinfer.models.checkpoint.dummy import DummyWeights
@@ -129,12 +131,13 @@ def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape
     slower, never faster (docs/measurements/scheduling.md)."""
     runner = loaded.runner
     chunks = _chunks(loaded, parts)
-    shape = runner.step_shape(chunks, sum(chunk.samples for chunk in chunks), 0)
-    runner.launch(chunks).tokens()
+    step, sampling = Step(chunks), [chunk.sequence for chunk in chunks if chunk.samples]
+    shape, writer = step_shape(chunks, len(sampling), 0, runner.layout), PlanWriter()
+    runner.launch(writer.of(step, sampling)).tokens()
     took: list[float] = []
     while len(took) < FEWEST or (sum(took) < LONG_ENOUGH_S and len(took) < MOST):
         began = time.perf_counter()
-        runner.launch(chunks).tokens()
+        runner.launch(writer.of(step, sampling)).tokens()
         took.append(time.perf_counter() - began)
     return runner.cost, shape, len(chunks), sorted(took)[len(took) // 4]
 
@@ -147,10 +150,12 @@ def _first_use_s(loaded: LoadedModel) -> float:
     took: list[list[float]] = []
     for number in range(FIRST_USES):
         chunks = _chunks(loaded, [(0, FIRST_USE_TOKENS // 4)] * 4, last + number * blocks)
+        step, sampling = Step(chunks), [chunk.sequence for chunk in chunks if chunk.samples]
+        writer = PlanWriter()
         took.append([])
         for _ in range(FEWEST):
             began = time.perf_counter()
-            runner.launch(chunks).tokens()
+            runner.launch(writer.of(step, sampling)).tokens()
             took[-1].append(time.perf_counter() - began)
     size = sum(bytes_ for _, bytes_ in runner.cost.caches) * FIRST_USE_TOKENS
     return max(0.0, sum(first - min(again) for first, *again in took)) / (size * FIRST_USES)

@@ -5,6 +5,7 @@ The steps run dummy tokens, whose keys go to the block of the padding rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,7 +17,8 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.schedule.scheduler import Chunk, SchedulerConfig
+from batchinfer.engine.schedule.plan_writer import PlanWriter
+from batchinfer.engine.schedule.scheduler import Chunk, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.graph_sizes import SHORTEST
 
@@ -78,13 +80,10 @@ def sizes_between(rows: int, tokens: int) -> list[int]:
 class _EveryToken:
     """A mask of all rows that allows every token."""
 
-    def masks(self, sequence: Sequence) -> bool:
-        return True
+    def allowed(self, masks: Seq[int], tokens: Seq[int]) -> list[bool]:
+        return [True] * len(masks)
 
-    def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
-        return [True] * len(sequences)
-
-    def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
+    def fill(self, masks: Seq[int], bits: NDArray[np.int32]) -> None:
         """All bits are set before."""
 
 
@@ -114,7 +113,7 @@ class DummySteps:
         total = 0
         for tokens in (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows)):
             meter.restart()
-            self._run(self.chunks(tokens, self.rows, self.longest, self.costly), self._masked)
+            self._run(self.chunks(tokens, self.rows, self.longest, self.costly), masked=True)
             total += meter.peak()
         return total
 
@@ -131,21 +130,21 @@ class DummySteps:
             self._run(self.chunks(size, size, context, GREEDY))
         if self.runner.sampler.mask is not None:
             for params in (SAMPLED, GREEDY):
-                self._run(self.chunks(self.rows, self.rows, context, params), self._masked)
+                self._run(self.chunks(self.rows, self.rows, context, params), masked=True)
         if self.runner.graphs is not None:
             self.runner.graphs.end_warm_up()
         if self.runner.mixed is not None:
             self.runner.mixed.capture()
 
-    @property
-    def _masked(self) -> DeviceRunner:
-        """Masks every row, if any row of the job may be masked."""
-        if self.runner.sampler.mask is None:
-            return self.runner
-        return replace(self.runner, sampler=replace(self.runner.sampler, mask=_EveryToken()))
-
-    def _run(self, chunks: list[Chunk], runner: DeviceRunner | None = None) -> None:
-        launched = (runner or self.runner).launch(chunks)
+    def _run(self, chunks: list[Chunk], masked: bool = False) -> None:
+        """Run a step. `masked`: every row has a mask, if any row of the job may have one."""
+        runner, sampler = self.runner, self.runner.sampler
+        if masked and sampler.mask is not None:
+            runner = replace(runner, sampler=replace(sampler, mask=_EveryToken()))
+            for chunk in chunks:
+                chunk.sequence.mask = 0
+        sampling = [chunk.sequence for chunk in chunks]
+        launched = runner.launch(PlanWriter(sampler.eos_token_ids).of(Step(chunks), sampling))
         launched.tokens()
         launched.logprobs()
 

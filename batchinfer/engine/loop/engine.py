@@ -22,9 +22,11 @@ from batchinfer.core.request import (
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
 from batchinfer.engine.runner.runner import Runner
-from batchinfer.engine.schedule.constraints import Constraint, Constraints
+from batchinfer.engine.schedule.constraints import Constraint, ConstraintMasks
+from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus, StopStream, StopStreams
+from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer_kernels.arithmetic import NO_TOKEN
 from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
 
@@ -73,13 +75,14 @@ class Engine:
         stop_streams: StopStreams | None = None,
         clock: Callable[[], float] = time.perf_counter,
         draft: Draft | None = None,
-        constraints: Constraints | None = None,
+        masks: ConstraintMasks | None = None,
     ) -> None:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._peaks, self._stop_streams, self._clock = peaks, stop_streams, clock
-        self._draft, self._constraints = draft, constraints
+        self._draft, self._masks = draft, masks
+        self._plans = PlanWriter(limits.eos_token_ids, runner.wants)
         self._jump_forward_tokens = 0  # since the last sample
-        self._reported = _work_of(constraints)  # another engine may have used them before
+        self._reported = _work_of(masks)  # another engine may have used them before
         self._started = clock()
         self._steps = 0
         self._early = StepOutput()  # what ended before any step
@@ -107,7 +110,7 @@ class Engine:
             if len(request.prompt) + min(1, request.params.max_tokens) > (most := roots.max_model_len):
                 raise ValueError(f"a prompt of {len(request.prompt)} tokens, and positions for {most}")
             watch = self._watch(request)
-            if request.params.constraint is not None and self._constraints is None:
+            if request.params.constraint is not None and self._masks is None:
                 raise ValueError(
                     "this engine was built without a tokenizer, so it cannot follow a constraint"
                 )
@@ -122,7 +125,7 @@ class Engine:
             end = self._constrain(sequence)
         except ConstraintFailed as failed:
             return End("error", error=failed.error)
-        sequence.needs_sync = self._draft is not None or self._runner.needs_tokens(sequence)
+        sequence.needs_sync = self._draft is not None or sequence.mask is not None
         if end is not None:
             self._early.requests.append(_request_sample(sequence, end, self._now()))
             return end
@@ -151,6 +154,8 @@ class Engine:
 
     def forget_waiting(self) -> None:
         """Drop the requests that have not been admitted; running ones go on."""
+        for sequence in self._scheduler.waiting:
+            self._drop_mask(sequence)
         self._scheduler.forget_waiting()
 
     def check_integrity(self) -> None:
@@ -170,9 +175,11 @@ class Engine:
     def _constrain(self, sequence: Sequence) -> End | None:
         """Give a sequence its constraint, and the tokens that every such answer begins with; how they end it, if they
         do. Raises ConstraintFailed."""
-        if sequence.request.params.constraint is None or self._constraints is None:
+        if sequence.request.params.constraint is None or self._masks is None:
             return None
-        sequence.constraint, sequence.watched = self._constraints.start(sequence.request.params), True
+        constraint = self._masks.constraints.start(sequence.request.params)
+        sequence.constraint, sequence.watched = constraint, True
+        sequence.mask = self._masks.put(constraint)
         if len(sequence) >= sequence.max_length:
             return None
         end = self._jump_forward(sequence, self._now())
@@ -205,7 +212,9 @@ class Engine:
         if not self._in_flight:
             self._account(step)
         step.launched_s = self._now()
-        step.result = self._runner.launch(scheduled.chunks, scheduled.copies)
+        shares = self._runner.wants.shared_blocks
+        shared = self._scheduler.shared_blocks(scheduled.chunks) if shares else 0
+        step.result = self._runner.launch(self._plans.of(scheduled, step.sampling, shared))
         self._scheduler.launched(scheduled)
         self._scheduler.limit_tokens(self._runner.most_tokens)
         self._move_on(step)
@@ -245,7 +254,10 @@ class Engine:
     def _retire(self, step: InFlight, output: StepOutput) -> None:
         """Wait for a step's tokens and append them to their sequences."""
         assert step.result is not None
-        tokens, logprobs = step.result.tokens(), step.result.logprobs()
+        tokens, sampling = step.result.tokens(), step.sampling
+        logprobs = {sampling[place]: found for place, found in step.result.logprobs().items()}
+        for place, barred in step.result.barred().items():
+            sampling[place].masking.note(barred)
         ready = self._now()
         ends = self._take_all(step, tokens, logprobs, ready)
         if step.irregular:
@@ -338,6 +350,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)
+        self._drop_mask(sequence)
         output.completions.append(_completion(sequence, end))
         output.requests.append(_request_sample(sequence, end, now))
 
@@ -354,6 +367,10 @@ class Engine:
         else:
             self._scheduler.finish(sequence)
 
+    def _drop_mask(self, sequence: Sequence) -> None:
+        if sequence.mask is not None and self._masks is not None:
+            self._masks.drop(sequence.mask)
+
     def _account(self, step: InFlight) -> None:
         """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
         began = time.perf_counter_ns()
@@ -367,14 +384,14 @@ class Engine:
             chunks = [c for c in cut if c.length]
             sampled += sum(taken.count - 1 for taken in step.irregular)
         shared, copied = self._scheduler.shared_blocks(chunks), step.scheduled.copied_tokens
-        step.shape = self._runner.step_shape(chunks, sampled, shared, copied)
+        step.shape = step_shape(chunks, sampled, shared, self._runner.layout, copied)
         self._metering_ns += time.perf_counter_ns() - began
 
     def _new_work(self) -> ConstraintWork:
         """Count what constraints took since this was last asked."""
-        if self._constraints is None:
+        if self._masks is None:
             return _NO_WORK
-        now, before = _work_of(self._constraints), self._reported
+        now, before = _work_of(self._masks), self._reported
         self._reported = now
         return ConstraintWork(now.compile_s - before.compile_s, now.mask_s - before.mask_s)
 
@@ -425,9 +442,9 @@ class Engine:
 _NO_WORK = ConstraintWork()
 
 
-def _work_of(constraints: Constraints | None) -> ConstraintWork:
+def _work_of(masks: ConstraintMasks | None) -> ConstraintWork:
     """Copy the counts of what constraints took so far: they count on."""
-    return _NO_WORK if constraints is None else replace(constraints.work)
+    return _NO_WORK if masks is None else replace(masks.constraints.work)
 
 
 def _completion(sequence: Sequence, end: End) -> Completion:

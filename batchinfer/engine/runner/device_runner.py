@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +20,16 @@ from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Launched, StepLaunch
-from batchinfer.engine.runner.sampled import DeviceTokens, Masked, Sampled, by_sequence
-from batchinfer.engine.schedule.partial_blocks import Copy
-from batchinfer.engine.schedule.scheduler import Chunk
-from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.tensors.batch import HostBatch, host_batch
+from batchinfer.engine.runner.sampled import (
+    DeviceTokens,
+    Masked,
+    RowLogprobs,
+    Sampled,
+    logprobs_of_chunks,
+    tokens_of_chunks,
+)
+from batchinfer.engine.schedule.step_plan import StepPlan
+from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer.engine.tensors.device_tables import DeviceTables
 from batchinfer.engine.tensors.staging import Download, upload
@@ -37,30 +41,38 @@ _log = logging.getLogger(__name__)
 class DeviceRun:
     """The tokens and log-probabilities of a launched step, which are on their way to the host."""
 
-    download: Download | None  # tokens, then what `asking` says; None: nothing was sampled
+    download: Download | None  # tokens, then log-probabilities, then masks; None: nothing was sampled
     padded_tokens: int
     launch: StepLaunch
-    asking: list[list[Sequence]] = field(default_factory=list)  # of each batch that has log-probabilities
-    # Of each batch that has masked rows; last in the download
-    masked: list[Masked] = field(default_factory=list)
+    counts: list[int] | None = None  # of sampled rows to a chunk; None: one to each
+    # Of each micro-batch that has any, with the number of its first sampled row
+    asking: list[tuple[int, RowLogprobs]] = field(default_factory=list)
+    masked: list[tuple[int, Masked]] = field(default_factory=list)
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the step; the next token of each chunk that samples."""
+        """Wait for the step; the next tokens of each chunk that samples."""
         if self.download is None:
             return []
-        arrays = self.download.arrays()
-        for masked, barred in zip(self.masked, arrays[len(arrays) - len(self.masked) :], strict=True):
-            masked.note(barred)
-        return [[token] for token in arrays[0].tolist()]
+        return tokens_of_chunks(self.download.arrays()[0].tolist(), self.counts)
 
-    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
-        """Wait for the step; the log-probabilities of each sequence that asks."""
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """Wait for the step; the log-probabilities of each chunk that asks."""
         if self.download is None or not self.asking:
             return {}
-        found: dict[Sequence, TokenLogprobs] = {}
+        found: dict[int, TokenLogprobs] = {}
         arrays = iter(self.download.arrays()[1:])
-        for sequences in self.asking:
-            found |= by_sequence(sequences, next(arrays), next(arrays), next(arrays))
+        for first, rows in self.asking:
+            found |= rows.of_rows(next(arrays), next(arrays), next(arrays), first)
+        return logprobs_of_chunks(found, self.counts)
+
+    def barred(self) -> Mapping[int, bool]:
+        """Wait for the step; whether its mask kept each chunk that has one from its most likely token."""
+        if self.download is None or not self.masked:
+            return {}
+        arrays = self.download.arrays()
+        found: dict[int, bool] = {}
+        for (first, rows), barred in zip(self.masked, arrays[len(arrays) - len(self.masked) :], strict=True):
+            found |= rows.of_rows(barred, first)
         return found
 
 
@@ -100,33 +112,29 @@ class DeviceRunner(ModelRunner):
         return 0 if self.recorder is None else self.recorder.taken_bytes
 
     @torch.inference_mode()
-    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> Launched:
+    def launch(self, plan: StepPlan) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token."""
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
-        starts = {copy.sequence: copy.sequence.computed for copy in copies}
-        sampled: list[Sampled] = []
-        sampling: list[Sequence] = []
-        padded, todo = 0, deque(self.micro_batches.split(chunks))
-        modes: list[LaunchMode] = []
+        sampled: list[tuple[int, Sampled]] = []
+        padded, begun, modes = 0, 0, list[LaunchMode]()
+        todo = deque(self.micro_batches.split(self.state.batch(plan, self.layout)))
         while todo:
-            batch, failed = todo.popleft(), False
+            host, failed = todo.popleft(), False
             try:
-                own = _begun(batch, copies, starts) if copies else []  # seldom: it passes over every row
-                host = host_batch(batch, self.layout, self.rows, own)
                 with lack_of_memory():
                     found, padding, mode = self._run(host)
             except torch.OutOfMemoryError:
-                if sum(c.length for c in batch) == 1:
+                if len(host.token_ids) == 1:
                     raise
                 failed = True
             if failed:  # by now the error, whose traceback kept what the step held, is gone
-                self.micro_batches.shrink(batch)
+                self.micro_batches.shrink(len(host.token_ids), len(host.query_lens))
                 torch.cuda.empty_cache()
-                todo = deque(smaller for rest in (batch, *todo) for smaller in self.micro_batches.split(rest))
+                todo = deque(smaller for rest in (host, *todo) for smaller in self.micro_batches.split(rest))
                 continue
             self.micro_batches.succeeded(len(host.token_ids))
-            sampled += [] if found is None else [found]
-            sampling += host.sampling
+            sampled += [] if found is None else [(begun, found)]
+            begun += len(host.sampled_rows)
             padded += padding
             modes.append(mode)
         launch = StepLaunch(
@@ -134,36 +142,36 @@ class DeviceRunner(ModelRunner):
             capture_s=self.capture_s - captured_s,
             graph_bytes=self.graph_bytes - graph_bytes,
         )
-        return self._launched(sampling, sampled, padded, launch)
+        return self._launched(sampled, padded, launch, plan.sampled_counts)
 
     def _launched(
-        self, sampling: list[Sequence], sampled: list[Sampled], padded: int, launch: StepLaunch
+        self, sampled: list[tuple[int, Sampled]], padded: int, launch: StepLaunch, counts: list[int] | None
     ) -> Launched:
         if not sampled:
             return DeviceRun(None, padded, launch)
-        tokens = sampled[0].tokens if len(sampled) == 1 else torch.cat([s.tokens for s in sampled])
-        self.device_tokens.keep(tokens, sampling)
-        logprobs = [s.logprobs for s in sampled if s.logprobs is not None]
-        masked = [s.masked for s in sampled if s.masked is not None]
+        tokens = sampled[0][1].tokens if len(sampled) == 1 else torch.cat([s.tokens for _, s in sampled])
+        self.device_tokens.tokens = tokens
+        logprobs = [(first, s.logprobs) for first, s in sampled if s.logprobs is not None]
+        masked = [(first, s.masked) for first, s in sampled if s.masked is not None]
         beside = [
-            *(tensor for found in logprobs for tensor in found.tensors),
-            *(one.barred for one in masked),
+            *(tensor for _, found in logprobs for tensor in found.tensors),
+            *(one.barred for _, one in masked),
         ]
-        download = Download(tokens, *beside)
-        return DeviceRun(download, padded, launch, [found.sequences for found in logprobs], masked)
+        return DeviceRun(Download(tokens, *beside), padded, launch, counts, logprobs, masked)
 
     def _run(self, host: HostBatch) -> tuple[Sampled | None, int, LaunchMode]:
         """Run a step: (what was sampled, if anything was, padded tokens, and how it was launched)."""
         hidden, padded, mode = self._forward(host)
+        samples = len(host.sampled_rows) > 0
         return (
-            (self.next_tokens(hidden, host.sampling, self.device_tokens) if host.sampling else None),
+            self.next_tokens(hidden, host.sampling, self.device_tokens) if samples else None,
             padded,
             mode,
         )
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
         """Run the model: (hidden states of the rows to sample from, padded tokens, and how the step was launched)."""
-        self.tables.refresh(self.rows, self.device)
+        self.tables.refresh(self.state.tables, self.device)
         in_pieces = self.mixed is not None and self.mixed.covers(len(host.token_ids))
         if self.graphs is not None and self.graphs.covers(host):
             try:
@@ -178,13 +186,8 @@ class DeviceRunner(ModelRunner):
             run = self.mixed.run(host, self.tables, partial(self._fill_in, host), self.plan_attention)
             return *run, "piecewise_graph"
         arrays = (
-            host.token_ids,
-            host.sampled_rows,
-            host.table_rows,
-            host.positions,
-            *host.slots,
-            *host.parts,
-        )
+            host.token_ids, host.sampled_rows, host.table_rows, host.positions, *host.slots, *host.parts
+        )  # fmt: skip
         token_ids, sampled, rows, positions, *placed = upload(arrays, self.device)
         slots, parts = placed[: len(host.slots)], placed[len(host.slots) :]
         self._fill_in(host, token_ids)
@@ -195,21 +198,14 @@ class DeviceRunner(ModelRunner):
 
     def _fill_in(self, host: HostBatch, token_ids: Tensor) -> None:
         """Write the tokens that are awaited of the step before."""
-        waits = [sequence.placeholders > 0 for sequence in host.sampling]
-        if True not in waits:
+        if host.awaited is None:
             return
-        waiting, places = host.sampling, host.sampled_rows
-        if False in waits:  # seldom: a list of bools takes long as an index
-            waiting, places = list(compress(waiting, waits)), places[waits]
-        tokens = self.device_tokens.of(waiting, self.device)
-        if places[-1] - places[0] == len(places) - 1:  # a step of single tokens
+        places, sampled = host.awaited
+        tokens = self.device_tokens.of(sampled, self.device)
+        if places is None:
+            token_ids[: len(tokens)].copy_(tokens)  # a graph's tensors have padding rows behind them
+        elif places[-1] - places[0] == len(places) - 1:
             token_ids[places[0] : places[-1] + 1].copy_(tokens)
         else:
-            (index,) = upload([places], self.device)
+            (index,) = upload([places.astype(np.int64)], self.device)
             token_ids.index_copy_(0, index, tokens)
-
-
-def _begun(batch: list[Chunk], copies: Seq[Copy], starts: Mapping[Sequence, int]) -> list[Copy]:
-    """The copies of the sequences that begin with this batch: what they copy is there by now."""
-    begun = {sequence for sequence, start, _ in batch if starts.get(sequence) == start}
-    return [copy for copy in copies if copy.sequence in begun]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.tensors.batch import HostBatch
 
 _log = logging.getLogger(__name__)
 
@@ -31,26 +31,17 @@ class MicroBatches:
     _good: int = 0  # steps that counted since it last fell or rose
     _patience: int = field(default_factory=lambda: PATIENCE)
 
-    def split(self, chunks: list[Chunk]) -> list[list[Chunk]]:
-        """Split the chunks into micro-batches, in the same order; a chunk that is too long becomes several. A later
-        micro-batch reads from the cache what an earlier one wrote, so the results are the same; only the last of a
-        chunk's own samples.
+    def split(self, step: HostBatch) -> list[HostBatch]:
+        """Split a step into micro-batches, in the same order; a chunk that is too long becomes several. A later
+        micro-batch reads from the cache what an earlier one wrote, so the results are the same.
         """
-        if self.most_tokens is None:
-            return [chunks]
-        batches: list[list[Chunk]] = [[]]
-        room = self.most_tokens
-        for chunk in _short_chunks(chunks, self.most_tokens):
-            if chunk.length > room:
-                batches.append([])
-                room = self.most_tokens
-            batches[-1].append(chunk)
-            room -= chunk.length
-        return batches
+        most = self.most_tokens
+        if most is None or len(step.token_ids) <= most:
+            return [step]
+        return [step.part(first, end) for first, end in pairwise(_edges(step.query_lens, most))]
 
-    def shrink(self, batch: list[Chunk]) -> None:
-        """Lower the limit after the device ran out of memory for `batch`, which has two tokens at least."""
-        tokens = sum(c.length for c in batch)
+    def shrink(self, tokens: int, rows: int) -> None:
+        """Lower the limit after the device ran out of memory for this many tokens, two at least."""
         soon = self._held > 0 and self._good < self._patience
         self._patience = 2 * self._patience if soon else PATIENCE
         self._asked = max(self._asked, tokens)
@@ -61,7 +52,7 @@ class MicroBatches:
             "larger ones are tried again after %d steps. If this recurs, lower engine.kv_memory, "
             "engine.max_num_batched_tokens or engine.max_num_seqs",
             tokens,
-            len(batch),
+            rows,
             self.most_tokens,
             self._patience,
         )
@@ -85,7 +76,13 @@ class MicroBatches:
         )
 
 
-def _short_chunks(chunks: list[Chunk], most: int) -> Iterator[Chunk]:
-    for sequence, first, length in chunks:
-        for start in range(first, first + length, most):
-            yield Chunk(sequence, start, min(most, first + length - start))
+def _edges(lengths: list[int], most: int) -> list[int]:
+    """Return where micro-batches of chunks of these lengths begin and end. A chunk is divided only where it has more
+    tokens than fit at once."""
+    edges, done = [0], 0
+    for length in lengths:
+        for size in [*[most] * (length // most), *[length % most] * (length % most > 0)]:
+            if done + size - edges[-1] > most:
+                edges.append(done)
+            done += size
+    return [*edges, done]

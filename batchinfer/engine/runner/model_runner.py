@@ -13,16 +13,13 @@ from torch import Tensor
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import Launched, StepLaunch
-from batchinfer.engine.runner.sampled import DeviceTokens, Sampled, by_sequence
+from batchinfer.engine.runner.sampled import DeviceTokens, Sampled, logprobs_of_chunks, tokens_of_chunks
 from batchinfer.engine.runner.sampler import LogitsHead, Sampler
-from batchinfer.engine.schedule.partial_blocks import Copy
-from batchinfer.engine.schedule.scheduler import Chunk
-from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.schedule.step_shape import step_shape
+from batchinfer.engine.schedule.step_plan import COMPUTES, PlanWants, SamplingPlan, StepPlan
 from batchinfer.engine.tensors.batch import build_batch
-from batchinfer.engine.tensors.table_rows import TableRows
+from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
-from batchinfer_kernels.cost import ModelCost, StepShape
+from batchinfer_kernels.cost import ModelCost
 
 
 class Model(LogitsHead, Protocol):
@@ -45,16 +42,21 @@ class RunnerOutput:
 
     next_tokens: list[list[int]]
     padded_tokens: int
-    next_logprobs: Mapping[Sequence, TokenLogprobs] = field(default_factory=dict)
+    next_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    next_barred: Mapping[int, bool] = field(default_factory=dict)
     launch: StepLaunch | None = None
 
     def tokens(self) -> list[list[int]]:
         """Return the next tokens of each chunk that samples."""
         return self.next_tokens
 
-    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
-        """Return the log-probabilities of each sequence that asks."""
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """Return the log-probabilities of each chunk that asks."""
         return self.next_logprobs
+
+    def barred(self) -> Mapping[int, bool]:
+        """Return whether its mask kept each chunk that has one from its most likely token."""
+        return self.next_barred
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +70,13 @@ class ModelRunner:
     sampler: Sampler
     cost: ModelCost
     device: torch.device
-    rows: TableRows = field(default_factory=TableRows)
+    wants: PlanWants = COMPUTES
+    state: StepState = field(default_factory=StepState)
 
     @property
     def looks_ahead(self) -> bool:
         """Whether a step may be launched before the tokens of the one before it are known."""
         return False
-
-    def needs_tokens(self, sequence: Sequence) -> bool:
-        """Whether a step of this sequence needs the token before on the host, so that no step may look ahead of it."""
-        return self.sampler.masks(sequence)
 
     @property
     def most_tokens(self) -> int | None:
@@ -99,20 +98,24 @@ class ModelRunner:
         return None if self.device.type == "cpu" else StepLaunch("eager", 0.0)
 
     @torch.inference_mode()
-    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> Launched:
-        """Run the chunks, write their K and V, sample where a chunk reaches its sequence's end."""
-        batch = build_batch(chunks, self.layout, self.rows, self.device, copies)
+    def launch(self, plan: StepPlan) -> Launched:
+        """Run the chunks, write their K and V, sample the rows that the plan names."""
+        batch = build_batch(self.state.batch(plan, self.layout), self.device)
+        self.state.tables.sent()
         plans = self.plan_attention(batch.inputs)
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
-        if not batch.sampling:
+        if not plan.sampled_rows:
             return RunnerOutput([], plans[0].padded_tokens, launch=self._launch)
         sampled = self.next_tokens(hidden[batch.sampled_rows], batch.sampling)
-        if sampled.masked is not None:
-            sampled.masked.note(sampled.masked.barred.numpy(force=True))
-        tokens, found = [[token] for token in sampled.tokens.tolist()], sampled.logprobs
+        masked, found = sampled.masked, sampled.logprobs
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
-        logprobs = by_sequence(found.sequences, *arrays) if found else {}
-        return RunnerOutput(tokens, plans[0].padded_tokens, logprobs, self._launch)
+        return RunnerOutput(
+            tokens_of_chunks(sampled.tokens.tolist(), plan.sampled_counts),
+            plans[0].padded_tokens,
+            logprobs_of_chunks(found.of_rows(*arrays), plan.sampled_counts) if found else {},
+            masked.of_rows(masked.barred.numpy(force=True)) if masked else {},
+            self._launch,
+        )
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
         """Make a plan for each cache group."""
@@ -123,11 +126,7 @@ class ModelRunner:
         return plans
 
     def next_tokens(
-        self, hidden: Tensor, sequences: list[Sequence], device_tokens: DeviceTokens | None = None
+        self, hidden: Tensor, sampling: SamplingPlan, device_tokens: DeviceTokens | None = None
     ) -> Sampled:
         """Sample what follows these rows' hidden states. `device_tokens`: last tokens that only the device knows."""
-        return self.sampler.next_tokens(self.ops, self.model, hidden, sequences, device_tokens)
-
-    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
-        """Sum up the least work of these chunks; `step_shape` explains the arguments."""
-        return step_shape(chunks, sampled, shared, self.layout, copied)
+        return self.sampler.next_tokens(self.ops, self.model, hidden, sampling, device_tokens)

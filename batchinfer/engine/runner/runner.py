@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.core.samples import LaunchMode
-from batchinfer.engine.schedule.partial_blocks import Copy
-from batchinfer.engine.schedule.scheduler import Chunk
-from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer_kernels.cost import ModelCost, StepShape
+from batchinfer.engine.kv.cache_layout import CacheLayout
+from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
+from batchinfer_kernels.cost import ModelCost
 
 
 class StepLaunch(NamedTuple):
@@ -24,7 +22,8 @@ class StepLaunch(NamedTuple):
 
 
 class Launched(Protocol):
-    """An in-flight step: launched, and perhaps still running."""
+    """An in-flight step: launched, and perhaps still running. Chunks are named by their place among those that
+    sample."""
 
     @property
     def padded_tokens(self) -> int:
@@ -41,11 +40,13 @@ class Launched(Protocol):
         and one more are run by the next step. NO_TOKEN stands for logits that are not finite.
         """
 
-    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
-        """The log-probabilities of every token that `tokens` gives, for each sequence that asks. Waits for the device.
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """The log-probabilities of every token that `tokens` gives, of each chunk that asks. Waits for the device."""
 
-        They are given by sequence, not by place: what a step computes in addition to tokens may also be for chunks that
-        sample none.
+    def barred(self) -> Mapping[int, bool]:
+        """Say of each chunk whose token was masked whether that kept it from its most likely token. Waits for the device.
+
+        A chunk whose argmax was allowed without a look at its mask may be left out.
         """
 
 
@@ -57,6 +58,14 @@ class Runner(Protocol):
         """The costs of its model's steps."""
 
     @property
+    def layout(self) -> CacheLayout:
+        """The cache groups, whose block tables plans have."""
+
+    @property
+    def wants(self) -> PlanWants:
+        """The parts of plans that it reads."""
+
+    @property
     def looks_ahead(self) -> bool:
         """Whether a step may be launched before the tokens of the one before it are known."""
 
@@ -65,12 +74,5 @@ class Runner(Protocol):
         """The most tokens of a step for which there is memory, after one ran out of it; None: any number that the
         scheduler may choose. It falls, and rises again when memory may be back."""
 
-    def needs_tokens(self, sequence: Sequence) -> bool:
-        """Whether a step of this sequence needs the token before on the host, so that no step may look ahead of it."""
-
-    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> Launched:
-        """Run the chunks, or begin to; in each layer the copies are made before anything is attended to."""
-
-    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
-        """The least work and memory traffic of these chunks, which sample `sampled` tokens, meet `shared` blocks of
-        others among them again (see Scheduler.shared_blocks), and take over `copied` tokens."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Run a step, or begin to. A runner gets every plan of an engine, in order."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
-from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_plan import Ints
 from batchinfer.engine.tensors.staging import upload
-from batchinfer.engine.tensors.table_rows import places_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLogprobs:
-    """Log-probabilities of the next tokens of those sequences that ask for them, one row each."""
+    """Log-probabilities of the next tokens of those rows that ask for them."""
 
-    sequences: list[Sequence]
+    rows: list[int]  # (n,)
+    likeliest: list[int]  # (n,): how many each of them asks for
     chosen: Tensor  # (n,) float32
     top: Tensor  # (n, the most that any of them asks for) float32
     top_ids: Tensor  # of the same shape, int64
@@ -30,19 +31,29 @@ class RowLogprobs:
     def tensors(self) -> list[Tensor]:
         return [self.chosen, self.top, self.top_ids]
 
+    def of_rows(
+        self, chosen: NDArray[Any], top: NDArray[Any], top_ids: NDArray[Any], first: int = 0
+    ) -> dict[int, TokenLogprobs]:
+        """Give each row, whose number is `first` more, the log-probabilities of its token, with as many of the
+        likeliest ones as it asks for. The arrays hold what `tensors` do."""
+        ids = top_ids.astype(np.int32)
+        found: dict[int, TokenLogprobs] = {}
+        for at, (row, most) in enumerate(zip(self.rows, self.likeliest, strict=True)):
+            one = slice(at, at + 1)
+            found[first + row] = TokenLogprobs(chosen[one], top[one, :most], ids[one, :most])
+        return found
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masked:
     """Rows whose tokens were masked, and whether that kept each from its most likely token."""
 
-    sequences: list[Sequence]
+    rows: list[int]
     barred: Tensor  # (n,) bool
 
-    def note(self, barred: NDArray[Any]) -> None:
-        """Remember on the sequences what `barred` says on the host."""
-        for sequence, one in zip(self.sequences, barred.tolist(), strict=True):
-            masking = sequence.masking
-            masking.followed, masking.ever_steered = not one, masking.ever_steered or one
+    def of_rows(self, barred: NDArray[Any], first: int = 0) -> dict[int, bool]:
+        """Give each row, whose number is `first` more, what `barred` says on the host."""
+        return {first + row: one for row, one in zip(self.rows, barred.tolist(), strict=True)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,37 +65,46 @@ class Sampled:
     masked: Masked | None = None  # None: no row is
 
 
-def by_sequence(
-    sequences: Seq[Sequence], chosen: NDArray[Any], top: NDArray[Any], top_ids: NDArray[Any]
-) -> dict[Sequence, TokenLogprobs]:
-    """Give each sequence the log-probabilities of its one token, with as many of the likeliest ones as it asks for. The
-    arrays hold what the tensors of `RowLogprobs` do."""
-    ids = top_ids.astype(np.int32)
-    found: dict[Sequence, TokenLogprobs] = {}
-    for row, sequence in enumerate(sequences):
-        one, most = slice(row, row + 1), sequence.request.params.logprobs
-        found[sequence] = TokenLogprobs(chosen[one], top[one, :most], ids[one, :most])
-    return found
+def tokens_of_chunks(tokens: list[int], counts: Sequence[int] | None) -> list[list[int]]:
+    """Divide the tokens of a step's rows among its chunks. `counts`: as in StepPlan; None: one to each."""
+    if counts is None:
+        return [[token] for token in tokens]
+    return [tokens[first:end] for first, end in pairwise([0, *accumulate(counts)])]
+
+
+def logprobs_of_chunks(
+    found: Mapping[int, TokenLogprobs], counts: Sequence[int] | None
+) -> Mapping[int, TokenLogprobs]:
+    """Put the log-probabilities of the rows of each chunk together, which all ask or none of which does."""
+    if counts is None:
+        return found
+    spans = enumerate(pairwise([0, *accumulate(counts)]))
+    return {
+        chunk: _joined([found[row] for row in range(first, end)])
+        for chunk, (first, end) in spans
+        if first in found
+    }
+
+
+def _joined(found: list[TokenLogprobs]) -> TokenLogprobs:
+    return TokenLogprobs(
+        np.concatenate([one.chosen for one in found]),
+        np.concatenate([one.top for one in found]),
+        np.concatenate([one.top_ids for one in found]),
+    )
 
 
 @dataclass(slots=True)
 class DeviceTokens:
-    """The tokens of the step before, by sequence, which the host may not know yet."""
+    """The tokens of the step before, which the host may not know yet."""
 
     tokens: Tensor | None = None  # (n,) int64
-    sequences: list[Sequence] = field(default_factory=list)  # (n,): whose they are
 
-    def keep(self, tokens: Tensor, sequences: list[Sequence]) -> None:
-        """Take over the tokens that a step has sampled."""
-        self.tokens, self.sequences = tokens, sequences
-
-    def of(self, sequences: list[Sequence], device: torch.device) -> Tensor:
-        """The tokens of these sequences. Token 0 stands for none, where a row's logits were not finite: the sequence
-        has ended, and what it runs on with is dropped."""
+    def of(self, places: Ints | None, device: torch.device) -> Tensor:
+        """Return the tokens at these places, or all. Token 0 stands for none, where a row's logits were not finite: the
+        sequence has ended, and what it runs on with is dropped."""
         assert self.tokens is not None, "a token is awaited of a step that sampled none"
-        if sequences == self.sequences:  # nearly always
+        if places is None:  # nearly always
             return self.tokens.clamp_min(0)
-        places = places_of(sequences, self.sequences)
-        assert -1 not in places, "a token is awaited of a step that did not run the sequence"
-        (index,) = upload([np.array(places, np.int64)], device)
+        (index,) = upload([places.astype(np.int64)], device)
         return self.tokens.index_select(0, index).clamp_min_(0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from itertools import compress
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.runner.sampled import DeviceTokens, Masked, RowLogprobs, Sampled
-from batchinfer.engine.schedule.constraints import Constraints
-from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_plan import PenalisedRows, SamplingPlan
 from batchinfer.engine.tensors.staging import upload
 from batchinfer.models.ops.interface import NO_TOKEN, Ops
 from batchinfer_kernels.mask import bars, mask_words
@@ -33,42 +31,17 @@ class LogitsHead(Protocol):
 
 
 class TokenMask(Protocol):
-    """Says which tokens a row may get next, for example those that a grammar allows."""
+    """Says which tokens a row may get next, for example those that a grammar allows. Masks are named by the numbers
+    that plans have for them."""
 
-    def masks(self, sequence: Sequence) -> bool:
-        """Whether this row is masked. If so, each of its steps waits for the token before."""
+    def allowed(self, masks: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """Say of each mask whether this token may come next. False also where only `fill` can say."""
 
-    def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
-        """Say of each sequence, which is masked, whether this token may come next. False also where only `fill` can
-        say."""
-
-    def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
+    def fill(self, masks: Sequence[int], bits: NDArray[np.int32]) -> None:
         """Clear the bits of the tokens that may not come next; all are set before.
 
-        bits: (sequences, ceil(vocab / 32)); see batchinfer_kernels.mask. Called while a GPU computes the step.
+        bits: (masks, ceil(vocab / 32)); see batchinfer_kernels.mask. Called while a GPU computes the step.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class ConstraintMask:
-    """Masks the rows that have constraints, as `TokenMask` says."""
-
-    constraints: Constraints
-
-    def masks(self, sequence: Sequence) -> bool:
-        return sequence.constraint is not None
-
-    def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
-        began = time.perf_counter()
-        found = [
-            sequence.constraint is not None and sequence.constraint.allows(token)
-            for sequence, token in zip(sequences, tokens, strict=True)
-        ]
-        self.constraints.work.mask_s += time.perf_counter() - began
-        return found
-
-    def fill(self, sequences: list[Sequence], bits: NDArray[np.int32]) -> None:
-        self.constraints.fill([sequence.constraint for sequence in sequences], bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,219 +60,153 @@ class Sampler:
     mask: TokenMask | None = None
     on_host: bool = False
 
-    def masks(self, sequence: Sequence) -> bool:
-        """Whether the tokens of this row are masked."""
-        return self.mask is not None and self.mask.masks(sequence)
-
     def next_tokens(
         self,
         ops: Ops,
         head: LogitsHead,
         hidden: Tensor,
-        sequences: list[Sequence],
+        plan: SamplingPlan,
         device_tokens: DeviceTokens | None = None,
     ) -> Sampled:
         """Find the next token of each row from its hidden state. Logits are written only for rows that need more than
         their argmax. `device_tokens`: last tokens that only the device knows."""
-        if self.tries_argmax(sequences):
-            return self._corrected(ops, head, hidden, sequences)
-        return self.sample(ops, head.logits(hidden), sequences, device_tokens)
+        if self.tries_argmax(plan):
+            return self._corrected(ops, head, hidden, plan)
+        return self.sample(ops, head.logits(hidden), plan, device_tokens)
 
-    def tries_argmax(self, sequences: list[Sequence]) -> bool:
+    def tries_argmax(self, plan: SamplingPlan) -> bool:
         """Whether each row's token is the argmax of its logits, or is likely to be and can be looked at on the host."""
-        if not all(s.plain_greedy or _is_greedy(s) for s in sequences):
-            return False
-        if self.mask is None:
-            return True
-        return all((self.on_host and s.masking.followed) or not self.mask.masks(s) for s in sequences)
+        return plan.argmax and (not plan.masked or (self.on_host and all(plan.followed)))
 
-    def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, sequences: list[Sequence]) -> Sampled:
+    def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> Sampled:
         """The argmax of each row, and of those whose mask does not allow it what it does allow."""
         tokens = head.argmax(hidden)
-        refused = self.refused(sequences, tokens)
+        refused = self._refused(plan, list(range(len(plan.masked))), tokens)
         if not refused:
             return Sampled(tokens)
-        masked = [sequences[row] for row in refused]
-        for sequence in masked:
-            sequence.masking.followed = False
-        corrected = self.sample(ops, head.logits(hidden[refused]), masked)
-        tokens[refused] = corrected.tokens
-        return Sampled(tokens, masked=corrected.masked)
+        rows, masks = [plan.masked[at] for at in refused], [plan.masks[at] for at in refused]
+        own = SamplingPlan(masked=list(range(len(rows))), masks=masks, followed=[False] * len(rows))
+        corrected = self.sample(ops, head.logits(hidden[rows]), own)
+        tokens[rows] = corrected.tokens
+        masked = corrected.masked
+        return Sampled(tokens, masked=None if masked is None else replace(masked, rows=rows))
 
-    def refused(self, sequences: list[Sequence], found: Tensor) -> list[int]:
-        """The rows whose token in `found` is not known to be allowed."""
-        if self.mask is None or not any(map(self.mask.masks, sequences)):
+    def _refused(self, plan: SamplingPlan, which: list[int], found: Tensor) -> list[int]:
+        """Return those of the masked rows `which`, by their place among the masked ones, whose token in `found` is not
+        known to be allowed."""
+        if self.mask is None or not which:
             return []
         tokens = found.tolist()
-        asked = [i for i, s in enumerate(sequences) if self.masks(s) and tokens[i] != NO_TOKEN]
-        allowed = self.mask.allowed([sequences[i] for i in asked], [tokens[i] for i in asked])
-        return [row for row, may in zip(asked, allowed, strict=True) if not may]
+        asked = [at for at in which if tokens[plan.masked[at]] != NO_TOKEN]
+        allowed = self.mask.allowed(
+            [plan.masks[at] for at in asked], [tokens[plan.masked[at]] for at in asked]
+        )
+        return [at for at, may in zip(asked, allowed, strict=True) if not may]
 
     def sample(
-        self, ops: Ops, logits: Tensor, sequences: list[Sequence], device_tokens: DeviceTokens | None = None
+        self, ops: Ops, logits: Tensor, plan: SamplingPlan, device_tokens: DeviceTokens | None = None
     ) -> Sampled:
         """The next token of each row, and its log-probabilities where they are asked for.
 
         logits: (n, vocab) float32, which are changed. `device_tokens`: last tokens that only the device knows.
         """
-        shaped = [i for i, s in enumerate(sequences) if _reshaped(s)]
-        masked = [i for i, s in enumerate(sequences) if self.masks(s)]
-        asking = _LogprobRows.of(logits, sequences, {*shaped, *masked})
-        if shaped:
-            ops.penalise(
-                logits, self._penalties(shaped, sequences, device_tokens or DeviceTokens(), logits.device)
-            )
-        if masked and all(s.request.params.greedy for s in sequences) and not asking:
-            return self._greedy(ops, logits, masked, sequences)
-        barred = self._masked(ops, logits, masked, sequences) if masked else None
-        tokens = ops.sample(logits, _row_sampling(sequences, logits.device))
+        asking = _LogprobRows.of(logits, plan)
+        if plan.penalised is not None:
+            ops.penalise(logits, _penalties(plan.penalised, device_tokens or DeviceTokens(), logits.device))
+        if plan.masked and plan.drawn is None and not asking:
+            return self._greedy(ops, logits, plan)
+        barred = self._masked(ops, logits, plan) if plan.masked else None
+        tokens = ops.sample(logits, _row_sampling(plan, len(logits), logits.device))
         return Sampled(tokens, asking.found(ops, tokens) if asking else None, barred)
 
-    def _greedy(self, ops: Ops, logits: Tensor, which: list[int], sequences: list[Sequence]) -> Sampled:
-        """The argmax of each row, `which` of them are masked."""
-        unsure = [i for i in which if self.on_host and sequences[i].masking.followed]
-        sure = sorted({*which}.difference(unsure))
-        bits = np.full((len(sequences), mask_words(logits.shape[1])), -1, np.int32)
+    def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Sampled:
+        """The argmax of each row, some of which are masked."""
+        places = range(len(plan.masked))
+        unsure = [at for at in places if self.on_host and plan.followed[at]]
+        sure = sorted({*places}.difference(unsure))
+        bits = np.full((len(logits), mask_words(logits.shape[1])), -1, np.int32)
         if sure:
-            bits[sure] = self._filled([sequences[i] for i in sure], logits)
+            bits[[plan.masked[at] for at in sure]] = self._filled(plan, sure, logits)
         tokens, barred = ops.masked_argmax(logits, *upload([bits], logits.device))
         if unsure:
-            refused = [unsure[row] for row in self.refused([sequences[i] for i in unsure], tokens[unsure])]
-            self._correct(ops, logits, refused, sequences, (tokens, barred))
-        if len(which) < len(sequences):
-            (index,) = upload([np.array(which, np.int64)], logits.device)
+            self._correct(ops, logits, plan, self._refused(plan, unsure, tokens), (tokens, barred))
+        if len(plan.masked) < len(logits):
+            (index,) = upload([np.array(plan.masked, np.int64)], logits.device)
             barred = barred.index_select(0, index)
-        return Sampled(tokens, masked=Masked([sequences[i] for i in which], barred))
+        return Sampled(tokens, masked=Masked(plan.masked, barred))
 
     def _correct(
-        self,
-        ops: Ops,
-        logits: Tensor,
-        rows: list[int],
-        sequences: list[Sequence],
-        found: tuple[Tensor, Tensor],
+        self, ops: Ops, logits: Tensor, plan: SamplingPlan, refused: list[int], found: tuple[Tensor, Tensor]
     ) -> None:
-        """Put into `found` (tokens, barred) what these rows' masks allow."""
-        if not rows:
+        """Put into `found` (tokens, barred) what the masks of these rows allow."""
+        if not refused:
             return
-        bits = torch.from_numpy(self._filled([sequences[i] for i in rows], logits))
+        rows, bits = (
+            [plan.masked[at] for at in refused],
+            torch.from_numpy(self._filled(plan, refused, logits)),
+        )
         for all_rows, corrected in zip(found, ops.masked_argmax(logits[rows], bits), strict=True):
             all_rows[rows] = corrected
 
-    def _masked(self, ops: Ops, logits: Tensor, which: list[int], sequences: list[Sequence]) -> Masked:
-        filled = self._filled([sequences[i] for i in which], logits)
-        rows, bits = upload([np.array(which, np.int32), filled], logits.device)
+    def _masked(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Masked:
+        filled = self._filled(plan, list(range(len(plan.masked))), logits)
+        rows, bits = upload([np.array(plan.masked, np.int32), filled], logits.device)
         # A copy of the rows would take as much memory as all logits do
-        best = logits[which].argmax(-1) if self.on_host else logits.argmax(-1).index_select(0, rows)
+        best = logits[plan.masked].argmax(-1) if self.on_host else logits.argmax(-1).index_select(0, rows)
         ops.mask(logits, rows, bits)
-        return Masked([sequences[i] for i in which], bars(bits, best))
+        return Masked(plan.masked, bars(bits, best))
 
-    def _filled(self, sequences: list[Sequence], logits: Tensor) -> NDArray[np.int32]:
-        """Fill the bits of these sequences' masks, one row each."""
-        assert self.mask is not None
-        bits = np.full((len(sequences), mask_words(logits.shape[1])), -1, np.int32)
-        self.mask.fill(sequences, bits)
+    def _filled(self, plan: SamplingPlan, which: list[int], logits: Tensor) -> NDArray[np.int32]:
+        """Fill the bits of these masks, by their place among the masked rows, one row each."""
+        assert self.mask is not None, "a row has a mask, and nobody knows masks"
+        bits = np.full((len(which), mask_words(logits.shape[1])), -1, np.int32)
+        self.mask.fill([plan.masks[at] for at in which], bits)
         return bits
 
-    def _penalties(
-        self, rows: list[int], sequences: list[Sequence], device_tokens: DeviceTokens, device: torch.device
-    ) -> Penalties:
-        chosen = [sequences[i] for i in rows]
-        params = [s.request.params for s in chosen]
-        held = [np.frombuffer(s.tokens, np.int32) if s.request.params.penalised else _NONE for s in chosen]
-        lengths = np.array([len(ids) for ids in held], np.int32)
-        starts = np.cumsum(lengths, dtype=np.int64) - lengths
-        prompts = np.minimum([s.prompt_length for s in chosen], lengths).astype(np.int32)
-        floats = [
-            np.array([getattr(p, name) for p in params], np.float32)
-            for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        ]
-        indices, tokens = np.array(rows, np.int32), np.concatenate([*held, _NONE])
-        parts: list[NDArray[Any]] = [indices, tokens, starts, prompts, lengths, *floats, self._banned(chosen)]
-        penalties = Penalties(*upload(parts, device))
-        self._fill_in(penalties, chosen, (starts + lengths - 1).tolist(), device_tokens)
-        return penalties
 
-    def _fill_in(
-        self, penalties: Penalties, sequences: list[Sequence], last: list[int], device_tokens: DeviceTokens
-    ) -> None:
-        """The last token of a row may be known on the device alone."""
-        waits = [s.placeholders > 0 and s.request.params.penalised for s in sequences]
-        if True in waits:
-            device, waiting = penalties.tokens.device, list(compress(sequences, waits))
-            (index,) = upload([np.array(list(compress(last, waits)), np.int64)], device)
-            penalties.tokens.index_copy_(0, index, device_tokens.of(waiting, device).to(torch.int32))
-
-    def _banned(self, sequences: list[Sequence]) -> NDArray[np.int32]:
-        """List the tokens that may not end a row yet: (n, most) int32, padded with -1."""
-        banned = [self._bans_of(s) for s in sequences]
-        table = np.full((len(banned), max(map(len, banned))), -1, np.int32)
-        for row, ids in enumerate(banned):
-            table[row, : len(ids)] = ids
-        return table
-
-    def _bans_of(self, sequence: Sequence) -> list[int]:
-        if not _bans(sequence):
-            return []
-        params = sequence.request.params
-        return sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids))
+def _penalties(rows: PenalisedRows, device_tokens: DeviceTokens, device: torch.device) -> Penalties:
+    parts: list[NDArray[Any]] = [
+        rows.rows, rows.tokens, rows.starts, rows.prompt_lens, rows.lengths, *rows.strengths, rows.banned
+    ]  # fmt: skip
+    penalties = Penalties(*upload([np.ascontiguousarray(part) for part in parts], device))
+    if len(rows.awaited):  # the last token of a row may be known on the device alone
+        (index,) = upload([rows.awaited.astype(np.int64)], device)
+        awaited = device_tokens.of(rows.sampled, device).to(torch.int32)
+        penalties.tokens.index_copy_(0, index, awaited)
+    return penalties
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LogprobRows:
     """The rows that ask for log-probabilities, with their logits as the model gave them."""
 
-    sequences: list[Sequence]
+    plan: SamplingPlan
     rows: Tensor | None  # which of the step's rows they are; None: all
     logits: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, sequences: list[Sequence], changed: set[int]) -> _LogprobRows | None:
-        """`changed`: rows whose logits are about to be overwritten. None: no row asks."""
-        rows = [i for i, s in enumerate(sequences) if s.logprobs is not None]
-        if not rows:
+    def of(cls, logits: Tensor, plan: SamplingPlan) -> _LogprobRows | None:
+        """Keep the logits of the rows that ask, before penalties and masks overwrite them; None: no row asks."""
+        if not plan.asking:
             return None
-        chosen = [sequences[i] for i in rows]
-        if len(rows) == len(sequences):
-            return cls(chosen, None, logits.clone() if changed else logits)
-        (index,) = upload([np.array(rows, np.int64)], logits.device)
-        return cls(chosen, index, logits.index_select(0, index))
+        if len(plan.asking) == len(logits):
+            changed = plan.penalised is not None or bool(plan.masked)
+            return cls(plan, None, logits.clone() if changed else logits)
+        (index,) = upload([np.array(plan.asking, np.int64)], logits.device)
+        return cls(plan, index, logits.index_select(0, index))
 
     def found(self, ops: Ops, tokens: Tensor) -> RowLogprobs:
         chosen = tokens if self.rows is None else tokens.index_select(0, self.rows)
-        most = max(s.request.params.logprobs or 0 for s in self.sequences)
-        most = min(most, self.logits.shape[1])
-        return RowLogprobs(self.sequences, *ops.log_probabilities(self.logits, chosen, most))
+        most = min(max(self.plan.likeliest), self.logits.shape[1])
+        found = ops.log_probabilities(self.logits, chosen, most)
+        return RowLogprobs(self.plan.asking, self.plan.likeliest, *found)
 
 
-_NONE = np.empty(0, np.int32)
-
-
-def _is_greedy(sequence: Sequence) -> bool:
-    """Whether nothing but a mask can give the row another token than the argmax now. It may by now have the tokens that
-    it must have at least, without which `plain_greedy` is false."""
-    return sequence.request.params.greedy and sequence.logprobs is None and not _reshaped(sequence)
-
-
-def _reshaped(sequence: Sequence) -> bool:
-    return sequence.request.params.penalised or _bans(sequence)
-
-
-def _bans(sequence: Sequence) -> bool:
-    """Whether it may not end yet. Its constraint alone says when an answer may, where it has one."""
-    return sequence.constraint is None and sequence.output_length < sequence.request.params.min_tokens
-
-
-def _row_sampling(sequences: list[Sequence], device: torch.device) -> RowSampling:
-    params = [s.request.params for s in sequences]
-    keys = np.frombuffer(b"".join(s.request.key[:16] for s in sequences), "<i4").reshape(-1, 4)
-    positions = np.array([s.output_length for s in sequences], np.int32)
-    parts: list[NDArray[Any]] = [
-        np.array([p.temperature for p in params], np.float32),
-        np.array([max(p.top_k, 0) for p in params], np.int32),
-        np.array([p.top_p for p in params], np.float64),
-        np.array([p.min_p for p in params], np.float64),
-        keys.astype(np.int32),
-        positions,
-    ]
-    return RowSampling(*upload(parts, device))
+def _row_sampling(plan: SamplingPlan, rows: int, device: torch.device) -> RowSampling:
+    if plan.drawn is None:  # the argmax, whatever else is said
+        zeros, ones, none = np.zeros(rows, np.int32), np.ones(rows), np.zeros((rows, 4), np.int32)
+        return RowSampling(
+            *upload([zeros.astype(np.float32), zeros, ones, np.zeros(rows), none, zeros], device)
+        )
+    assert plan.drawn.fixed is not None
+    return RowSampling(*upload([*plan.drawn.fixed, plan.drawn.positions], device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
@@ -55,3 +56,34 @@ class Constraints(Protocol):
 
 # Makes them for a model: the tokens that end its answers, and how many tokens it knows.
 ConstraintsFor = Callable[[Collection[int], int], Constraints]
+
+
+class ConstraintMasks:
+    """The constraints of the rows in flight, by the number under which plans name a row's mask."""
+
+    def __init__(self, constraints: Constraints) -> None:
+        self.constraints = constraints
+        self._held: dict[int, Constraint] = {}
+        self._numbered = 0
+
+    def put(self, constraint: Constraint) -> int:
+        """Hold a constraint, and return its number."""
+        self._numbered += 1
+        self._held[self._numbered] = constraint
+        return self._numbered
+
+    def drop(self, number: int) -> None:
+        """Forget a constraint, whose row has ended."""
+        del self._held[number]
+
+    def allowed(self, masks: Seq[int], tokens: Seq[int]) -> list[bool]:
+        """Say of each mask whether this token may come next. False also where only `fill` can say."""
+        began = time.perf_counter()
+        held = self._held
+        found = [held[mask].allows(token) for mask, token in zip(masks, tokens, strict=True)]
+        self.constraints.work.mask_s += time.perf_counter() - began
+        return found
+
+    def fill(self, masks: Seq[int], bits: NDArray[np.int32]) -> None:
+        """Clear the bits of the tokens that may not come next; see `Constraints.fill`."""
+        self.constraints.fill([self._held[mask] for mask in masks], bits)

@@ -70,6 +70,10 @@ class Masking:
     followed: bool = True  # whether the last token would have been the same without the mask
     ever_steered: bool = False  # whether the mask ever kept the row from its most likely token
 
+    def note(self, barred: bool) -> None:
+        """Remember whether the mask kept the row from its most likely token."""
+        self.followed, self.ever_steered = not barred, self.ever_steered or barred
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -93,6 +97,7 @@ class Sequence:
     scheduled_s: float | None = None
     first_token_s: float | None = None
     constraint: Constraint | None = None  # what the answer has to follow
+    mask: int | None = None  # the number under which plans name its mask
     needs_sync: bool = False  # no step looks ahead of its tokens: a step may give it none or several
     placeholders: int = 0  # how many of the last tokens have values that only the device knows
     drafts: int = 0  # how many of the last tokens are proposals, which the next step that runs it verifies
@@ -112,7 +117,7 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=list)  # blocks by position
     freed: list[int] = field(default_factory=list)  # how many leading entries of the table are free again
 
-    # Written by the Sampler
+    # Written by the Engine, as the runner says
     masking: Masking = field(default_factory=Masking)
 
     # Grows as block hashes are asked for: of the prompt's full blocks

@@ -1,10 +1,11 @@
-"""The tensors of one step."""
+"""The arrays and tensors of one step."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from itertools import compress
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.schedule.partial_blocks import Copy
-from batchinfer.engine.schedule.scheduler import Chunk, sampling_chunks
-from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.tensors.table_rows import TableRows
+from batchinfer.engine.schedule.step_plan import Awaited, Ints, Longs, SamplingPlan
 from batchinfer.models.ops.interface import AttentionInputs
 from batchinfer_kernels.step_tables import StepTables
 
@@ -25,29 +22,38 @@ from batchinfer_kernels.step_tables import StepTables
 class HostBatch:
     """T tokens of S chunks, one chunk after the other, as the host has them."""
 
-    token_ids: NDArray[np.int64]  # (T,)
-    positions: NDArray[np.int64]  # (T,): rows of the rotary tables
-    slots: list[NDArray[np.int64]]  # of each cache group: (T,)
+    token_ids: Longs  # (T,)
+    positions: Longs  # (T,): rows of the rotary tables
+    slots: list[Longs]  # of each cache group: (T,)
     tables: list[StepTables]  # of each cache group
     whole: list[bool]  # of each cache group, whether it keeps all tokens
-    sampled_rows: NDArray[np.int64]  # (n,): which of the T tokens are followed by a sampled one
-    sampling: list[Sequence]  # (n,): whose they are
+    sampled_rows: Longs  # (n,): which of the T tokens are followed by a sampled one
+    sampling: SamplingPlan  # how these n are sampled
     query_lens: list[int]  # (S,)
     context_lens: list[int]  # (S,)
-    parts: list[NDArray[np.int64]] = field(default_factory=list)  # of each cache group: (n, 4), or no arrays;
-    # see batchinfer_kernels.copy_parts
+    copies: Ints | None = None  # (any, 6), as StepPlan has them
+    awaited: Awaited | None = None
+    follows: bool = False  # whether the step before ran the same sequences in the same order
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence runs exactly one token and samples the next, and nothing else is done."""
         tokens = len(self.token_ids)
-        return len(self.sampled_rows) == tokens == len(self.query_lens) and not self.parts
+        return len(self.sampled_rows) == tokens == len(self.query_lens) and self.copies is None
 
     @property
-    def table_rows(self) -> NDArray[np.int64]:
+    def table_rows(self) -> Longs:
         """The rows where its sequences' tables are kept, (S,); the same array while the same sequences run in the same
         order."""
         return self.tables[0].rows
+
+    @property
+    def parts(self) -> list[Longs]:
+        """Return the copies of each cache group, (n, 4) each, or no arrays; see batchinfer_kernels.copy_parts."""
+        if self.copies is None:
+            return []
+        fields = self.copies.astype(np.int64)
+        return [fields[fields[:, 1] == group, 2:] for group in range(len(self.slots))]
 
     def inputs(
         self, tables: Seq[Tensor], positions: Tensor, slots: Seq[Tensor], parts: Seq[Tensor]
@@ -63,71 +69,62 @@ class HostBatch:
             for own, table, host, whole, copied in each
         ]
 
+    def part(self, first: int, end: int) -> HostBatch:
+        """Return the step of the tokens [first, end). What a chunk copies is copied with its first token."""
+        ends = list(accumulate(self.query_lens))
+        low, high = bisect_right(ends, first), bisect_left(ends, end) + 1
+        begins = [
+            stop - length for stop, length in zip(ends[low:high], self.query_lens[low:high], strict=True)
+        ]
+        spans = [(max(first, at), min(end, stop)) for at, stop in zip(begins, ends[low:high], strict=True)]
+        context = self.context_lens[low:high]
+        own = slice(*np.searchsorted(self.sampled_rows, [first, end]).tolist())
+        return replace(
+            self,
+            token_ids=self.token_ids[first:end],
+            positions=self.positions[first:end],
+            slots=[slots[first:end] for slots in self.slots],
+            tables=[replace(tables, rows=tables.rows[low:high]) for tables in self.tables],
+            sampled_rows=self.sampled_rows[own] - first,
+            sampling=self.sampling.part(own.start, own.stop),
+            query_lens=[stop - start for start, stop in spans],
+            context_lens=[
+                n - (stop - cut) for n, stop, (_, cut) in zip(context, ends[low:high], spans, strict=True)
+            ],
+            copies=self._copies_of([low + at for at, begun in enumerate(begins) if begun >= first]),
+            awaited=_awaited_in(self.awaited, first, end, len(self.token_ids)),
+            follows=False,
+        )
+
+    def _copies_of(self, chunks: list[int]) -> Ints | None:
+        """Return the copies of these chunks, None for none."""
+        if self.copies is None:
+            return None
+        own = self.copies[np.isin(self.copies[:, 0], chunks)]
+        return own if len(own) else None
+
+
+def _awaited_in(awaited: Awaited | None, first: int, end: int, tokens: int) -> Awaited | None:
+    if awaited is None:
+        return None
+    places = np.arange(tokens, dtype=np.int32) if awaited.places is None else awaited.places
+    sampled = np.arange(len(places), dtype=np.int32) if awaited.sampled is None else awaited.sampled
+    inside = (places >= first) & (places < end)
+    return Awaited(places[inside] - np.int32(first), sampled[inside]) if inside.any() else None
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors that the model reads in one step. Built from the scheduler's chunks, and dropped after the step."""
+    """The tensors that the model reads in one step. Built from the step's plan, and dropped after the step."""
 
     token_ids: Tensor  # (T,) int64
     inputs: list[AttentionInputs]  # of each cache group
     sampled_rows: Tensor  # (n,) int64
-    sampling: list[Sequence]  # (n,)
+    sampling: SamplingPlan
 
 
-def host_batch(
-    chunks: list[Chunk], layout: CacheLayout, rows: TableRows, copies: Seq[Copy] = ()
-) -> HostBatch:
-    """Lays the scheduler's chunks out as arrays. `rows` keeps their block tables from step to step."""
-    chunk_sequences, chunk_starts, chunk_lens = zip(*chunks, strict=True)
-    sequences = list(chunk_sequences)
-    starts, lens = np.array(chunk_starts, np.int64), np.array(chunk_lens, np.int64)
-    ends, tables = np.cumsum(lens), rows.of(sequences)
-    row_of = np.repeat(np.arange(len(chunks)), lens)
-    positions = np.arange(len(row_of)) + (starts - ends + lens)[row_of]
-    at, inside = np.divmod(positions, layout.block_size)
-    contexts = (starts + lens).tolist()
-    samples = sampling_chunks(chunks)
-    all_sample = False not in samples  # nearly always: a list of bools takes long as an index
-    return HostBatch(
-        token_ids=_tokens(chunks, len(row_of)),
-        positions=positions + rows.rotations(sequences)[row_of],
-        slots=[
-            own.kept[own.rows[row_of], at].astype(np.int64) * layout.block_size + inside for own in tables
-        ],
-        tables=tables,
-        whole=[group.keeps is None for group in layout.groups],
-        sampled_rows=(ends if all_sample else ends[samples]) - 1,
-        sampling=sequences if all_sample else list(compress(sequences, samples)),
-        query_lens=list(chunk_lens),
-        context_lens=contexts,
-        parts=_parts(copies, len(layout.groups)) if copies else [],
-    )
-
-
-def _parts(copies: Seq[Copy], groups: int) -> list[NDArray[np.int64]]:
-    """Sort the copies by cache group: (n, 4) each."""
-    fields = np.array([copy[1:] for copy in copies], np.int64)
-    return [fields[fields[:, 0] == group, 1:] for group in range(groups)]
-
-
-def _tokens(chunks: list[Chunk], total: int) -> NDArray[np.int64]:
-    """Gather the token ids, (total,). Decode steps, of one token a chunk, take a faster way."""
-    if total == len(chunks):
-        return np.array([sequence.tokens[start] for sequence, start, _ in chunks], np.int64)
-    return np.concatenate(
-        [np.frombuffer(c.sequence.tokens, np.int32)[c.start : c.end] for c in chunks], dtype=np.int64
-    )
-
-
-def build_batch(
-    chunks: list[Chunk],
-    layout: CacheLayout,
-    rows: TableRows,
-    device: torch.device,
-    copies: Seq[Copy] = (),
-) -> Batch:
-    """Lays the chunks out as tensors on the device."""
-    host = host_batch(chunks, layout, rows, copies)
+def build_batch(host: HostBatch, device: torch.device) -> Batch:
+    """Lay a step out as tensors on the device."""
     tables = [torch.from_numpy(own.array()).to(device) for own in host.tables]
 
     def moved(array: NDArray[Any]) -> Tensor:

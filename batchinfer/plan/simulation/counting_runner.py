@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import StepLaunch
-from batchinfer.engine.schedule.partial_blocks import Copy
-from batchinfer.engine.schedule.scheduler import Chunk
-from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_plan import COUNTS, Ints, PlanWants, StepPlan
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.plan.simulation.launching import Launching
 from batchinfer.plan.simulation.step_time import StepTime
-from batchinfer_kernels.cost import ModelCost, StepShape
+from batchinfer_kernels.cost import ModelCost
 
 END, WORD = 0, 1  # the only tokens there are; END ends an answer
 
@@ -42,7 +40,9 @@ class Clock:
 class CountedStep:
     """A simulated step, in the place of `batchinfer.engine.runner.runner.Launched`."""
 
-    sampling: list[Sequence]
+    answers: list[
+        tuple[bytes, int]
+    ]  # of each chunk that samples, its request and how many tokens its answer has
     outputs: Mapping[bytes, int]
     clock: Clock
     done_s: float
@@ -52,54 +52,53 @@ class CountedStep:
     def tokens(self) -> list[list[int]]:
         """Waits for the simulated device."""
         self.clock.host = max(self.clock.host, self.done_s)
-        return [[self._next(sequence)] for sequence in self.sampling]
+        return [[END if said + 1 >= self.outputs[key] else WORD] for key, said in self.answers]
 
-    def _next(self, sequence: Sequence) -> int:
-        said = sequence.known_length - sequence.prompt_length + 1
-        return END if said >= self.outputs[sequence.request.key] else WORD
-
-    def logprobs(self) -> Mapping[Sequence, TokenLogprobs]:
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Nobody asks a simulation for them."""
+        return {}
+
+    def barred(self) -> Mapping[int, bool]:
+        """No row is masked: what answers say is not simulated."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
-    """A `Runner` that counts. `outputs`: by work key, how many tokens the answer has; `shared_blocks`: of
-    the engine's scheduler; `taken_bytes`: of the KV cache, in use or kept for later rows; `launching`: of a GPU's host,
-    None on a CPU."""
+    """A `Runner` that counts. `outputs`: by work key, how many tokens the answer has; `taken_bytes`: of the KV cache,
+    in use or kept for later rows; `launching`: of a GPU's host, None on a CPU."""
 
     cost: ModelCost
     layout: CacheLayout
     time: StepTime
     outputs: Mapping[bytes, int]
     looks_ahead: bool
-    shared_blocks: Callable[[list[Chunk]], int]
     taken_bytes: Callable[[], int]
     launching: Launching | None = None
     clock: Clock = field(default_factory=Clock)
+    wants: PlanWants = COUNTS
 
     @property
     def most_tokens(self) -> int | None:
         return None
 
-    def needs_tokens(self, sequence: Sequence) -> bool:
-        """No row is masked: what answers say is not simulated."""
-        return False
-
-    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> CountedStep:
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        copied = sum(copy.end - copy.first for copy in copies if copy.group == 0)
-        shared = self.shared_blocks(chunks)
-        shape = self.step_shape(chunks, len(sampling), shared, copied)
+    def launch(self, plan: StepPlan) -> CountedStep:
+        """Count a step, and move the clock on."""
+        assert plan.requests is not None
+        starts, lengths = plan.starts.tolist(), plan.chunk_lengths.tolist()
+        rows, copies = len(starts), plan.copies
+        answers = _sampling(plan.requests, lengths, plan.sampled)
+        copied = 0 if copies is None else int((copies[:, 5] - copies[:, 4])[copies[:, 1] == 0].sum())
+        spans = list(zip(plan.requests, starts, lengths, strict=True))
+        shape = step_shape(spans, len(answers), plan.shared_blocks, self.layout, copied)
         launch = None
         if self.launching is not None:
-            decodes = shape.tokens == len(sampling) == len(chunks) and not copies
-            launch = StepLaunch(self.launching.mode(chunks, decodes, shared > 0))
-        rows, launch_s = len(chunks), self.time.launch_s(self.cost.layers, launch.mode if launch else None)
+            decodes = shape.tokens == len(answers) == rows and copies is None
+            launch = StepLaunch(self.launching.mode(starts, lengths, decodes, plan.shared_blocks > 0))
+        launch_s = self.time.launch_s(self.cost.layers, launch.mode if launch else None)
         device_s = self.time.device_s(shape, self.cost, rows) + self._first_use_s()
         done = self.clock.launch(self.time.host_s(rows), launch_s, device_s)
-        return CountedStep(sampling, self.outputs, self.clock, done, launch)
+        return CountedStep(answers, self.outputs, self.clock, done, launch)
 
     def _first_use_s(self) -> float:
         """Return the seconds for memory that this step is the first to use. Blocks that were freed are used again
@@ -107,5 +106,13 @@ class CountingRunner:
         before, self.clock.most_taken = self.clock.most_taken, max(self.clock.most_taken, self.taken_bytes())
         return (self.clock.most_taken - before) * self.time.first_use_s
 
-    def step_shape(self, chunks: list[Chunk], sampled: int, shared: int, copied: int = 0) -> StepShape:
-        return step_shape(chunks, sampled, shared, self.layout, copied)
+
+def _sampling(
+    requests: list[tuple[bytes, int]], lengths: list[int], sampled: Ints | None
+) -> list[tuple[bytes, int]]:
+    """Return those of the chunks' requests that sample."""
+    if sampled is None or len(sampled) == len(requests):
+        return requests
+    ends = accumulate(lengths)
+    rows = set(sampled.tolist())
+    return [request for request, end in zip(requests, ends, strict=True) if end - 1 in rows]

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from batchinfer.core.samples import LaunchMode
-from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.tensors.graph_sizes import LATER_FIRST, SHORTEST, batch_sizes, context_bound
 
 
@@ -33,28 +32,24 @@ class Launching:
         self._sizes = batch_sizes(captures.rows) if captures.rows else []
         self._seen: Counter[tuple[int, int, bool]] = Counter()
 
-    def mode(self, chunks: list[Chunk], decodes: bool, shares: bool) -> LaunchMode:
-        """Return how the step at hand is launched. `decodes`: every row runs one token and samples the next, and
-        nothing is copied; `shares`: rows have blocks in common."""
-        if decodes and self._is_covered(chunks) and self._is_replayed(chunks, shares):
-            return "full_graph"
-        tokens = sum(chunk.length for chunk in chunks)
-        return "piecewise_graph" if tokens <= self._captures.tokens else "eager"
+    def mode(self, starts: list[int], lengths: list[int], decodes: bool, shares: bool) -> LaunchMode:
+        """Return how a step of chunks that begin at `starts` is launched. `decodes`: every row runs one token and
+        samples the next, and nothing is copied; `shares`: rows have blocks in common."""
+        if decodes:
+            rows, longest = len(starts), max(starts) + 1
+            if self._is_covered(rows, longest) and self._is_replayed(rows, longest, shares):
+                return "full_graph"
+        return "piecewise_graph" if sum(lengths) <= self._captures.tokens else "eager"
 
-    def _is_covered(self, chunks: list[Chunk]) -> bool:
-        return len(chunks) <= self._captures.rows and _longest(chunks) <= self._captures.longest
+    def _is_covered(self, rows: int, longest: int) -> bool:
+        return rows <= self._captures.rows and longest <= self._captures.longest
 
-    def _is_replayed(self, chunks: list[Chunk], shares: bool) -> bool:
+    def _is_replayed(self, rows: int, longest: int, shares: bool) -> bool:
         """Whether it has a graph, or gets one now. The warm-up captures the shortest contexts of rows that share
         nothing."""
-        bound = context_bound(_longest(chunks), self._captures.longest)
+        bound = context_bound(longest, self._captures.longest)
         if bound <= SHORTEST and not shares:
             return True
-        kind = self._sizes[bisect_left(self._sizes, len(chunks))], bound, shares
+        kind = self._sizes[bisect_left(self._sizes, rows)], bound, shares
         self._seen[kind] += 1
         return self._seen[kind] >= LATER_FIRST
-
-
-def _longest(chunks: list[Chunk]) -> int:
-    """Return the tokens of the longest sequence in the step."""
-    return max(start + length for _, start, length in chunks)

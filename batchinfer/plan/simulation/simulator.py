@@ -157,7 +157,6 @@ def _engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
         time=machine.time,
         outputs=outputs,
         looks_ahead=machine.looks_ahead,
-        shared_blocks=scheduler.shared_blocks,
         taken_bytes=lambda: block * (pool.used + pool.cached),
         launching=None if machine.captures is None else Launching(machine.captures),
     )

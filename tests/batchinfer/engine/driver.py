@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -14,14 +15,16 @@ import torch
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.kv.cache_layout import CacheGroup, CacheLayout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.schedule.output_lengths import OutputLengths
 from batchinfer.engine.schedule.partial_blocks import Copy
+from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
-from batchinfer.engine.tensors.table_rows import TableRows
+from batchinfer.engine.tensors.step_state import StepState
 
 ROOTS = ContentRoots(100_000)
 
@@ -99,7 +102,7 @@ class Driver:
         self.slots = Slots(scheduler.tables.sizes.windows, scheduler.pool.block_size)
         self.finished: list[Sequence] = []
         self.cached = self.preempted = self.steps = self.ran = self.copied = 0
-        self.rows, self.on_device = TableRows(), DeviceTables()
+        self.writer, self.state, self.on_device = PlanWriter(), StepState(), DeviceTables()
         self.graphs: GraphTables | None = None
 
     def step(self) -> Step:
@@ -112,7 +115,7 @@ class Driver:
         self.check_sharing(step.chunks)
         self.check_sharing(step.chunks[self.random.randrange(2) :: 2])
         if step.chunks:
-            self.check_rows([chunk.sequence for chunk in step.chunks])
+            self.check_rows(step)
             self.scheduler.launched(step)
         assert not self.scheduler.pool.held, "a block is held for a copy that was made, or is not to be made"
         for chunk in step.chunks:
@@ -136,12 +139,17 @@ class Driver:
         again = sum(map(len, tables)) - len(set().union(*tables))
         assert self.scheduler.shared_blocks(chunks) == again
 
-    def check_rows(self, sequences: list[Sequence]) -> None:
-        """Compares the arrays that are kept from step to step with the tables, on the host and as a GPU has them."""
-        kept, count = self.rows.of(sequences), len(sequences)
+    def check_rows(self, step: Step) -> None:
+        """Compares the arrays that plans keep from step to step with the tables, on the host and as a GPU has them."""
+        sequences = [chunk.sequence for chunk in step.chunks]
+        plan = self.writer.of(step, [chunk.sequence for chunk in step.chunks if chunk.samples])
+        count, pool = len(sequences), self.scheduler.pool
+        groups = tuple(CacheGroup((), w, frozenset()) for w in self.scheduler.tables.sizes.windows)
+        layout = CacheLayout((), groups, 0, pool.block_size)
+        kept = self.state.batch(pickle.loads(pickle.dumps(plan)), layout).tables
         places, width = kept[0].rows, max(own.width for own in kept)
         assert len(set(places.tolist())) == len(places) == count
-        self.on_device.refresh(self.rows, torch.device("cpu"))
+        self.on_device.refresh(self.state.tables, torch.device("cpu"))
         made = [rows.numpy() for rows in self.on_device.of(kept, torch.from_numpy(places))]
         size = GraphSize(count + self.random.randrange(3), width + self.random.randrange(3), 1, 0)
         self.graphs = self.graphs or GraphTables(len(kept), 100_000, torch.device("cpu"))

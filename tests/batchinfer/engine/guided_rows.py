@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,8 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraints, grammar_constraints
 from batchinfer.data.tokenizer.stop_strings import stop_streams
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from batchinfer.engine.runner.sampler import ConstraintMask
-from tests.batchinfer.engine.small_engine import Limits, Ran, drain, make_engine
+from batchinfer.engine.schedule.constraints import ConstraintMasks
+from tests.batchinfer.engine.small_engine import Limits, Ran, drain, following, make_engine
 from tests.checkpoints import EOS, VOCAB, kept_folder, make_tokenizer
 
 SCHEMA: dict[str, Any] = {
@@ -110,19 +110,18 @@ def _rows() -> list[Row]:
     return made
 
 
-def constrained(runner: Any, on_host: bool = False) -> tuple[Any, GrammarConstraints]:
-    """The runner, following constraints, and what it follows."""
+def constrained(runner: Any, on_host: bool = False) -> tuple[Any, ConstraintMasks, GrammarConstraints]:
+    """The runner, following constraints, what an engine needs for that, and what it follows."""
     followed = grammar_constraints(tokenizer())(frozenset([EOS]), VOCAB)
-    sampler = replace(runner.sampler, mask=ConstraintMask(followed), on_host=on_host)
-    return replace(runner, sampler=sampler), followed
+    return *following(runner, followed, on_host), followed
 
 
 def run(runner: Any, limits: Limits, work: Seq[Row]) -> Ran:
     """Run the rows. As on a CPU, a runner that does not look ahead looks at its tokens on the host; a row that runs
     alone always has its mask."""
-    runner, followed = constrained(runner, on_host=not runner.looks_ahead and limits.seqs > 1)
+    runner, masks, _ = constrained(runner, on_host=not runner.looks_ahead and limits.seqs > 1)
     streams = stop_streams(tokenizer().rust)
-    engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=streams, constraints=followed)
+    engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=streams, masks=masks)
     return drain(engine, [row.request for row in work])
 
 

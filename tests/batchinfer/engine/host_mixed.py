@@ -31,7 +31,8 @@ from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.sampler import Sampler
-from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.schedule.plan_writer import PlanWriter
+from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.models.checkpoint.config import parse_config
@@ -97,7 +98,7 @@ def make_runner(layers: int, pieces: bool) -> DeviceRunner:
     return replace(runner, mixed=mixed)
 
 
-def mixed_step() -> list[Chunk]:
+def mixed_step() -> Step:
     """The prompt's tokens do not reach its end, so that nothing is sampled of it."""
     parts = [(0, CHUNK), *[(CONTEXT - 1, 1)] * ROWS]
     chunks = []
@@ -106,15 +107,16 @@ def mixed_step() -> list[Chunk]:
         first = len(chunks) * CONTEXT // BLOCK
         sequence.tables = [list(range(first, first + CONTEXT // BLOCK))]
         chunks.append(Chunk(sequence, start, length))
-    return chunks
+    return Step(chunks)
 
 
 def seconds(runner: DeviceRunner, steps: int = STEPS) -> list[float]:
     """Of each step's forward pass, sampling included, ascending."""
-    chunks, found = mixed_step(), []
+    step, writer, found = mixed_step(), PlanWriter(), []
+    sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
     for _ in range(steps):
         began = time.perf_counter()
-        runner.launch(chunks)
+        runner.launch(writer.of(step, sampling))
         found.append(time.perf_counter() - began)
     return sorted(found)
 
@@ -126,7 +128,9 @@ def layer_launches(pieces: bool) -> list[str]:
         for layers in (1, 2):
             runner = make_runner(layers, pieces)
             names.clear()
-            runner.launch(mixed_step())
+            step = mixed_step()
+            sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
+            runner.launch(PlanWriter().of(step, sampling))
             found.append(list(names))
     once, twice = found
     return twice[: len(twice) - len(once)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -27,9 +27,10 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
 from batchinfer.engine.runner.sampler import Sampler
-from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig, Step
-from batchinfer.engine.schedule.sequence import Sequence as EngineSequence
+from batchinfer.engine.schedule.constraints import ConstraintMasks, Constraints
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import SequenceStatus
+from batchinfer.engine.schedule.step_plan import PlanWants, SamplingPlan, StepPlan
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.ops.choose import choose_ops
@@ -164,20 +165,18 @@ class RecordingSampler(Sampler):
     answers: Sequence[Sequence[int]] | None = None
     seen: dict[Place, Tensor] = field(default_factory=dict)
 
-    def tries_argmax(self, sequences: list[EngineSequence]) -> bool:
+    told: deque[Place] = field(default_factory=deque)  # of the rows to be sampled next
+
+    def tries_argmax(self, plan: SamplingPlan) -> bool:
         return False
 
     def sample(
-        self,
-        ops: Ops,
-        logits: Tensor,
-        sequences: list[EngineSequence],
-        device_tokens: DeviceTokens | None = None,
+        self, ops: Ops, logits: Tensor, plan: SamplingPlan, device_tokens: DeviceTokens | None = None
     ) -> Sampled:
-        places = [(number_of(s.request.key), s.output_length) for s in sequences]
+        places = [self.told.popleft() for _ in logits]
         self.seen.update(zip(places, logits.clone(), strict=True))
         if self.answers is None:
-            return super().sample(ops, logits, sequences, device_tokens)
+            return super().sample(ops, logits, plan, device_tokens)
         return Sampled(torch.tensor([self.answers[row][at] for row, at in places]))
 
 
@@ -186,21 +185,26 @@ def looking_ahead(runner: ModelRunner, kind: type[DeviceRunner] = DeviceRunner) 
     return kind(**{each.name: getattr(runner, each.name) for each in fields(ModelRunner)})
 
 
+def sampled_answers(plan: StepPlan) -> list[tuple[bytes, int]]:
+    """The key of each sampled row, and how many tokens its answer has."""
+    assert plan.requests is not None
+    if plan.sampled is None:
+        return plan.requests
+    ends = np.cumsum(plan.chunk_lengths) - 1
+    return [plan.requests[int(np.searchsorted(ends, row))] for row in plan.sampled.tolist()]
+
+
 @dataclass
 class NotedStep:
-    chunks: list[Chunk]
-    sampled: list[Request]
+    tokens: list[tuple[bytes, int]]  # the key of the row and the position of each token
+    sampled: list[bytes]
     unread: int  # steps that were launched before it and whose tokens were not read yet
-
-    @property
-    def tokens(self) -> list[tuple[bytes, int]]:
-        """Return the key of the row and the position of each token."""
-        return [(c.sequence.request.key, at) for c in self.chunks for at in range(c.start, c.end)]
+    spans: list[tuple[bytes, int, int]]  # the key of each row, and its first and last position
 
 
 @dataclass
 class Noted:
-    """Stands before a runner and notes its steps."""
+    """Stands before a runner, notes its steps, and tells a recording sampler whose tokens it samples."""
 
     runner: Any
     steps: list[NotedStep] = field(default_factory=list)
@@ -209,10 +213,23 @@ class Noted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def launch(self, chunks: list[Chunk], copies: Any = ()) -> Any:
-        sampled = [c.sequence.request for c in chunks if c.samples]
-        self.steps.append(NotedStep(chunks, sampled, len(self.steps) - self.read))
-        return _Reading(self.runner.launch(chunks, copies), self)
+    @property
+    def wants(self) -> PlanWants:
+        wants: PlanWants = self.runner.wants
+        return wants._replace(requests=True)
+
+    def launch(self, plan: StepPlan) -> Any:
+        assert plan.requests is not None
+        each = list(zip(plan.requests, plan.starts.tolist(), plan.chunk_lengths.tolist(), strict=True))
+        tokens = [(key, start + at) for (key, _), start, length in each for at in range(length)]
+        answers = sampled_answers(plan)
+        spans = [(key, start, start + length) for (key, _), start, length in each]
+        unread = len(self.steps) - self.read
+        self.steps.append(NotedStep(tokens, [key for key, _ in answers], unread, spans))
+        sampler = getattr(self.runner, "sampler", None)
+        if isinstance(sampler, RecordingSampler):
+            sampler.told.extend((number_of(key), said) for key, said in answers)
+        return _Reading(self.runner.launch(plan), self)
 
 
 @dataclass
@@ -227,6 +244,12 @@ class _Reading:
         self.noted.read += 1
         tokens: list[list[int]] = self.launched.tokens()
         return tokens
+
+
+def following(runner: Any, constraints: Constraints, on_host: bool = False) -> tuple[Any, ConstraintMasks]:
+    """The runner, whose rows follow constraints, and what an engine needs for that."""
+    masks = ConstraintMasks(constraints)
+    return replace(runner, sampler=replace(runner.sampler, mask=masks, on_host=on_host)), masks
 
 
 def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:
@@ -283,6 +306,7 @@ def make_engine(
     windows = runner.layout.sizes.windows
     pool = PoisoningPool(limits, len(windows), getattr(runner, "caches", ()))
     kind = kind or (Preempting if limits.scarce and windows != (None,) else Scheduler)
+    kind = getattr(runner, "shown", lambda same: same)(kind)  # some runners look at what was scheduled
     scheduler = kind(config, pool, Hopeful() if limits.scarce else None, windows)
     return Engine(runner, scheduler, EngineLimits(ContentRoots(MAX_LEN, long_rope_beyond), eos), **more)
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from batchinfer.core.request import Request, TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.runner.model_runner import ModelRunner, RunnerOutput
-from batchinfer.engine.schedule.partial_blocks import Copy
-from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.runner.model_runner import RunnerOutput
+from batchinfer.engine.schedule.scheduler import Scheduler, Step
 from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_plan import COMPUTES, StepPlan
 from batchinfer.models.ops.interface import NO_TOKEN
 from tests.batchinfer.engine.driver import Slots
 from tests.batchinfer.engine.hashing_model import SHAPE
@@ -50,16 +50,31 @@ class Speculating:
     _slots: Slots | None = None
     _tokens: dict[bytes, list[int]] = field(default_factory=dict)  # prompt and all that was given
 
-    step_shape = ModelRunner.step_shape
+    scheduled: Step = field(default_factory=Step)
+    wants = COMPUTES
 
     @property
     def layout(self) -> CacheLayout:
         return layer_each(self.windows, self.block_size)
 
-    def needs_tokens(self, sequence: Sequence) -> bool:
-        return self.barriers(sequence.request)
+    def shown(self, kind: type[Scheduler]) -> type[Scheduler]:
+        """A scheduler that shows this runner what it chose, and has rows wait for their tokens that it wants to."""
+        runner = self
 
-    def launch(self, chunks: list[Chunk], copies: Seq[Copy] = ()) -> RunnerOutput:
+        class Shown(kind):  # type: ignore[misc,valid-type]
+            def add(self, sequence: Sequence) -> None:
+                sequence.needs_sync |= runner.barriers(sequence.request)
+                super().add(sequence)
+
+            def schedule(self) -> Step:
+                runner.scheduled = super().schedule()
+                return runner.scheduled
+
+        return Shown
+
+    def launch(self, plan: StepPlan) -> RunnerOutput:
+        chunks, copies = self.scheduled.chunks, self.scheduled.copies
+        assert plan.starts.tolist() == [chunk.start for chunk in chunks]
         if self._slots is None:
             self._slots = Slots(self.windows, self.block_size)
         self._slots.run(chunks, copies, self._content)
@@ -67,8 +82,8 @@ class Speculating:
         sampling = [c.sequence for c in chunks if c.samples]
         tokens = [self._next(sequence) for sequence in sampling]
         asked = {
-            sequence: self._logprobs(sequence, len(given))
-            for sequence, given in zip(sampling, tokens, strict=True)
+            place: self._logprobs(sequence, len(given))
+            for place, (sequence, given) in enumerate(zip(sampling, tokens, strict=True))
             if sequence.request.params.logprobs is not None
         }
         return RunnerOutput(tokens, 0, asked)

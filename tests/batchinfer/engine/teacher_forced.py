@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization
 from tests.batchinfer.engine.driver import Hopeful
 from tests.batchinfer.engine.small_engine import (
     Limits,
+    Noted,
     Place,
     Preempting,
     Ran,
@@ -112,7 +114,7 @@ class Forced:
         pool = BlockPool(way.blocks or loaded.info.blocks, loaded.info.block_size, len(windows))
         kind = Preempting if way.blocks and windows != (None,) else Scheduler
         scheduler = kind(limits, pool, Hopeful() if way.blocks else None, windows)
-        runner = replace(loaded.runner, sampler=self.sampler)
+        runner: Any = Noted(replace(loaded.runner, sampler=self.sampler))
         self._engine = Engine(runner, scheduler, loaded.engine_limits)
         self.steps: list[StepSample] = []
 
@@ -149,7 +151,7 @@ def forced_logits(runner: ModelRunner, limits: Limits, rows: Seq[Row]) -> tuple[
     """The logits of answers that are given, all of one length, so that they can be compared wherever another token
     would have won; and what was run."""
     sampler = RecordingSampler(frozenset(), answers=[row.answer for row in rows])
-    engine = make_engine(replace(runner, sampler=sampler), limits, frozenset())
+    engine = make_engine(Noted(replace(runner, sampler=sampler)), limits, frozenset())
     ran = drain(engine, greedy([row.prompt for row in rows], len(rows[0].answer), ignore_eos=True))
     return {place: logits.cpu() for place, logits in sampler.seen.items()}, ran
 

@@ -15,19 +15,17 @@ from batchinfer.core.samples import ConstraintWork
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.sampler import ConstraintMask
 from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner
 from tests.batchinfer.engine.random_work import EASY
-from tests.batchinfer.engine.small_engine import Ran, drain, make_engine, request, watcher
+from tests.batchinfer.engine.small_engine import Ran, drain, following, make_engine, request, watcher
 from tests.batchinfer.engine.word_constraints import FIRST, WordConstraints, word
 
 
 def engine_for(constraints: WordConstraints, on_host: bool = False) -> Engine:
     runner = hashing_runner(ModelRunner, EASY.blocks, EASY.block_size)
-    sampler = replace(runner.sampler, mask=ConstraintMask(constraints), on_host=on_host)
-    runner = replace(runner, sampler=sampler)
-    return make_engine(runner, EASY, frozenset([EOS]), stop_streams=watcher, constraints=constraints)
+    runner, masks = following(runner, constraints, on_host)
+    return make_engine(runner, EASY, frozenset([EOS]), stop_streams=watcher, masks=masks)
 
 
 def run(rows: Seq[Request]) -> Ran:

@@ -15,12 +15,14 @@ from torch import Tensor
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import Capture, Captured
 from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.schedule.plan_writer import PlanWriter
+from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphInputs, GraphSize
 from batchinfer.engine.tensors.graph_sizes import SHORTEST, batch_sizes, context_bound
-from batchinfer.engine.tensors.table_rows import TableRows
+from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.ops.interface import AttentionInputs, FixedPlan
 from batchinfer_kernels.step_tables import StepTables
 from tests.batchinfer.engine.driver import sequence
@@ -168,8 +170,9 @@ class OneRow:
     def __init__(self) -> None:
         self.read: list[list[list[int]]] = []
         self.carried: list[bool] = []
-        self.rows, self.tables = TableRows(), DeviceTables()
-        layout, limits = layer_each([None], 4), GraphSize(1, 16, 4, padding_slot=120)
+        self.writer, self.state, self.tables = PlanWriter(), StepState(), DeviceTables()
+        self.layout = layout = layer_each([None], 4)
+        limits = GraphSize(1, 16, 4, padding_slot=120)
         laid = GraphTables(1, limits.table_entries, CPU)
         ops = CarryingOps(self.carried)
         self.graphs = DecodeGraphs(self._forward, ops, limits, layout.groups, laid, captured_eagerly)
@@ -179,11 +182,9 @@ class OneRow:
         return torch.zeros(len(token_ids), 1)
 
     def step(self, sequence: Sequence, context: int) -> None:
-        at, zero = np.array([context - 1]), np.zeros(1, np.int64)
-        slots = sequence.tables[0][(context - 1) // 4] * 4 + at % 4
-        tables = self.rows.of([sequence])
-        batch = HostBatch(zero, at, [slots], tables, [True], zero, [sequence], [1], [context])
-        self.tables.refresh(self.rows, CPU)
+        plan = self.writer.of(Step([Chunk(sequence, context - 1, 1)]), [sequence])
+        batch = self.state.batch(plan, self.layout)
+        self.tables.refresh(self.state.tables, CPU)
         self.graphs.run(batch, self.tables, lambda _: None)
 
 
@@ -198,7 +199,7 @@ class CarryingOps(HashingOps):
 
 def test_graphs_read_what_tables_hold_now():
     """A row that was preempted and read again has other blocks, and may come back one token further."""
-    one, row = sequence([1] * 9, 20), OneRow()
+    one, row = sequence([1] * 20, 20), OneRow()
     for context, table in ((9, [1, 2, 3]), (10, [1, 2, 3]), (11, [7, 8, 9]), (13, [7, 8, 9, 4])):
         one.tables = [table]
         if table[0] == 7:
@@ -209,7 +210,7 @@ def test_graphs_read_what_tables_hold_now():
 
 def test_the_plan_of_the_step_before_is_carried_on_for_the_same_rows_one_token_further():
     """Else what rows share is sought anew."""
-    one, other, row = sequence([1] * 9, 20), sequence([1] * 9, 20), OneRow()
+    one, other, row = sequence([1] * 20, 20), sequence([1] * 20, 20), OneRow()
     one.tables, other.tables = [[1, 2, 3, 4]], [[1, 2, 3, 4]]
     for each, context in ((one, 9), (one, 10), (one, 12), (one, 13), (other, 14), (other, 15)):
         row.step(each, context)
@@ -221,9 +222,10 @@ def test_tables_that_were_written_in_part_are_written_again(monkeypatch):
     sequences = [sequence([1] * 8, 20) for _ in range(4)]
     for number, one in enumerate(sequences):
         one.tables = [[2 * number + 1, 2 * number + 2], [2 * number + 21, 2 * number + 22]]
-    rows, kept = TableRows(), DeviceTables()
-    tables = rows.of(sequences)
-    kept.refresh(rows, CPU)
+    state, kept = StepState(), DeviceTables()
+    plan = PlanWriter().of(Step([Chunk(one, 0, 8) for one in sequences]), sequences)
+    tables = state.batch(plan, layer_each([None, None], 4)).tables
+    kept.refresh(state.tables, CPU)
     laid, size, larger = GraphTables(2, 100, CPU), GraphSize(4, 8, 4, 0), GraphSize(4, 16, 4, 0)
     wanted = [view.tolist() for view in laid.fill(size, tables, kept)]
 

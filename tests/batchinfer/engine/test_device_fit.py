@@ -19,7 +19,7 @@ from batchinfer.engine.load import device_fit
 from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.load.dummy_steps import COSTLY, GREEDY, DummySteps, sizes_between
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.sampler import ConstraintMask
+from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.engine.tensors.device_tables import GraphTables
@@ -287,7 +287,7 @@ def test_rows_are_masked_in_measured_steps_and_in_the_warm_up_where_constraints_
         monkeypatch.setattr(CpuOps, name, watched)
     device.fit()
     assert masked == []
-    sampler = replace(device.runner.sampler, mask=ConstraintMask(WordConstraints(0)))
+    sampler = replace(device.runner.sampler, mask=ConstraintMasks(WordConstraints(0)))
     device.runner = replace(device.runner, sampler=sampler)
     device.fit()
     measured = [("mask", 6, True)] * 2

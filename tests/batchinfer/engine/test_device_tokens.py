@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.runner.sampled import DeviceTokens
-from batchinfer.engine.tensors.table_rows import places_of
+from batchinfer.engine.schedule.places import places_of
+from batchinfer.engine.schedule.sampling_writer import awaited_from
 from tests.batchinfer.engine.driver import sequence
 
 CPU = torch.device("cpu")
@@ -22,16 +23,14 @@ ONE, TWO, THREE = SEQUENCES[:3]
 )
 def test_each_gets_the_token_that_was_sampled_for_it(asked, tokens):
     """0 where none was: what the sequence runs on with is dropped."""
-    device_tokens = DeviceTokens()
-    device_tokens.keep(torch.tensor([7, -1, 9]), [ONE, TWO, THREE])
-    assert device_tokens.of(asked, CPU).tolist() == tokens
+    device_tokens = DeviceTokens(torch.tensor([7, -1, 9]))
+    assert device_tokens.of(awaited_from(asked, [ONE, TWO, THREE]), CPU).tolist() == tokens
+    assert device_tokens.of(None, CPU).tolist() == [7, 0, 9]
 
 
 def test_a_sequence_that_the_step_did_not_run_is_an_error():
-    device_tokens = DeviceTokens()
-    device_tokens.keep(torch.tensor([7]), [ONE])
     with pytest.raises(AssertionError, match="did not run the sequence"):
-        device_tokens.of([TWO], CPU)
+        awaited_from([TWO], [ONE])
 
 
 @given(st.data())

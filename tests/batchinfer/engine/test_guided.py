@@ -52,7 +52,7 @@ def cpu_runner(limits: Limits) -> ModelRunner:
 
 def rehearsed(limits: Limits) -> DeviceRunner:
     """As an engine on a GPU has it: its cache fitted, its steps rehearsed, looking ahead."""
-    plain, _ = constrained(cpu_runner(replace(limits, blocks=1)))
+    plain, _, _ = constrained(cpu_runner(replace(limits, blocks=1)))
     caches = checkpoint("llama", num_hidden_layers=1).spec.caches
 
     def allocate(blocks: int) -> list[LayerCache]:

@@ -164,7 +164,8 @@ def _note(passed: Passed, name: str, module: Any, inputs: tuple[Any, ...], outpu
         passed.head_weights += weights
 
 
-def counted_bytes(model: Any, noted: Noted) -> float:
+def counted_bytes(model: Any, noted: Noted, requests: list[Request]) -> float:
+    prompts = {request.key: request.prompt.tolist() for request in requests}
     passed, tokens, config = Passed(), 16, model.config
     leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
     hooks = [module.register_forward_hook(partial(_note, passed, name)) for name, module in leaves]
@@ -179,26 +180,27 @@ def counted_bytes(model: Any, noted: Noted) -> float:
         sampled = len(step.sampled)
         total += passed.weights + (passed.head_weights if sampled else 0)
         total += len(step.tokens) * (passed.token / tokens + turned)
-        total += sampled * passed.sampled + kept * _distinct(step)
+        total += sampled * passed.sampled + kept * _distinct(step, prompts)
     return total
 
 
-def _distinct(step: NotedStep) -> int:
+def _distinct(step: NotedStep, prompts: dict[bytes, list[int]]) -> int:
     """Count the cached tokens that a step reads: whole blocks of a prompt that several rows begin with once."""
     size, blocks, others = LIMITS.block_size, set(), 0
-    for chunk in step.chunks:
-        prompt = chunk.sequence.request.prompt.tolist()
-        whole = min(chunk.end, len(prompt)) // size
+    for key, _, end in step.spans:
+        prompt = prompts[key]
+        whole = min(end, len(prompt)) // size
         blocks |= {tuple(prompt[: (at + 1) * size]) for at in range(whole)}
-        others += chunk.end - whole * size
+        others += end - whole * size
     return len(blocks) * size + others
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_bytes_are_those_of_the_tensors(family: str, shared: bool, tmp_path: Path) -> None:
-    ran, noted = run(family, rows(shared))
-    expected = counted_bytes(eager(family), noted)
+    requests = rows(shared)
+    ran, noted = run(family, requests)
+    expected = counted_bytes(eager(family), noted, requests)
     row = reported(ran, tmp_path)
     assert row["bytes_moved"] == pytest.approx(expected, rel=0.01)
     assert row["mbu"] == pytest.approx(expected / (row["engine_wall_s"] * PEAKS.bytes_per_s), rel=0.01)

@@ -35,6 +35,7 @@ from tests.batchinfer.engine.interpreted_gpu import DEVICE, stand_in, triton_ops
 from tests.batchinfer.engine.small_engine import (
     TRITON,
     Limits,
+    Noted,
     Place,
     Ran,
     RecordingSampler,
@@ -129,7 +130,7 @@ def test_torchs_operators_do_the_same(name: str) -> None:
 def test_tritons_operators_do_the_same(name: str, limits: Limits) -> None:
     model = inspect_checkpoint(folder(name))
     sampler = RecordingSampler(frozenset(model.spec.eos_token_ids))
-    runner = replace(make_runner(model, triton_ops(model), limits, DEVICE), sampler=sampler)
+    runner = Noted(replace(make_runner(model, triton_ops(model), limits, DEVICE), sampler=sampler))
     rows = [prompt for prompt in prompts() if len(prompt) in (17, 33)]
     ran = drain(make_engine(runner, limits, sampler.eos_token_ids), greedy(rows, 3))
     check(name, ran, sampler.seen, rows, 3)

@@ -153,13 +153,14 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
         make_sequence(i, [1, 2], [7, 7], **{"most": 100, **kind}, logprobs=4 if i in asking else None)
         for i, kind in enumerate(kinds)
     ]
-    sampler = Sampler(frozenset(), Multiples())
-    assert not sampler.tries_argmax(sequences[4:5]) or 4 not in asking
-    sampled = sampler.sample(TorchOps(), logits.clone(), sequences)
+    masks = Multiples(sequences)
+    sampler = Sampler(frozenset(), masks)
+    assert not sampler.tries_argmax(masks.plan(slice(4, 5))) or 4 not in asking
+    sampled = sampler.sample(TorchOps(), logits.clone(), masks.plan())
     assert [int(sampled.tokens[i]) == 7 for i in range(6)] == [False, False, True, False, True, False]
     found = sampled.logprobs
     assert found is not None
-    assert found.sequences == [sequences[i] for i in asking]
+    assert found.rows == list(asking)
     wanted = logits.log_softmax(-1)[list(asking)]
     chosen = sampled.tokens[list(asking)]
     torch.testing.assert_close(found.chosen, wanted.gather(-1, chosen[:, None])[:, 0])

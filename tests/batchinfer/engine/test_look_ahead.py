@@ -4,7 +4,7 @@ the one before are known; and every block is accounted for."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +14,18 @@ from hypothesis import strategies as st
 from batchinfer.core.request import Completion, Request
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.sampler import ConstraintMask
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
 from tests.batchinfer.engine.random_work import EASY, Work, works
-from tests.batchinfer.engine.small_engine import Limits, Noted, Ran, drain, greedy, make_engine, watcher
+from tests.batchinfer.engine.small_engine import (
+    Limits,
+    Noted,
+    Ran,
+    drain,
+    following,
+    greedy,
+    make_engine,
+    watcher,
+)
 from tests.batchinfer.engine.word_constraints import WordConstraints, word
 from tests.examples import examples
 
@@ -47,9 +55,8 @@ class Way:
             self.runner(limits, work.nan_every, work.windows),
             WordConstraints(EOS, self.forces),
         )
-        sampler = replace(runner.sampler, mask=ConstraintMask(constraints), on_host=self.on_host)
-        runner = replace(runner, sampler=sampler)
-        engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, constraints=constraints)
+        runner, masks = following(runner, constraints, self.on_host)
+        engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, masks=masks)
         return drain(engine, work.rows, arrivals=work.arrivals)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,10 +17,14 @@ from torch import Tensor
 from batchinfer.engine.runner import micro_batches
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import PATIENCE, MicroBatches
-from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.schedule.partial_blocks import Copy
+from batchinfer.engine.schedule.plan_writer import PlanWriter
+from batchinfer.engine.schedule.scheduler import Chunk, Step
+from batchinfer.engine.tensors.batch import HostBatch
+from batchinfer.engine.tensors.step_state import StepState
 from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import EOS, HashingModel, hashing_runner
-from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine
+from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, layer_each, make_engine
 from tests.examples import examples
 
 LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
@@ -30,13 +35,35 @@ LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
     st.integers(1, 40) | st.none(),
 )
 def test_pieces_are_the_step_in_order(spans, tokens):
-    chunks = [Chunk(sequence([1] * (start + length), 5), start, length) for start, length in spans]
-    batches = MicroBatches(tokens).split(chunks)
-    sizes = [sum(c.length for c in batch) for batch in batches]
+    chunks = [Chunk(sequence([1] * sum(span), 5, n), *span) for n, span in enumerate(spans)]
+    for number, chunk in enumerate(chunks):
+        chunk.sequence.tables = [[100 * number + at for at in range(20)]]
+    copies = [Copy(chunk.sequence, 0, 7, 8, 0, 1 + number) for number, chunk in enumerate(chunks)]
+    plan = PlanWriter().of(Step(chunks, copies=copies), [chunk.sequence for chunk in chunks])
+    whole = StepState().batch(plan, layer_each([None], 4))
+    batches = MicroBatches(tokens).split(whole)
+    sizes = [len(batch.token_ids) for batch in batches]
     assert all(0 < size <= tokens for size in sizes) if tokens else len(sizes) == 1
-    flat = [(c.sequence, at) for batch in batches for c in batch for at in range(c.start, c.end)]
-    assert flat == [(c.sequence, at) for c in chunks for at in range(c.start, c.end)]
-    assert [c.sequence for batch in batches for c in batch if c.samples] == [c.sequence for c in chunks]
+    positions, slots = (
+        np.concatenate(each) for each in zip(*((b.positions, b.slots[0]) for b in batches), strict=True)
+    )
+    assert (positions.tolist(), slots.tolist()) == (whole.positions.tolist(), whole.slots[0].tolist())
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    rows = [int(row) + start for b, start in zip(batches, starts, strict=True) for row in b.sampled_rows]
+    assert rows == whole.sampled_rows.tolist()
+    for batch in batches:
+        check_part(batch)
+    made = [copy for batch in batches if batch.copies is not None for copy in batch.copies.tolist()]
+    assert made == [[number, *copy[1:]] for number, copy in enumerate(copies)]
+
+
+def check_part(batch: HostBatch) -> None:
+    """Each token's position follows from the context of its row, and its slot from the row's table."""
+    each = list(zip(batch.table_rows.tolist(), batch.query_lens, batch.context_lens, strict=True))
+    assert batch.positions.tolist() == [at for _, n, end in each for at in range(end - n, end)]
+    table = [row for row, n, _ in each for _ in range(n)]
+    slots = batch.tables[0].kept[table, batch.positions // 4] * 4 + batch.positions % 4
+    assert slots.tolist() == batch.slots[0].tolist()
 
 
 def run(room: int) -> tuple[Ran, int]:
@@ -76,10 +103,6 @@ def test_what_a_failed_step_held_is_given_back_before_the_pieces_run(monkeypatch
     assert set(kept) == {0}
 
 
-def chunks_of(tokens: int) -> list[Chunk]:
-    return [Chunk(sequence([1] * tokens, 5), 0, tokens)]
-
-
 def try_steps(batches: MicroBatches, wanted: int, room: int, steps: int) -> list[int]:
     """The steps that failed, of `steps` of up to `wanted` tokens on a device with memory for `room`."""
     failed = []
@@ -88,7 +111,7 @@ def try_steps(batches: MicroBatches, wanted: int, room: int, steps: int) -> list
         while todo:
             tokens = min(todo.pop(), batches.most_tokens or wanted)
             if tokens > room:
-                batches.shrink(chunks_of(tokens))
+                batches.shrink(tokens, 1)
                 failed.append(step)
                 todo.append(wanted)
             else:

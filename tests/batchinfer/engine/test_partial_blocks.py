@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.engine.schedule.scheduler import Step
+from batchinfer.engine.schedule.step_shape import step_shape
 from tests.batchinfer.engine.driver import Driver, distinct_tokens, driver_for, sequence
 from tests.batchinfer.engine.small_engine import Limits, checkpoint, cpu_ops, make_runner
 from tests.examples import examples
@@ -153,7 +154,9 @@ def test_rows_that_are_rotated_in_another_way_share_nothing() -> None:
 def test_bytes_of_copies_are_those_of_what_is_read_and_written() -> None:
     model = checkpoint("llama")
     runner = make_runner(model, cpu_ops(model), Limits())
-    moved = [runner.cost.step(runner.step_shape([], 0, 0, copied))["copy_parts"].bytes for copied in (0, 5)]
+    moved = [
+        runner.cost.step(step_shape([], 0, 0, runner.layout, copied))["copy_parts"].bytes for copied in (0, 5)
+    ]
     assert moved == [0, 0]  # a step that runs nothing does nothing
     cost = next(operator for operator in runner.cost.operators if operator.name == "copy_parts")
     block = sum(cache.k[:1, :, :1].nbytes + cache.v[:1, :, :1].nbytes for cache in runner.caches)

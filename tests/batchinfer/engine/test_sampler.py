@@ -13,7 +13,9 @@ from transformers.generation import logits_process as hf
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.sampling_writer import SamplingWriter
 from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_plan import SamplingPlan
 from batchinfer.models.ops.interface import NO_TOKEN
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.engine.small_engine import request
@@ -25,8 +27,12 @@ def make_sequence(key: int, prompt: list[int], output: list[int], most: int = 99
     return sequence
 
 
+def plan_of(rows: list[Sequence], *eos: int) -> SamplingPlan:
+    return SamplingWriter(frozenset(eos)).of(rows, [])
+
+
 def chosen(logits: torch.Tensor, rows: list[Sequence], *eos: int) -> list[int]:
-    return Sampler(frozenset(eos)).sample(TorchOps(), logits, rows).tokens.tolist()
+    return Sampler(frozenset(eos)).sample(TorchOps(), logits, plan_of(rows, *eos)).tokens.tolist()
 
 
 def reshaped(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
@@ -117,13 +123,18 @@ def test_the_smallest_temperatures_draw_the_argmax(temperature):
 
 @dataclass(frozen=True)
 class Multiples:
-    """Allows the multiples of a row's max_tokens beyond its last token, where max_tokens is odd."""
+    """Allows the multiples of a row's max_tokens beyond its last token, where max_tokens is odd: masks are the numbers
+    of rows."""
 
-    def masks(self, sequence: Sequence) -> bool:
-        return sequence.request.params.max_tokens % 2 == 1
+    rows: list[Sequence]
 
-    def fill(self, sequences: list[Sequence], bits: np.ndarray) -> None:
-        for sequence, words in zip(sequences, bits, strict=True):
+    def plan(self, which: slice = slice(None)) -> SamplingPlan:
+        for number, row in enumerate(self.rows):
+            row.mask = number if row.request.params.max_tokens % 2 == 1 else None
+        return plan_of(self.rows[which])
+
+    def fill(self, masks: list[int], bits: np.ndarray) -> None:
+        for sequence, words in zip([self.rows[mask] for mask in masks], bits, strict=True):
             for token in range(32 * len(words)):
                 if token % sequence.request.params.max_tokens or token <= sequence.tokens[-1]:
                     words[token // 32] &= ~np.int32(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
@@ -133,11 +144,12 @@ class Multiples:
 def test_masked_rows_get_allowed_tokens_alone(temperature):
     logits = torch.randn(60, 71, generator=torch.Generator().manual_seed(3))
     rows = [make_sequence(i, [i % 5], [], temperature=temperature, most=3 + i % 3) for i in range(60)]
-    sampler = Sampler(frozenset(), Multiples())
-    assert not sampler.tries_argmax(rows)
-    assert sampler.tries_argmax([make_sequence(0, [1], [], most=4)])
-    got = sampler.sample(TorchOps(), logits.clone(), rows).tokens.tolist()
     free = chosen(logits.clone(), rows)
+    masks = Multiples(rows)
+    sampler, plan = Sampler(frozenset(), masks), masks.plan()
+    assert not sampler.tries_argmax(plan)
+    assert sampler.tries_argmax(plan_of([make_sequence(0, [1], [], most=4)]))
+    got = sampler.sample(TorchOps(), logits.clone(), plan).tokens.tolist()
     for token, unmasked, row, scores in zip(got, free, rows, logits, strict=True):
         most = row.request.params.max_tokens
         if most % 2 == 0:
@@ -155,32 +167,33 @@ def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
     logits[::3, 30], logits[1::3, 31] = 9.0, 9.0
     rows = [make_sequence(i, [1], [], temperature=0.0, most=2 if i == 8 else 5) for i in range(9)]
     rows[6].masking.followed = False
-    filled: list[list[Sequence]] = []
+    filled: list[list[int]] = []
 
     class Recording(Multiples):
-        def fill(self, sequences: list[Sequence], bits: np.ndarray) -> None:
-            filled.append(list(sequences))
-            super().fill(sequences, bits)
+        def fill(self, masks: list[int], bits: np.ndarray) -> None:
+            filled.append(list(masks))
+            super().fill(masks, bits)
 
-        def allowed(self, sequences: list[Sequence], tokens: list[int]) -> list[bool]:
-            assert rows[6] not in sequences
-            assert rows[8] not in sequences, "it has no mask"
+        def allowed(self, masks: list[int], tokens: list[int]) -> list[bool]:
+            assert 6 not in masks
+            assert 8 not in masks, "it has no mask"
             return [token % 5 == 0 for token in tokens]
 
-    always = Sampler(frozenset(), Recording()).sample(TorchOps(), logits.clone(), rows)
-    assert filled == [rows[:8]]
+    plan = Recording(rows).plan()
+    always = Sampler(frozenset(), Recording(rows)).sample(TorchOps(), logits.clone(), plan)
+    assert filled == [list(range(8))]
     filled.clear()
-    checked = Sampler(frozenset(), Recording(), on_host=True).sample(TorchOps(), logits.clone(), rows)
-    assert filled[0] == [rows[6]]
-    assert rows[0] not in filled[1]
-    assert rows[1] in filled[1]
+    checked = Sampler(frozenset(), Recording(rows), on_host=True).sample(TorchOps(), logits.clone(), plan)
+    assert filled[0] == [6]
+    assert 0 not in filled[1]
+    assert 1 in filled[1]
     assert len(filled) == 2
     assert checked.tokens.tolist() == always.tokens.tolist()
-    assert checked.masked.sequences == always.masked.sequences == rows[:8]
+    assert checked.masked.rows == always.masked.rows == list(range(8))
     assert checked.masked.barred.tolist() == always.masked.barred.tolist()
-    checked.masked.note(checked.masked.barred.numpy())
-    assert [row.masking.followed for row in rows[:2]] == [True, False]
-    assert rows[6].masking.followed, "without its mask it would have taken the same token"
+    barred = checked.masked.of_rows(checked.masked.barred.numpy())
+    assert [barred[row] for row in range(2)] == [False, True]
+    assert not barred[6], "without its mask it would have taken the same token"
 
 
 def test_a_mask_of_every_token_changes_nothing():
@@ -188,8 +201,11 @@ def test_a_mask_of_every_token_changes_nothing():
     rows = [make_sequence(i, [1], [2], temperature=1.0, top_p=0.9) for i in range(8)]
 
     class All(Multiples):
-        def fill(self, sequences: list[Sequence], bits: np.ndarray) -> None:
+        def fill(self, masks: list[int], bits: np.ndarray) -> None:
             assert (bits == -1).all()
 
-    got = Sampler(frozenset(), All()).sample(TorchOps(), logits.clone(), rows).tokens.tolist()
+    masks = All(rows)
+    got = Sampler(frozenset(), masks).sample(TorchOps(), logits.clone(), masks.plan()).tokens.tolist()
+    for row in rows:
+        row.mask = None
     assert got == chosen(logits, rows)

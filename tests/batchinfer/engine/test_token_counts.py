@@ -130,7 +130,7 @@ def test_no_step_looks_ahead_of_a_barrier() -> None:
     got = drain(make_engine(runner, Limits(), frozenset()), [barred, free])
     assert {len(tokens) for tokens, _ in got.answers.values()} == {8}
     order = [step.sampled for step in runner.steps]
-    assert order == [[barred, free], [free]] * 4 + [[barred]] * 4
+    assert order == [[barred.key, free.key], [free.key]] * 4 + [[barred.key]] * 4
 
 
 def test_a_runner_that_breaks_its_word_is_told() -> None:

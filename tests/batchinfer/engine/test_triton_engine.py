@@ -46,6 +46,7 @@ from tests.batchinfer.engine.small_engine import (
     MAX_LEN,
     MIXED,
     Limits,
+    Noted,
     Place,
     Ran,
     RecordingSampler,
@@ -221,7 +222,9 @@ def logits_of(
 ) -> tuple[dict[Place, Tensor], Ran]:
     """Run an engine that looks ahead as a GPU's does: its logits, and what it ran."""
     sampler = RecordingSampler(frozenset())
-    runner = replace(looking_ahead(make_runner(model_of(variant), ops, limits, DEVICE)), sampler=sampler)
+    runner = Noted(
+        replace(looking_ahead(make_runner(model_of(variant), ops, limits, DEVICE)), sampler=sampler)
+    )
     return sampler.seen, drain(make_engine(runner, limits, frozenset()), requests)
 
 
@@ -354,8 +357,8 @@ def check_constraints(loaded: LoadedModel) -> None:
     work = [request(row, prompts()[0], 6, **wish) for row, wish in enumerate(wishes)]
     got = drain(loaded.engine(), work)
     limits, model = SETTINGS["chunked"], checkpoint("llama", num_hidden_layers=1)
-    runner, followed = guided_rows.constrained(make_runner(model, cpu_ops(model), limits))
-    engine = make_engine(runner, limits, frozenset(model.spec.eos_token_ids), constraints=followed)
+    runner, masks, _ = guided_rows.constrained(make_runner(model, cpu_ops(model), limits))
+    engine = make_engine(runner, limits, frozenset(model.spec.eos_token_ids), masks=masks)
     assert got.answers == drain(engine, work).answers
     texts = [guided_rows.text_of(got.completions[row.key]) for row in work]
     assert texts[0] in choices
@@ -392,7 +395,8 @@ def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
     info, sampler = loaded.info, RecordingSampler(frozenset())
     assert (info.ops, info.linear, info.quantization, info.deterministic) == ("triton", "int8", "int8", True)
     requests = greedy(prompts(), 4, ignore_eos=True)[5:]
-    run = drain(replace(loaded, runner=replace(loaded.runner, sampler=sampler)).engine(), requests)
+    noted: Any = Noted(replace(loaded.runner, sampler=sampler))
+    run = drain(loaded.engine(runner=noted), requests)
     assert any(s.padded_tokens for s in run.steps), "three rows take the graph of four"
     sizes = [s.prefill_tokens + s.decode_tokens + s.padded_tokens for s in run.steps if s.prefill_tokens]
     assert set(sizes) == {32}

@@ -18,6 +18,7 @@ from batchinfer.engine.kv.cache_layout import CacheGroup, CacheLayout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer.plan.simulation.counting_runner import END, CountingRunner
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer.report.tables.apportion import Apportionment
@@ -40,9 +41,11 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def launch(self, chunks: list[Any], copies: Any = ()) -> Any:
-        self.chunks.append([(c.sequence.request.key, c.start, c.length) for c in chunks])
-        return self.runner.launch(chunks, copies)
+    def launch(self, plan: StepPlan) -> Any:
+        assert plan.requests is not None
+        keys = [key for key, _ in plan.requests]
+        self.chunks.append(list(zip(keys, plan.starts.tolist(), plan.chunk_lengths.tolist(), strict=True)))
+        return self.runner.launch(plan)
 
 
 @dataclass
@@ -65,7 +68,7 @@ def simulated(rows: int, budget: int, blocks: int, looks_ahead: bool, seed: int)
     layout = CacheLayout((None,) * 4, (CacheGroup((0, 1, 2, 3), None, frozenset([None])),), 4, 8)
     scheduler = Scheduler(SchedulerConfig(32, budget), BlockPool(blocks, 8))
     time = StepTime(PEAKS, 0.5, 0.4, 1e-5)
-    counting = CountingRunner(COST, layout, time, outputs, looks_ahead, scheduler.shared_blocks, lambda: 0)
+    counting = CountingRunner(COST, layout, time, outputs, looks_ahead, lambda: 0)
     runner = Watched(counting)
     limits = EngineLimits(ContentRoots(4096), frozenset([END]))
     engine = Engine(runner, scheduler, limits, PEAKS, clock=lambda: runner.clock.host)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.plan.simulation.launching import Captures
 from batchinfer.plan.simulation.simulator import SimulatedEngine, block_bytes, simulate, simulated_steps
@@ -202,7 +203,7 @@ def test_a_steps_shape_is_found_again_from_what_the_report_keeps(cost: ModelCost
 
 def test_a_step_takes_its_roofline_at_the_least() -> None:
     runner = hashing_runner(ModelRunner, 40, 4)
-    shape = runner.step_shape([], 0, 0)
+    shape = step_shape([], 0, 0, runner.layout)
     assert StepTime(PEAKS).device_s(shape, runner.cost) == roofline_seconds(runner.cost.step(shape), PEAKS)
 
 

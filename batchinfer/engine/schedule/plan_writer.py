@@ -1,0 +1,167 @@
+"""Writes what the scheduler chose as the plan of a step: what a runner gets to see of sequences."""
+
+from __future__ import annotations
+
+from itertools import compress
+from operator import is_not, ne, or_
+
+import numpy as np
+
+from batchinfer.engine.schedule.partial_blocks import Copy
+from batchinfer.engine.schedule.places import places_of
+from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from
+from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_plan import (
+    ARGMAX,
+    COMPUTES,
+    Awaited,
+    Ints,
+    Longs,
+    PlanWants,
+    StepPlan,
+    TableChanges,
+)
+
+_NONE = np.empty(0, np.int32)
+
+
+class PlanWriter:
+    """Writes the plans of an engine's steps, one after the other, for a runner that reads all of them.
+
+    Each sequence has a row, where its block tables lie, for as long as every step runs it. Sequences that come and go
+    leave the rows of the others where they are.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int] = frozenset(), wants: PlanWants = COMPUTES) -> None:
+        self._wants = wants
+        self._sampling = SamplingWriter(eos_token_ids)
+        self._groups: list[_GroupTables] = []
+        self._sequences: list[Sequence] = []  # of the plan before
+        self._rows: Longs = np.zeros(0, np.int64)  # of each of them
+        self._sampled: list[Sequence] = []  # whose tokens the plan before samples
+
+    def of(self, step: Step, sampling: list[Sequence], shared_blocks: int = 0) -> StepPlan:
+        """Return the plan of a step. `sampling`: the sequences of its chunks that sample, in order."""
+        chunks = step.chunks
+        chunk_sequences, starts, lengths = zip(*chunks, strict=True)
+        sequences = list(chunk_sequences)
+        single = lengths.count(1) == len(lengths)
+        asked = None
+        if self._wants.requests:
+            asked = [(s.request.key, s.output_length) for s in sequences]
+        sampled = self._sampled_rows(chunks, sampling, lengths, single)
+        spans = np.array(starts, np.int32), None if single else np.array(lengths, np.int32)
+        copies = _copies(step.copies, sequences) if step.copies else None
+        if not self._wants.inputs:
+            return StepPlan(
+                *spans, None, None, _NONE, (), copies, sampled, None, None, ARGMAX, asked, shared_blocks
+            )
+        rows = None if sequences == self._sequences else self._arranged(sequences)
+        before, self._sampled = self._sampled, sampling
+        return StepPlan(
+            *spans,
+            rows=rows,
+            rope_offsets=None if rows is None else _rope_offsets(sequences),
+            tokens=_tokens(chunks, single),
+            tables=tuple(self._changes(sequences)),
+            copies=copies,
+            sampled=sampled,
+            sampled_counts=None,
+            awaited=_awaited(sampling, before, sampled),
+            sampling=self._sampling.of(sampling, before) if sampling else ARGMAX,
+            requests=asked,
+            shared_blocks=shared_blocks,
+        )
+
+    def _sampled_rows(
+        self, chunks: list[Chunk], sampling: list[Sequence], lengths: tuple[int, ...], single: bool
+    ) -> Ints | None:
+        every = len(sampling) == len(chunks)
+        if every and single:
+            return None
+        ends = np.cumsum(lengths, dtype=np.int32) - np.int32(1)
+        return ends if every else ends[sampling_chunks(chunks)]
+
+    def _arranged(self, sequences: list[Sequence]) -> Ints:
+        """Give the rows of sequences that left to those that are new."""
+        before = places_of(sequences, self._sequences)
+        places = np.array(before, np.int64)
+        come = np.flatnonzero(places < 0)
+        rows = np.append(self._rows, 0)[places]
+        free = np.ones(max(len(sequences), self._rows.max(initial=-1) + 1), bool)
+        free[rows[places >= 0]] = False
+        rows[come] = np.flatnonzero(free)[: len(come)]
+        for group in self._groups:
+            group.arrange(before)
+        self._sequences, self._rows = sequences, rows
+        return rows.astype(np.int32)
+
+    def _changes(self, sequences: list[Sequence]) -> list[TableChanges]:
+        groups = len(sequences[0].tables)
+        if len(self._groups) < groups:
+            self._groups += [_GroupTables(group) for group in range(len(self._groups), groups)]
+            for group in self._groups:
+                group.arrange([-1] * len(sequences))
+        return [group.changes(sequences, self._rows) for group in self._groups]
+
+
+class _GroupTables:
+    """The tables of one cache group, as far as they were sent."""
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self._tables: list[list[int]] = []  # of each sequence; another list is another table
+        self._sent: list[int] = []  # how many entries of each
+
+    def arrange(self, before: list[int]) -> None:
+        """`before`: for each sequence its place among those of the plan before, or -1."""
+        self._tables = list(map([*self._tables, _NO_TABLE].__getitem__, before))
+        self._sent = list(map([*self._sent, 0].__getitem__, before))
+
+    def changes(self, sequences: list[Sequence], rows: Longs) -> TableChanges:
+        group, sent = self._group, self._sent
+        tables = [sequence.tables[group] for sequence in sequences]
+        # without a loop: a decode step changes few of its tables
+        changed = map(or_, map(ne, map(len, tables), sent), map(is_not, tables, self._tables))
+        spans: list[tuple[int, int, int]] = []
+        blocks: list[int] = []
+        for place in compress(range(len(tables)), changed):
+            table, first = tables[place], sent[place]
+            if table is not self._tables[place] or len(table) < first:
+                first = 0
+            spans.append((int(rows[place]), first, len(table) - first))
+            blocks += table[first:]
+            self._tables[place], sent[place] = table, len(table)
+        return TableChanges(np.array(spans, np.int32).reshape(-1, 3), np.array(blocks, np.int32), max(sent))
+
+
+_NO_TABLE: list[int] = []
+
+
+def _rope_offsets(sequences: list[Sequence]) -> Ints | None:
+    offsets = [sequence.rope_offset for sequence in sequences]
+    return np.array(offsets, np.int32) if any(offsets) else None
+
+
+def _tokens(chunks: list[Chunk], single: bool) -> Ints:
+    """Gather the token ids, (total,). Decode steps, of one token a chunk, take a faster way."""
+    if single:
+        return np.array([sequence.tokens[start] for sequence, start, _ in chunks], np.int32)
+    return np.concatenate([np.frombuffer(s.tokens, np.int32)[start : start + n] for s, start, n in chunks])
+
+
+def _awaited(sampling: list[Sequence], before: list[Sequence], sampled: Ints | None) -> Awaited | None:
+    waits = [sequence.placeholders > 0 for sequence in sampling]
+    if True not in waits:
+        return None
+    waiting, places = sampling, sampled
+    if False in waits:  # seldom: a list of bools takes long as an index
+        waiting = list(compress(sampling, waits))
+        places = np.flatnonzero(waits).astype(np.int32) if sampled is None else sampled[waits]
+    return Awaited(places, None if waiting == before else awaited_from(waiting, before))
+
+
+def _copies(copies: list[Copy], sequences: list[Sequence]) -> Ints:
+    places = places_of([copy.sequence for copy in copies], sequences)
+    return np.array([(place, *copy[1:]) for place, copy in zip(places, copies, strict=True)], np.int32)

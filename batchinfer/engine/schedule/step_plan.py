@@ -1,0 +1,261 @@
+"""What a step is: plain data, from which a runner computes it. No sequence leaves the scheduler's side.
+
+A plan says what is new since the plan before; the runner keeps the rest (`StepState`). So plans are small, and whoever
+gets all of them, in order, can do what the runner does: a rank, a simulation, a recorder. Plans pickle by hand: what
+`dataclasses` and numpy do of themselves takes several times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class PlanWants(NamedTuple):
+    """What a runner reads of plans besides the spans of their chunks."""
+
+    inputs: bool = (
+        True  # tokens, block tables, and how tokens are sampled; a runner that only counts reads none
+    )
+    requests: bool = False
+    shared_blocks: bool = False
+
+
+COMPUTES = PlanWants()  # what a runner wants that computes tokens
+COUNTS = PlanWants(inputs=False, requests=True, shared_blocks=True)
+
+
+class TableChanges(NamedTuple):
+    """What was written to the block tables of a cache group since the plan before."""
+
+    spans: Ints  # (m, 3): row, first entry, number of entries. One from entry 0 on begins its row anew
+    blocks: Ints  # the entries of all spans, one after the other
+    width: int  # the most blocks that a sequence of the step has
+
+
+class Awaited(NamedTuple):
+    """Tokens that only the device knows: those that the step before samples."""
+
+    places: Ints | None  # where they belong among the step's tokens; None: it has no others
+    sampled: Ints | None  # which of the sampled tokens they are; None: all, in order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnRows:
+    """How the tokens of n rows are drawn; see `batchinfer_kernels.sample.RowSampling`."""
+
+    positions: Ints  # (n,)
+    # (n,) float32, (n,) int32, (n,) float64, (n,) float64; keys: (n, 4) int32. None: as in the plan before that had any
+    fixed: tuple[NDArray[Any], ...] | None
+
+    def part(self, first: int, end: int) -> DrawnRows:
+        """Return the rows [first, end)."""
+        assert self.fixed is not None
+        return DrawnRows(self.positions[first:end], tuple(values[first:end] for values in self.fixed))
+
+    def __reduce__(self) -> Pickled:
+        fixed = None if self.fixed is None else tuple(values.tobytes() for values in self.fixed)
+        return _drawn, (self.positions.tobytes(), fixed)
+
+
+def _drawn(positions: bytes, fixed: tuple[bytes, ...] | None) -> DrawnRows:
+    found: tuple[NDArray[Any], ...] | None = None
+    if fixed is not None:
+        kinds = (np.float32, np.int32, np.float64, np.float64, np.int32)
+        *first, keys = (np.frombuffer(data, kind) for data, kind in zip(fixed, kinds, strict=True))
+        found = (*first, keys.reshape(-1, 4))
+    return DrawnRows(np.frombuffer(positions, np.int32), found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PenalisedRows:
+    """The rows whose logits are changed by their text or may not end yet; see `batchinfer_kernels.penalties`."""
+
+    rows: Ints  # (n,): which of the sampled rows they are
+    tokens: Ints  # what they hold so far, one after the other
+    lengths: Ints  # (n,): of these
+    prompt_lens: Ints  # (n,)
+    strengths: NDArray[np.float32]  # (3, n): repetition, presence, frequency
+    banned: Ints  # (n, any); negative: none
+    awaited: Ints  # which of `tokens` the step before samples
+    sampled: Ints  # which of the tokens that it samples these are
+
+    @property
+    def starts(self) -> Longs:
+        """Return where in `tokens` each row begins, (n,)."""
+        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+    def part(self, first: int, end: int) -> PenalisedRows | None:
+        """Return what of these are the sampled rows [first, end), which then begin at 0."""
+        inside = np.flatnonzero((self.rows >= first) & (self.rows < end))
+        if not len(inside):
+            return None
+        low, high = inside[0], inside[-1] + 1
+        edges = [0, *np.cumsum(self.lengths).tolist()]
+        start, stop = edges[low], edges[high]
+        awaited = (self.awaited >= start) & (self.awaited < stop)
+        return PenalisedRows(
+            self.rows[low:high] - np.int32(first),
+            self.tokens[start:stop],
+            self.lengths[low:high],
+            self.prompt_lens[low:high],
+            self.strengths[:, low:high],
+            self.banned[low:high],
+            self.awaited[awaited] - np.int32(start),
+            self.sampled[awaited],
+        )
+
+    def __reduce__(self) -> Pickled:
+        arrays = (
+            self.rows,
+            self.tokens,
+            self.lengths,
+            self.prompt_lens,
+            self.awaited,
+            self.sampled,
+            self.banned,
+        )
+        return _penalised, (*(array.tobytes() for array in arrays), self.strengths.tobytes())
+
+
+def _penalised(*data: bytes) -> PenalisedRows:
+    rows, tokens, lengths, prompts, awaited, sampled, banned = (
+        np.frombuffer(one, np.int32) for one in data[:-1]
+    )
+    strengths = np.frombuffer(data[-1], np.float32).reshape(3, -1)
+    return PenalisedRows(
+        rows, tokens, lengths, prompts, strengths, banned.reshape(len(rows), -1), awaited, sampled
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingPlan:
+    """How the tokens of the sampled rows are chosen. Rows are named by their place among the sampled ones."""
+
+    argmax: bool = True  # nothing but a mask gives any row another token than the argmax of its logits
+    masked: list[int] = field(default_factory=list)  # rows that have a mask
+    masks: list[int] = field(default_factory=list)  # of each of these, the number of its mask
+    # Of each of these, whether its last token would have been the same without the mask
+    followed: list[bool] = field(default_factory=list)
+    asking: list[int] = field(default_factory=list)  # rows that ask for log-probabilities
+    likeliest: list[int] = field(
+        default_factory=list
+    )  # of each of these, for how many of the likeliest tokens
+    penalised: PenalisedRows | None = None
+    drawn: DrawnRows | None = None  # None: no row's token is drawn
+
+    def part(self, first: int, end: int) -> SamplingPlan:
+        """Return the plan of the rows [first, end)."""
+        masked = [at for at, row in enumerate(self.masked) if first <= row < end]
+        asking = [at for at, row in enumerate(self.asking) if first <= row < end]
+        return SamplingPlan(
+            self.argmax,
+            [self.masked[at] - first for at in masked],
+            [self.masks[at] for at in masked],
+            [self.followed[at] for at in masked],
+            [self.asking[at] - first for at in asking],
+            [self.likeliest[at] for at in asking],
+            None if self.penalised is None else self.penalised.part(first, end),
+            None if self.drawn is None else self.drawn.part(first, end),
+        )
+
+    def __reduce__(self) -> Pickled:
+        """An equal plan for all whose tokens are argmaxes, as nearly always, takes a byte."""
+        if self is ARGMAX:
+            return _argmax, ()
+        lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest)
+        return SamplingPlan, (self.argmax, *lists, self.penalised, self.drawn)
+
+
+ARGMAX = SamplingPlan()
+
+
+def _argmax() -> SamplingPlan:
+    return ARGMAX
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step: chunks of S sequences, T tokens, one chunk after the other."""
+
+    starts: Ints  # (S,): the position of each chunk's first token
+    lengths: Ints | None  # (S,): tokens of each chunk; None: 1 of each
+    # (S,): where each sequence's block table lies; None: the same sequences run as in the plan before, in this order
+    rows: Ints | None
+    rope_offsets: (
+        Ints | None
+    )  # (S,): where their positions begin in the rotary tables; None, where `rows` are given: 0
+    tokens: Ints  # (T,)
+    tables: tuple[TableChanges, ...]  # of each cache group
+    copies: (
+        Ints | None
+    )  # (n, 6): chunk, cache group, source, target, first slot, end; in each layer, before attention
+    sampled: Ints | None  # which of the T tokens are followed by a sampled one, ascending; None: all
+    # How many of the sampled ones belong to each chunk that has any; None: one to each
+    sampled_counts: list[int] | None
+    awaited: Awaited | None
+    sampling: SamplingPlan
+    # Where `PlanWants` asks: of each chunk, the key of its request and how many tokens its answer has
+    requests: list[tuple[bytes, int]] | None = None
+    shared_blocks: int = 0  # where it asks: how often a table names a block that another one named before
+
+    @property
+    def chunk_lengths(self) -> Ints:
+        """Return the tokens of each chunk, (S,)."""
+        return np.ones(len(self.starts), np.int32) if self.lengths is None else self.lengths
+
+    @property
+    def sampled_rows(self) -> int:
+        """Count the rows that are sampled."""
+        return len(self.tokens) if self.sampled is None else len(self.sampled)
+
+    def __reduce__(self) -> Pickled:
+        arrays = (
+            self.starts,
+            self.lengths,
+            self.rows,
+            self.rope_offsets,
+            self.tokens,
+            self.copies,
+            self.sampled,
+        )
+        sent = [None if array is None else array.tobytes() for array in arrays]
+        tables = [(spans.tobytes(), blocks.tobytes(), width) for spans, blocks, width in self.tables]
+        awaited = self.awaited
+        waits = awaited and tuple(None if array is None else array.tobytes() for array in awaited)
+        rest = (self.sampled_counts, self.sampling, self.requests, self.shared_blocks)
+        return _step_plan, (sent, tables, waits, *rest)
+
+
+def _step_plan(
+    sent: list[bytes | None],
+    tables: list[tuple[bytes, bytes, int]],
+    waits: tuple[bytes | None, ...] | None,
+    counts: list[int] | None,
+    sampling: SamplingPlan,
+    *rest: Any,
+) -> StepPlan:
+    starts, lengths, rows, offsets, tokens, copies, sampled = map(_ints, sent)
+    assert starts is not None
+    assert tokens is not None
+    changes = tuple(
+        TableChanges(np.frombuffer(spans, np.int32).reshape(-1, 3), np.frombuffer(blocks, np.int32), width)
+        for spans, blocks, width in tables
+    )
+    copied = None if copies is None else copies.reshape(-1, 6)
+    awaited = None if waits is None else Awaited(*map(_ints, waits))
+    return StepPlan(
+        starts, lengths, rows, offsets, tokens, changes, copied, sampled, counts, awaited, sampling, *rest
+    )
+
+
+def _ints(data: bytes | None) -> Ints | None:
+    return None if data is None else np.frombuffer(data, np.int32)

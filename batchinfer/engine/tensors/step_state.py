@@ -1,0 +1,69 @@
+"""What a runner keeps from one plan to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from batchinfer.engine.kv.cache_layout import CacheLayout
+from batchinfer.engine.schedule.step_plan import Ints, Longs, SamplingPlan, StepPlan
+from batchinfer.engine.tensors.batch import HostBatch
+from batchinfer.engine.tensors.table_rows import TableRows
+
+
+@dataclass(slots=True)
+class StepState:
+    """The rows and tables of the newest plan, and how its tokens are drawn: what the next plan leaves out because it is
+    the same."""
+
+    tables: TableRows = field(default_factory=TableRows)
+    _rows: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
+    _rope_offsets: Ints | None = None
+    _each: Longs = field(default_factory=lambda: np.zeros(0, np.int64))  # 0, 1, … for every row
+    _drawn: SamplingPlan | None = None  # the newest with draws
+
+    def batch(self, plan: StepPlan, layout: CacheLayout) -> HostBatch:
+        """Lay the plan out as the arrays of a step. Each plan is given once, in order."""
+        if plan.rows is not None:
+            self._rows, self._rope_offsets = plan.rows.astype(np.int64), plan.rope_offsets
+            self._each = np.arange(len(self._rows))
+        tables = self.tables.take(plan.tables, self._rows)
+        starts, lengths = plan.starts.astype(np.int64), plan.lengths
+        if lengths is None:
+            row_of, positions, query_lens = self._each, starts, [1] * len(starts)
+            contexts = starts + 1
+        else:
+            query_lens, contexts = lengths.tolist(), starts + lengths
+            row_of = np.repeat(self._each, lengths)
+            positions = np.arange(len(row_of)) + (contexts - np.cumsum(lengths))[row_of]
+        at, inside = np.divmod(positions, layout.block_size)
+        offsets = self._rope_offsets
+        return HostBatch(
+            token_ids=plan.tokens.astype(np.int64),
+            positions=positions if offsets is None else positions + offsets[row_of],
+            slots=[
+                own.kept[own.rows[row_of], at].astype(np.int64) * layout.block_size + inside for own in tables
+            ],
+            tables=tables,
+            whole=[group.keeps is None for group in layout.groups],
+            sampled_rows=self._each if plan.sampled is None else plan.sampled.astype(np.int64),
+            sampling=self._with_draws(plan.sampling),
+            query_lens=query_lens,
+            context_lens=contexts.tolist(),
+            copies=plan.copies,
+            awaited=plan.awaited,
+            follows=plan.rows is None,
+        )
+
+    def _with_draws(self, sampling: SamplingPlan) -> SamplingPlan:
+        """Return the plan with the fixed arguments of its draws, which it may have left out."""
+        drawn = sampling.drawn
+        if drawn is None:
+            return sampling
+        if drawn.fixed is None:
+            assert self._drawn is not None, "no plan before said how these rows draw"
+            assert self._drawn.drawn is not None
+            sampling = replace(sampling, drawn=replace(drawn, fixed=self._drawn.drawn.fixed))
+        self._drawn = sampling
+        return sampling
