@@ -44,7 +44,8 @@ class Launched(Protocol):
         """The log-probabilities of every token that `tokens` gives, of each chunk that asks. Waits for the device."""
 
     def barred(self) -> Mapping[int, bool]:
-        """Say of each chunk whose token was masked whether that kept it from its most likely token. Waits for the device.
+        """Say of each chunk whose token was masked whether that kept it from its most likely token. It waits for the
+        device.
 
         A chunk whose argmax was allowed without a look at its mask may be left out.
         """

@@ -1,4 +1,4 @@
-"""What a step is: plain data, from which a runner computes it. No sequence leaves the scheduler's side.
+"""The plan of a step is plain data, from which a runner computes it. No sequence leaves the scheduler's side.
 
 A plan says what is new since the plan before; the runner keeps the rest (`StepState`). So plans are small, and whoever
 gets all of them, in order, can do what the runner does: a rank, a simulation, a recorder. Plans pickle by hand: what
@@ -20,7 +20,7 @@ Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class PlanWants(NamedTuple):
-    """What a runner reads of plans besides the spans of their chunks."""
+    """The parts of plans that a runner reads besides the spans of their chunks."""
 
     inputs: bool = (
         True  # tokens, block tables, and how tokens are sampled; a runner that only counts reads none
@@ -34,7 +34,7 @@ COUNTS = PlanWants(inputs=False, requests=True, shared_blocks=True)
 
 
 class TableChanges(NamedTuple):
-    """What was written to the block tables of a cache group since the plan before."""
+    """The entries that were written to the block tables of a cache group since the plan before."""
 
     spans: Ints  # (m, 3): row, first entry, number of entries. One from entry 0 on begins its row anew
     blocks: Ints  # the entries of all spans, one after the other

@@ -1,4 +1,4 @@
-"""What a runner keeps from one plan to the next."""
+"""The state that a runner keeps from one plan to the next."""
 
 from __future__ import annotations
 
