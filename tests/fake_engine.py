@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs
+from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs, Tokens
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed, alone
 from batchinfer.engine.schedule.constraints import ConstraintsFor
@@ -160,10 +160,10 @@ class FakeEngine:
             log.writelines(f"{request.key.hex()}\n" for request, _ in taken)
         completions = [self._complete(r) for r, _ in taken]
         tokens = sum(len(r.prompt) for r, _ in taken)
-        sampled = sum(len(c.token_ids) for c in completions)
+        sampled = sum(len(c.tokens.token_ids) for c in completions)
         ended = self._now()
         requests = [_request(r, queued, began, ended) for r, queued in taken]
-        decodes = sum(max(0, len(c.token_ids) - 1) for c in completions)
+        decodes = sum(max(0, len(c.tokens.token_ids) - 1) for c in completions)
         sample = _step(self._steps, (began, ended), (tokens, decodes, sampled), len(self._waiting))
         self._steps += 1
         return FakeOutput(completions, requests, sample)
@@ -193,8 +193,8 @@ class FakeEngine:
     def _complete(self, request: Request) -> Completion:
         if self._fail_every and int.from_bytes(request.key[:4], "big") % self._fail_every == 0:
             problem = RowError("fake_failure", "engine", "the fake engine was asked to fail", retryable=True)
-            return Completion(request.key, np.empty(0, np.int32), "error", error=problem)
-        return Completion(request.key, answer(request), "stop", logprobs=logprobs(request))
+            return Completion(request.key, None, "error", problem)
+        return Completion(request.key, Tokens(answer(request), logprobs=logprobs(request)), "stop")
 
 
 def _request(request: Request, queued: float, began: float, ended: float) -> RequestSample:

@@ -47,8 +47,9 @@ SUB_ROOMS_OF_DATA = (
     "constraints",
     "prompts",
     "index",
-    "store",
     "columns",
+    "outputs",
+    "store",
     "results",
 )
 

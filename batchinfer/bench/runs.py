@@ -127,7 +127,7 @@ class _Answers:
             if completion.error is not None and _failed(completion):
                 kind = OutOfMemory if completion.error.error_class == "resource" else BatchInferError
                 raise kind(f"a row of the benchmark failed: {completion.error.message}")
-        found = tuple(tuple(self.completions[key].token_ids.tolist()) for key in keys)
+        found = tuple(tuple(self.completions[key].tokens.token_ids.tolist()) for key in keys)
         for answer, row in zip(found, rows, strict=True):
             if len(answer) != row.max_tokens:
                 raise BatchInferError(f"{len(answer)} tokens came where {row.max_tokens} were asked for")

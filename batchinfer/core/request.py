@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,7 @@ class Request:
     def __reduce__(self) -> Pickled:
         """Processes send each other millions: what `dataclasses` and numpy do of themselves takes several times as
         long."""
-        return _remade, (Request, self.key, _data(self.prompt), *_BEHIND_PROMPT(self))
+        return _remade, (self.key, _data(self.prompt), *_BEHIND_PROMPT(self))
 
 
 _BEHIND_PROMPT = attrgetter(*(field.name for field in fields(Request)[2:]))
@@ -68,9 +68,9 @@ def _data(token_ids: TokenIds) -> bytes:
     return np.asarray(token_ids, np.int32).tobytes()
 
 
-def _remade(kind: type[Any], key: bytes, token_ids: bytes, *more: Any) -> Any:
+def _remade(key: bytes, token_ids: bytes, *more: Any) -> Request:
     """With an array that can be written to, as the one that was sent."""
-    return kind(key, np.frombuffer(bytearray(token_ids), np.int32), *more)
+    return Request(key, np.frombuffer(bytearray(token_ids), np.int32), *more)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,20 +88,51 @@ class TokenLogprobs:
         return len(self.chosen)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Completion:
-    """The answer to a Request. Output token ids include the EOS or stop token that ended them."""
+class Output(Protocol):
+    """An answer, of whatever kind. `batchinfer.data.outputs` has all that a kind decides."""
 
-    key: bytes
+    @property
+    def held_bytes(self) -> int:
+        """The memory that it takes besides a few hundred bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """A text: output token ids, which include the EOS or stop token that ended them."""
+
     token_ids: TokenIds  # (m,) int32
-    finish_reason: FinishReason
     text_length: int | None = None  # characters to keep, where a stop string cut the text; None: all
-    error: RowError | None = None
     logprobs: TokenLogprobs | None = None  # of all token_ids, where the request asks for them
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of log-probabilities."""
+        found = self.logprobs
+        return 0 if found is None else found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
 
     def __reduce__(self) -> Pickled:
         """Send values only, as a Request does."""
-        return _remade, (Completion, self.key, _data(self.token_ids), *_BEHIND_TOKENS(self))
+        return _remade_tokens, (_data(self.token_ids), self.text_length, self.logprobs)
 
 
-_BEHIND_TOKENS = attrgetter(*(field.name for field in fields(Completion)[2:]))
+def _remade_tokens(token_ids: bytes, *more: Any) -> Tokens:
+    return Tokens(np.frombuffer(bytearray(token_ids), np.int32), *more)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """The answer to a Request. Engines give Tokens."""
+
+    key: bytes
+    output: Output | None  # None: there is an error, and nothing else
+    finish_reason: FinishReason
+    error: RowError | None = None
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return the output of a completion that an engine gave; no tokens if there is none."""
+        return self.output if isinstance(self.output, Tokens) else Tokens(np.empty(0, np.int32))
+
+    def __reduce__(self) -> Pickled:
+        """Send values only, as a Request does."""
+        return Completion, (self.key, self.output, self.finish_reason, self.error)

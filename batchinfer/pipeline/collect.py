@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from batchinfer.core.request import Completion, Request
-from batchinfer.core.sampling import JSON_CONSTRAINTS
-from batchinfer.data.columns.answer_check import AnswerCheck
+from batchinfer.data.outputs.kind import Receiver
 from batchinfer.data.results.error_budget import Budget
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.workers.messages import WorkDone
@@ -35,29 +34,28 @@ class Collector:
         meter: Meter,
         progress: Progress,
         budget: Budget,
-        check: AnswerCheck,
+        receiver: Receiver,
         deadline: DeadlineWatch | None = None,
         revised: RevisedForecast | None = None,
     ) -> None:
         self._deadline, self._revised = deadline, revised
-        self._check = check
         self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
         self._in_flight: dict[bytes, _Expected] = {}
-        self._of_json: set[bytes] = set()  # requests in flight whose answers are JSON
+        self._receiver = receiver
         self._errors = budget.already
         self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """Expect the answers of these requests, which go to the engine now."""
         self._meter.planned(requests)
-        self._of_json.update(one.key for one in requests if one.params.constraint in JSON_CONSTRAINTS)
+        self._receiver.planned(requests)
         columns = (batch.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
         for key, tokens, prompt_tokens, users in zip(batch.keys, *columns, strict=True):
             self._in_flight[key] = _Expected(tokens, prompt_tokens, users)
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, count the rest."""
-        completions = self._checked(done.completions)
+        completions = self._receiver.received(done.completions)
         self._store.append(completions)
         for step in done.steps:
             self._meter.step(step, done.engine, done.replica)
@@ -66,16 +64,10 @@ class Collector:
             rows = self._in_flight[request.key].users
             self._meter.request(request, rows, done.engine, done.replica)
         cut = {request.key for request in done.requests if request.cut}
-        for completion in completions:
-            self._count(completion, completion.key in cut, done.engine)
+        for given, completion in zip(done.completions, completions, strict=True):
+            tokens = len(given.tokens.token_ids)
+            self._count(completion, tokens, completion.key in cut, done.engine)
         self._store.maybe_commit()
-
-    def _checked(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions; those that are JSON have been checked."""
-        of_json = [one for one in completions if one.key in self._of_json]
-        checked = {one.key: one for one in self._check.checked(of_json)} if of_json else {}
-        self._of_json.difference_update(checked)
-        return [checked.get(one.key, one) for one in completions]
 
     def enough(self) -> bool:
         """Whether going on is pointless: too many rows are errors, and the job publishes no such result."""
@@ -90,8 +82,8 @@ class Collector:
         if self._revised is not None:
             self._revised.look(self._progress)
 
-    def _count(self, completion: Completion, cut: bool, engine: int) -> None:
-        known, tokens = self._in_flight.pop(completion.key), len(completion.token_ids)
+    def _count(self, completion: Completion, tokens: int, cut: bool, engine: int) -> None:
+        known = self._in_flight.pop(completion.key)
         if completion.error is not None:
             self._errors += known.users
         else:

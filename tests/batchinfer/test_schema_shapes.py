@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from batchinfer.core.request import Completion, ConstraintFailed, Request
+from batchinfer.core.request import Completion, ConstraintFailed, Request, Tokens
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.columns.answer_check import AnswerCheck, parsed_answer
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
@@ -96,7 +96,7 @@ def check(name: str, schema: Mapping[str, Any], completions: list[Completion]) -
     whole = [completion for completion in checked if completion.error is None]
     codes = {completion.error.code for completion in checked if completion.error is not None}
     assert codes <= {"incomplete_output", "unfit_output"}, (name, codes)
-    texts = tokenizer().decode_batch([completion.token_ids.tolist() for completion in whole])
+    texts = tokenizer().decode_batch([completion.tokens.token_ids.tolist() for completion in whole])
     for said in texts:
         wrong = [error.message for error in validator.iter_errors(json.loads(said))]
         assert not wrong, (name, said, wrong)
@@ -167,7 +167,7 @@ def test_a_number_with_an_exponent_beyond_reading_is_an_error_row() -> None:
     said = '{"c": 1E76462001328355758549582901273959}'
     ids = np.array(tokenizer().rust.encode(said, add_special_tokens=False).ids, np.int32)
     columns = schema_columns({"properties": {"c": {"type": "number"}}})
-    (found,) = AnswerCheck(columns, tokenizer()).checked([Completion(bytes(32), ids, "stop")])
+    (found,) = AnswerCheck(columns, tokenizer()).checked([Completion(bytes(32), Tokens(ids), "stop")])
     assert found.error is not None
     assert found.error.code == "unfit_output"
 
@@ -197,7 +197,9 @@ def test_forced_tokens_prefix_reuse_and_preemption_together_keep_answers_valid()
     assert sum(step.preemptions for step in ran.steps) > 0
     assert sum(step.cached_tokens for step in ran.steps) > 0
     assert sum(step.forced_tokens for step in ran.steps) > 0
-    assert all((ran.completions[r.key].logprobs is None) == (r.params.logprobs is None) for r in requests)
+    assert all(
+        (ran.completions[r.key].tokens.logprobs is None) == (r.params.logprobs is None) for r in requests
+    )
 
 
 def take_often(constraint: GrammarConstraint, token: int) -> None:

@@ -64,14 +64,14 @@ class AnswerCheck:
 
     def checked(self, completions: Sequence[Completion]) -> list[Completion]:
         """The completions, those that do not fit with an error."""
-        texts = self.detokenizer.decode_batch([c.token_ids.tolist() for c in completions])
+        texts = self.detokenizer.decode_batch([c.tokens.token_ids.tolist() for c in completions])
         return [self._checked(c, text) for c, text in zip(completions, texts, strict=True)]
 
     def _checked(self, completion: Completion, text: str) -> Completion:
         if completion.error is not None:
             return completion
         try:
-            answer = parsed_answer(text[: completion.text_length], _named_once)
+            answer = parsed_answer(text[: completion.tokens.text_length], _named_once)
             if self.columns is not None:
                 self.columns.check(answer)
         except Unfit as error:

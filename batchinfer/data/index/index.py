@@ -93,6 +93,7 @@ class Index:
     logprobs: int | None = None
     # What answers look like; None: the result has no columns of their parts
     answers: AnswerSchema | None = None
+    output: str = "tokens"  # the name of the kind of answers (data/outputs)
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -117,9 +118,8 @@ class Index:
         )
         digests = {entry["path"]: entry["sha256"] for entry in value["inputs"] if entry["sha256"]}
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
-        return cls(
-            folder, value["identity"], *counts, inputs, digests, value.get("logprobs"), _answers(value)
-        )
+        asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
+        return cls(folder, value["identity"], *counts, inputs, digests, *asked)
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -141,6 +141,8 @@ class Index:
             "answers": None if self.answers is None else asdict(self.answers),
             "inputs": [{**f.to_json(), "sha256": self.sha256.get(f.path)} for f in self.inputs],
         }
+        if self.output != "tokens":
+            value["output"] = self.output
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

@@ -62,6 +62,7 @@ class IngestOptions:
     row_timeout_s: float = 10.0
     sample: SampleSize | None = None  # only the first rows of each file, to look at them
     strata: Strata | None = None  # only a part of the rows, from everywhere
+    output: str = "tokens"  # the name of the kind of answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +273,7 @@ class _Ingest:
             dict(reader.sha256),
             (writer.logprobs or 0) if self._job.sampling.asks_logprobs else writer.logprobs,
             None if output.json_schema is None else AnswerSchema(output.json_schema, output.column),
+            self._options.output,
         )
         index.write_marker(self._ops)
         return index

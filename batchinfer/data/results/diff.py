@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from batchinfer.core.errors import UsageError
-from batchinfer.data.results.result_rows import RESULT_SCHEMA
+from batchinfer.data.outputs.registry import answer_column
+from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.storage.duck import connection, interruptible, literal, parquet
 from batchinfer.data.storage.temporary import temporary_folder
 
 Kind = Literal["only in A", "only in B", "answer", "error came", "error went", "error changed", "column"]
 ROW_ID, CUSTOM_ID = "row_id", "custom_id"
-_ANSWER = "generated_text"
 # Of our own columns these three describe an answer like its typed columns; the others say where a row is from, or are
 # compared as answers and errors.
 _COMPARED = ("finish_reason", "prompt_tokens", "completion_tokens")
@@ -104,6 +104,14 @@ class _Diff:
         only = [tuple(sorted(self.types[x].keys() - self.types[y].keys())) for x, y in ("ab", "ba")]
         return ResultDiff(by, rows["a"], rows["b"], rows["a"] - only_a, groups, only[0], only[1], note)
 
+    @property
+    def answer(self) -> str:
+        """The column of both results that is the answer. Raises UsageError where there is none."""
+        found = answer_column(self.types["a"].keys() & self.types["b"].keys())
+        if found is None:
+            raise UsageError("these results have no answers of one kind: compare two that have")
+        return found
+
     def _number(self, sql: str) -> int:
         return int(self.database.execute(sql).fetchone()[0])
 
@@ -134,7 +142,8 @@ class _Diff:
 
     def _columns(self) -> list[str]:
         """Return the columns that are compared: those of both results, in the order of A."""
-        return [name for name in self.types["a"] if name in self.types["b"] and name not in _OURS]
+        left_out = {*_OURS, self.answer}
+        return [name for name in self.types["a"] if name in self.types["b"] and name not in left_out]
 
     def _same_type(self, column: str) -> bool:
         return self.types["a"][column] == self.types["b"][column]
@@ -148,7 +157,7 @@ class _Diff:
         hashes = [f"hash({self._value(name)}) AS c{at}" for at, name in enumerate(columns)]
         side = ", ".join(
             [f"{self._value(by)} AS k", "row_id AS r", "status = 'ok' AS ok", "error_code AS code",
-             f"hash({_ANSWER}) AS answer", *hashes]
+             f"hash({_named(self.answer)}) AS answer", *hashes]
         )  # fmt: skip
         changed = [f"both_ok AND a.c{at} <> b.c{at} AS c{at}," for at in range(len(columns))]
         anything = " OR ".join(["kind IS NOT NULL", *(f"c{at}" for at in range(len(columns)))])
@@ -173,7 +182,8 @@ class _Diff:
         ).fetchall()
         for kind, name, rows in sorted(found, key=lambda group: get_args(Kind).index(group[0])):
             where = f"kind = {literal(kind)}" + ("" if name is None else f" AND name = {literal(name)}")
-            shown = f"coalesce(error_message, {_ANSWER})" if kind.startswith("error") else _ANSWER
+            answer = _named(self.answer)
+            shown = f"coalesce(error_message, {answer})" if kind.startswith("error") else answer
             yield DifferingRows(kind, rows, name, self._examples(where, shown))
         for at, column in enumerate(columns):
             if rows := self._number(f"SELECT count(*) FROM differing WHERE c{at}"):

@@ -13,13 +13,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.data.storage.duck import Watched, connection, literal, naming_errors, parquet
-from batchinfer.data.store.completion_store import COMPLETION_SCHEMA
-from batchinfer.data.store.stored_logprobs import LOGPROB_SCHEMA, have_logprobs
+from batchinfer.data.store.parts import COMPLETION_SCHEMA, padded, schema_of
 
 FINISHED_SCHEMA = pa.schema(
     [("row_id", pa.int64()), *(field for field in COMPLETION_SCHEMA if field.name != "key")]
 )
-FINISHED_WITH_LOGPROBS = pa.schema([*FINISHED_SCHEMA, *LOGPROB_SCHEMA])
 _PART_MASK, _ROW_MASK = (1 << 24) - 1, (1 << 36) - 1  # of a place, see `_placed`
 # answers before errors, lasting errors before retryable ones, and then the part that was committed first
 _RANK = "CASE WHEN error_code IS NULL THEN 0 WHEN retryable IS NOT TRUE THEN 1 ELSE 2 END::BIGINT"
@@ -118,8 +116,8 @@ def finished_rows(
     schema: pa.Schema = FINISHED_SCHEMA,
     watched: Watched = nullcontext,
 ) -> Iterator[pa.RecordBatch]:
-    """The completion of every row that has one, in `schema` (FINISHED_WITH_LOGPROBS is the other one), by ascending
-    row_id.
+    """The completion of every row that has one, by ascending row_id, in `schema`: FINISHED_SCHEMA, and columns that a
+    kind of answers adds, null where a part lacks them.
 
     Memory is bounded by `memory_limit`; what is larger is sorted in the folder `spill`. Raises StorageError,
     OutOfMemory. `watched`: see `duck.connection`.
@@ -132,13 +130,14 @@ def finished_rows(
             "CREATE TEMP TABLE wanted AS SELECT i.row_id, c.place "
             f"FROM {parquet(index_parts)} i JOIN chosen c ON i.key = c.key"
         )
+        there = schema if schema.equals(FINISHED_SCHEMA) else _within(schema, completion_parts)
         query = database.sql(
-            f"SELECT w.row_id, t.* EXCLUDE (place) FROM ({_payload(completion_parts, schema)}) t "
+            f"SELECT w.row_id, t.* EXCLUDE (place) FROM ({_payload(completion_parts, there)}) t "
             "JOIN wanted w USING (place) ORDER BY w.row_id"
         )
         with naming_errors(spill):
             for batch in query.to_arrow_reader(batch_rows):
-                yield batch.cast(schema)
+                yield padded(batch.cast(there), schema)
 
 
 def _load_chosen(database: Any, parts: Sequence[Path]) -> None:
@@ -153,15 +152,17 @@ def _load_chosen(database: Any, parts: Sequence[Path]) -> None:
         )
 
 
+def _within(schema: pa.Schema, parts: Sequence[Path]) -> pa.Schema:
+    """Return the columns of `schema` that any part has."""
+    there = {"row_id", *schema_of(parts).names}
+    return pa.schema([field for field in schema if field.name in there])
+
+
 def _payload(parts: Sequence[Path], schema: pa.Schema) -> str:
-    """Completions with their `place` and all of `schema` but row_id. Parts without log-probabilities lack columns."""
+    """Completions with their `place` and all of `schema` but row_id."""
     names = [name for name in schema.names if name != "row_id"]
-    if schema == FINISHED_SCHEMA:
-        return _placed(parts, ", ".join(names))
-    if have_logprobs(parts):
-        return _placed(parts, ", ".join(names), ", union_by_name = true")
-    absent = {"logprobs": "FLOAT", "top_logprobs": "FLOAT", "top_token_ids": "INTEGER"}
-    return _placed(parts, ", ".join(f"NULL::{absent[n]}[] AS {n}" if n in absent else n for n in names))
+    some = schema.names != FINISHED_SCHEMA.names  # columns that only some parts have
+    return _placed(parts, ", ".join(names), ", union_by_name = true" if some else "")
 
 
 def _placed(parts: Sequence[Path], columns: str, options: str = "") -> str:

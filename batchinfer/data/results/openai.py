@@ -18,30 +18,17 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputCorrupt, UsageError
 from batchinfer.core.request import RowError
-from batchinfer.data.columns.logprob_column import COLUMN
 from batchinfer.data.input.openai import CHAT_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values
-from batchinfer.data.results.openai_logprobs import TokenBytes, chat_logprobs, text_logprobs
+from batchinfer.data.outputs.kind import OutputKind, TokenBytes
 from batchinfer.data.results.output_file import OutputFile
 from batchinfer.data.results.published import published
 from batchinfer.data.storage.rebatch import parquet_batches
 
 LINE_BYTES = 400  # no answer's line is shorter: what must be free at least for the rows of a job
-_COLUMNS = [
-    "row_id",
-    "custom_id",
-    "status",
-    "generated_text",
-    "finish_reason",
-    "prompt_tokens",
-    "completion_tokens",
-    "error_code",
-    "error_message",
-]
+_COLUMNS = ("row_id", "custom_id", "status", "error_code", "error_message")
 _BATCH_ROWS = 1024
-# Instead, where rows have log-probabilities: 16 rows of 1,000 tokens and 20 more for each, 150 MB
-_LOGPROB_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +56,25 @@ def _text(value: object) -> str | None:
 
 
 def write_openai(
-    result: Path, out: OutputFile, rows: Iterable[Asked], tokens: TokenBytes, *, model: str, created: int = 0
+    result: Path,
+    out: OutputFile,
+    rows: Iterable[Asked],
+    tokens: TokenBytes,
+    kind: OutputKind,
+    *,
+    model: str,
+    created: int = 0,
 ) -> int:
     """Write the batch output file `out` durably; the number of lines.
 
-    `rows` has an entry for each row of the result, in order; `tokens` tells the bytes of tokens. `model` is what an
-    answer names whose request named none; `created` is Unix time. Raises UsageError when nothing is published,
-    InputCorrupt when the input has changed, OutputConflict, StorageError.
+    `rows` has an entry for each row of the result, in order; `tokens` tells the bytes of tokens, `kind` what answers
+    are. `model` is what an answer names whose request named none; `created` is Unix time. Raises UsageError when
+    nothing is published, InputCorrupt when the input has changed, OutputConflict, StorageError.
     """
     found = published(result)
     if found is None:
         raise UsageError(f"{result}: no published result there")
-    origin = Origin(found.manifest.job, model, created, tokens)
+    origin = Origin(found.manifest.job, model, created, tokens, kind)
     lines = 0
     with out.writing() as file:
         for text in _lines(found.files, iter(rows), origin):
@@ -91,9 +85,9 @@ def write_openai(
 
 def _lines(files: Sequence[Path], rows: Iterator[Asked], origin: Origin) -> Iterator[str]:
     """Raises InputCorrupt when there are fewer `rows` than the result has."""
-    asks = any(COLUMN in pq.read_schema(file).names for file in files[:1])
-    size, columns = (_LOGPROB_ROWS, [*_COLUMNS, COLUMN]) if asks else (_BATCH_ROWS, _COLUMNS)
-    for batch in parquet_batches(files, size, columns):
+    names = [name for file in files[:1] for name in pq.read_schema(file).names]
+    own, size = origin.kind.openai_columns(names)
+    for batch in parquet_batches(files, size or _BATCH_ROWS, [*_COLUMNS, *own]):
         for row in batch.to_pylist():
             request = next(rows, None)
             if request is None:
@@ -109,6 +103,7 @@ class Origin:
     model: str
     created: int
     tokens: TokenBytes
+    kind: OutputKind
 
 
 def batch_line(row: dict[str, Any], request: Asked, origin: Origin) -> dict[str, Any]:
@@ -124,26 +119,15 @@ def batch_line(row: dict[str, Any], request: Asked, origin: Origin) -> dict[str,
 
 
 def _body(row: dict[str, Any], request: Asked, origin: Origin, seed: str) -> dict[str, Any]:
-    prompt, output = row["prompt_tokens"], row["completion_tokens"]
     chat = request.url == CHAT_URL
-    return {
+    found = origin.kind.openai_body(row, chat, origin.tokens)
+    named = {
         "id": _id("chatcmpl-" if chat else "cmpl-", seed),
-        "object": "chat.completion" if chat else "text_completion",
+        "object": found["object"],
         "created": origin.created,
         "model": request.model or origin.model,
-        "choices": [_choice(row, chat, origin.tokens)],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
-        "system_fingerprint": None,
     }
-
-
-def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
-    logprobs = (chat_logprobs if chat else text_logprobs)(row.get(COLUMN), tokens)
-    end = {"logprobs": logprobs, "finish_reason": row["finish_reason"]}
-    if chat:
-        message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
-        return {"index": 0, "message": message, **end}
-    return {"index": 0, "text": row["generated_text"], **end}
+    return named | found
 
 
 def _id(prefix: str, seed: str) -> str:

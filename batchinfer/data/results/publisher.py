@@ -19,7 +19,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import BatchInferError, OutputConflict
-from batchinfer.data.columns.logprob_column import Detokenizer, logprob_entries
+from batchinfer.data.columns.logprob_column import Detokenizer
+from batchinfer.data.outputs.kind import OutputKind
+from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.results.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -68,8 +70,9 @@ def publish(
         threads=threads,
     )
     tally = _Tally(on_rows or (lambda rows: None))
-    schema = result_schema(index)
-    staged = _write_files(stage, schema, tally.counting(tables), spec.rows_per_file, state.ops)
+    schema, kind = result_schema(index), KINDS[index.output]
+    groups = _row_groups(tally.counting(tables), spec.rows_per_file, kind)
+    staged = _write_files(stage, schema, groups, spec.rows_per_file, state.ops)
     if tally.rows != index.rows:
         raise BatchInferError(
             f"the join gave {tally.rows} rows for an input of {index.rows}: nothing published"
@@ -112,7 +115,7 @@ def _fresh(state: StateFolder) -> Path:
 
 
 def _write_files(
-    stage: Path, schema: pa.Schema, tables: Iterator[pa.Table], rows_per_file: int, ops: FileOps
+    stage: Path, schema: pa.Schema, groups: Iterator[pa.Table], rows_per_file: int, ops: FileOps
 ) -> list[ResultFile]:
     """Files of exactly `rows_per_file` rows, but for the last; at least one, so that the schema is always
     there.
@@ -120,7 +123,7 @@ def _write_files(
     done: list[ResultFile] = []
     writer = _ResultWriter(stage / _number(0), schema, ops)
     try:
-        for group in _row_groups(tables, rows_per_file):
+        for group in groups:
             if writer.rows == rows_per_file:
                 done.append(writer.finish())
                 writer = _ResultWriter(stage / _number(len(done)), schema, ops)
@@ -136,13 +139,13 @@ def _number(count: int) -> str:
     return f"{count:05d}.parquet"
 
 
-def _row_groups(tables: Iterator[pa.Table], rows_per_file: int) -> Iterator[pa.Table]:
+def _row_groups(tables: Iterator[pa.Table], rows_per_file: int, kind: OutputKind) -> Iterator[pa.Table]:
     """Row groups cut by the rows alone, so that equal rows give equal bytes however they arrive: BATCH_ROWS each, or
-    fewer where they have GROUP_ENTRIES log-probabilities."""
+    fewer where they have GROUP_ENTRIES values besides."""
     held: list[pa.Table] = []
     rows = entries = in_file = 0
     for table in tables:
-        each, start = logprob_entries(table), 0
+        each, start = kind.entries(table), 0
         while start < table.num_rows:
             ends = entries + np.cumsum(each[start : start + min(BATCH_ROWS - rows, rows_per_file - in_file)])
             taken = max(int(np.searchsorted(ends, GROUP_ENTRIES, side="right")), int(rows == 0))

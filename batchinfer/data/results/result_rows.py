@@ -13,42 +13,17 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.data.columns.answer_check import parsed_answer
-from batchinfer.data.columns.logprob_column import COLUMN, LOGPROBS_FIELD, Detokenizer, logprob_column
-from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
-from batchinfer.data.constraints.generated_schema import parsed_schema
+from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.index.index import AnswerSchema
-from batchinfer.data.results.join import FINISHED_SCHEMA, FINISHED_WITH_LOGPROBS, finished_rows
+from batchinfer.data.outputs.registry import KINDS
+from batchinfer.data.results.join import FINISHED_SCHEMA, finished_rows
 from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.rebatch import parquet_batches, rebatch
 
-RESULT_SCHEMA = pa.schema(
-    [
-        ("row_id", pa.int64()),
-        ("file", pa.string()),
-        ("row_index", pa.int64()),
-        ("custom_id", pa.string()),
-        ("status", pa.string()),
-        ("generated_text", pa.string()),
-        ("finish_reason", pa.string()),
-        ("prompt_tokens", pa.int32()),
-        ("completion_tokens", pa.int32()),
-        ("error_code", pa.string()),
-        ("error_class", pa.string()),
-        ("error_message", pa.string()),
-        ("retryable", pa.bool_()),
-    ]
-)
 # Rows decoded, joined and held at a time, and the row group of a result file. 1,024, 4,096 and 16,384 published
 # 100,000 rows of 40 tokens equally fast within the noise (26 to 64 thousand rows a second on two busy cores), with
 # files of 5.5, 5.3 and 5.3 MB: small enough for long rows, large enough for the compression.
 BATCH_ROWS = 4096
-# Instead, where rows have log-probabilities: with 20 alternatives, 128 rows of 1,000 tokens take 60 MB.
-LOGPROB_ROWS = 128
-
-
-# Errors of answers that were generated all the same: what there is of their text says more than the message
-TEXT_IS_KEPT = ("incomplete_output", "unfit_output", "constraint_failed")
 
 
 class IndexView(Protocol):
@@ -77,20 +52,17 @@ class IndexView(Protocol):
         """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
 
     @property
+    def output(self) -> str:
+        """The name of the kind of answers."""
+
+    @property
     def rows(self) -> int:
         """Rows of the input, bad ones included."""
 
 
-def answer_columns(answers: AnswerSchema | None) -> SchemaColumns | None:
-    """The columns of answers with that schema. Raises NoColumns."""
-    return None if answers is None else schema_columns(parsed_schema(answers.text), answers.column)
-
-
 def result_schema(index: IndexView) -> pa.Schema:
     """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
-    ours = RESULT_SCHEMA if index.logprobs is None else RESULT_SCHEMA.append(LOGPROBS_FIELD)
-    if (columns := answer_columns(index.answers)) is not None:
-        ours = pa.schema([*ours, *columns.schema])
+    ours = KINDS[index.output].schema(index)
     clash = sorted(set(index.passthrough_schema.names) & set(ours.names))
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
@@ -108,13 +80,13 @@ def result_tables(
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> Iterator[pa.Table]:
-    """The result in tables of at most BATCH_ROWS rows, LOGPROB_ROWS with log-probabilities, in `result_schema`.
+    """The result in tables of at most BATCH_ROWS rows, fewer where they are large, in `result_schema`.
 
     A row whose key has no completion is left out with `partial`, and a BatchInferError without.
     """
-    plain = index.logprobs is None
-    schema, stored = result_schema(index), FINISHED_SCHEMA if plain else FINISHED_WITH_LOGPROBS
-    batch_rows = BATCH_ROWS if plain else LOGPROB_ROWS
+    kind, schema = KINDS[index.output], result_schema(index)
+    stored = pa.schema([*FINISHED_SCHEMA, *kind.read(index)])
+    batch_rows = kind.batch_rows(index) or BATCH_ROWS
     found = finished_rows(
         index.index_parts,
         completion_parts,
@@ -125,12 +97,10 @@ def result_tables(
         schema=stored,
         watched=watched,
     )
-    finished, columns = _Finished(found, stored), answer_columns(index.answers)
+    finished = _Finished(found, stored)
     for rows, passthrough in _zipped(index, batch_rows):
         matched = finished.matching(rows.column("row_id").to_numpy())
-        table = _result_table(rows, matched, detokenizer)
-        if columns is not None:
-            table = _with_answers(table, columns)
+        table = kind.table(index, rows, matched, detokenizer)
         for field in index.passthrough_schema:
             table = table.append_column(field, passthrough.column(field.name))
         missing = pc.and_(pc.is_valid(rows.column("key")), pc.is_null(matched.column("row_id")))
@@ -186,62 +156,3 @@ class _Finished:
             if batch is None:
                 return
             self._held = pa.concat_tables([self._held, pa.Table.from_batches([batch])]).combine_chunks()
-
-
-def _result_table(rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer) -> pa.Table:
-    failed = pc.or_(pc.is_valid(rows.column("error_code")), pc.is_valid(matched.column("error_code")))
-    answered = pc.and_(pc.is_valid(matched.column("row_id")), pc.invert(failed))
-
-    told = pc.or_(answered, pc.is_in(matched.column("error_code"), pa.array(TEXT_IS_KEPT)))
-
-    def when_answered(values: pa.ChunkedArray) -> pa.ChunkedArray:
-        return pc.if_else(answered, values, pa.scalar(None, values.type))
-
-    def either(name: str) -> pa.ChunkedArray:
-        return pc.if_else(failed, pc.coalesce(rows.column(name), matched.column(name)), None)
-
-    columns = {name: rows.column(name) for name in ("row_id", "file", "row_index", "custom_id")}
-    columns |= {
-        "status": pc.if_else(failed, "error", "ok"),
-        "generated_text": _texts(matched, told.to_numpy(), detokenizer),
-        "finish_reason": when_answered(matched.column("finish_reason")),
-        "prompt_tokens": rows.column("token_count"),
-        "completion_tokens": when_answered(pc.list_value_length(matched.column("token_ids"))),
-        **{name: either(name) for name in ("error_code", "error_class", "error_message", "retryable")},
-    }
-    table = pa.table(columns).cast(RESULT_SCHEMA)
-    if COLUMN not in matched.column_names:
-        return table
-    return table.append_column(LOGPROBS_FIELD, logprob_column(matched, answered.to_numpy(), detokenizer))
-
-
-def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
-    """The table with the parts of its answers, null where a row has none."""
-    whole = pc.equal(table.column("status"), "ok").to_numpy(zero_copy_only=False)
-    texts = table.column("generated_text").to_pylist()
-    answers = [
-        parsed_answer(text) if ok and text is not None else None
-        for text, ok in zip(texts, whole, strict=True)
-    ]
-    for field, array in zip(columns.schema, columns.arrays(answers), strict=True):
-        table = table.append_column(field, array)
-    return table
-
-
-def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """The text of every answered row, cut where a stop string ended it; null elsewhere."""
-    places = np.flatnonzero(answered)
-    chosen = matched.take(pa.array(places)).combine_chunks()
-    texts: list[str | None] = [None] * len(answered)
-    if len(places):
-        decoded = detokenizer.decode_batch(_token_lists(chosen.column("token_ids").chunk(0)))
-        limits = chosen.column("text_length").to_pylist()
-        for place, text, limit in zip(places.tolist(), decoded, limits, strict=True):
-            texts[place] = text if limit is None else text[:limit]
-    return pa.array(texts, pa.string())
-
-
-def _token_lists(column: pa.ListArray) -> list[Sequence[int]]:
-    tokens = column.flatten().to_numpy().tolist()
-    ends = np.cumsum(column.value_lengths().fill_null(0).to_numpy()).tolist()
-    return [tokens[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]

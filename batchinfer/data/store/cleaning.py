@@ -28,19 +28,18 @@ from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import FileOps, storage, write_json
 from batchinfer.data.storage.rebatch import rebatch
 from batchinfer.data.store.completion_store import (
-    COMPLETION_SCHEMA,
     CommitRecord,
     read_records,
     sweep,
     write_table,
 )
+from batchinfer.data.store.parts import COMPLETION_SCHEMA, damaged, padded, schema_of
 from batchinfer.data.store.store_lock import StoreLock
-from batchinfer.data.store.stored_logprobs import LOGPROB_SCHEMA, damaged, have_logprobs, padded
 from batchinfer.data.store.uses import Mask, User, Uses, read_uses, use_files, write_uses
 
 _PART_ROWS = 50_000  # the most rows of a new part
 _GROUP_ROWS = 8192
-_LOGPROB_GROUP_ROWS = 256  # where rows have log-probabilities, each of which may take a megabyte
+_LARGE_GROUP_ROWS = 256  # where rows have columns of their kind, which may take a megabyte each
 _DAY_S = 86400
 
 
@@ -270,9 +269,8 @@ def _written(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRe
         for source in sources:
             if digests.of(source.path) != source.record.sha256:
                 raise damaged(source.path, ValueError("its sha256 is not the recorded one"))
-    schema, rows = COMPLETION_SCHEMA, _GROUP_ROWS
-    if have_logprobs(source.path for source in sources):
-        schema, rows = pa.schema([*COMPLETION_SCHEMA, *LOGPROB_SCHEMA]), _LOGPROB_GROUP_ROWS
+    schema = schema_of(source.path for source in sources)
+    rows = _GROUP_ROWS if schema.equals(COMPLETION_SCHEMA) else _LARGE_GROUP_ROWS
     batches = (padded(batch, schema) for source in sources for batch in _staying(source, rows))
     groups = (batch for table in rebatch(batches, rows) for batch in table.to_batches())
     digest = write_table(target, pa.RecordBatchReader.from_batches(schema, groups), ops)

@@ -1,6 +1,6 @@
 """The completion store: finished work by key, append-only, committed in parts.
 
-    part-<seq>-<random>.parquet     completions, zstd, page checksums; with log-probabilities if any row asked for some
+    part-<seq>-<random>.parquet     completions, zstd, page checksums; with the columns that a kind of answers adds
     part-<seq>-<random>.json        its record, written after it: {format, rows, bytes, sha256, numerics}
     uses/                           which of them the results used (uses.py)
     lock                            shared by every run that uses the store, exclusive while something is removed
@@ -28,29 +28,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import StorageError
-from batchinfer.core.request import Completion
+from batchinfer.core.request import Completion, Tokens
+from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import Digest, DurableFile, FileOps, storage, write_json
+from batchinfer.data.store.parts import COMPLETION_SCHEMA
 from batchinfer.data.store.store_lock import StoreLock
-from batchinfer.data.store.stored_logprobs import LOGPROB_SCHEMA, logprob_bytes, logprob_columns
 from batchinfer.data.store.uses import unfinished
 
 RECORD_FORMAT = 1
-PENDING_BYTES = 64 << 20  # of log-probabilities: more than these in memory are written as a part early
+PENDING_BYTES = 64 << 20  # of large answers: more than these in memory are written as a part early
 # The whole name: other programs call their files part-00000.parquet, too, and theirs are not ours to remove.
 _OURS = re.compile(r"part-\d{10}-[0-9a-f]{8}(-[0-9a-f]{8})?\.(parquet|json)(\.tmp)?")
-COMPLETION_SCHEMA = pa.schema(
-    [
-        ("key", pa.binary(32)),
-        ("token_ids", pa.list_(pa.int32())),
-        ("finish_reason", pa.string()),
-        ("text_length", pa.int32()),
-        ("error_code", pa.string()),
-        ("error_class", pa.string()),
-        ("error_message", pa.string()),
-        ("retryable", pa.bool_()),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +97,7 @@ class CompletionStore:
         self._numerics, self._limit, self._seconds = numerics, rows, seconds
         self._ops, self._clock = ops or FileOps(), clock
         self._pending: list[Completion] = []
-        self._pending_bytes = 0  # of their log-probabilities
+        self._pending_bytes = 0  # that they hold
         self._oldest: float | None = None
         self._records: dict[Path, CommitRecord] = {}
         self._lock = StoreLock(path, self._ops)
@@ -148,7 +137,7 @@ class CompletionStore:
         """Take completions; they are safe once committed."""
         new = list(completions)
         self._pending += new
-        self._pending_bytes += sum(logprob_bytes(one.logprobs) for one in new)
+        self._pending_bytes += sum(0 if one.output is None else one.output.held_bytes for one in new)
         if self._pending and self._oldest is None:
             self._oldest = self._clock()
 
@@ -316,23 +305,33 @@ def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps)
 
 
 def completions_table(completions: Sequence[Completion]) -> pa.Table:
-    """Completions as a table in the store's schema; with the columns of LOGPROB_SCHEMA where any has some."""
-    lengths = np.array([0, *(len(c.token_ids) for c in completions)], np.int64)
-    tokens = [np.asarray(c.token_ids, np.int32) for c in completions]
-    flat = np.concatenate(tokens) if tokens else np.empty(0, np.int32)
-    token_ids = pa.ListArray.from_arrays(pa.array(np.cumsum(lengths).astype(np.int32)), pa.array(flat))
-    errors = [c.error for c in completions]
+    """Completions as a table of COMPLETION_SCHEMA, with the columns that their kinds add."""
+    outputs, errors = [c.output for c in completions], [c.error for c in completions]
+    texts = [one if isinstance(one, Tokens) else None for one in outputs]
     columns = [
         pa.array([c.key for c in completions], pa.binary(32)),
-        token_ids,
+        _token_lists(texts),
         pa.array([c.finish_reason for c in completions], pa.string()),
-        pa.array([c.text_length for c in completions], pa.int32()),
+        pa.array([None if one is None else one.text_length for one in texts], pa.int32()),
         pa.array([e.code if e else None for e in errors], pa.string()),
         pa.array([e.error_class if e else None for e in errors], pa.string()),
         pa.array([e.message if e else None for e in errors], pa.string()),
         pa.array([e.retryable if e else None for e in errors], pa.bool_()),
     ]
-    if all(c.logprobs is None for c in completions):
-        return pa.Table.from_arrays(columns, schema=COMPLETION_SCHEMA)
-    schema = pa.schema([*COMPLETION_SCHEMA, *LOGPROB_SCHEMA])
-    return pa.Table.from_arrays([*columns, *logprob_columns(completions)], schema=schema)
+    fields = list(COMPLETION_SCHEMA)
+    for kind in KINDS.values():
+        added = kind.arrays([one if isinstance(one, kind.output) else None for one in outputs])
+        if added is not None:
+            fields += kind.stored
+            columns += added
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _token_lists(texts: Sequence[Tokens | None]) -> pa.ListArray:
+    """Return the token ids of each; none for an answer that is no text."""
+    tokens = [_NONE if one is None else np.asarray(one.token_ids, np.int32) for one in texts]
+    ends = np.cumsum([0, *map(len, tokens)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate([_NONE, *tokens])))
+
+
+_NONE = np.empty(0, np.int32)

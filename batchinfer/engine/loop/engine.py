@@ -18,6 +18,7 @@ from batchinfer.core.request import (
     Request,
     RowError,
     TokenLogprobs,
+    Tokens,
 )
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
@@ -450,7 +451,8 @@ def _work_of(masks: ConstraintMasks | None) -> ConstraintWork:
 def _completion(sequence: Sequence, end: End) -> Completion:
     ids = np.array(sequence.tokens[sequence.prompt_length :], np.int32)
     logprobs = sequence.logprobs.all() if sequence.logprobs is not None else None
-    return Completion(sequence.request.key, ids, end.reason, end.text_length, end.error, logprobs)
+    output = Tokens(ids, end.text_length, logprobs)
+    return Completion(sequence.request.key, output, end.reason, end.error)
 
 
 def _without_token(sequence: Sequence) -> End:

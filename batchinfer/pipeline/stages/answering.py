@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from batchinfer.data.columns.answer_check import AnswerCheck
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.row_names import named_if_found
 from batchinfer.data.results.error_summary import summarise_errors
@@ -63,8 +62,8 @@ def _collector(
     run: OpenRun, planned: PlannedRun, index: Index, store: CompletionStore, meter: Meter
 ) -> Collector:
     budget = error_budget(run, index.rows).starting_at(index.error_rows)
-    check = AnswerCheck(run.setup.columns, run.setup.tokenizer)
-    return Collector(store, meter, run.progress, budget, check, planned.deadline, planned.revised)
+    receiver = run.setup.output.receiver(run.setup.columns, run.setup.tokenizer)
+    return Collector(store, meter, run.progress, budget, receiver, planned.deadline, planned.revised)
 
 
 def _engines(run: OpenRun, setting: Setting, plan: Plan, index: Index) -> ReplicaPool:

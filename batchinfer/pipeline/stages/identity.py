@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchinfer.data.index.ingest import INGEST_FORMAT
+from batchinfer.data.outputs.registry import USUAL
 from batchinfer.data.results.manifest import PublishSpec
 from batchinfer.engine.config import NUMERICS_VERSION
 from batchinfer.pipeline.stages.open_run import OpenRun
@@ -15,6 +16,13 @@ from batchinfer.pipeline.stages.open_run import OpenRun
 def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]]) -> PublishSpec:
     """Return what the published result of this job, over these input files, is known by."""
     day = run.now.date().isoformat() if run.setup.tokenizer.tells_the_day else ""
-    material = run.job.identity_json().encode() + context + f"{day} {INGEST_FORMAT}".encode()
+    material = run.job.identity_json().encode() + context + f"{day} {INGEST_FORMAT}{_columns(run)}".encode()
     identity = hashlib.sha256(material).hexdigest()
     return PublishSpec(run.job.name, identity, tuple(inputs), NUMERICS_VERSION, run.job.output.rows_per_file)
+
+
+def _columns(run: OpenRun) -> str:
+    """Return the version of the columns of the job's kind of answers: nothing of the first one of texts, so that
+    results of before there were kinds keep their identity."""
+    kind = run.setup.output
+    return "" if (kind.name, kind.version) == (USUAL, 0) else f" {kind.name} {kind.version}"

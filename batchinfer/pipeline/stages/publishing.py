@@ -65,7 +65,8 @@ def write_openai_file(run: OpenRun, files: Sequence[InputFile]) -> None:
     created = int(run.now.timestamp()) if run.options.openai_timestamps else 0
     try:
         name, tokens = short_name(run.job.model.path), run.setup.tokenizer.single
-        write_openai(run.state.results, run.openai, rows, tokens, model=name, created=created)
+        kind = run.setup.output
+        write_openai(run.state.results, run.openai, rows, tokens, kind, model=name, created=created)
     except (StorageError, OutputConflict, InputCorrupt) as error:
         raise type(error)(
             f"{error}. The results are published in {run.state.results}; only the file of --to-openai is "

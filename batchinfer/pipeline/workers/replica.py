@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.engine.config import EngineInfo
 from batchinfer.machine.waiting import Waited
@@ -163,9 +161,8 @@ class Replica:
         """Return the rows that it had accused, as error rows."""
         text = "the engine's process died while it computed this row, with other rows and again with this row alone"
         error = RowError(CODE, "engine", text, retryable=True)
-        none = np.empty(0, np.int32)
         rows, self.accused = self.accused, []
-        found = [Completion(row.key, none, "error", error=error) for row in rows]
+        found = [Completion(row.key, None, "error", error) for row in rows]
         return WorkDone(found, engine=self._engine, replica=self.number)
 
     def restart(self, engine: int) -> None:

@@ -18,6 +18,8 @@ from batchinfer.data.constraints.constraint_check import constraint_problem
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.index.ingest import IngestOptions
 from batchinfer.data.input.reader import SampleSize, Strata
+from batchinfer.data.outputs.kind import OutputKind
+from batchinfer.data.outputs.registry import kind_of
 from batchinfer.data.prompts.mode import check_chat_template, check_templates
 from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.storage.state import StateFolder
@@ -37,6 +39,7 @@ class Setup:
     setting: Setting
     tokenizer: Tokenizer
     columns: SchemaColumns | None  # of answers that `output.schema` describes
+    output: OutputKind  # of its answers
     most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
 
     @property
@@ -64,6 +67,7 @@ class Setup:
             workers=workers,
             sample=sample,
             strata=strata,
+            output=self.output.name,
         )
 
 
@@ -86,7 +90,25 @@ def check_setup(
     state.check_writable()
     state.refuse_newer()
     _check_followed(job, tokenizer)
-    return Setup(checkpoint, setting, tokenizer, _columns(job, tokenizer), _most_tokens(job))
+    kind = kind_of(job)
+    _check_names(job, kind)
+    return Setup(checkpoint, setting, tokenizer, _columns(job, tokenizer), kind, _most_tokens(job))
+
+
+@dataclass(frozen=True, slots=True)
+class _Nothing:
+    """Rows that ask for nothing beside their answers."""
+
+    answers: None = None
+    logprobs: None = None
+
+
+def _check_names(job: Job, kind: OutputKind) -> None:
+    """Raises JobFileError for a column that the job passes through under the name of one of its kind of answers."""
+    ours = {name.casefold() for name in kind.schema(_Nothing()).names}
+    for name in job.output.columns:
+        if name.casefold() in ours:
+            raise job.mistake("output.columns", f"{name!r} is a column of the result; name it differently")
 
 
 def _check_followed(job: Job, tokenizer: Tokenizer) -> None:

@@ -43,6 +43,7 @@ _ABSENT: Mapping[str, Any] = {
     "integer_codes": False,
     "modelling": OWN,
     "columns": 0,
+    "output": "tokens",
 }
 
 
@@ -98,13 +99,19 @@ class Setting:
         return checkpoint.cost(itemsize, weights, self.kv_cache)
 
     def context(
-        self, checkpoint: StoredModel, model_fingerprint: str, tokenizer_fingerprint: str, columns: int = 0
+        self,
+        checkpoint: StoredModel,
+        model_fingerprint: str,
+        tokenizer_fingerprint: str,
+        columns: int = 0,
+        output: str = "tokens",
     ) -> bytes:
         """sha256 over everything but the row itself that can change an answer; the first part of every work key.
 
         An option at its default is absent, so that one which is added later throws no stored answer away. `columns`:
         the version of the rules by which answers are checked against typed columns; 0: they have none. An answer
         that another job stored unchecked could not be published, and one that is refused is an answer elsewhere.
+        `output`: the kind of answers.
         """
         parts = {
             "model": model_fingerprint,
@@ -114,7 +121,7 @@ class Setting:
             "eos": sorted(checkpoint.spec.eos_token_ids),
             "numerics": NUMERICS_VERSION,
         }
-        options = {**self._options(), "modelling": checkpoint.modelling, "columns": columns}
+        options = {**self._options(), "modelling": checkpoint.modelling, "columns": columns, "output": output}
         parts |= {name: value for name, value in options.items() if value != _ABSENT[name]}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 

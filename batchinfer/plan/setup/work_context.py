@@ -20,4 +20,5 @@ def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> by
         with state.exclusively():
             write_strings(state.fingerprints, digests, state.ops)
     checked = 0 if setup.columns is None else CHECK_VERSION
-    return setup.setting.context(setup.checkpoint, model, setup.tokenizer.fingerprint, columns=checked)
+    kind, tokenizer = setup.output.name, setup.tokenizer.fingerprint
+    return setup.setting.context(setup.checkpoint, model, tokenizer, columns=checked, output=kind)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs
+from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs, Tokens
 from batchinfer.core.samples import RequestSample
 from batchinfer.core.sampling import SamplingParams
 
@@ -106,21 +106,26 @@ ERROR = RowError("engine_died", "engine", "words", True)
     [
         Request(b"k" * 32, IDS, SamplingParams(max_tokens=3), 2),
         Request(b"k" * 32, IDS[::2], SamplingParams()),
-        Completion(b"k" * 32, IDS, "stop", 7, ERROR, LOGPROBS),
-        Completion(b"k" * 32, IDS[:0], "error"),
+        Completion(b"k" * 32, Tokens(IDS, 7, LOGPROBS), "stop", ERROR),
+        Completion(b"k" * 32, Tokens(IDS[:0]), "error"),
         RequestSample(b"k" * 32, 1, 2, 3, 4, 0.5, 0.6, 0.7, 0.8, True, True, 9),
     ],
     ids=lambda sent: type(sent).__name__,
 )
 def test_what_processes_send_each_other_arrives_whole(sent: Any) -> None:
     """Field by field, also those that are added later: they are pickled by hand."""
-    got = pickle.loads(pickle.dumps(sent))
+    check_same(pickle.loads(pickle.dumps(sent)), sent)
+
+
+def check_same(got: Any, sent: Any) -> None:
     assert type(got) is type(sent)
     for field in fields(sent):
         mine, theirs = getattr(sent, field.name), getattr(got, field.name)
         if isinstance(mine, np.ndarray):
             assert (theirs.dtype, theirs.flags.writeable) == (mine.dtype, True)
             np.testing.assert_array_equal(theirs, mine)
+        elif isinstance(mine, Tokens):
+            check_same(theirs, mine)
         elif isinstance(mine, TokenLogprobs):
             np.testing.assert_array_equal(theirs.top_ids, mine.top_ids)
         else:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.core.request import Completion, RowError
+from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, AnswerSchema
 from batchinfer.data.index.token_store import TokenStore
@@ -56,6 +56,7 @@ class SmallIndex:
     passthrough_schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     logprobs: int | None = None
     answers: AnswerSchema | None = None
+    output: str = "tokens"
 
     @property
     def tokens(self) -> TokenStore:
@@ -100,12 +101,12 @@ def answer(key: bytes, length: int | None = None) -> Completion:
     """Some tokens that depend on the key only."""
     count = 1 + key[0] % 9 if length is None else length
     tokens = np.frombuffer(key * (1 + count // 32), np.uint8)[:count].astype(np.int32)
-    return Completion(key, tokens, "stop")
+    return Completion(key, Tokens(tokens), "stop")
 
 
 def failure(key: bytes, retryable: bool = True) -> Completion:
     error = RowError("nan_logits", "engine", "the model gave NaN", retryable)
-    return Completion(key, np.empty(0, np.int32), "error", error=error)
+    return Completion(key, None, "error", error)
 
 
 class Numbers:

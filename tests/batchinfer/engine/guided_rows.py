@@ -126,23 +126,23 @@ def run(runner: Any, limits: Limits, work: Seq[Row]) -> Ran:
 
 
 def text_of(completion: Completion) -> str:
-    return tokenizer().decode(completion.token_ids)[: completion.text_length]
+    return tokenizer().decode(completion.tokens.token_ids)[: completion.tokens.text_length]
 
 
 def check(row: Row, completion: Completion) -> bool:
     """Whether the answer is whole: then it obeys its constraint, and else it was cut by what its row asks for."""
     params, text, error = row.request.params, text_of(completion), completion.error
-    assert (completion.logprobs is not None) == (params.logprobs is not None)
+    assert (completion.tokens.logprobs is not None) == (params.logprobs is not None)
     assert not any(stop in text for stop in params.stop)
     if row.kind == "free":
         assert error is None
-        assert len(completion.token_ids) >= min(params.min_tokens, params.max_tokens)
+        assert len(completion.tokens.token_ids) >= min(params.min_tokens, params.max_tokens)
         return completion.finish_reason == "stop"
     if error is None:
         assert completion.finish_reason == "stop"
-        assert completion.text_length is None
+        assert completion.tokens.text_length is None
         assert KINDS[row.kind].obeyed(text), (row.kind, row.wish, text)
         return True
     assert error.code == "incomplete_output", error
-    assert completion.text_length is not None or len(completion.token_ids) == params.max_tokens
+    assert completion.tokens.text_length is not None or len(completion.tokens.token_ids) == params.max_tokens
     return False

@@ -80,11 +80,11 @@ class Ran:
 
     @property
     def answers(self) -> dict[bytes, tuple[list[int], str]]:
-        return {key: (c.token_ids.tolist(), c.finish_reason) for key, c in self.completions.items()}
+        return {key: (c.tokens.token_ids.tolist(), c.finish_reason) for key, c in self.completions.items()}
 
     def tokens(self, row: int) -> list[int]:
         """Return the answer to a row, by its number."""
-        answer: list[int] = self.completions[key_of(row)].token_ids.tolist()
+        answer: list[int] = self.completions[key_of(row)].tokens.token_ids.tolist()
         return answer
 
     def total(self, name: str) -> Any:
@@ -96,8 +96,8 @@ class Ran:
         """Return the log-probabilities of each answer's tokens, those of the likeliest, and which these are."""
         found: dict[bytes, list[Any] | None] = {}
         for key, completion in self.completions.items():
-            some = completion.logprobs
-            assert some is None or len(some) == len(completion.token_ids)
+            some = completion.tokens.logprobs
+            assert some is None or len(some) == len(completion.tokens.token_ids)
             arrays = [] if some is None else [some.chosen, some.top, some.top_ids]
             found[key] = [array.tolist() for array in arrays] or None
         return found

@@ -78,14 +78,14 @@ def test_what_is_cut_is_an_error_that_keeps_its_tokens(params: dict[str, Any], w
     assert answer.error is not None
     assert (answer.error.code, answer.error.retryable) == ("incomplete_output", False)
     assert words in answer.error.message
-    assert "bcdefghijk".startswith(word(answer.token_ids))
-    assert len(answer.token_ids) > 0
+    assert "bcdefghijk".startswith(word(answer.tokens.token_ids))
+    assert len(answer.tokens.token_ids) > 0
 
 
 def test_min_tokens_end_no_answer_in_an_error() -> None:
     """The constraint alone says when an answer may end."""
     answer = one("bc", "bcd", min_tokens=9)
-    assert word([t for t in answer.token_ids if t != EOS]) in ("bc", "bcd")
+    assert word([t for t in answer.tokens.token_ids if t != EOS]) in ("bc", "bcd")
     assert answer.finish_reason == "stop"
 
 
@@ -94,7 +94,7 @@ def test_a_constraint_that_cannot_be_compiled_fails_its_row_alone() -> None:
     failed, fine = found.completions.values()
     assert failed.error is not None
     assert failed.error.code == "constraint_failed"
-    assert word(fine.token_ids) == "bb"
+    assert word(fine.tokens.token_ids) == "bb"
     assert fine.error is None
 
 

@@ -89,10 +89,10 @@ def check(row: Request, answer: list[int], found: TokenLogprobs | None, logits: 
 def check_all(ran: Ran, requests: list[Request], theirs: Any) -> None:
     for row in requests:
         completion = ran.completions[row.key]
-        answer, prompt = completion.token_ids.tolist(), row.prompt.tolist()
+        answer, prompt = completion.tokens.token_ids.tolist(), row.prompt.tolist()
         with torch.inference_mode():
             logits = theirs(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        check(row, answer, completion.logprobs, logits)
+        check(row, answer, completion.tokens.logprobs, logits)
 
 
 @cache
@@ -170,7 +170,7 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
 def test_more_than_the_vocabulary_has_are_all_of_it() -> None:
     limits = Limits(budget=40, seqs=12, blocks=80, block_size=4)
     ran = run(hashing_runner(ModelRunner, 80, 4), limits, frozenset(), [request(0, [3, 4], 3, logprobs=20)])
-    found = ran.completions[key_of(0)].logprobs
+    found = ran.completions[key_of(0)].tokens.logprobs
     assert found is not None
     assert found.top.shape == (3, 12)
     np.testing.assert_allclose(np.exp(found.top).sum(-1), 1, atol=1e-5)

@@ -80,7 +80,7 @@ def test_answers_do_not_depend_on_how_the_work_is_cut(work: Work, way: Way) -> N
     assert got.logprobs == wanted.logprobs
     answers = got.completions.values()
     broken = sum(c.error is not None and c.error.code == "nan_logits" for c in answers)
-    given = sum(len(c.token_ids) for c in answers) + broken
+    given = sum(len(c.tokens.token_ids) for c in answers) + broken
     forced = sum(sample.forced_tokens for sample in got.requests.values())
     assert got.total("sampled_tokens") + forced == given
     for row in work.rows:
@@ -92,9 +92,9 @@ def test_answers_do_not_depend_on_how_the_work_is_cut(work: Work, way: Way) -> N
 
 def check(row: Request, answer: Completion) -> None:
     """A whole answer is one of those allowed, and another one is an error that keeps its tokens."""
-    said = word([token for token in answer.token_ids.tolist() if token != EOS])
+    said = word([token for token in answer.tokens.token_ids.tolist() if token != EOS])
     if answer.error is None:
-        assert (answer.finish_reason, answer.text_length) == ("stop", None)
+        assert (answer.finish_reason, answer.tokens.text_length) == ("stop", None)
         assert said in row.params.choice
     else:
         assert answer.error.code == "incomplete_output"

@@ -163,7 +163,7 @@ def test_any_number_of_rows_of_a_chunk_are_sampled() -> None:
         launched = (made if kind is ModelRunner else looking_ahead(made)).launch(plan)
         assert launched.tokens() == [wanted.tokens(number) for number in range(2)]
         for number in range(2):
-            theirs = wanted.completions[asked[number].key].logprobs
+            theirs = wanted.completions[asked[number].key].tokens.logprobs
             assert theirs is not None
             np.testing.assert_allclose(launched.logprobs()[number].chosen, theirs.chosen, atol=1e-4)
             assert launched.logprobs()[number].top.shape == (9, 3)

@@ -65,7 +65,7 @@ def test_answers_are_those_of_one_token_a_step(work: Work, right: float | None, 
     got = run(runner, work.limits, work.rows, draft, work.arrivals)
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
-    tokens = sum(len(c.token_ids) + (c.error is not None) for c in got.completions.values())
+    tokens = sum(len(c.tokens.token_ids) + (c.error is not None) for c in got.completions.values())
     assert got.total("sampled_tokens") == tokens
     names = ("prefill_tokens", "decode_tokens", "padded_tokens")
     assert sum(map(got.total, names)) == runner.ran

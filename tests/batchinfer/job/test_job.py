@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from batchinfer.core.errors import Mistake
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.prompts.sampling_fields import override
-from batchinfer.data.results.result_rows import RESULT_SCHEMA
 from batchinfer.job import (
     EngineSection,
     InputSection,

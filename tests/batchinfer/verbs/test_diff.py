@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import UsageError
+from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.results.diff import DiffOptions, ResultDiff, diff_results
-from batchinfer.data.results.result_rows import RESULT_SCHEMA
 from tests.batchinfer.wrong_jobs import FAKE, ROWS, Command, Place, command
 
 Row = dict[str, Any]

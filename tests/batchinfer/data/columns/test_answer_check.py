@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from batchinfer.core.request import Completion, RowError
+from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.data.columns.answer_check import AnswerCheck
 from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
 
@@ -26,7 +26,7 @@ class Utf8:
 
 def answered(text: str, error: RowError | None = None) -> Completion:
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    return Completion(b"k" * 32, tokens, "stop", error=error)
+    return Completion(b"k" * 32, Tokens(tokens), "stop", error)
 
 
 @pytest.mark.parametrize(

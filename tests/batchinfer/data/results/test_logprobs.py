@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.request import Completion, TokenLogprobs
+from batchinfer.core.request import Completion, TokenLogprobs, Tokens
 from batchinfer.data.columns.logprob_column import LOGPROBS_FIELD
-from batchinfer.data.results import publisher, result_rows
+from batchinfer.data.outputs import tokens
+from batchinfer.data.results import publisher
 from batchinfer.data.results.manifest import PublishSpec
 from batchinfer.data.results.partial import partial_reader
 from batchinfer.data.results.publisher import publish
@@ -35,19 +36,19 @@ from tests.batchinfer.data.small_index import (
 SPEC = PublishSpec("job", "1" * 64, (), 1, 10)
 
 
-def with_logprobs(completion: Completion, most: int, **more: Any) -> Completion:
+def with_logprobs(completion: Completion, most: int, text_length: int | None = None) -> Completion:
     """Numbers that tell row, token and rank."""
-    ids = completion.token_ids
+    ids = completion.tokens.token_ids
     ranks = np.arange(most, dtype=np.float32)
     chosen = (-ids / 4 - 1).astype(np.float32)
     top_ids = (ids[:, None] + np.arange(most)).astype(np.int32)
     found = TokenLogprobs(chosen, (chosen[:, None] - ranks / 8).astype(np.float32), top_ids)
-    return Completion(completion.key, ids, completion.finish_reason, logprobs=found, **more)
+    return Completion(completion.key, Tokens(ids, text_length, found), completion.finish_reason)
 
 
 def shown(completion: Completion, kept: int | None = None) -> list[dict[str, Any]] | None:
     """What the result's column should hold."""
-    found = completion.logprobs
+    found = completion.tokens.logprobs
     if found is None:
         return None
 
@@ -58,7 +59,7 @@ def shown(completion: Completion, kept: int | None = None) -> list[dict[str, Any
     return [
         token(*own) | {"top": [token(*likely) for likely in zip(ids, logprobs, strict=True)]}
         for *own, ids, logprobs in zip(
-            completion.token_ids.tolist(),
+            completion.tokens.token_ids.tolist(),
             found.chosen.tolist(),
             found.top_ids.tolist(),
             found.top.tolist(),
@@ -101,8 +102,8 @@ def column(results: Path) -> list[Any]:
 def test_every_row_has_its_own(tmp_path: Path) -> None:
     """Parts of the store from before log-probabilities, with some and with others, in any order."""
     rows, answers = rows_and_answers()
-    plain = [one for one in answers.values() if one.logprobs is None]
-    asked = [one for one in answers.values() if one.logprobs is not None]
+    plain = [one for one in answers.values() if one.tokens.logprobs is None]
+    asked = [one for one in answers.values() if one.tokens.logprobs is not None]
     for name, commits in {
         "new last": [plain, asked],
         "new first": [asked, plain],
@@ -155,7 +156,7 @@ def test_parts_without_any_are_as_they_were(tmp_path: Path) -> None:
 def test_a_stop_string_cuts_them_with_the_text(tmp_path: Path, text_length: int | None, kept: int) -> None:
     """The text is "11 222 33 44"; of a token that is cut in the middle a part is left."""
     row = good_row(0, [1])
-    whole = Completion(row["key"], np.array([11, 222, 33, 44], np.int32), "stop")
+    whole = Completion(row["key"], Tokens(np.array([11, 222, 33, 44], np.int32)), "stop")
     completion = with_logprobs(whole, 2, text_length=text_length)
     results = published(tmp_path, index_of(tmp_path / "x", [row]), [completion])
     assert column(results) == [shown(completion, kept)]
@@ -164,7 +165,7 @@ def test_a_stop_string_cuts_them_with_the_text(tmp_path: Path, text_length: int 
 def test_special_tokens_show(tmp_path: Path) -> None:
     """The text leaves them out; that an answer ended has a probability, too."""
     row = good_row(0, [1])
-    completion = with_logprobs(Completion(row["key"], np.array([5, 1001], np.int32), "stop"), 1)
+    completion = with_logprobs(Completion(row["key"], Tokens(np.array([5, 1001], np.int32)), "stop"), 1)
     results = published(tmp_path, index_of(tmp_path / "x", [row]), [completion])
     assert [token["token"] for token in column(results)[0]] == [" 5", "<1001>"]
 
@@ -178,7 +179,7 @@ def test_equal_rows_give_equal_bytes_however_they_are_read(
     monkeypatch.setattr(publisher, "GROUP_ENTRIES", 60)
     files: list[list[bytes]] = []
     for size in (1, 4, 7, 1000):
-        monkeypatch.setattr(result_rows, "LOGPROB_ROWS", size)
+        monkeypatch.setattr(tokens, "LOGPROB_ROWS", size)
         folder = tmp_path / str(size)
         results = published(folder, index_of(folder / "x", rows), [*answers.values()], spec=spec)
         found = sorted(results.glob("*.parquet"))
@@ -194,13 +195,13 @@ def test_equal_rows_give_equal_bytes_however_they_are_read(
         tmp_path / "none", index_of(tmp_path / "none/x", rows), [*answers.values()], spec=spec
     )
     groups = pq.read_metadata(next(iter(sorted(results.glob("*.parquet")))))
-    silent = sum(not (row.get("key") and answers[row["key"]].logprobs) for row in rows[:25])
+    silent = sum(not (row.get("key") and answers[row["key"]].tokens.logprobs) for row in rows[:25])
     assert groups.num_row_groups >= 25 - silent, "a row with more than a group may have is a group"
 
 
 def test_many_bytes_are_committed_before_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_logprobs(answer(bytes([1] * 32), 10), 20)
-    assert one.logprobs is not None
+    assert one.tokens.logprobs is not None
     size = 10 * (4 + 20 * 8)
     monkeypatch.setattr(completion_store, "PENDING_BYTES", 3 * size)
     with CompletionStore(tmp_path) as store:
@@ -258,13 +259,13 @@ def test_an_old_store_is_read(tmp_path: Path) -> None:
     rows, answers = rows_and_answers()
     state = StateFolder(tmp_path / "res")
     with CompletionStore(state.completions) as store:
-        store.append(one for one in answers.values() if one.logprobs is None)
+        store.append(one for one in answers.values() if one.tokens.logprobs is None)
         store.commit()
         before = {part: (part.read_bytes(), os.stat(part).st_mtime_ns) for part in store.parts()}
     results = published(
         tmp_path,
         index_of(tmp_path / "x", rows),
-        [one for one in answers.values() if one.logprobs is not None],
+        [one for one in answers.values() if one.tokens.logprobs is not None],
     )
     assert {part: (part.read_bytes(), os.stat(part).st_mtime_ns) for part in before} == before
     assert column(results) == [shown(answers[row["key"]]) if row.get("key") else None for row in rows]

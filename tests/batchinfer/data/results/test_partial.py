@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import Interrupted
+from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.results.partial import partial_reader, write_partial
-from batchinfer.data.results.result_rows import RESULT_SCHEMA
 from batchinfer.data.storage.duck import interruptible
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.workers.interrupts import Interrupts

@@ -17,11 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, OutputConflict, StorageError
-from batchinfer.core.request import Completion
+from batchinfer.core.request import Completion, Tokens
+from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.results.join import ErrorCounts, count_errors
 from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published, read_manifest
 from batchinfer.data.results.publisher import publish
-from batchinfer.data.results.result_rows import RESULT_SCHEMA, result_schema
+from batchinfer.data.results.result_rows import result_schema
 from batchinfer.data.results.verify import verify_result
 from batchinfer.data.storage.durable import ExchangeUnsupported, FileOps
 from batchinfer.data.storage.state import StateFolder
@@ -68,7 +69,7 @@ def test_every_input_row_gives_one_row_in_order(tmp_path: Path) -> None:
         if given.get("key") is None:
             assert (row["status"], row["error_code"], row["generated_text"]) == ("error", "bad_json", None)
             continue
-        tokens = answer(given["key"]).token_ids.tolist()
+        tokens = answer(given["key"]).tokens.token_ids.tolist()
         assert row["generated_text"] == " ".join(map(str, tokens))
         assert (row["completion_tokens"], row["prompt_tokens"]) == (len(tokens), 3)
         assert (row["status"], row["finish_reason"], row["retryable"]) == ("ok", "stop", None)
@@ -86,7 +87,7 @@ def test_a_stop_string_cuts_the_text_and_an_error_completion_is_an_error_row(tmp
     rows = [good_row(0, [1]), good_row(1, [2]), good_row(2, [3])]
     keys = keys_in(rows)
     cut = answer(keys[0], 4)
-    cut = Completion(cut.key, cut.token_ids, "stop", text_length=2)
+    cut = Completion(cut.key, Tokens(cut.tokens.token_ids, text_length=2), "stop")
     published(tmp_path, write_index(tmp_path / "x", rows), [cut, failure(keys[1]), answer(keys[2], 0)])
     first, second, third = rows_in(tmp_path / "res")
     assert len(first["generated_text"]) == 2

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, Unavailable
-from batchinfer.core.request import Completion, Request, RowError
+from batchinfer.core.request import Completion, Request, RowError, Tokens
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.pipeline.workers import feed
@@ -104,7 +104,7 @@ class Started:
         self.finished += len(done)
         running = min(AT_ONCE, len(self.queue))
         step = StepSample(0, *[0] * 11, running, len(self.queue) - running, *[0] * 5, None)  # type: ignore[arg-type]
-        return WorkDone([Completion(r.key, r.prompt[:1], "stop") for r in done], [], [step])
+        return WorkDone([Completion(r.key, Tokens(r.prompt[:1]), "stop") for r in done], [], [step])
 
     def _load(self) -> list[object]:
         if self.heard <= self.fate.loads_for:

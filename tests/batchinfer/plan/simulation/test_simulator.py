@@ -93,7 +93,7 @@ def test_each_step_is_that_of_the_real_engine(work: list[Request], limits: Limit
     """Chunks, batches, sharing, preemption, padding of steps that looked ahead, flops and bytes."""
     runner = hashing_runner(kind, limits.blocks, limits.block_size)
     real = drain(make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher), work)
-    outputs = {key: len(answer.token_ids) for key, answer in real.completions.items()}
+    outputs = {key: len(answer.tokens.token_ids) for key, answer in real.completions.items()}
     made = machine(limits, runner, StepTime(PEAKS), looks_ahead=kind is DeviceRunner)
     found = [output.sample for output in simulated_steps(made, work, outputs) if output.sample]
     event(f"preempted: {any(step.preemptions for step in real.steps)}")
@@ -109,7 +109,7 @@ def test_steps_are_launched_as_by_the_real_engine(
     runner = hashing_runner(DeviceRunner, limits.blocks, limits.block_size)
     runner = with_graphs(runner, most, longest, limits.blocks)
     real = drain(make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher), work)
-    outputs = {key: len(answer.token_ids) for key, answer in real.completions.items()}
+    outputs = {key: len(answer.tokens.token_ids) for key, answer in real.completions.items()}
     made = machine(limits, runner, StepTime(PEAKS), looks_ahead=True)
     made = replace(made, captures=Captures(most, longest, tokens=0))
     found = [output.sample.launch for output in simulated_steps(made, work, outputs) if output.sample]

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
+
+from batchinfer.data.outputs.kind import TokenBytes
 
 UNLIKELY = -9999.0  # what the API writes for a token without any probability; JSON has no infinity
 Token = dict[str, Any]  # as the result's column has it: token_id, token, logprob and, of a chosen one, top
-
-
-class TokenBytes(Protocol):
-    """The bytes of single tokens, as `batchinfer.data.tokenizer.token_texts` finds them."""
-
-    @property
-    def specials(self) -> frozenset[int]:
-        """Ids that texts leave out."""
-
-    def bytes_of(self, token: int) -> bytes:
-        """The UTF-8 bytes of a token, also where they are no whole characters."""
 
 
 def chat_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:

@@ -1,0 +1,1 @@
+"""The kinds of answers: one file each, and their registry."""

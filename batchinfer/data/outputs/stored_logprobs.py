@@ -1,0 +1,40 @@
+"""Log-probabilities in the completion store: columns that only the parts with some have.
+
+A token takes 4 bytes before compression, and 8 more for each of the likeliest tokens at its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from batchinfer.core.request import TokenLogprobs
+
+LOGPROB_SCHEMA = pa.schema(
+    [
+        ("logprobs", pa.list_(pa.float32())),  # of each token of token_ids
+        ("top_logprobs", pa.list_(pa.float32())),  # of the likeliest tokens, as many for each: end to end
+        ("top_token_ids", pa.list_(pa.int32())),  # which tokens these are
+    ]
+)
+
+
+def logprob_columns(found: Sequence[TokenLogprobs | None]) -> list[pa.Array]:
+    """The columns of LOGPROB_SCHEMA; null for a completion without log-probabilities."""
+    return [
+        _lists([None if one is None else one.chosen for one in found], np.float32),
+        _lists([None if one is None else one.top.reshape(-1) for one in found], np.float32),
+        _lists([None if one is None else one.top_ids.reshape(-1) for one in found], np.int32),
+    ]
+
+
+def _lists(values: Sequence[NDArray[Any] | None], kind: type[np.generic]) -> pa.ListArray:
+    parts = [np.empty(0, kind), *(part.astype(kind, copy=False) for part in values if part is not None)]
+    lengths = [0 if part is None else len(part) for part in values]
+    ends = pa.array(np.cumsum([0, *lengths]).astype(np.int32))
+    missing = pa.array([part is None for part in values], pa.bool_())
+    return pa.ListArray.from_arrays(ends, pa.array(np.concatenate(parts)), mask=missing)

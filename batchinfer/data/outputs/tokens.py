@@ -1,0 +1,174 @@
+"""Answers that are texts: token ids, and log-probabilities where rows ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from batchinfer.core.request import Completion, Output, Request, Tokens
+from batchinfer.core.sampling import JSON_CONSTRAINTS
+from batchinfer.data.columns.answer_check import AnswerCheck, parsed_answer
+from batchinfer.data.columns.logprob_column import (
+    COLUMN,
+    LOGPROBS_FIELD,
+    Detokenizer,
+    logprob_column,
+    logprob_entries,
+)
+from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
+from batchinfer.data.constraints.generated_schema import parsed_schema
+from batchinfer.data.index.index import AnswerSchema
+from batchinfer.data.outputs.frame import Frame, framed
+from batchinfer.data.outputs.kind import AskedOutputs, Receiver, TokenBytes
+from batchinfer.data.outputs.openai_logprobs import chat_logprobs, text_logprobs
+from batchinfer.data.outputs.stored_logprobs import LOGPROB_SCHEMA, logprob_columns
+
+RESULT_SCHEMA = framed(
+    pa.field("generated_text", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int32()),
+    pa.field("completion_tokens", pa.int32()),
+)
+# Rows of a result held at a time where they have log-probabilities: with 20 alternatives, 128 rows of 1,000 tokens take
+# 60 MB, and as JSON 16 rows of them 150 MB
+LOGPROB_ROWS, _LOGPROB_LINES = 128, 16
+# Errors of answers that were generated all the same: what there is of their text says more than the message
+TEXT_IS_KEPT = ("incomplete_output", "unfit_output", "constraint_failed")
+_OPENAI = ("generated_text", "finish_reason", "prompt_tokens", "completion_tokens")
+
+
+class TokensKind:
+    """The kind of answers that are texts. See OutputKind for the methods."""
+
+    name, version, output, answer = "tokens", 0, Tokens, "generated_text"
+    stored = LOGPROB_SCHEMA
+
+    def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
+        """Return what checks answers that are JSON."""
+        return JsonAnswers(AnswerCheck(columns, detokenizer))
+
+    def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
+        """Return the columns of log-probabilities; token ids stand in the columns that all parts have."""
+        found = [one.logprobs if isinstance(one, Tokens) else None for one in outputs]
+        return None if all(one is None for one in found) else logprob_columns(found)
+
+    def read(self, asked: AskedOutputs) -> pa.Schema:
+        return pa.schema([]) if asked.logprobs is None else LOGPROB_SCHEMA
+
+    def batch_rows(self, asked: AskedOutputs) -> int | None:
+        return None if asked.logprobs is None else LOGPROB_ROWS
+
+    def schema(self, asked: AskedOutputs) -> pa.Schema:
+        """Return RESULT_SCHEMA, then log-probabilities and the columns of answers' parts, if there are any."""
+        ours = RESULT_SCHEMA if asked.logprobs is None else RESULT_SCHEMA.append(LOGPROBS_FIELD)
+        columns = _answer_columns(asked.answers)
+        return ours if columns is None else pa.schema([*ours, *columns.schema])
+
+    def table(
+        self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+    ) -> pa.Table:
+        """Return the texts of answers, and what follows from them."""
+        frame = Frame(rows, matched)
+        told = pc.or_(frame.answered, pc.is_in(matched.column("error_code"), pa.array(TEXT_IS_KEPT)))
+        table = frame.around(
+            generated_text=_texts(matched, told.to_numpy(), detokenizer),
+            finish_reason=frame.when_answered(matched.column("finish_reason")),
+            prompt_tokens=rows.column("token_count"),
+            completion_tokens=frame.when_answered(pc.list_value_length(matched.column("token_ids"))),
+        ).cast(RESULT_SCHEMA)
+        if asked.logprobs is not None:
+            found = logprob_column(matched, frame.answered.to_numpy(), detokenizer)
+            table = table.append_column(LOGPROBS_FIELD, found)
+        columns = _answer_columns(asked.answers)
+        return table if columns is None else _with_answers(table, columns)
+
+    def entries(self, table: pa.Table) -> NDArray[np.int64]:
+        """Return how many log-probabilities each row has."""
+        return logprob_entries(table)
+
+    def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
+        return ([*_OPENAI, COLUMN], _LOGPROB_LINES) if COLUMN in names else ([*_OPENAI], None)
+
+    def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
+        """Return a chat completion, or a text completion."""
+        prompt, output = row["prompt_tokens"], row["completion_tokens"]
+        return {
+            "object": "chat.completion" if chat else "text_completion",
+            "choices": [_choice(row, chat, tokens)],
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": output,
+                "total_tokens": prompt + output,
+            },
+            "system_fingerprint": None,
+        }
+
+
+class JsonAnswers:
+    """Takes the answers of a run; those that are JSON are checked."""
+
+    def __init__(self, check: AnswerCheck) -> None:
+        self._check = check
+        self._of_json: set[bytes] = set()  # requests in flight whose answers are JSON
+
+    def planned(self, requests: Iterable[Request]) -> None:
+        """Expect the answers of these requests."""
+        self._of_json.update(one.key for one in requests if one.params.constraint in JSON_CONSTRAINTS)
+
+    def received(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Return the completions; those that are JSON have been checked."""
+        of_json = [one for one in completions if one.key in self._of_json]
+        checked = {one.key: one for one in self._check.checked(of_json)} if of_json else {}
+        self._of_json.difference_update(checked)
+        return [checked.get(one.key, one) for one in completions]
+
+
+def _answer_columns(answers: AnswerSchema | None) -> SchemaColumns | None:
+    """Return the columns of answers with that schema. Raises NoColumns."""
+    return None if answers is None else schema_columns(parsed_schema(answers.text), answers.column)
+
+
+def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
+    """Return the table with the parts of its answers, null where a row has none."""
+    whole = pc.equal(table.column("status"), "ok").to_numpy(zero_copy_only=False)
+    texts = table.column("generated_text").to_pylist()
+    answers = [
+        parsed_answer(text) if ok and text is not None else None
+        for text, ok in zip(texts, whole, strict=True)
+    ]
+    for field, array in zip(columns.schema, columns.arrays(answers), strict=True):
+        table = table.append_column(field, array)
+    return table
+
+
+def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
+    """Return the text of every answered row, cut where a stop string ended it; null elsewhere."""
+    places = np.flatnonzero(answered)
+    chosen = matched.take(pa.array(places)).combine_chunks()
+    texts: list[str | None] = [None] * len(answered)
+    if len(places):
+        decoded = detokenizer.decode_batch(_token_lists(chosen.column("token_ids").chunk(0)))
+        limits = chosen.column("text_length").to_pylist()
+        for place, text, limit in zip(places.tolist(), decoded, limits, strict=True):
+            texts[place] = text if limit is None else text[:limit]
+    return pa.array(texts, pa.string())
+
+
+def _token_lists(column: pa.ListArray) -> list[Sequence[int]]:
+    tokens = column.flatten().to_numpy().tolist()
+    ends = np.cumsum(column.value_lengths().fill_null(0).to_numpy()).tolist()
+    return [tokens[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
+    logprobs = (chat_logprobs if chat else text_logprobs)(row.get(COLUMN), tokens)
+    end = {"logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    if chat:
+        message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
+        return {"index": 0, "message": message, **end}
+    return {"index": 0, "text": row["generated_text"], **end}

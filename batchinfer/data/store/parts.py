@@ -1,0 +1,58 @@
+"""The columns of a store's parts: those that all have, and those that a kind of answers adds to its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.core.errors import StorageError
+
+COMPLETION_SCHEMA = pa.schema(
+    [
+        ("key", pa.binary(32)),
+        ("token_ids", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("text_length", pa.int32()),
+        ("error_code", pa.string()),
+        ("error_class", pa.string()),
+        ("error_message", pa.string()),
+        ("retryable", pa.bool_()),
+    ]
+)
+
+
+def schema_of(parts: Iterable[Path]) -> pa.Schema:
+    """Return the columns that any of these parts has, those of COMPLETION_SCHEMA first. Raises StorageError."""
+    fields = {field.name: field for field in COMPLETION_SCHEMA}
+    for part in parts:
+        for field in _schema(part):
+            fields.setdefault(field.name, field)
+    return pa.schema(list(fields.values()))
+
+
+def _schema(part: Path) -> pa.Schema:
+    try:
+        return pq.read_schema(part).remove_metadata()
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(part, error) from error
+
+
+def damaged(part: Path, error: Exception) -> StorageError:
+    """Return the error for a part that cannot be read."""
+    what = " ".join(str(error).split())
+    return StorageError(
+        f"{part}: damaged: {what}; `batchinfer run --verify` drops it, and its rows run again"
+    )
+
+
+def padded(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch with the columns of `schema` that it lacks, null."""
+    there = set(batch.schema.names)
+    columns = [
+        batch.column(field.name) if field.name in there else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
