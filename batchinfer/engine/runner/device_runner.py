@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
@@ -24,8 +25,10 @@ from batchinfer.engine.runner.sampled import (
     DeviceTokens,
     Masked,
     RowLogprobs,
+    RowStates,
     Sampled,
     logprobs_of_chunks,
+    states_of_chunks,
     tokens_of_chunks,
 )
 from batchinfer.engine.schedule.step_plan import StepPlan
@@ -41,19 +44,20 @@ _log = logging.getLogger(__name__)
 class DeviceRun:
     """The tokens and log-probabilities of a launched step, which are on their way to the host."""
 
-    download: Download | None  # tokens, then log-probabilities, then masks; None: nothing was sampled
+    download: Download | None  # tokens, log-probabilities, hidden states, masks; None: nothing was sampled
     padded_tokens: int
     launch: StepLaunch
-    counts: list[int] | None = None  # of sampled rows to a chunk; None: one to each
+    plan: StepPlan
     # Of each micro-batch that has any, with the number of its first sampled row
     asking: list[tuple[int, RowLogprobs]] = field(default_factory=list)
     masked: list[tuple[int, Masked]] = field(default_factory=list)
+    stated: list[tuple[int, RowStates]] = field(default_factory=list)
 
     def tokens(self) -> list[list[int]]:
         """Wait for the step; the next tokens of each chunk that samples."""
         if self.download is None:
             return []
-        return tokens_of_chunks(self.download.arrays()[0].tolist(), self.counts)
+        return tokens_of_chunks(self.download.arrays()[0].tolist(), self.plan)
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Wait for the step; the log-probabilities of each chunk that asks."""
@@ -63,7 +67,17 @@ class DeviceRun:
         arrays = iter(self.download.arrays()[1:])
         for first, rows in self.asking:
             found |= rows.of_rows(next(arrays), next(arrays), next(arrays), first)
-        return logprobs_of_chunks(found, self.counts)
+        return logprobs_of_chunks(found, self.plan.sampled_counts)
+
+    def states(self) -> Mapping[int, NDArray[np.float32]]:
+        """Wait for the step; the hidden states that each chunk asks for."""
+        if self.download is None or not self.stated:
+            return {}
+        arrays = self.download.arrays()[1 + 3 * len(self.asking) :]
+        found: dict[int, NDArray[np.float32]] = {}
+        for (first, rows), states in zip(self.stated, arrays[: len(self.stated)], strict=True):
+            found |= rows.of_rows(states, first)
+        return states_of_chunks(found, self.plan.sampled_counts)
 
     def barred(self) -> Mapping[int, bool]:
         """Wait for the step; whether its mask kept each chunk that has one from its most likely token."""
@@ -142,22 +156,24 @@ class DeviceRunner(ModelRunner):
             capture_s=self.capture_s - captured_s,
             graph_bytes=self.graph_bytes - graph_bytes,
         )
-        return self._launched(sampled, padded, launch, plan.sampled_counts)
+        return self._launched(sampled, padded, launch, plan)
 
     def _launched(
-        self, sampled: list[tuple[int, Sampled]], padded: int, launch: StepLaunch, counts: list[int] | None
+        self, sampled: list[tuple[int, Sampled]], padded: int, launch: StepLaunch, plan: StepPlan
     ) -> Launched:
         if not sampled:
-            return DeviceRun(None, padded, launch)
+            return DeviceRun(None, padded, launch, plan)
         tokens = sampled[0][1].tokens if len(sampled) == 1 else torch.cat([s.tokens for _, s in sampled])
         self.device_tokens.tokens = tokens
         logprobs = [(first, s.logprobs) for first, s in sampled if s.logprobs is not None]
         masked = [(first, s.masked) for first, s in sampled if s.masked is not None]
+        stated = [(first, s.states) for first, s in sampled if s.states is not None]
         beside = [
             *(tensor for _, found in logprobs for tensor in found.tensors),
+            *(one.states for _, one in stated),
             *(one.barred for _, one in masked),
         ]
-        return DeviceRun(Download(tokens, *beside), padded, launch, counts, logprobs, masked)
+        return DeviceRun(Download(tokens, *beside), padded, launch, plan, logprobs, masked, stated)
 
     def _run(self, host: HostBatch) -> tuple[Sampled | None, int, LaunchMode]:
         """Run a step: (what was sampled, if anything was, padded tokens, and how it was launched)."""

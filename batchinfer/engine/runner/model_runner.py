@@ -7,13 +7,21 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import Launched, StepLaunch
-from batchinfer.engine.runner.sampled import DeviceTokens, Sampled, logprobs_of_chunks, tokens_of_chunks
+from batchinfer.engine.runner.sampled import (
+    DeviceTokens,
+    Sampled,
+    logprobs_of_chunks,
+    states_of_chunks,
+    tokens_of_chunks,
+)
 from batchinfer.engine.runner.sampler import LogitsHead, Sampler
 from batchinfer.engine.schedule.step_plan import COMPUTES, PlanWants, SamplingPlan, StepPlan
 from batchinfer.engine.tensors.batch import build_batch
@@ -45,6 +53,7 @@ class RunnerOutput:
     next_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     next_barred: Mapping[int, bool] = field(default_factory=dict)
     launch: StepLaunch | None = None
+    asked_states: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
 
     def tokens(self) -> list[list[int]]:
         """Return the next tokens of each chunk that samples."""
@@ -53,6 +62,10 @@ class RunnerOutput:
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Return the log-probabilities of each chunk that asks."""
         return self.next_logprobs
+
+    def states(self) -> Mapping[int, NDArray[np.float32]]:
+        """Return the hidden states that each chunk asks for."""
+        return self.asked_states
 
     def barred(self) -> Mapping[int, bool]:
         """Return whether its mask kept each chunk that has one from its most likely token."""
@@ -107,14 +120,16 @@ class ModelRunner:
         if not plan.sampled_rows:
             return RunnerOutput([], plans[0].padded_tokens, launch=self._launch)
         sampled = self.next_tokens(hidden[batch.sampled_rows], batch.sampling)
-        masked, found = sampled.masked, sampled.logprobs
+        masked, found, states, counts = sampled.masked, sampled.logprobs, sampled.states, plan.sampled_counts
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
+        asked = states.of_rows(states.states.numpy(force=True)) if states else {}
         return RunnerOutput(
-            tokens_of_chunks(sampled.tokens.tolist(), plan.sampled_counts),
+            tokens_of_chunks(sampled.tokens.tolist(), plan),
             plans[0].padded_tokens,
-            logprobs_of_chunks(found.of_rows(*arrays), plan.sampled_counts) if found else {},
+            logprobs_of_chunks(found.of_rows(*arrays), counts) if found else {},
             masked.of_rows(masked.barred.numpy(force=True)) if masked else {},
             self._launch,
+            states_of_chunks(asked, counts),
         )
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:

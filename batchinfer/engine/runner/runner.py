@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.core.samples import LaunchMode
 from batchinfer.engine.kv.cache_layout import CacheLayout
@@ -41,7 +44,10 @@ class Launched(Protocol):
         """
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """The log-probabilities of every token that `tokens` gives, of each chunk that asks. Waits for the device."""
+        """The log-probabilities of the tokens of each chunk that asks, chosen or given. Waits for the device."""
+
+    def states(self) -> Mapping[int, NDArray[np.float32]]:
+        """The hidden states that each chunk asks for, (any, hidden), as the head gets them. Waits for the device."""
 
     def barred(self) -> Mapping[int, bool]:
         """Say of each chunk whose token was masked whether that kept it from its most likely token. It waits for the

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
-from batchinfer.engine.schedule.step_plan import Ints
+from batchinfer.engine.schedule.step_plan import Ints, StepPlan
 from batchinfer.engine.tensors.staging import upload
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,16 +59,32 @@ class Masked:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowStates:
+    """Hidden states of those rows that ask for them, as the head gets them."""
+
+    rows: list[int]  # (n,)
+    states: Tensor  # (n, hidden) float32
+
+    def of_rows(self, states: NDArray[Any], first: int = 0) -> dict[int, NDArray[np.float32]]:
+        """Give each row, whose number is `first` more, its own of the `states` on the host, (1, hidden)."""
+        return {first + row: states[at : at + 1] for at, row in enumerate(self.rows)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """The results of sampling, on the device where the logits were."""
 
-    tokens: Tensor  # (rows,) int64; NO_TOKEN where a row's logits are not finite
+    tokens: Tensor  # (rows,) int64; NO_TOKEN where a row's logits are not finite. (0,): none are chosen
     logprobs: RowLogprobs | None = None  # None: no row asks
     masked: Masked | None = None  # None: no row is
+    states: RowStates | None = None  # None: no row asks
 
 
-def tokens_of_chunks(tokens: list[int], counts: Sequence[int] | None) -> list[list[int]]:
-    """Divide the tokens of a step's rows among its chunks. `counts`: as in StepPlan; None: one to each."""
+def tokens_of_chunks(tokens: list[int], plan: StepPlan) -> list[list[int]]:
+    """Divide the tokens of a step's rows among its chunks that have rows."""
+    counts = plan.sampled_counts
+    if not plan.sampling.chooses:
+        return [[] for _ in range(plan.sampled_rows if counts is None else len(counts))]
     if counts is None:
         return [[token] for token in tokens]
     return [tokens[first:end] for first, end in pairwise([0, *accumulate(counts)])]
@@ -75,15 +93,23 @@ def tokens_of_chunks(tokens: list[int], counts: Sequence[int] | None) -> list[li
 def logprobs_of_chunks(
     found: Mapping[int, TokenLogprobs], counts: Sequence[int] | None
 ) -> Mapping[int, TokenLogprobs]:
-    """Put the log-probabilities of the rows of each chunk together, which all ask or none of which does."""
-    if counts is None:
-        return found
-    spans = enumerate(pairwise([0, *accumulate(counts)]))
-    return {
-        chunk: _joined([found[row] for row in range(first, end)])
-        for chunk, (first, end) in spans
-        if first in found
-    }
+    """Put the log-probabilities of the rows of each chunk together."""
+    return {chunk: _joined(own) for chunk, own in _by_chunk(found, counts)} if counts else found
+
+
+def states_of_chunks(
+    found: Mapping[int, NDArray[np.float32]], counts: Sequence[int] | None
+) -> Mapping[int, NDArray[np.float32]]:
+    """Put the hidden states of the rows of each chunk together, (any, hidden)."""
+    return {chunk: np.concatenate(own) for chunk, own in _by_chunk(found, counts)} if counts else found
+
+
+def _by_chunk(found: Mapping[int, T], counts: Sequence[int]) -> Iterator[tuple[int, list[T]]]:
+    """Yield what the rows of each chunk have, of chunks of which some have any."""
+    for chunk, (first, end) in enumerate(pairwise([0, *accumulate(counts)])):
+        own = [found[row] for row in range(first, end) if row in found]
+        if own:
+            yield chunk, own
 
 
 def _joined(found: list[TokenLogprobs]) -> TokenLogprobs:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.engine.runner.sampled import DeviceTokens, Masked, RowLogprobs, Sampled
+from batchinfer.engine.runner.sampled import DeviceTokens, Masked, RowLogprobs, RowStates, Sampled
 from batchinfer.engine.schedule.step_plan import PenalisedRows, SamplingPlan
 from batchinfer.engine.tensors.staging import upload
 from batchinfer.models.ops.interface import NO_TOKEN, Ops
@@ -68,15 +68,22 @@ class Sampler:
         plan: SamplingPlan,
         device_tokens: DeviceTokens | None = None,
     ) -> Sampled:
-        """Find the next token of each row from its hidden state. Logits are written only for rows that need more than
-        their argmax. `device_tokens`: last tokens that only the device knows."""
+        """Find what each row asks for from its hidden state. Logits are written only for rows that need more than their
+        argmax. `device_tokens`: last tokens that only the device knows."""
+        states = RowStates(plan.states, hidden[plan.states].float()) if plan.states else None
+        if not plan.chooses:
+            return Sampled(hidden.new_empty(0, dtype=torch.int64), states=states)
         if self.tries_argmax(plan):
-            return self._corrected(ops, head, hidden, plan)
-        return self.sample(ops, head.logits(hidden), plan, device_tokens)
+            found = self._corrected(ops, head, hidden, plan)
+        else:
+            found = self.sample(ops, head.logits(hidden), plan, device_tokens)
+        return found if states is None else replace(found, states=states)
 
     def tries_argmax(self, plan: SamplingPlan) -> bool:
         """Whether each row's token is the argmax of its logits, or is likely to be and can be looked at on the host."""
-        return plan.argmax and (not plan.masked or (self.on_host and all(plan.followed)))
+        return (
+            plan.argmax and plan.given is None and (not plan.masked or (self.on_host and all(plan.followed)))
+        )
 
     def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> Sampled:
         """The argmax of each row, and of those whose mask does not allow it what it does allow."""
@@ -113,10 +120,10 @@ class Sampler:
         asking = _LogprobRows.of(logits, plan)
         if plan.penalised is not None:
             ops.penalise(logits, _penalties(plan.penalised, device_tokens or DeviceTokens(), logits.device))
-        if plan.masked and plan.drawn is None and not asking:
+        if plan.masked and plan.drawn is None and plan.given is None and not asking:
             return self._greedy(ops, logits, plan)
         barred = self._masked(ops, logits, plan) if plan.masked else None
-        tokens = ops.sample(logits, _row_sampling(plan, len(logits), logits.device))
+        tokens = _with_given(ops.sample(logits, _row_sampling(plan, len(logits), logits.device)), plan)
         return Sampled(tokens, asking.found(ops, tokens) if asking else None, barred)
 
     def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Sampled:
@@ -200,6 +207,14 @@ class _LogprobRows:
         most = min(max(self.plan.likeliest), self.logits.shape[1])
         found = ops.log_probabilities(self.logits, chosen, most)
         return RowLogprobs(self.plan.asking, self.plan.likeliest, *found)
+
+
+def _with_given(tokens: Tensor, plan: SamplingPlan) -> Tensor:
+    """Return the tokens that were chosen, and in their place those that are given."""
+    if plan.given is None:
+        return tokens
+    (given,) = upload([plan.given.astype(np.int64)], tokens.device)
+    return torch.where(given >= 0, given, tokens)
 
 
 def _row_sampling(plan: SamplingPlan, rows: int, device: torch.device) -> RowSampling:

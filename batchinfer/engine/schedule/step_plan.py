@@ -8,7 +8,7 @@ gets all of them, in order, can do what the runner does: a rank, a simulation, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,7 +138,7 @@ def _penalised(*data: bytes) -> PenalisedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
-    """How the tokens of the sampled rows are chosen. Rows are named by their place among the sampled ones."""
+    """The plan says what the sampled rows ask for and how tokens are chosen. Rows are named by their place here."""
 
     argmax: bool = True  # nothing but a mask gives any row another token than the argmax of its logits
     masked: list[int] = field(default_factory=list)  # rows that have a mask
@@ -151,11 +151,16 @@ class SamplingPlan:
     )  # of each of these, for how many of the likeliest tokens
     penalised: PenalisedRows | None = None
     drawn: DrawnRows | None = None  # None: no row's token is drawn
+    # (n,): tokens that are given, whose log-probabilities may be asked for; negative: chosen. None: all are chosen
+    given: Ints | None = None
+    states: list[int] = field(default_factory=list)  # rows whose hidden states are asked for
+    chooses: bool = True  # whether rows get tokens at all
 
     def part(self, first: int, end: int) -> SamplingPlan:
         """Return the plan of the rows [first, end)."""
         masked = [at for at, row in enumerate(self.masked) if first <= row < end]
         asking = [at for at, row in enumerate(self.asking) if first <= row < end]
+        given = self.given
         return SamplingPlan(
             self.argmax,
             [self.masked[at] - first for at in masked],
@@ -165,6 +170,9 @@ class SamplingPlan:
             [self.likeliest[at] for at in asking],
             None if self.penalised is None else self.penalised.part(first, end),
             None if self.drawn is None else self.drawn.part(first, end),
+            None if given is None else given[first:end],
+            [row - first for row in self.states if first <= row < end],
+            self.chooses,
         )
 
     def __reduce__(self) -> Pickled:
@@ -172,7 +180,9 @@ class SamplingPlan:
         if self is ARGMAX:
             return _argmax, ()
         lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest)
-        return SamplingPlan, (self.argmax, *lists, self.penalised, self.drawn)
+        given = None if self.given is None else self.given.tobytes()
+        asked = (self.argmax, *lists, self.penalised, self.drawn)
+        return _sampling, (asked, given, self.states, self.chooses)
 
 
 ARGMAX = SamplingPlan()
@@ -180,6 +190,10 @@ ARGMAX = SamplingPlan()
 
 def _argmax() -> SamplingPlan:
     return ARGMAX
+
+
+def _sampling(asked: tuple[Any, ...], given: bytes | None, states: list[int], chooses: bool) -> SamplingPlan:
+    return replace(SamplingPlan(*asked), given=_ints(given), states=states, chooses=chooses)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

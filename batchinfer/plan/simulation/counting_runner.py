@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import StepLaunch
@@ -55,6 +58,10 @@ class CountedStep:
         return [[END if said + 1 >= self.outputs[key] else WORD] for key, said in self.answers]
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """Nobody asks a simulation for them."""
+        return {}
+
+    def states(self) -> Mapping[int, NDArray[np.float32]]:
         """Nobody asks a simulation for them."""
         return {}
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from transformers import AutoModelForCausalLM
 
 from batchinfer.data.tokenizer.stop_strings import stop_streams
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -167,3 +168,41 @@ def test_any_number_of_rows_of_a_chunk_are_sampled() -> None:
             assert theirs is not None
             np.testing.assert_allclose(launched.logprobs()[number].chosen, theirs.chosen, atol=1e-4)
             assert launched.logprobs()[number].top.shape == (9, 3)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_get_what_they_ask_for_of_any_positions(ahead: bool) -> None:
+    """Log-probabilities of tokens that are given, hidden states, or both; and no tokens where none are chosen."""
+    model, limits = checkpoint("llama"), Limits()
+    text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    eager = AutoModelForCausalLM.from_pretrained(folder("llama"), dtype=torch.float32)
+    with torch.no_grad():
+        logits = eager(torch.tensor([text])).logits[0].float()
+    wanted = logits.log_softmax(-1)[range(9), text[1:]].numpy()
+    plain = make_runner(model, cpu_ops(model), limits)
+    runner = looking_ahead(plain) if ahead else plain
+    whole = sequence(text, 5)
+    whole.tables = [[0, 1]]
+    plan = PlanWriter().of(Step([Chunk(whole, 0, 10)]), [whole])
+    scored = replace(
+        plan,
+        sampled=np.arange(9, dtype=np.int32),
+        sampled_counts=[9],
+        sampling=SamplingPlan(
+            argmax=False,
+            asking=list(range(9)),
+            likeliest=[0] * 9,
+            given=np.array(text[1:], np.int32),
+            states=[4, 8],
+        ),
+    )
+    launched = runner.launch(pickle.loads(pickle.dumps(scored)))
+    assert launched.tokens() == [text[1:]]
+    np.testing.assert_allclose(launched.logprobs()[0].chosen, wanted, atol=1e-4)
+    head = plain.model.logits(torch.from_numpy(launched.states()[0]))
+    torch.testing.assert_close(head, logits[[4, 8]], atol=1e-4, rtol=0)
+    last = replace(plan, sampling=SamplingPlan(states=[0], chooses=False))
+    launched = runner.launch(pickle.loads(pickle.dumps(last)))
+    assert (launched.tokens(), launched.logprobs()) == ([[]], {})
+    head = plain.model.logits(torch.from_numpy(launched.states()[0]))
+    torch.testing.assert_close(head, logits[9:], atol=1e-4, rtol=0)
