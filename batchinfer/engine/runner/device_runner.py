@@ -74,10 +74,8 @@ class DeviceRun:
         if self.download is None or not self.stated:
             return {}
         arrays = self.download.arrays()[1 + 3 * len(self.asking) :]
-        found: dict[int, NDArray[np.float32]] = {}
-        for (first, rows), states in zip(self.stated, arrays[: len(self.stated)], strict=True):
-            found |= rows.of_rows(states, first)
-        return states_of_chunks(found, self.plan.sampled_counts)
+        stated = zip(self.stated, arrays[: len(self.stated)], strict=True)
+        return states_of_chunks((rows.of_rows(states, first) for (first, rows), states in stated), self.plan)
 
     def barred(self) -> Mapping[int, bool]:
         """Wait for the step; whether its mask kept each chunk that has one from its most likely token."""

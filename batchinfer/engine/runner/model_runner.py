@@ -129,7 +129,7 @@ class ModelRunner:
             logprobs_of_chunks(found.of_rows(*arrays), counts) if found else {},
             masked.of_rows(masked.barred.numpy(force=True)) if masked else {},
             self._launch,
-            states_of_chunks(asked, counts),
+            states_of_chunks([asked], plan),
         )
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:

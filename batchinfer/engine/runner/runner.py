@@ -47,7 +47,8 @@ class Launched(Protocol):
         """The log-probabilities of the tokens of each chunk that asks, chosen or given. Waits for the device."""
 
     def states(self) -> Mapping[int, NDArray[np.float32]]:
-        """The hidden states that each chunk asks for, (any, hidden), as the head gets them. Waits for the device."""
+        """The hidden states that each chunk asks for, (any, hidden), as the head gets them, or their sum, (1, hidden).
+        Waits for the device."""
 
     def barred(self) -> Mapping[int, bool]:
         """Say of each chunk whose token was masked whether that kept it from its most likely token. It waits for the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -60,14 +60,16 @@ class Masked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStates:
-    """Hidden states of those rows that ask for them, as the head gets them."""
+    """Hidden states of those rows that ask for them, as the head gets them; or, pooled, their sums by chunk."""
 
-    rows: list[int]  # (n,)
+    rows: list[int]  # (n,): rows, or chunks
     states: Tensor  # (n, hidden) float32
+    pooled: bool = False
 
     def of_rows(self, states: NDArray[Any], first: int = 0) -> dict[int, NDArray[np.float32]]:
-        """Give each row, whose number is `first` more, its own of the `states` on the host, (1, hidden)."""
-        return {first + row: states[at : at + 1] for at, row in enumerate(self.rows)}
+        """Give each row, whose number is `first` more, or each chunk its own of the host's `states`, (1, hidden)."""
+        begin = 0 if self.pooled else first
+        return {begin + row: states[at : at + 1] for at, row in enumerate(self.rows)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,9 +100,15 @@ def logprobs_of_chunks(
 
 
 def states_of_chunks(
-    found: Mapping[int, NDArray[np.float32]], counts: Sequence[int] | None
+    parts: Iterable[Mapping[int, NDArray[np.float32]]], plan: StepPlan
 ) -> Mapping[int, NDArray[np.float32]]:
-    """Put the hidden states of the rows of each chunk together, (any, hidden)."""
+    """Put the hidden states of the rows of each chunk together, (any, hidden); or, where they are pooled, add up its
+    sums, (1, hidden). `parts`: of each micro-batch, by row or, pooled, by chunk."""
+    found: dict[int, NDArray[np.float32]] = {}
+    for part in parts:
+        # Only a chunk that is in two micro-batches is there already, and its states are sums
+        found |= {at: states + found[at] if at in found else states for at, states in part.items()}
+    counts = None if plan.sampling.pools is not None else plan.sampled_counts
     return {chunk: np.concatenate(own) for chunk, own in _by_chunk(found, counts)} if counts else found
 
 

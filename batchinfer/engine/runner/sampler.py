@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,7 +71,7 @@ class Sampler:
     ) -> Sampled:
         """Find what each row asks for from its hidden state. Logits are written only for rows that need more than their
         argmax. `device_tokens`: last tokens that only the device knows."""
-        states = RowStates(plan.states, hidden[plan.states].float()) if plan.states else None
+        states = _asked_states(hidden, plan)
         if not plan.chooses:
             return Sampled(hidden.new_empty(0, dtype=torch.int64), states=states)
         if self.tries_argmax(plan):
@@ -169,6 +170,18 @@ class Sampler:
         bits = np.full((len(which), mask_words(logits.shape[1])), -1, np.int32)
         self.mask.fill([plan.masks[at] for at in which], bits)
         return bits
+
+
+def _asked_states(hidden: Tensor, plan: SamplingPlan) -> RowStates | None:
+    """Return the hidden states that rows ask for. Sums are made here: a prompt's states are megabytes."""
+    if not plan.states:
+        return None
+    states = hidden[plan.states].float()
+    if plan.pools is None:
+        return RowStates(plan.states, states)
+    counts = {chunk: len(list(own)) for chunk, own in groupby(plan.pools)}
+    (lengths,) = upload([np.array(list(counts.values()), np.int64)], hidden.device)
+    return RowStates(list(counts), torch.segment_reduce(states, "sum", lengths=lengths), pooled=True)
 
 
 def _penalties(rows: PenalisedRows, device_tokens: DeviceTokens, device: torch.device) -> Penalties:

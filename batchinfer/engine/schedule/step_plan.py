@@ -8,7 +8,7 @@ gets all of them, in order, can do what the runner does: a rank, a simulation, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +22,8 @@ Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
 class PlanWants(NamedTuple):
     """The parts of plans that a runner reads besides the spans of their chunks."""
 
-    inputs: bool = (
-        True  # tokens, block tables, and how tokens are sampled; a runner that only counts reads none
-    )
+    # Tokens, block tables, and how tokens are sampled; a runner that only counts reads none
+    inputs: bool = True
     requests: bool = False
     shared_blocks: bool = False
 
@@ -146,21 +145,23 @@ class SamplingPlan:
     # Of each of these, whether its last token would have been the same without the mask
     followed: list[bool] = field(default_factory=list)
     asking: list[int] = field(default_factory=list)  # rows that ask for log-probabilities
-    likeliest: list[int] = field(
-        default_factory=list
-    )  # of each of these, for how many of the likeliest tokens
+    # Of each of these, for how many of the likeliest tokens
+    likeliest: list[int] = field(default_factory=list)
     penalised: PenalisedRows | None = None
     drawn: DrawnRows | None = None  # None: no row's token is drawn
     # (n,): tokens that are given, whose log-probabilities may be asked for; negative: chosen. None: all are chosen
     given: Ints | None = None
     states: list[int] = field(default_factory=list)  # rows whose hidden states are asked for
+    # Of each of these, ascending, the chunk to whose sum it is added; None: each is given by itself
+    pools: list[int] | None = None
     chooses: bool = True  # whether rows get tokens at all
 
     def part(self, first: int, end: int) -> SamplingPlan:
         """Return the plan of the rows [first, end)."""
         masked = [at for at, row in enumerate(self.masked) if first <= row < end]
         asking = [at for at, row in enumerate(self.asking) if first <= row < end]
-        given = self.given
+        states = [at for at, row in enumerate(self.states) if first <= row < end]
+        given, pools = self.given, self.pools
         return SamplingPlan(
             self.argmax,
             [self.masked[at] - first for at in masked],
@@ -171,7 +172,8 @@ class SamplingPlan:
             None if self.penalised is None else self.penalised.part(first, end),
             None if self.drawn is None else self.drawn.part(first, end),
             None if given is None else given[first:end],
-            [row - first for row in self.states if first <= row < end],
+            [self.states[at] - first for at in states],
+            None if pools is None else [pools[at] for at in states],
             self.chooses,
         )
 
@@ -182,7 +184,7 @@ class SamplingPlan:
         lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest)
         given = None if self.given is None else self.given.tobytes()
         asked = (self.argmax, *lists, self.penalised, self.drawn)
-        return _sampling, (asked, given, self.states, self.chooses)
+        return _sampling, (asked, given, self.states, self.pools, self.chooses)
 
 
 ARGMAX = SamplingPlan()
@@ -192,8 +194,8 @@ def _argmax() -> SamplingPlan:
     return ARGMAX
 
 
-def _sampling(asked: tuple[Any, ...], given: bytes | None, states: list[int], chooses: bool) -> SamplingPlan:
-    return replace(SamplingPlan(*asked), given=_ints(given), states=states, chooses=chooses)
+def _sampling(asked: tuple[Any, ...], given: bytes | None, *rest: Any) -> SamplingPlan:
+    return SamplingPlan(*asked, _ints(given), *rest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,14 +206,12 @@ class StepPlan:
     lengths: Ints | None  # (S,): tokens of each chunk; None: 1 of each
     # (S,): where each sequence's block table lies; None: the same sequences run as in the plan before, in this order
     rows: Ints | None
-    rope_offsets: (
-        Ints | None
-    )  # (S,): where their positions begin in the rotary tables; None, where `rows` are given: 0
+    # (S,): where their positions begin in the rotary tables; None, where `rows` are given: 0
+    rope_offsets: Ints | None
     tokens: Ints  # (T,)
     tables: tuple[TableChanges, ...]  # of each cache group
-    copies: (
-        Ints | None
-    )  # (n, 6): chunk, cache group, source, target, first slot, end; in each layer, before attention
+    # (n, 6): chunk, cache group, source, target, first slot, end; in each layer, before attention
+    copies: Ints | None
     sampled: Ints | None  # which of the T tokens are followed by a sampled one, ascending; None: all
     # How many of the sampled ones belong to each chunk that has any; None: one to each
     sampled_counts: list[int] | None

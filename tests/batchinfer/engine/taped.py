@@ -52,11 +52,11 @@ class Taped(GraphRecorder):
         return made, replay
 
 
-class _Tape(TorchDispatchMode):
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operators of torch, with the tensors that they were given and have made; and Triton's kernels."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Callable[[], Any], list[Tensor]]] = []
         self._made: dict[int, Tensor] = {}  # by where they lie
         self._known: set[int] = set()
@@ -103,9 +103,10 @@ def _place(tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    whole = torch.empty(0, dtype=torch.uint8)
+    whole: Any = torch.empty(0, dtype=torch.uint8)
     storage = tensor.untyped_storage()
-    return whole.set_(storage, 0, (storage.nbytes(),))
+    found: Tensor = whole.set_(storage, 0, (storage.nbytes(),))
+    return found
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from batchinfer.data.tokenizer.stop_strings import stop_streams
 from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
@@ -206,3 +207,27 @@ def test_rows_get_what_they_ask_for_of_any_positions(ahead: bool) -> None:
     assert (launched.tokens(), launched.logprobs()) == ([[]], {})
     head = plain.model.logits(torch.from_numpy(launched.states()[0]))
     torch.testing.assert_close(head, logits[9:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_hidden_states_are_added_up_by_chunk(most: int | None) -> None:
+    """Also of chunks that run in several micro-batches, of at most `most` tokens."""
+    model, texts = checkpoint("llama"), [[3, 1, 4, 1, 5, 9, 2], [6, 5], [3, 5, 8, 9, 7]]
+    plain = make_runner(model, cpu_ops(model), Limits())
+    runner = replace(looking_ahead(plain), micro_batches=MicroBatches(most))
+    chunks = [Chunk(sequence(text, 5, number), 0, len(text)) for number, text in enumerate(texts)]
+    for number, chunk in enumerate(chunks):
+        chunk.sequence.tables = [[2 * number, 2 * number + 1]]
+    plan = replace(
+        PlanWriter().of(Step(chunks), []),
+        sampled=np.array([*range(7), *range(9, 14)], np.int32),
+        sampled_counts=[7, 5],
+        sampling=SamplingPlan(states=list(range(12)), pools=[0] * 7 + [1] * 5, chooses=False),
+    )
+    each = runner.launch(replace(plan, sampling=replace(plan.sampling, pools=None))).states()
+    assert [states.shape[0] for states in each.values()] == [7, 5]
+    for own in (plain, runner):
+        sums = own.launch(pickle.loads(pickle.dumps(plan))).states()
+        assert sums.keys() == {0, 1}
+        for chunk, states in each.items():
+            np.testing.assert_allclose(sums[chunk], states.sum(0, keepdims=True), atol=1e-5)
