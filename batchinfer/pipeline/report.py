@@ -24,7 +24,8 @@ from batchinfer.machine.memory import peak_memory
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.setup.resolve import Setting
-from batchinfer.report.stopwatch import Stopwatch
+from batchinfer.report.stopwatch import OTHER, STARTUP, Stopwatch
+from batchinfer.report.tables.activities import Activity, write_activities
 from batchinfer.report.tables.columns import RUN, SCHEMAS
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.expert_tokens import write_experts
@@ -33,6 +34,18 @@ from batchinfer.report.tables.meter import Measured, Meter
 from batchinfer.report.tables.row_keys import write_rows
 from batchinfer.report.tables.tables import RunRow, run_row, write_run
 from batchinfer_kernels.cost import ModelCost
+
+COMMAND = "command"  # what the table of activities calls this process
+_ACTIVITIES = {
+    STARTUP: "starting",
+    "ingest_s": "reading",
+    "plan_s": "planning",
+    "load_s": "waiting for an engine",
+    "engine_s": "feeding the engines",
+    "publish_s": "publishing",
+    "close_s": "closing",
+    OTHER: "other",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,7 @@ class RunReport:
         self._row: RunRow | None = None
         self._message: str | None = None  # why the exit code is not 0
         self._expert_tokens: ExpertTokens = {}
+        self._activities: list[Activity] = []
         self._kept = True
 
     def note(self, **facts: Any) -> None:
@@ -71,6 +85,10 @@ class RunReport:
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """The time inside belongs to that phase alone, also when an exception leaves it; phases may nest."""
         return self._watch.timed(phase)
+
+    def happened(self, process: str, activity: str, began: float, ended: float) -> None:
+        """Note what a process did between two moments of `time.perf_counter`."""
+        self._activities.append(Activity(process, activity, self._watch.at(began), self._watch.at(ended)))
 
     def keep_keys(self, index_parts: Sequence[Path]) -> None:
         """Write which request answered which row of the result that was just published. Raises OSError."""
@@ -153,10 +171,14 @@ class RunReport:
     def close(self) -> None:
         """Write the run table, and that of the experts if there are some. Raises OSError."""
         row = self.row
-        if self._kept and self._expert_tokens:
+        if not self._kept:
+            return
+        if self._expert_tokens:
             write_experts(self.folder, self._run_id, self._expert_tokens)
-        if self._kept:
-            write_run(self.folder, row)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        own = [Activity(COMMAND, _ACTIVITIES[phase], *times) for phase, *times in self._watch.spans]
+        write_activities(self.folder, self._run_id, [*own, *self._activities])
+        write_run(self.folder, row)
 
     @property
     def row(self) -> RunRow:

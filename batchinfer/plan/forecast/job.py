@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.plan.forecast.deadline import Deadline, now
 from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
+from batchinfer.plan.forecast.idle import IdleForecast, idle_forecast
 from batchinfer.plan.forecast.lint import Linter, LintFinding
 from batchinfer.plan.forecast.order_choice import settled_forecast
 from batchinfer.plan.forecast.sampled_rows import SampledRows, sampled_rows, strata_of
@@ -30,6 +32,7 @@ from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.plan.setup.work_context import work_context
+from batchinfer.report.tables.folder import report_folder
 
 PREFIXES_SHOWN = 8
 
@@ -71,6 +74,7 @@ class JobForecast:
     prefixes: list[PlannedPrefix] = field(default_factory=list)  # those that save most, and those above them
     misfit: str | None = None  # why the job does not fit into memory
     deadline: Deadline | None = None  # as if the engine began now; None: the job has none
+    idle: IdleForecast | None = None  # None: nothing is to run, or for another machine
     findings: tuple[LintFinding, ...] = ()  # what in the input keeps rows from sharing work
     sample: SampledRows | None = None  # what the counts were scaled from; None: every row was read
 
@@ -99,15 +103,24 @@ def forecast_job(
         if sample is not None:
             job = over_files(job, job_files(job, Path(scratch)))
             strata = strata_of(job, sample)
+        began = time.perf_counter()
         index = _index(job, setup, state, Path(scratch), reading, None if strata is None else strata[0])
         drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
         stored = (
             sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
         )
+        read = time.perf_counter()
         plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan", setup.roots)
+        planned = time.perf_counter()
         found = _counted(job, setup, plan, index, drawn)
         if not plan.to_run:
             return found
+        if hardware is None:
+            scale = 1.0 if drawn is None else drawn.times
+            waits = (read - began) * scale, (planned - read) * scale
+            found = replace(
+                found, idle=idle_forecast(report_folder(job.results_root), found.plan.rows, *waits)
+            )
         try:
             engine = forecast_engine(job, setup, plan)
         except OutOfMemory as error:

@@ -9,6 +9,7 @@ from typing import Any
 from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.core.wording import count, counted, percent, seconds, short, size
 from batchinfer.plan.forecast.engine import EngineForecast
+from batchinfer.plan.forecast.idle import IdleForecast
 from batchinfer.plan.forecast.job import JobForecast, Lengths
 from batchinfer.plan.forecast.lint import finding_text
 from batchinfer.plan.forecast.sampled_rows import SampledRows
@@ -87,6 +88,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         else {"weight_bytes": memory.weights, "kv_cache_bytes": memory.kv_cache, "blocks": memory.blocks},
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
+        "idle": None if found.idle is None else asdict(found.idle),
         "lint": [asdict(finding) for finding in found.findings],
         "deadline": None
         if found.deadline is None
@@ -177,6 +179,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         f"{memory.block_size} tokens)",
     )
     yield from _times(found.forecast, price_per_hour)
+    if found.idle is not None:
+        yield "idle", _idle(found.idle)
     if found.deadline is not None:
         yield "deadline", found.deadline.text
     for finding in found.findings:
@@ -250,6 +254,20 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
     cost = _cost(forecast, price_per_hour)
     if cost is not None:
         yield "cost", f"{cost:,.2f} at {price_per_hour:g} an hour, for the engine's time"
+
+
+def _idle(idle: IdleForecast) -> str:
+    """Say how long devices will wait, and for what."""
+    named = (
+        ("input", idle.input_s), ("planning", idle.plan_s), ("loading", idle.load_s),
+        ("the other engines' last rows", idle.tail_s), ("publishing", idle.publish_s),
+    )  # fmt: skip
+    told = ", ".join(f"{seconds(took)} for {cause}" for cause, took in named if took)
+    if idle.runs:
+        basis = f"from loading on as in {counted(idle.runs, 'earlier run')}"
+    else:
+        basis = "loading and publishing are not known before the first run"
+    return f"devices wait {seconds(idle.total_s)}: {told} ({basis})"
 
 
 def _known(forecast: EngineForecast) -> str:

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from batchinfer.core.text import printable
 from batchinfer.core.version import __version__
+from batchinfer.report.page.activities import activities
 from batchinfer.report.page.all_columns import all_columns
 from batchinfer.report.page.efficiency import efficiency
 from batchinfer.report.page.expensive import expensive
@@ -80,6 +81,7 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
     if run.row["steps"]:
         yield forecast(run)
     yield time_split(run)
+    yield activities(run)
     if run.row["steps"]:
         yield from _computed(run)
     else:

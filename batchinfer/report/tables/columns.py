@@ -37,16 +37,19 @@ from batchinfer.report.tables.formulas import (
     known_sum,
     over,
     wall_s,
+    while_computing,
 )
 
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
-# since 4 steps and requests say which replica it was; since 5 steps say how they were launched
-TABLE_FORMAT = 5
+# since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
+# activities
+TABLE_FORMAT = 6
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
 ROWS = "rows"
 EXPERTS = "experts"
+ACTIVITIES = "activities"
 PHASES = "phases"
 BUCKETS = "buckets"
 PREFIXES = "prefixes"
@@ -299,6 +302,34 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "idle_s",
         "part of `engine_wall_s`: between steps of the same engine, and while other replicas still ran",
         sql=f"({total('gap_s')} + {_UNUSED_S}) / $engines",
+    ),
+    seconds(
+        "idle_input_s",
+        "devices idle for want of rows: `ingest_s`, and the part of `idle_s` in which the engine had no rows",
+        formula=while_computing("ingest_s", "waited_s"),
+    ),
+    seconds(
+        "idle_load_s",
+        "devices idle until an engine was ready: `startup_s` and `load_s`",
+        formula=while_computing("startup_s", "load_s"),
+    ),
+    seconds(
+        "idle_plan_s", "devices idle while the run was planned: `plan_s`", formula=while_computing("plan_s")
+    ),
+    seconds(
+        "idle_tail_s",
+        "devices idle at the end, while other replicas still ran; part of `idle_s`",
+        sql=f"{_UNUSED_S} / $engines",
+    ),
+    seconds(
+        "idle_publish_s",
+        "devices idle after the last answer: `publish_s` and `close_s`",
+        formula=while_computing("publish_s", "close_s"),
+    ),
+    seconds(
+        "device_idle_s",
+        "the sum of the five above; null, as they are, for a run that computed nothing",
+        formula=known_sum("idle_input_s", "idle_load_s", "idle_plan_s", "idle_tail_s", "idle_publish_s"),
     ),
     seconds(
         "metering_s",
@@ -669,12 +700,21 @@ EXPERT_COLUMNS: tuple[Column, ...] = (
     real("load", "", "`tokens` ÷ the mean over the layer's experts; 1: an even share"),
 )
 
+ACTIVITY_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
+    text("process", "`command`, or `engine` and the number of its process, as in `steps`"),
+    text("activity", "what the process did"),
+    seconds("from_s", "since the command was started"),
+    seconds("until_s", "since the command was started"),
+)
+
 COLUMNS = {
     RUN: RUN_COLUMNS,
     STEPS: STEP_COLUMNS,
     REQUESTS: REQUEST_COLUMNS,
     ROWS: ROW_COLUMNS,
     EXPERTS: EXPERT_COLUMNS,
+    ACTIVITIES: ACTIVITY_COLUMNS,
     PHASES: PHASE_COLUMNS,
     BUCKETS: BUCKET_COLUMNS,
     PREFIXES: PREFIX_COLUMNS,

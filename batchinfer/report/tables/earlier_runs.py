@@ -50,6 +50,32 @@ class EarlierSteps:
     columns: dict[str, NDArray[Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierIdle:
+    """Idle times of the devices in `runs` earlier runs that computed something; columns of the run table."""
+
+    runs: int
+    columns: dict[str, NDArray[Any]]
+
+    def median(self, name: str) -> float:
+        """Return the median of a column."""
+        return float(np.median(self.columns[name]))
+
+    def per_row(self, name: str) -> float:
+        """Return the median of a column, for one row of the job."""
+        return float(np.median(self.columns[name] / np.maximum(self.columns["rows"], 1)))
+
+
+IDLE_COLUMNS = ("idle_load_s", "idle_tail_s", "idle_publish_s", "rows")
+
+
+def earlier_idle(folder: Path) -> EarlierIdle | None:
+    """Read the idle times of the newest runs that know them, trials included; None: there is no such run."""
+    known = (run for run in _newest(folder, RUN, IDLE_COLUMNS) if run["idle_load_s"][0] >= 0)  # NaN: null
+    found = list(islice(known, NEWEST))
+    return EarlierIdle(len(found), _joined(found)) if found else None
+
+
 def earlier_lengths(folder: Path) -> EarlierLengths | None:
     """Read the lengths of the newest runs that finished a request, but of no unreadable file; None: no such run."""
     found = list(islice(_newest(folder, REQUESTS, ("prompt_tokens", "completion_tokens", "cut")), NEWEST))

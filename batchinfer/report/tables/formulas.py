@@ -38,6 +38,12 @@ def known_sum(*names: str) -> Formula:
     return added
 
 
+def while_computing(*names: str) -> Formula:
+    """Add the columns that are known, for a run that computed something; None for others."""
+    added = known_sum(*names)
+    return lambda row: added(row) if row["steps"] else None
+
+
 def cost_of(seconds: str) -> Formula:
     """Return the price of the machine for the time in that column."""
 

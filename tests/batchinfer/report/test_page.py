@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.samples import LAUNCH_MODES
+from batchinfer.report.page.activities import idle_text
 from batchinfer.report.page.document import MARK, page, prose
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
@@ -24,6 +25,7 @@ from batchinfer.report.page.overview import heading, tiles, work
 from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
+from batchinfer.report.tables.activities import Activity, write_activities
 from batchinfer.report.tables.columns import EXPERTS, ROWS, SCHEMAS
 from tests.batchinfer.report.parsed_page import ParsedPage
 from tests.batchinfer.report.reported_runs import RUN_ID, error_rows, read_run, write_tables
@@ -303,7 +305,7 @@ def test_a_run_that_computed_nothing(tmp_path: Path) -> None:
     assert "this run computed nothing" in parsed.text
     assert "wrong job, exit code 78" in parsed.text
     assert {name for name, _ in parsed.charts} == {"time-table"}
-    assert parsed.text.count("Nothing to show") == 3  # the engine, errors, earlier runs
+    assert parsed.text.count("Nothing to show") == 4  # activities, the engine, errors, earlier runs
     assert "rows answered" not in parsed.text
 
 
@@ -410,6 +412,32 @@ def test_experts_have_a_section_where_there_are_some(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows, SCHEMAS[EXPERTS]), tmp_path / f"experts-{RUN_ID}.parquet")
     table = ParsedPage(page(read_run(tmp_path))).tables["experts-table"]
     assert table.rows == [[f"{layer}", 3, 60, 1.5, 1.0, 0.5] for layer in range(12)]
+
+
+def test_each_process_has_a_lane_and_idle_time_its_causes(tmp_path: Path) -> None:
+    phases = {
+        "startup_s": 1.0,
+        "ingest_s": 5.0,
+        "plan_s": 2.0,
+        "load_s": 3.0,
+        "publish_s": 0.5,
+        "close_s": 0.25,
+    }
+    write_tables(tmp_path, **phases)
+    assert "activities-table" not in ParsedPage(page(read_run(tmp_path))).tables
+    done = [Activity("engine 0", "loading", 6, 11.0), Activity("command", "reading", 1.0, 6.0)]
+    write_activities(tmp_path, RUN_ID, done)
+    run = read_run(tmp_path)
+    found = ParsedPage(page(run))
+    assert found.tables["activities-table"].rows == [
+        ["command", "reading", 1.0, 6.0, 5.0], ["engine 0", "loading", 6.0, 11.0, 5.0]
+    ]  # fmt: skip
+    causes = {name: run.row[f"idle_{name}_s"] for name in ("input", "load", "plan", "tail", "publish")}
+    assert causes == pytest.approx(
+        {"input": 5.0, "load": 4.0, "plan": 2.0, "tail": 0.0, "publish": 0.75}, abs=0.1
+    )
+    assert run.row["device_idle_s"] == pytest.approx(sum(causes.values()))
+    assert "they waited 5 s for input, 4 s for loading" in idle_text(run.row)
 
 
 def test_code_in_sentences_is_marked_and_nothing_else() -> None:

@@ -37,6 +37,33 @@ def test_phases_nest_and_add_up_to_the_whole() -> None:
     assert sum(spent.values()) == 5.0 + clock.now - 101.0
 
 
+class SetClock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_spans_follow_each_other_and_short_ones_are_not_told() -> None:
+    """As where an engine loads: ten times a second the phase is left for a moment."""
+    clock = SetClock()
+    watch = Stopwatch(2.0, clock)
+    with watch.timed("close_s"):
+        for _ in range(50):
+            with watch.timed("load_s"):
+                clock.now += 0.1
+            clock.now += 0.001
+        with watch.timed("engine_s"):
+            clock.now += 3.0
+    clock.now += 1.0
+    spent = watch.read()
+    assert [span.phase for span in watch.spans] == ["startup_s", "load_s", "engine_s", "other_s"]
+    assert watch.spans[0] == ("startup_s", 0.0, 2.0)
+    for span in watch.spans[1:]:
+        assert span.until_s - span.from_s == pytest.approx(spent[span.phase], abs=0.06)
+    assert watch.spans[-1].until_s == watch.at(clock.now) == 2.0 + clock.now
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
 def test_a_process_knows_its_age() -> None:
     script = (

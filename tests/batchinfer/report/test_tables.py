@@ -220,13 +220,13 @@ def test_a_spool_is_finished_once(tmp_path: Path) -> None:
 def test_details_of_the_newest_runs_are_kept_and_every_run_row(tmp_path: Path) -> None:
     ids = [folder.new_run_id(START + timedelta(days=day)) for day in range(13)]
     for run_id in ids:
-        for table in ("run", "steps", "requests", "rows", "experts"):
+        for table in ("run", "steps", "requests", "rows", "experts", "activities"):
             folder.table_path(tmp_path, table, run_id).touch()
     (tmp_path / "steps-2019.parquet").touch()  # somebody else's
     gone = folder.prune(tmp_path)
-    assert len(gone) == 12
+    assert len(gone) == 15
     assert len(list(tmp_path.glob("run-*"))) == 13
-    for table in ("steps", "requests", "rows", "experts"):
+    for table in ("steps", "requests", "rows", "experts", "activities"):
         kept = sorted(p.name for p in tmp_path.glob(f"{table}-*Z-*"))
         assert kept == [f"{table}-{run_id}.parquet" for run_id in ids[-folder.KEPT_DETAILS :]]
     assert folder.prune(tmp_path) == []

@@ -333,6 +333,26 @@ def test_energy_is_forecast_from_a_run(
     assert "J, if the machine takes as much power as in earlier runs" in text(again)
 
 
+def test_idle_time_of_devices_is_forecast_by_cause(
+    tmp_path: Path, model: Path, known_peaks: Hardware
+) -> None:
+    path = write_job(tmp_path, model, people(40))
+    first = planned(path)
+    assert first.idle is not None
+    assert (first.idle.load_s, first.idle.publish_s, first.idle.runs) == (None, None, 0)
+    assert 0 < first.idle.plan_s < first.idle.total_s < 30
+    assert "not known before the first run" in text(first)
+    assert run(path).exit_code == 0
+    report = next((tmp_path / "out").glob("res-report"))
+    row = pq.read_table(next(report.glob("run-*"))).to_pylist()[0]
+    write_job(tmp_path, model, people(80))
+    second = planned(path)
+    assert second.idle is not None
+    assert (second.idle.load_s, second.idle.tail_s, second.idle.runs) == (row["idle_load_s"], 0.0, 1)
+    assert second.idle.publish_s == pytest.approx(2 * row["idle_publish_s"])
+    assert forecast_json(second, None)["idle"]["runs"] == 1
+
+
 def test_report_tables_that_cannot_be_read_are_done_without(tmp_path: Path) -> None:
     assert earlier_lengths(tmp_path) is None
     table_path(tmp_path, REQUESTS, "20261110T000000Z-0000000").write_bytes(b"no Parquet")

@@ -1,0 +1,52 @@
+"""The section shows what each process of the run did, and when: a lane for each."""
+
+from __future__ import annotations
+
+from batchinfer.core.wording import seconds
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.tables.columns import ACTIVITIES
+from batchinfer.report.tables.tables import RunRow
+
+MOST_SHOWN = 200  # spans; a lane of more is no picture any more
+_COLUMNS = (
+    Figure("process", "process"),
+    Figure("activity", "activity"),
+    Figure("from_s", "from", "s"),
+    Figure("until_s", "to", "s"),
+    Figure("took_s", "time", "s"),
+)
+# The longest ones, in the order of processes and time
+_LONGEST = """
+SELECT process, activity, from_s, until_s, took_s FROM (
+    SELECT *, until_s - from_s AS took_s FROM {activities} ORDER BY took_s DESC LIMIT {most}
+) ORDER BY process <> 'command', process, from_s
+"""
+_CAUSES = (
+    ("input", "idle_input_s"),
+    ("loading", "idle_load_s"),
+    ("planning", "idle_plan_s"),
+    ("the other replicas' last rows", "idle_tail_s"),
+    ("publishing", "idle_publish_s"),
+)
+
+
+def activities(run: ReportedRun) -> PageSection:
+    """Draw a lane for each process."""
+    name, title = "activities", "What each process did"
+    if not run.has(ACTIVITIES):
+        return PageSection(name, title, run.lacks(ACTIVITIES))
+    found = run.fetch(_LONGEST.format(activities=run.own(ACTIVITIES), most=MOST_SHOWN))
+    options = {"lane": "process", "part": "activity", "from": "from_s", "until": "until_s"}
+    chart = Chart("lanes", "A lane for each process of the run, with what it did", options)
+    return PageSection(name, title, idle_text(run.row), chart, Figures(_COLUMNS, found))
+
+
+def idle_text(row: RunRow) -> str:
+    """Say for how long devices had nothing to run, and what they waited for, most first."""
+    if row["device_idle_s"] is None:
+        return "The run computed nothing."
+    causes = sorted(((row[column] or 0.0, cause) for cause, column in _CAUSES), reverse=True)
+    told = ", ".join(f"{seconds(took)} for {cause}" for took, cause in causes if took > 0)
+    return f"Devices had nothing to run for {seconds(row['device_idle_s'])}: they waited {told}."

@@ -1,0 +1,28 @@
+"""The table of what each process of a run did, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from batchinfer.report.tables.columns import ACTIVITIES, SCHEMAS
+from batchinfer.report.tables.folder import table_path
+from batchinfer.report.tables.spool import Spool
+
+
+class Activity(NamedTuple):
+    """A stretch of time in which a process did one thing, in seconds since the command was started."""
+
+    process: str
+    activity: str
+    from_s: float
+    until_s: float
+
+
+def write_activities(folder: Path, run_id: str, activities: Iterable[Activity]) -> Path:
+    """Write the table, whole or not at all. Raises OSError."""
+    with Spool(table_path(folder, ACTIVITIES, run_id), SCHEMAS[ACTIVITIES]) as spool:
+        for activity in activities:
+            spool.append((run_id, *activity))
+        return spool.finish()
