@@ -195,7 +195,8 @@ def _argmax() -> SamplingPlan:
 
 
 def _sampling(asked: tuple[Any, ...], given: bytes | None, *rest: Any) -> SamplingPlan:
-    return SamplingPlan(*asked, _ints(given), *rest)
+    fields: tuple[Any, ...] = (*asked, _ints(given), *rest)
+    return SamplingPlan(*fields)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
