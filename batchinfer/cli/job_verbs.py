@@ -17,7 +17,9 @@ from batchinfer.core.hub import ModelName
 from batchinfer.core.text import printable
 
 if TYPE_CHECKING:
+    from batchinfer.job import Job
     from batchinfer.pipeline.result import RunResult
+    from batchinfer.report.progress import Progress
 
 
 Limit = Annotated[
@@ -64,12 +66,16 @@ def run(
     as_json: Json = False,
 ) -> int:
     """Run a job, or continue it: answers of earlier runs are not computed again."""
-    from batchinfer.pipeline.library import run_loaded
-    from batchinfer.pipeline.options import RunOptions
     from batchinfer.report.progress import Progress
-    from batchinfer.report.stopwatch import process_age_s
 
     job = load(job_file, overrides, date)
+    progress = Progress(sys.stderr, job=job.name, quiet=quiet or as_json)
+    if not quiet:
+        _open(job, progress)
+    from batchinfer.pipeline.library import run_loaded  # takes as long as all before, and somebody may wait
+    from batchinfer.pipeline.options import RunOptions
+    from batchinfer.report.stopwatch import process_age_s
+
     options = RunOptions(
         limit=limit,
         replace=replace,
@@ -80,10 +86,19 @@ def run(
         price_per_hour=price_per_hour,
         already_s=process_age_s(),
     )
-    progress = Progress(sys.stderr, job=job.name, quiet=quiet or as_json)
     result = run_loaded(job, options, progress, _silent if quiet else progress.note)
     _show(result, quiet, as_json)
     return result.exit_code
+
+
+def _open(job: Job, progress: Progress) -> None:
+    """Say what a run reads."""
+    from batchinfer.verbs.opening import opening
+
+    with job.located():
+        line = opening(job)
+    if line is not None:
+        progress.note(line)
 
 
 def _silent(_: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,3 +70,13 @@ def _at_least(lengths: Ints, cut: Ints, times: Ints) -> Ints:
     sums = np.concatenate([[0], np.cumsum(times)]).astype(np.int64)
     found: Ints = sums[-1] - sums[np.searchsorted(cut, lengths)]
     return found
+
+
+def survival_of(ended: Mapping[int, int], cut: Mapping[int, int]) -> Survival | None:
+    """Estimate from how many answers have each number of tokens: answers that ended by themselves, and cut ones."""
+    return Survival.of_counts(*_ascending(ended), *_ascending(cut))
+
+
+def _ascending(counts: Mapping[int, int]) -> tuple[Ints, Ints]:
+    lengths = np.array(sorted(counts), np.int64)
+    return lengths, np.array([counts[length] for length in lengths.tolist()], np.int64)

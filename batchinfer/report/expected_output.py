@@ -6,10 +6,6 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from batchinfer.core.survival import Survival
-
 FEWEST = 16  # answers that ended by themselves: fewer say too little
 AGAIN = 1.05  # the guess is made again when this many times as many answers have ended
 
@@ -47,10 +43,8 @@ class ExpectedOutput:
         self._cut: Counter[int] = Counter()
         self._bounds: Counter[int] = Counter()  # the most tokens of each answer that has finished
         self._in_work: dict[int, _InWork] = {}  # of each engine
-        self._share, self._seen = (
-            1.0,
-            0,
-        )  # what answers have of their most; how many had ended when that was guessed
+        # What answers have of their most; how many had ended when that was guessed
+        self._share, self._seen = 1.0, 0
 
     def step(self, tokens: int, running: int, engine: int) -> None:
         """Count tokens that an engine gave to answers, while it had `running` rows in work."""
@@ -81,8 +75,9 @@ class ExpectedOutput:
         return self._finished + round(left * self._share)
 
     def _guessed(self) -> float:
-        cut = self._cut + self._unfinished()
-        survival = Survival.of_counts(*_ascending(self._lengths), *_ascending(cut))
+        from batchinfer.core.survival import survival_of  # not before a run's first line: it needs NumPy
+
+        survival = survival_of(self._lengths, self._cut + self._unfinished())
         if survival is None:
             return 1.0
         most = sum(bound * times for bound, times in self._bounds.items())
@@ -93,8 +88,3 @@ class ExpectedOutput:
         ages = [one.steps - began for one in self._in_work.values() for began in one.began]
         times = max(0, self._said - self._finished) / max(1, sum(ages))
         return Counter(round(age * times) for age in ages)
-
-
-def _ascending(counts: Counter[int]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
-    lengths = np.array(sorted(counts), np.int64)
-    return lengths, np.array([counts[length] for length in lengths.tolist()], np.int64)

@@ -666,6 +666,8 @@ def each(cases: dict[str, Wrong]) -> Iterator[Any]:
 
 def clear(message: str) -> None:
     """What no message may hold: Python's insides, or nothing at all."""
+    first, _, rest = message.partition("\n")
+    message = rest if ": reads " in first else message  # the first line of a run, whose job file is right
     assert message.startswith("batchinfer: ")
     for word in ("Traceback", "a bug in", "pydantic", "errors.pydantic", "BatchInferError", "<class"):
         assert word not in message

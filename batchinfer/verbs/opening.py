@@ -1,0 +1,26 @@
+"""The first line of a run, which is there before anything large is imported."""
+
+from __future__ import annotations
+
+from batchinfer.core.errors import BatchInferError
+from batchinfer.core.wording import counted, size
+from batchinfer.data.input.files import list_inputs
+from batchinfer.job import Job
+
+
+def opening(job: Job) -> str | None:
+    """Say which files the job reads, and how large they are.
+
+    None where its input is not as it must be: what is wrong with it is said once the checkpoint was checked, as the
+    verb `validate` does.
+    """
+    if job.input.sql is not None:
+        return "reads the rows of a query"
+    try:
+        files = list_inputs(job.input.path or "", job.source.parent, job.input.format)
+    except BatchInferError:
+        return None
+    total = size(sum(file.size for file in files))
+    if len(files) == 1:
+        return f"reads {files[0].path} ({total})"
+    return f"reads {counted(len(files), 'file')} ({total}): {files[0].path} to {files[-1].path}"
