@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.data.storage.duck import Watched, connection, literal, naming_errors, parquet
+from batchinfer.data.storage.duck import Watched, connection, naming_errors, parquet
 
 PART_SHIFT = 36  # of a position: the part's number, from the oldest, above the row's number in it
 _RANK_SHIFT = 60  # of a place, which is a position with its rank above it
@@ -141,9 +141,6 @@ def engine_errors(
 
 def _load_chosen(database: Any, parts: Sequence[Path]) -> None:
     """Table `chosen`: each key with the place of the one completion that counts, wherever else it stands."""
-    database.execute("CREATE TEMP TABLE part_number(filename VARCHAR, part BIGINT)")
-    numbered = ", ".join(f"({literal(part)}, {number})" for number, part in enumerate(sorted(parts)))
-    database.execute(f"INSERT INTO part_number VALUES {numbered}")
     database.execute(
         f"CREATE TEMP TABLE chosen AS SELECT key, min(place) AS place FROM ({_placed(parts, 'key')}) GROUP BY key"
     )
@@ -151,6 +148,6 @@ def _load_chosen(database: Any, parts: Sequence[Path]) -> None:
 
 def _placed(parts: Sequence[Path], columns: str) -> str:
     """Completions with their `place`: rank, part and row in one number, smaller is better."""
-    source = parquet(parts, ", filename = true, file_row_number = true")
-    place = f"(({_RANK}) << {_RANK_SHIFT}) + (part << {PART_SHIFT}) + file_row_number AS place"
-    return f"SELECT {columns}, {place} FROM {source} JOIN part_number USING (filename)"
+    source = parquet(sorted(parts), ", file_row_number = true")
+    position = f"(file_index::BIGINT << {PART_SHIFT}) + file_row_number"
+    return f"SELECT {columns}, (({_RANK}) << {_RANK_SHIFT}) + {position} AS place FROM {source}"

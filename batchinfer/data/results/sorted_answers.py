@@ -165,7 +165,7 @@ def _batches(part: Path, schema: pa.Schema, at_once: int) -> Iterator[tuple[int,
         with pq.ParquetFile(part, page_checksum_verification=True) as file:
             there = set(file.schema_arrow.names)
             names = [name for name in wanted.names if name in there]
-            for batch in file.iter_batches(at_once, columns=names):
+            for batch in file.iter_batches(at_once, columns=names, use_threads=False):
                 yield start, padded(batch, wanted)
                 start += batch.num_rows
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:

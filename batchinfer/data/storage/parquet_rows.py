@@ -45,7 +45,7 @@ def _within(
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             at, groups = _groups(file.metadata, start, stop)
-            for batch in file.iter_batches(rows, row_groups=groups, columns=columns):
+            for batch in file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
                 low, high = max(start - at, 0), min(stop - at, batch.num_rows)
                 if low < high:
                     yield batch.slice(low, high - low)
