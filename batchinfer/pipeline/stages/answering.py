@@ -74,7 +74,7 @@ def _ended(run: OpenRun, pool: ReplicaPool) -> Iterator[ReplicaPool]:
 
 
 def _close(run: OpenRun, pool: ReplicaPool) -> None:
-    """End what is left of the engines. The result is published: no signal says anything else."""
+    """End what is left of the engines. How the run ended is known by now: a signal changes nothing of it."""
     with run.interrupts.deferred():
         pool.close()
 
