@@ -414,7 +414,7 @@ def test_importing_the_parent_process_brings_no_torch() -> None:
         ("batchinfer.data.storage.durable", "from ..input.files import list_inputs"),
         ("batchinfer.data.input.protocol", "if TYPE_CHECKING:\n    from batchinfer.data.prompts import keys"),
         ("batchinfer.data.prompts.keys", "from batchinfer.data.index.index import Index"),
-        ("batchinfer.data.index.index", "from batchinfer.data.results.join import used_rows"),
+        ("batchinfer.data.index.index", "from batchinfer.data.results.join import joined"),
     ],
 )
 def test_a_violation_is_caught(module: str, source: str) -> None:

@@ -4,7 +4,7 @@ freed."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from batchinfer.core.errors import InputMissing, Locked, StorageError
 from batchinfer.core.wording import count, counted, size
 from batchinfer.data.results.find_state import find_state
-from batchinfer.data.results.join import used_rows
+from batchinfer.data.results.join import Join
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.data.store.cleaning import CHEAP, Cleaned, Keep, clean_store
 from batchinfer.data.store.completion_store import CompletionStore
@@ -60,16 +60,13 @@ class Cleanup:
         )
 
 
-def note_use(
-    state: StateFolder, keep: int | None, index_parts: Sequence[Path], store: CompletionStore
-) -> None:
+def note_use(state: StateFolder, keep: int | None, join: Join, store: CompletionStore) -> None:
     """Note which stored answers a result is about to be made of: then none of them is taken for unused.
 
-    Raises StorageError, OutOfMemory."""
+    Raises StorageError."""
     user = User(str(state.root), str(state.published), keep)
-    used = used_rows(index_parts, store.parts(), state.staging / "uses")
     now = time.time()  # not the run's start: a run may take longer than answers are kept
-    write_uses(store.path, uses_of(user, used, store.rows_by_part(), now), state.ops)
+    write_uses(store.path, uses_of(user, join.used(), store.rows_by_part(), now), state.ops)
 
 
 def clean_after_run(

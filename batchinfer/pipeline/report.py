@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -46,6 +47,9 @@ _ACTIVITIES = {
     "close_s": "closing",
     OTHER: "other",
 }
+# Requests of a run whose tables are completed while its results are published: of ten million, both together would take
+# more memory than the engine's run did
+MOST_BESIDE = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class RunReport:
         self._started = datetime.now(UTC) - timedelta(seconds=sum(watch.read().values()))
         self._facts: dict[str, Any] = setting.facts
         self._meter: Meter | None = None
+        self._sums: Future[Measured] | None = None  # of the meter, where they are made beside other work
         self._measured: Measured | None = None
         self._row: RunRow | None = None
         self._message: str | None = None  # why the exit code is not 0
@@ -149,11 +154,19 @@ class RunReport:
         self._expert_tokens = expert_tokens
         if self._meter is not None:
             self._meter.end_energy()
+            self._sum_up(self._meter)
         self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores)
         if infos:
             linear = {"linear": infos[0].linear} if infos[0].linear else {}
             self.note(ops={"decoder": infos[0].ops} | linear, threads=sum(info.threads for info in infos))
             self.note(**_captured(infos))
+
+    def _sum_up(self, meter: Meter) -> None:
+        """Have another thread complete the meter's tables while the results are published."""
+        if meter.requests <= MOST_BESIDE:
+            thread = ThreadPoolExecutor(1, "report")
+            self._sums = thread.submit(meter.finish)
+            thread.shutdown(wait=False)
 
     def done(self, status: str, exit_code: int = 0, message: str | None = None) -> RunRow:
         """The run table's row, complete. `message` says why the exit code is not 0."""
@@ -216,7 +229,7 @@ class RunReport:
         meter, self._meter = self._meter, None
         with self.timed("close_s"):
             if meter is not None:
-                self._measured = meter.finish()
+                self._measured = meter.finish() if self._sums is None else self._sums.result()
         phases = self._watch.read()
         self.note(
             run_id=self._run_id,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.input.job_input import input_files
+from batchinfer.data.results.join import joined
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.openai import LINE_BYTES
 from batchinfer.data.storage.durable import storage
@@ -78,8 +79,9 @@ def _answer_and_publish(run: OpenRun, context: bytes, index: Index) -> tuple[Man
                 answer(run, work, index, store)
         with run.report.timed("publish_s"):
             store.refresh()  # runs for other dates, and trials, add to it meanwhile
-            refuse_to_publish(run, index, store)
-            return publish_result(run, context, index, store)
+            join = joined(index.index_parts, store.parts(), run.state.staging / "join")
+            refuse_to_publish(run, index, join)
+            return publish_result(run, context, index, store, join)
 
 
 def _finish(run: OpenRun, index: Index, manifest: Manifest, changed: bool) -> Outcome:

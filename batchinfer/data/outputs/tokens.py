@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ RESULT_SCHEMA = framed(
 LOGPROB_ROWS, _LOGPROB_LINES = 128, 16
 # Errors of answers that were generated all the same: what there is of their text says more than the message
 TEXT_IS_KEPT = ("incomplete_output", "unfit_output", "constraint_failed")
+_ID_BYTES = 4
 _OPENAI = ("generated_text", "finish_reason", "prompt_tokens", "completion_tokens")
 
 
@@ -147,22 +149,36 @@ def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
 
 
 def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """Return the text of every answered row, cut where a stop string ended it; null elsewhere."""
+    """Return the text of every answered row, cut where a stop string ended it; null elsewhere. Equal answers are
+    decoded once."""
     places = np.flatnonzero(answered)
-    chosen = matched.take(pa.array(places)).combine_chunks()
-    texts: list[str | None] = [None] * len(answered)
+    chosen = matched.select(["token_ids", "text_length"]).take(pa.array(places)).combine_chunks()
+    texts: list[str] = []
+    which = np.full(len(answered), -1, np.int64)
     if len(places):
-        decoded = detokenizer.decode_batch(_token_lists(chosen.column("token_ids").chunk(0)))
-        limits = chosen.column("text_length").to_pylist()
-        for place, text, limit in zip(places.tolist(), decoded, limits, strict=True):
-            texts[place] = text if limit is None else text[:limit]
-    return pa.array(texts, pa.string())
+        lists, which[places] = _distinct(chosen.column("token_ids").chunk(0))
+        texts = list(detokenizer.decode_batch(lists))
+        limits = chosen.column("text_length").chunk(0)
+        for number in np.flatnonzero(limits.is_valid().to_numpy(zero_copy_only=False)).tolist():
+            place = places[number]
+            texts.append(texts[which[place]][: limits[number].as_py()])
+            which[place] = len(texts) - 1
+    return pa.array(texts, pa.string()).take(pa.array(which, mask=which < 0))
 
 
-def _token_lists(column: pa.ListArray) -> list[Sequence[int]]:
-    tokens = column.flatten().to_numpy().tolist()
-    ends = np.cumsum(column.value_lengths().fill_null(0).to_numpy()).tolist()
-    return [tokens[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+def _distinct(column: pa.ListArray) -> tuple[list[Sequence[int]], NDArray[np.int32]]:
+    """Return the different lists of token ids, and the number of each row's list."""
+    ids = column.values
+    ends = (column.offsets.to_numpy().astype(np.int64) + ids.offset) * _ID_BYTES
+    as_bytes = pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), len(column), [None, pa.py_buffer(ends), ids.buffers()[1]]
+    )
+    found = as_bytes.dictionary_encode()
+    _, ends, data = found.dictionary.buffers()
+    bounds = (np.frombuffer(ends, np.int64, len(found.dictionary) + 1) // _ID_BYTES).tolist()
+    tokens = [] if data is None else np.frombuffer(data, np.int32, bounds[-1]).tolist()
+    lists = [tokens[start:end] for start, end in pairwise(bounds)]
+    return lists, found.indices.to_numpy()
 
 
 def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The join of a job's index with the completion store, in input order, and what it says about errors."""
+"""The join of a job's index with the completion store: where each row's completion stands, and what that says."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.data.storage.duck import Watched, connection, literal, naming_errors, parquet
-from batchinfer.data.store.parts import COMPLETION_SCHEMA, padded, schema_of
+from batchinfer.data.storage.duck import Watched, connection, naming_errors, parquet
 
-FINISHED_SCHEMA = pa.schema(
-    [("row_id", pa.int64()), *(field for field in COMPLETION_SCHEMA if field.name != "key")]
-)
-_PART_MASK, _ROW_MASK = (1 << 24) - 1, (1 << 36) - 1  # of a place, see `_placed`
+PART_SHIFT = 36  # of a position: the part's number, from the oldest, above the row's number in it
+_RANK_SHIFT = 60  # of a place, which is a position with its rank above it
+_POSITION, _ROW = (1 << _RANK_SHIFT) - 1, (1 << PART_SHIFT) - 1
 # answers before errors, lasting errors before retryable ones, and then the part that was committed first
 _RANK = "CASE WHEN error_code IS NULL THEN 0 WHEN retryable IS NOT TRUE THEN 1 ELSE 2 END::BIGINT"
+_BATCH = 1 << 16
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +36,84 @@ class ErrorCounts:
         return self.input_errors + self.engine_errors
 
 
-def count_errors(
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The completions of a job's rows by their positions in the store. Each row takes 16 bytes.
+
+    `positions` ascend; `rows` are those of the index whose completions stand there, several of one position where rows
+    are equal. Rows without a completion are in neither.
+    """
+
+    parts: tuple[Path, ...]  # of the store, oldest first
+    positions: Numbers
+    rows: Numbers
+    counts: ErrorCounts
+
+    @property
+    def missing(self) -> int:
+        """Rows that became requests, and have no completion yet."""
+        return self.counts.rows - self.counts.input_errors - len(self.rows)
+
+    def of_part(self, number: int) -> slice:
+        """Return the part's share of `positions` and `rows`."""
+        ends = np.array([number, number + 1], np.int64) << PART_SHIFT
+        return slice(*np.searchsorted(self.positions, ends).tolist())
+
+    def used(self) -> Iterator[tuple[str, Numbers]]:
+        """Yield the parts that the rows are made of, each with the numbers of its rows that they use."""
+        for number, part in enumerate(self.parts):
+            found = self.positions[self.of_part(number)] & _ROW
+            if len(found):
+                yield part.name, found
+
+
+def joined(
     index_parts: Sequence[Path],
     completion_parts: Sequence[Path],
     spill: Path,
     *,
     memory_limit: str | None = None,
     threads: int = 2,
-) -> ErrorCounts:
-    """Count the error rows of index and store; a key's error counts once for each row that wants it."""
+    watched: Watched = nullcontext,
+) -> Join:
+    """Join the rows of an index with the completions of their keys.
+
+    Beside what it returns it takes `memory_limit`; what is larger goes to the folder `spill`. Raises StorageError,
+    OutOfMemory. `watched`: see `duck.connection`.
+    """
+    parts = tuple(sorted(completion_parts))
     if not index_parts:
-        return ErrorCounts(0, 0, 0, 0)
-    with connection(spill, memory_limit, threads) as database:
-        _load_chosen(database, completion_parts)
-        found = database.execute(
-            f"SELECT count(*), count(*) FILTER (i.key IS NULL), count(*) FILTER (c.place >> 60 > 0), "
-            "count(*) FILTER (i.key IS NULL AND i.retryable OR c.place >> 60 = 2) "
-            f"FROM {parquet(index_parts)} i LEFT JOIN chosen c ON i.key = c.key"
+        return Join(parts, np.empty(0, np.int64), np.empty(0, np.int64), ErrorCounts(0, 0, 0, 0))
+    with connection(spill, memory_limit, threads, watched) as database:
+        bad = "key IS NULL"
+        ((rows, errors, retryable),) = database.execute(
+            f"SELECT count(*), count(*) FILTER ({bad}), count(*) FILTER ({bad} AND retryable) "
+            f"FROM {parquet(index_parts)}"
         ).fetchall()
-    return ErrorCounts(*(int(value) for value in found[0]))
+        places = np.full(rows, -1, np.int64)
+        if parts:
+            _load_chosen(database, parts)
+            with naming_errors(spill):
+                _fill(places, database, index_parts)
+    found = np.flatnonzero(places >= 0)
+    places = places[found]
+    ranks = places >> _RANK_SHIFT
+    counts = ErrorCounts(
+        rows, errors, int(np.count_nonzero(ranks)), retryable + int(np.count_nonzero(ranks == 2))
+    )
+    del ranks
+    places &= _POSITION
+    order = np.argsort(places)
+    return Join(parts, places[order], found[order], counts)
+
+
+def _fill(places: Numbers, database: Any, index_parts: Sequence[Path]) -> None:
+    """Write the place of each row's completion to its number."""
+    query = database.sql(
+        f"SELECT i.row_id, c.place FROM {parquet(index_parts)} i JOIN chosen c ON i.key = c.key"
+    )
+    for batch in query.to_arrow_reader(_BATCH):
+        places[batch.column(0).to_numpy()] = batch.column(1).to_numpy()
 
 
 def engine_errors(
@@ -76,97 +134,20 @@ def engine_errors(
             "SELECT e.code, count(*), "
             "arg_min(i.file || ' row ' || i.row_index || ': ' || coalesce(e.message, ''), i.row_id) "
             f"FROM {parquet(index_parts)} i JOIN chosen c ON i.key = c.key JOIN {failed} e ON c.place = e.place "
-            "WHERE c.place >> 60 > 0 GROUP BY e.code ORDER BY e.code"
+            f"WHERE c.place >> {_RANK_SHIFT} > 0 GROUP BY e.code ORDER BY e.code"
         ).fetchall()
     return [(str(code), int(count), str(first)) for code, count, first in rows]
 
 
-def used_rows(
-    index_parts: Sequence[Path],
-    completion_parts: Sequence[Path],
-    spill: Path,
-    *,
-    memory_limit: str | None = None,
-    threads: int = 2,
-) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """The completions that a job's rows are made of: part name and row numbers, a part possibly several times."""
-    if not index_parts or not completion_parts:
-        return
-    names = [part.name for part in sorted(completion_parts)]
-    with connection(spill, memory_limit, threads) as database:
-        _load_chosen(database, completion_parts)
-        query = database.sql(
-            f"SELECT c.place FROM chosen c SEMI JOIN {parquet(index_parts)} i ON i.key = c.key"
-        )
-        with naming_errors(spill):
-            for batch in query.to_arrow_reader(1 << 16):
-                places = batch.column(0).to_numpy()
-                parts, rows = (places >> 36) & _PART_MASK, places & _ROW_MASK
-                yield from ((names[part], rows[parts == part]) for part in np.unique(parts))
-
-
-def finished_rows(
-    index_parts: Sequence[Path],
-    completion_parts: Sequence[Path],
-    spill: Path,
-    *,
-    memory_limit: str | None = None,
-    threads: int = 2,
-    batch_rows: int = 4096,
-    schema: pa.Schema = FINISHED_SCHEMA,
-    watched: Watched = nullcontext,
-) -> Iterator[pa.RecordBatch]:
-    """The completion of every row that has one, by ascending row_id, in `schema`: FINISHED_SCHEMA, and columns that a
-    kind of answers adds, null where a part lacks them.
-
-    Memory is bounded by `memory_limit`; what is larger is sorted in the folder `spill`. Raises StorageError,
-    OutOfMemory. `watched`: see `duck.connection`.
-    """
-    if not index_parts or not completion_parts:
-        return
-    with connection(spill, memory_limit, threads, watched) as database:
-        _load_chosen(database, completion_parts)
-        database.execute(  # only narrow columns are joined by key: texts and token lists come in last
-            "CREATE TEMP TABLE wanted AS SELECT i.row_id, c.place "
-            f"FROM {parquet(index_parts)} i JOIN chosen c ON i.key = c.key"
-        )
-        there = schema if schema.equals(FINISHED_SCHEMA) else _within(schema, completion_parts)
-        query = database.sql(
-            f"SELECT w.row_id, t.* EXCLUDE (place) FROM ({_payload(completion_parts, there)}) t "
-            "JOIN wanted w USING (place) ORDER BY w.row_id"
-        )
-        with naming_errors(spill):
-            for batch in query.to_arrow_reader(batch_rows):
-                yield padded(batch.cast(there), schema)
-
-
 def _load_chosen(database: Any, parts: Sequence[Path]) -> None:
     """Table `chosen`: each key with the place of the one completion that counts, wherever else it stands."""
-    database.execute("CREATE TEMP TABLE part_number(filename VARCHAR, part BIGINT)")
-    database.execute("CREATE TEMP TABLE chosen(key BLOB, place BIGINT)")
-    if parts:
-        numbered = ", ".join(f"({literal(part)}, {number})" for number, part in enumerate(sorted(parts)))
-        database.execute(f"INSERT INTO part_number VALUES {numbered}")
-        database.execute(
-            f"INSERT INTO chosen SELECT key, min(place) FROM ({_placed(parts, 'key')}) GROUP BY key"
-        )
+    database.execute(
+        f"CREATE TEMP TABLE chosen AS SELECT key, min(place) AS place FROM ({_placed(parts, 'key')}) GROUP BY key"
+    )
 
 
-def _within(schema: pa.Schema, parts: Sequence[Path]) -> pa.Schema:
-    """Return the columns of `schema` that any part has."""
-    there = {"row_id", *schema_of(parts).names}
-    return pa.schema([field for field in schema if field.name in there])
-
-
-def _payload(parts: Sequence[Path], schema: pa.Schema) -> str:
-    """Completions with their `place` and all of `schema` but row_id."""
-    names = [name for name in schema.names if name != "row_id"]
-    some = schema.names != FINISHED_SCHEMA.names  # columns that only some parts have
-    return _placed(parts, ", ".join(names), ", union_by_name = true" if some else "")
-
-
-def _placed(parts: Sequence[Path], columns: str, options: str = "") -> str:
+def _placed(parts: Sequence[Path], columns: str) -> str:
     """Completions with their `place`: rank, part and row in one number, smaller is better."""
-    source = parquet(parts, f", filename = true, file_row_number = true{options}")
-    place = f"(({_RANK}) << 60) + (part << 36) + file_row_number AS place"
-    return f"SELECT {columns}, {place} FROM {source} JOIN part_number USING (filename)"
+    source = parquet(sorted(parts), ", file_row_number = true")
+    position = f"(file_index::BIGINT << {PART_SHIFT}) + file_row_number"
+    return f"SELECT {columns}, (({_RANK}) << {_RANK_SHIFT}) + {position} AS place FROM {source}"

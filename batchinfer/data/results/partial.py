@@ -6,13 +6,15 @@ purges its index in the middle of a read, that is a loud error.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
 
 from batchinfer.data.columns.logprob_column import Detokenizer
-from batchinfer.data.results.result_rows import IndexView, result_schema, result_tables
+from batchinfer.data.results.join import joined
+from batchinfer.data.results.result_rows import IndexView, result_rows, result_schema
 from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.durable import Digest, FileOps
 from batchinfer.data.store.completion_store import read_records, write_table
@@ -37,18 +39,21 @@ def partial_reader(
     InputCorrupt.
     """
     records, _ = read_records(completions, digests=True) if completions.is_dir() else ({}, ())
-    tables = result_tables(
-        index,
-        sorted(records),
-        detokenizer,
-        spill,
-        partial=True,
-        memory_limit=memory_limit,
-        threads=threads,
-        watched=watched,
-    )
-    schema = result_schema(index)
-    return pa.RecordBatchReader.from_batches(schema, (b for table in tables for b in table.to_batches()))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        join = joined(
+            index.index_parts,
+            sorted(records),
+            spill / "join",
+            memory_limit=memory_limit,
+            threads=threads,
+            watched=watched,
+        )
+        with result_rows(index, join, detokenizer, spill, [(0, join.counts.rows)], partial=True) as rows:
+            for table in rows.tables(0):
+                yield from table.to_batches()
+
+    return pa.RecordBatchReader.from_batches(result_schema(index), batches())
 
 
 def write_partial(reader: pa.RecordBatchReader, path: Path, ops: FileOps | None = None) -> Digest:

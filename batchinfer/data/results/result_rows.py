@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -15,15 +16,22 @@ from numpy.typing import NDArray
 from batchinfer.core.errors import BatchInferError
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.index.index import AnswerSchema
+from batchinfer.data.outputs.frame import HEAD, TAIL
 from batchinfer.data.outputs.registry import KINDS
-from batchinfer.data.results.join import FINISHED_SCHEMA, finished_rows
-from batchinfer.data.storage.duck import Watched
-from batchinfer.data.storage.rebatch import parquet_batches, rebatch
+from batchinfer.data.results.join import Join
+from batchinfer.data.results.sorted_answers import SortedAnswers
+from batchinfer.data.storage.duck import working_memory
+from batchinfer.data.storage.parquet_rows import ParquetRows
+from batchinfer.data.storage.rebatch import rebatch
+from batchinfer.data.store.parts import COMPLETION_SCHEMA
 
 # Rows decoded, joined and held at a time, and the row group of a result file. 1,024, 4,096 and 16,384 published
 # 100,000 rows of 40 tokens equally fast within the noise (26 to 64 thousand rows a second on two busy cores), with
 # files of 5.5, 5.3 and 5.3 MB: small enough for long rows, large enough for the compression.
 BATCH_ROWS = 4096
+_ROW_ID = pa.field("row_id", pa.int64())
+# The columns of the index that results are made of
+_READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", *(name for name, _ in TAIL)]
 
 
 class IndexView(Protocol):
@@ -69,90 +77,92 @@ def result_schema(index: IndexView) -> pa.Schema:
     return pa.schema([*ours, *index.passthrough_schema])  # without metadata: it may name tools and hosts
 
 
-def result_tables(
+class ResultRows:
+    """The rows of a result by spans, each from a row to another. Several threads may make them, each other spans.
+
+    A row whose key has no completion is left out with `partial`; without, there is none.
+    """
+
+    def __init__(
+        self,
+        index: IndexView,
+        answers: SortedAnswers,
+        spans: Sequence[tuple[int, int]],
+        detokenizer: Detokenizer,
+        partial: bool,
+    ) -> None:
+        self._index, self._answers, self._spans = index, answers, spans
+        self._detokenizer, self._partial = detokenizer, partial
+        self._kind, self._schema = KINDS[index.output], result_schema(index)
+        self._batch_rows = batch_rows(index)
+        self._rows = ParquetRows(index.index_parts)
+        self._values = ParquetRows(index.passthrough_parts if len(index.passthrough_schema) else ())
+        counts = (len(range(*span, self._batch_rows)) for span in spans)
+        self._first = list(accumulate(counts, initial=0))  # batch of each span
+
+    def tables(self, span: int) -> Iterator[pa.Table]:
+        """Yield the rows of a span in tables of at most `batch_rows`, in `result_schema`."""
+        first = self._spans[span][0]
+        for batch, (rows, values) in enumerate(self._zipped(*self._spans[span]), self._first[span]):
+            _check_order(rows.column("row_id").to_numpy(), first)
+            matched = _matching(first, rows.num_rows, self._answers.of(batch))
+            first += rows.num_rows
+            table = self._kind.table(self._index, rows, matched, self._detokenizer)
+            for field in self._index.passthrough_schema:
+                table = table.append_column(field, values.column(field.name))
+            if self._partial:
+                finished = pc.or_(pc.is_null(rows.column("key")), pc.is_valid(matched.column("row_id")))
+                table = table.filter(finished)
+            yield table.cast(self._schema)
+
+    def _zipped(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """Yield rows of the index and their passthrough values, side by side."""
+        size = self._batch_rows
+        rows = rebatch(self._rows.batches(start, stop, size, _READ), size)
+        if not len(self._index.passthrough_schema):
+            yield from ((table, table) for table in rows)
+            return
+        values = rebatch(self._values.batches(start, stop, size), size)
+        for row, value in zip(rows, values, strict=True):
+            if not row.column("row_id").equals(value.column("row_id")):
+                raise BatchInferError("index and passthrough parts do not hold the same rows")
+            yield row, value
+
+
+@contextmanager
+def result_rows(
     index: IndexView,
-    completion_parts: Sequence[Path],
+    join: Join,
     detokenizer: Detokenizer,
     spill: Path,
+    spans: Sequence[tuple[int, int]],
     *,
     partial: bool = False,
-    memory_limit: str | None = None,
-    threads: int = 2,
-    watched: Watched = nullcontext,
-) -> Iterator[pa.Table]:
-    """The result in tables of at most BATCH_ROWS rows, fewer where they are large, in `result_schema`.
-
-    A row whose key has no completion is left out with `partial`, and a BatchInferError without.
-    """
-    kind, schema = KINDS[index.output], result_schema(index)
-    stored = pa.schema([*FINISHED_SCHEMA, *kind.read(index)])
-    batch_rows = kind.batch_rows(index) or BATCH_ROWS
-    found = finished_rows(
-        index.index_parts,
-        completion_parts,
-        spill,
-        memory_limit=memory_limit,
-        threads=threads,
-        batch_rows=batch_rows,
-        schema=stored,
-        watched=watched,
-    )
-    finished = _Finished(found, stored)
-    for rows, passthrough in _zipped(index, batch_rows):
-        matched = finished.matching(rows.column("row_id").to_numpy())
-        table = kind.table(index, rows, matched, detokenizer)
-        for field in index.passthrough_schema:
-            table = table.append_column(field, passthrough.column(field.name))
-        missing = pc.and_(pc.is_valid(rows.column("key")), pc.is_null(matched.column("row_id")))
-        if pc.any(missing).as_py():
-            if not partial:
-                raise BatchInferError(
-                    f"{pc.sum(missing).as_py()} rows have no completion yet: nothing published"
-                )
-            table = table.filter(pc.invert(missing))
-        yield table.cast(schema)
-    finished.close()
+) -> Iterator[ResultRows]:
+    """Read the answers of the spans' rows; the rows can be made within the block. The folder `spill` has what is too
+    large for memory. Raises StorageError, and BatchInferError where completions are missing that are not `partial`."""
+    if join.missing and not partial:
+        raise BatchInferError(f"{join.missing} rows have no completion yet: nothing published")
+    size = batch_rows(index)
+    starts = np.concatenate([np.arange(start, stop, size, dtype=np.int64) for start, stop in spans])
+    schema = pa.schema([_ROW_ID, *COMPLETION_SCHEMA, *KINDS[index.output].read(index)])
+    wanted = schema.remove(schema.get_field_index("key"))
+    with SortedAnswers(join, wanted, starts, size, spill, working_memory() // 2) as answers:
+        yield ResultRows(index, answers, spans, detokenizer, partial)
 
 
-def _zipped(index: IndexView, batch_rows: int) -> Iterator[tuple[pa.Table, pa.Table]]:
-    """Index rows and their passthrough values, side by side."""
-    rows = rebatch(parquet_batches(index.index_parts, batch_rows), batch_rows)
-    if not len(index.passthrough_schema):
-        yield from ((table, table) for table in rows)
-        return
-    values = rebatch(parquet_batches(index.passthrough_parts, batch_rows), batch_rows)
-    for row, value in zip(rows, values, strict=True):
-        if not row.column("row_id").equals(value.column("row_id")):
-            raise BatchInferError("index and passthrough parts do not hold the same rows")
-        yield row, value
+def batch_rows(index: IndexView) -> int:
+    """Return how many rows are made at a time."""
+    return KINDS[index.output].batch_rows(index) or BATCH_ROWS
 
 
-class _Finished:
-    """The stream of finished rows, read along with the index."""
+def _check_order(row_ids: NDArray[np.int64], first: int) -> None:
+    if row_ids[0] != first or row_ids[-1] != first + len(row_ids) - 1:
+        raise BatchInferError("the parts of the index do not hold its rows in order")
 
-    def __init__(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> None:
-        self._batches = batches
-        self._held = schema.empty_table()
 
-    def matching(self, row_ids: NDArray[np.int64]) -> pa.Table:
-        """A table as long as `row_ids` (ascending): each row's completion, or nulls."""
-        self._read_through(int(row_ids[-1]))
-        held = self._held.column("row_id").to_numpy()
-        count = int(np.searchsorted(held, row_ids[-1], side="right"))
-        places = np.full(len(row_ids), -1, np.int64)
-        places[np.searchsorted(row_ids, held[:count])] = np.arange(count)
-        matched = self._held.take(pa.array(places, mask=places < 0))
-        self._held = self._held.slice(count)
-        return matched.combine_chunks()
-
-    def close(self) -> None:
-        """Drain the stream, so that the database behind it closes."""
-        for _ in self._batches:
-            raise BatchInferError("the store's join has more rows than the index")
-
-    def _read_through(self, row_id: int) -> None:
-        while not self._held.num_rows or self._held.column("row_id")[-1].as_py() < row_id:
-            batch = next(self._batches, None)
-            if batch is None:
-                return
-            self._held = pa.concat_tables([self._held, pa.Table.from_batches([batch])]).combine_chunks()
+def _matching(first: int, rows: int, answers: pa.Table) -> pa.Table:
+    """Return a table of that many rows from row `first` on: each row's completion, or nulls."""
+    places = np.full(rows, -1, np.int64)
+    places[answers.column("row_id").to_numpy() - first] = np.arange(answers.num_rows)
+    return answers.take(pa.array(places, mask=places < 0)).combine_chunks()

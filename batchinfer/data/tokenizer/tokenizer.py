@@ -102,13 +102,10 @@ class Tokenizer:
 
     def decode_batch(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """`decode` of many rows at once."""
-        return list(
-            self.rust.decode_batch([self._without_end(ids) for ids in rows], skip_special_tokens=True)
-        )
-
-    def _without_end(self, ids: Sequence[int]) -> list[int]:
-        known = _ints(ids)
-        return known[:-1] if known and known[-1] in self._text_ends else known
+        ends, known = self._text_ends, [_ints(ids) for ids in rows]
+        if ends:
+            known = [ids[:-1] if ids and ids[-1] in ends else ids for ids in known]
+        return list(self.rust.decode_batch(known, skip_special_tokens=True))
 
     @cached_property
     def _text_ends(self) -> frozenset[int]:
@@ -243,4 +240,6 @@ def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
 
 
 def _ints(ids: Sequence[int]) -> list[int]:
+    if isinstance(ids, list):
+        return ids
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from batchinfer.data.index.index import Index
@@ -42,7 +43,7 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
     with (
         run.interrupts.deferred(),
         run.report.timed("close_s"),
-        _engines(run, setting, plan, index) as pool,
+        _ended(run, _engines(run, setting, plan, index)) as pool,
     ):
         try:
             _wait_until_ready(run, pool)
@@ -56,6 +57,26 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
     run.interrupts.raise_pending(
         f"interrupted; {len(store)} answers are stored and the same command continues from there"
     )
+
+
+@contextmanager
+def _ended(run: OpenRun, pool: ReplicaPool) -> Iterator[ReplicaPool]:
+    """End the engines when the block is left. Those that have left by themselves end while the run goes on, which waits
+    for their processes when it is over."""
+    run.at_end.callback(_close, run, pool)
+    try:
+        yield pool
+    except BaseException:
+        pool.close()
+        raise
+    if not pool.left:
+        pool.close()
+
+
+def _close(run: OpenRun, pool: ReplicaPool) -> None:
+    """End what is left of the engines. How the run ended is known by now: a signal changes nothing of it."""
+    with run.interrupts.deferred():
+        pool.close()
 
 
 def _collector(

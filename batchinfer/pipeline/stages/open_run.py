@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -35,6 +35,7 @@ class OpenRun:
     interrupts: Interrupts
     notice: Callable[[str], None]
     now: datetime  # one moment for the whole run, which may pass midnight
+    at_end: ExitStack  # what is to be waited for before the run lets go of its lock
 
 
 @contextmanager
@@ -53,10 +54,14 @@ def opened(
     setup = check_setup(job, state, options.replace)
     timestamps = options.openai_timestamps
     openai = openai_file(job, options.to_openai, state, whole, timestamps=timestamps, replace=options.replace)
-    with state.lock(), operators_built(setup.setting, notice, options.engine == ENGINE) as operators:
+    with (
+        state.lock(),
+        ExitStack() as at_end,
+        operators_built(setup.setting, notice, options.engine == ENGINE) as operators,
+    ):
         report = RunReport(job, setup.setting, watch)
         report.note(trial=options.limit is not None, price_per_hour=options.price_per_hour)
         now = datetime.now().astimezone()
         yield OpenRun(
-            job, options, setup, state, openai, operators, report, progress, interrupts, notice, now
+            job, options, setup, state, openai, operators, report, progress, interrupts, notice, now, at_end
         )

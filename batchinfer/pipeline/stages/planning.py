@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from batchinfer.data.index.index import Index
-from batchinfer.data.results.join import count_errors
+from batchinfer.data.results.join import joined
 from batchinfer.data.results.planned_work import OtherRun, alike, announced, wait_for
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.stages.open_run import OpenRun
@@ -75,7 +75,7 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
 def _tell_of_retries(run: OpenRun, index: Index, store: CompletionStore) -> None:
     if not run.options.retry_errors:
         return
-    if not count_errors(index.index_parts, store.parts(), run.state.staging / "count").retryable:
+    if not joined(index.index_parts, store.parts(), run.state.staging / "join").counts.retryable:
         run.notice("--retry-errors: no row has an error that is marked retryable; none is run again")
 
 

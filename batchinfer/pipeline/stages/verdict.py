@@ -6,11 +6,10 @@ from batchinfer.core.errors import ErrorBudgetExceeded
 from batchinfer.data.index.index import Index
 from batchinfer.data.results.error_budget import Budget, budget_text
 from batchinfer.data.results.error_summary import ErrorSummary, summarise_all_errors, summarise_errors
-from batchinfer.data.results.join import ErrorCounts, count_errors
+from batchinfer.data.results.join import ErrorCounts, Join
 from batchinfer.data.results.made_by import MadeBy, note_made_by
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.published import published
-from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.stages.open_run import OpenRun
 from batchinfer.report.tables.exit_status import over_budget
@@ -29,13 +28,12 @@ def refuse_hopeless(run: OpenRun, index: Index) -> None:
         raise _too_many(run, counts, budget, summarise_errors(index.index_parts))
 
 
-def refuse_to_publish(run: OpenRun, index: Index, store: CompletionStore) -> None:
+def refuse_to_publish(run: OpenRun, index: Index, join: Join) -> None:
     """Raise ErrorBudgetExceeded for too many error rows, unless the job publishes its result all the same."""
-    budget, spill = error_budget(run, index.rows), run.state.staging / "count"
-    counts = count_errors(index.index_parts, store.parts(), spill)
-    if budget.exceeded(counts.errors) and not budget.publish:
-        errors = summarise_all_errors(index.index_parts, store.parts(), spill)
-        raise _too_many(run, counts, budget, errors)
+    budget = error_budget(run, index.rows)
+    if budget.exceeded(join.counts.errors) and not budget.publish:
+        errors = summarise_all_errors(index.index_parts, join.parts, run.state.staging / "errors")
+        raise _too_many(run, join.counts, budget, errors)
 
 
 def _too_many(run: OpenRun, counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> ErrorBudgetExceeded:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from batchinfer.core.errors import BatchInferError, OutOfMemory
 from batchinfer.core.request import Request
@@ -51,11 +51,18 @@ def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
         worker = _Worker(spec, connection)
         with loaded_for_good():
             worker.run()
+        leave()
     except (BrokenPipeError, EOFError):
         return  # the parent is gone: nobody is left to tell
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
         connection.send(failure(error))
         raise SystemExit(1) from None
+
+
+def leave() -> NoReturn:
+    """End this process at once: the parent has heard everything. Torch and CUDA would take their time to tear down what
+    the system takes back anyway."""
+    os._exit(0)
 
 
 def settle(place: EnginePlace) -> None:

@@ -126,6 +126,11 @@ class Meter:
         self._requests.append((*given, *_request_values(sample), place))
         self._spent_ns += time.perf_counter_ns() - began
 
+    @property
+    def requests(self) -> int:
+        """How many requests have been counted."""
+        return self._requests.rows
+
     def finish(self) -> Measured:
         """Complete all tables, and sum them up. Raises OSError when the disk fails."""
         began = time.perf_counter_ns()

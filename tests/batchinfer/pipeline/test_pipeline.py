@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,6 +103,18 @@ def test_rows_come_back_in_order_with_their_columns_duplicates_and_errors(tmp_pa
     assert outcome.row["duplicate_rows"] == 1
     assert outcome.row["computed_requests"] == 47
     assert (outcome.row["rows_ok"], outcome.row["rows_error"]) == (48, 2)
+
+
+def test_engines_are_ended_when_the_run_is_over_however_it_ends(tmp_path, model, monkeypatch):
+    for name, fails in (("whole", False), ("failed", True)):
+        transport = FakeTransport()
+        (tmp_path / name).mkdir()
+        path = write_job(tmp_path / name, model, people(5))
+        if fails:
+            monkeypatch.setattr("batchinfer.pipeline.stages.publishing.note_use", no_engine)
+        with pytest.raises(BatchInferError) if fails else nullcontext():
+            run(path, replace(FAKE, transport=transport))
+        assert [link.closed for link in transport.started] == [True]
 
 
 def test_the_same_job_again_needs_no_engine_and_changes_no_byte(tmp_path, model):

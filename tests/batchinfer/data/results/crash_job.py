@@ -1,9 +1,10 @@
 """A small write-commit-publish job that can be killed at any file operation.
 
-    python -m tests.batchinfer.data.results.crash_job ROOT LAST STEP
+    python -m tests.batchinfer.data.results.crash_job ROOT LAST STEP [THREADS]
 
 runs the job for every STEP-th operation number below LAST in a folder ROOT/<n>: a forked child dies at operation n,
-another one runs the job again undisturbed.
+another one runs the job again undisturbed. Where several THREADS write files, their operations come in another order
+each time, and so the n-th is another one.
 
 Run as a script of its own: it forks, so it must not hold threads.
 """
@@ -14,8 +15,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 from batchinfer.core.content_root import ContentRoots
+from batchinfer.data.results import result_files
+from batchinfer.data.results.join import joined
 from batchinfer.data.results.manifest import Manifest, PublishSpec
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.storage.durable import FileOps
@@ -38,7 +42,7 @@ def prepare(folder: Path) -> SmallIndex:
     return write_index(folder / "newer", mixed_rows(ROWS))
 
 
-def run_job(folder: Path, index: SmallIndex, ops: FileOps) -> Manifest:
+def run_job(folder: Path, index: SmallIndex, ops: FileOps, threads: int = 1) -> Manifest:
     state = StateFolder(folder / "res", ops=ops)
     with state.lock(), CompletionStore(state.completions, rows=COMMIT, ops=ops) as store:
         plan = plan_job(
@@ -53,7 +57,9 @@ def run_job(folder: Path, index: SmallIndex, ops: FileOps) -> Manifest:
             store.append(answer(key) for key in batch.keys)
             store.maybe_commit()
         store.commit()
-        return publish(index, store.parts(), SPEC, decode, state, threads=1)
+        join = joined(index.index_parts, store.parts(), state.staging / "join")
+        with patch.object(result_files, "SPAN_ROWS", PER_FILE):
+            return publish(index, join, SPEC, decode, state, threads=threads)
 
 
 def in_child(work: object) -> int:
@@ -84,5 +90,7 @@ if __name__ == "__main__":
         range(0, int(sys.argv[2]), int(sys.argv[3])),
         Path(sys.argv[1]),
         prepare,
-        lambda folder, ops: run_job(folder, SmallIndex(folder / "newer", ROWS), ops),
+        lambda folder, ops: run_job(
+            folder, SmallIndex(folder / "newer", ROWS), ops, int(*sys.argv[4:] or [1])
+        ),
     )

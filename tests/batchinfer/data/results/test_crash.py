@@ -72,25 +72,28 @@ def _fail_each(root: Path, undisturbed: Undisturbed, code: int, numbers: range) 
         assert verify_result(folder / "res") == []
 
 
-def test_kill_at_some_operations(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    _kill_each(tmp_path, undisturbed, step=13)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kill_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
+    _kill_each(tmp_path, undisturbed, step=13 + threads, threads=threads)
 
 
 @pytest.mark.slow
-def test_kill_at_every_operation(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    _kill_each(tmp_path, undisturbed, step=1)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kill_at_every_operation(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
+    _kill_each(tmp_path, undisturbed, step=1, threads=threads)
 
 
-def _kill_each(root: Path, undisturbed: Undisturbed, step: int) -> None:
+def _kill_each(root: Path, undisturbed: Undisturbed, step: int, threads: int) -> None:
     numbers = range(0, undisturbed[2], step)
-    _killed_by("crash_job", root, numbers)
+    _killed_by("crash_job", root, numbers, threads)
     for number in numbers:
         assert contents(root / str(number)) == undisturbed[1], f"operation {number}"
 
 
-def _killed_by(script: str, root: Path, numbers: range) -> None:
+def _killed_by(script: str, root: Path, numbers: range, threads: int | None = None) -> None:
     module = f"tests.batchinfer.data.results.{script}"
     command = [sys.executable, "-m", module, str(root), str(numbers.stop), str(numbers.step)]
+    command += [] if threads is None else [str(threads)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{number} killed" for number in numbers]

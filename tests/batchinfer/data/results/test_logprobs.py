@@ -14,7 +14,8 @@ import pytest
 from batchinfer.core.request import Completion, TokenLogprobs, Tokens
 from batchinfer.data.columns.logprob_column import LOGPROBS_FIELD
 from batchinfer.data.outputs import tokens
-from batchinfer.data.results import publisher
+from batchinfer.data.results import result_files
+from batchinfer.data.results.join import joined
 from batchinfer.data.results.manifest import PublishSpec
 from batchinfer.data.results.partial import partial_reader
 from batchinfer.data.results.publisher import publish
@@ -90,7 +91,7 @@ def published(folder: Path, index: SmallIndex, *commits: list[Completion], spec:
         for completions in commits:
             store.append(completions)
             store.commit()
-        publish(index, store.parts(), spec, decode, state)
+        publish(index, joined(index.index_parts, store.parts(), folder / "join"), spec, decode, state)
     return state.results
 
 
@@ -176,7 +177,7 @@ def test_equal_rows_give_equal_bytes_however_they_are_read(
     """Row groups end where they have enough log-probabilities: by the rows, not by the batches they come in."""
     rows, answers = rows_and_answers(60)
     spec = PublishSpec("job", "1" * 64, (), 1, 25)
-    monkeypatch.setattr(publisher, "GROUP_ENTRIES", 60)
+    monkeypatch.setattr(result_files, "GROUP_ENTRIES", 60)
     files: list[list[bytes]] = []
     for size in (1, 4, 7, 1000):
         monkeypatch.setattr(tokens, "LOGPROB_ROWS", size)
@@ -190,7 +191,7 @@ def test_equal_rows_give_equal_bytes_however_they_are_read(
     sizes = [groups.row_group(i).num_rows for i in range(groups.num_row_groups)]
     assert len(sizes) > 3
     assert max(sizes) > 1
-    monkeypatch.setattr(publisher, "GROUP_ENTRIES", 0)
+    monkeypatch.setattr(result_files, "GROUP_ENTRIES", 0)
     results = published(
         tmp_path / "none", index_of(tmp_path / "none/x", rows), [*answers.values()], spec=spec
     )

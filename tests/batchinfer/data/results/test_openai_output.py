@@ -12,6 +12,7 @@ from batchinfer.core.errors import InputCorrupt, UsageError
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.outputs.registry import KINDS, USUAL
+from batchinfer.data.results.join import joined
 from batchinfer.data.results.manifest import PublishSpec
 from batchinfer.data.results.openai import LINE_BYTES, Asked, asked, write_openai
 from batchinfer.data.results.output_file import OutputFile, Protected
@@ -31,7 +32,8 @@ def published(folder: Path, rows: list[dict[str, Any]]) -> Path:
     with state.lock(), CompletionStore(state.completions) as store:
         store.append(answer(key, 3) for key in keys_in(rows))
         store.commit()
-        publish(index, store.parts(), PublishSpec("job", "1" * 64, (), 1), decode, state)
+        join = joined(index.index_parts, store.parts(), folder / "join")
+        publish(index, join, PublishSpec("job", "1" * 64, (), 1), decode, state)
     return state.results
 
 

@@ -19,7 +19,7 @@ import pytest
 from batchinfer.core.errors import BatchInferError, OutputConflict, StorageError
 from batchinfer.core.request import Completion, Tokens
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
-from batchinfer.data.results.join import ErrorCounts, count_errors
+from batchinfer.data.results.join import ErrorCounts, joined
 from batchinfer.data.results.manifest import Manifest, PublishSpec, is_published, read_manifest
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.results.result_rows import result_schema
@@ -46,10 +46,12 @@ def published(
     folder: Path, index: SmallIndex, completions: list[Completion], spec: PublishSpec = SPEC, **more: Any
 ) -> Manifest:
     state = StateFolder(folder / "res", ops=more.pop("ops", None))
+    of_join = {"memory_limit": more.pop("memory_limit", None)}
     with state.lock(), CompletionStore(state.completions) as store:
         store.append(completions)
         store.commit()
-        return publish(index, store.parts(), spec, decode, state, **more)
+        join = joined(index.index_parts, store.parts(), folder / "join", **of_join)
+        return publish(index, join, spec, decode, state, **more)
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
@@ -180,7 +182,7 @@ def test_a_damaged_part_is_an_error_that_names_the_cure(tmp_path: Path) -> None:
         part = store.parts()[0]
         part.write_bytes(b"PAR1" + b"\0" * (part.stat().st_size - 4))
         with pytest.raises(StorageError, match="--verify"):
-            publish(index, store.parts(), SPEC, decode, state)
+            publish(index, joined(index.index_parts, store.parts(), tmp_path / "join"), SPEC, decode, state)
     assert not (tmp_path / "res").exists()
 
 
@@ -285,7 +287,7 @@ def test_errors_are_counted_per_row(tmp_path: Path) -> None:
     with CompletionStore(tmp_path / "c") as store:
         store.append([failure(keys[0])])
         store.commit()
-        counts = count_errors(index.index_parts, store.parts(), tmp_path / "spill")
+        counts = joined(index.index_parts, store.parts(), tmp_path / "spill").counts
     assert counts == ErrorCounts(rows=5, input_errors=2, engine_errors=2, retryable=3)
     assert counts.errors == 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,21 @@ CHANGES = [name for name in vars(FileOps) if not name.startswith("_")]
 
 
 class FailingOps(FileOps):
-    """Counts operations; at number `fail_at` (0-based) raises OSError(code), or with `code` None dies by SIGKILL."""
+    """Counts operations; at number `fail_at` (0-based) raises OSError(code), or with `code` None dies by SIGKILL.
+
+    Operations of several threads are counted in the order in which they come, which may be another one each time.
+    """
 
     def __init__(self, fail_at: int = -1, code: int | None = None) -> None:
         self.count = 0
         self.log: list[str] = []
         self._fail_at, self._code = fail_at, code
+        self._lock = threading.Lock()
 
     def _step(self, name: str, path: Any) -> None:
-        number, self.count = self.count, self.count + 1
-        self.log.append(f"{name} {Path(path).name if isinstance(path, Path) else ''}")
+        with self._lock:
+            number, self.count = self.count, self.count + 1
+            self.log.append(f"{name} {Path(path).name if isinstance(path, Path) else ''}")
         if number != self._fail_at:
             return
         if self._code is None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import Locked, StorageError
-from batchinfer.data.results.join import used_rows
+from batchinfer.data.results.join import joined
 from batchinfer.data.results.verify import verify_store
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.store import cleaning
@@ -242,7 +242,7 @@ def test_the_rows_of_a_job_are_the_answers_that_its_result_is_made_of(tmp_path: 
         store.append([answer(keys[0]), answer(keys[1], 1), *(answer(key) for key in keys[2:])])
         store.commit()
         found: dict[str, set[int]] = {}
-        for part, numbers in used_rows(index.index_parts, store.parts(), tmp_path / "spill"):
+        for part, numbers in joined(index.index_parts, store.parts(), tmp_path / "spill").used():
             found.setdefault(part, set()).update(numbers.tolist())
         first, second = (part.name for part in store.parts())
     assert found == {first: {2}, second: {0, *range(2, len(keys))}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,28 @@ class FailsInItsSecondStep(fake_engine.FakeEngine):
 
 def failing(config: EngineConfig, *_: object) -> fake_engine.BuiltFake:
     return fake_engine.BuiltFake(FailsInItsSecondStep(), fake_engine.build(config).info)
+
+
+def tells_of_teardown(config: EngineConfig, *_: object) -> fake_engine.BuiltFake:
+    """The exit status of its process says whether Python tore it down."""
+    atexit.register(os._exit, 7)
+    return fake_engine.build(config)
+
+
+def test_a_worker_that_has_left_ends_without_being_torn_down() -> None:
+    """Torch and CUDA take seconds for it, during which the results could have the memory and the cores."""
+    with WorkerHandle(
+        WorkerSpec(CONFIG, None, "tests.batchinfer.pipeline.workers.test_worker_handle:tells_of_teardown"),
+        PROCESSES,
+    ) as host:
+        while host.info is None:
+            host.receive(0.1)
+        host.finish(1.0)
+        while not host.left:
+            host.receive(0.1)
+        ended = host.link.wait(PATIENCE_S)
+    assert ended is not None
+    assert ended.code == 0
 
 
 def receive_for_ever(host: WorkerHandle, done: list[bytes]) -> None:

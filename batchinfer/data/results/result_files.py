@@ -1,0 +1,210 @@
+"""The files of a result, which several threads write at once: each the files of some spans of rows.
+
+No byte of a file depends on the number of threads: row groups are cut by a file's own rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer.data.outputs.kind import OutputKind
+from batchinfer.data.results.manifest import ResultFile
+from batchinfer.data.results.result_rows import BATCH_ROWS
+from batchinfer.data.storage.durable import DurableFile, FileOps
+
+# Of one row group, unless a single row has more: 20 MB in memory
+GROUP_ENTRIES = 1 << 20
+SPAN_ROWS = 1 << 15  # at least, where files have fewer
+OnRows = Callable[[int], None]
+
+
+def spans_of(rows: int, rows_per_file: int, threads: int) -> list[tuple[int, int]]:
+    """Cut the rows of a result at the ends of files: one span for one thread, for several as many as there can be."""
+    files_each = -(-SPAN_ROWS // rows_per_file)
+    each = files_each * rows_per_file if threads > 1 else max(1, rows)
+    return [(start, min(start + each, rows)) for start in range(0, max(1, rows), each)]
+
+
+@dataclass(slots=True)
+class Written:
+    """Files that were written, in order, and what their rows are."""
+
+    files: list[ResultFile] = field(default_factory=list)
+    rows: int = 0
+    errors: int = 0
+    retryable: int = 0
+
+    def count(self, table: pa.Table) -> None:
+        self.rows += table.num_rows
+        self.errors += pc.sum(pc.equal(table.column("status"), "error")).as_py() or 0
+        self.retryable += pc.sum(table.column("retryable")).as_py() or 0
+
+    def add(self, other: Written) -> None:
+        self.files += other.files
+        self.rows += other.rows
+        self.errors += other.errors
+        self.retryable += other.retryable
+
+
+@dataclass(frozen=True, slots=True)
+class ResultFiles:
+    """The files that a result's rows go to: `rows_per_file` rows each, the last may have fewer."""
+
+    folder: Path
+    schema: pa.Schema
+    kind: OutputKind
+    rows_per_file: int
+    ops: FileOps
+
+    def write(
+        self,
+        spans: Sequence[tuple[int, int]],
+        tables: Callable[[int], Iterator[pa.Table]],
+        threads: int,
+        on_rows: OnRows,
+    ) -> Written:
+        """Write the files of all spans; `tables` gives the rows of the span with that number. `on_rows` is called in
+        this thread. Raises what fails first, and leaves no file that is written still."""
+
+        def span(number: int, heard: OnRows) -> Written:
+            return self._write_span(spans[number][0] // self.rows_per_file, tables(number), heard)
+
+        found = Written()
+        for one in _at_once(span, len(spans), threads, on_rows):
+            found.add(one)
+        return found
+
+    def _write_span(self, first: int, tables: Iterator[pa.Table], on_rows: OnRows) -> Written:
+        """Write the files from the `first` on: at least one, so that the schema is always there."""
+        written = Written()
+        writer = self._open(first)
+        try:
+            for group in _row_groups(_counted(tables, written, on_rows), self.rows_per_file, self.kind):
+                if writer.rows == self.rows_per_file:
+                    written.files.append(writer.finish())
+                    writer = self._open(first + len(written.files))
+                writer.write(group)
+            written.files.append(writer.finish())
+        except BaseException:
+            writer.abandon()
+            raise
+        return written
+
+    def _open(self, number: int) -> _ResultWriter:
+        return _ResultWriter(self.folder / f"{number:05d}.parquet", self.schema, self.ops)
+
+
+class _GivenUp(Exception):
+    """Raised in a thread whose work is of no use any more."""
+
+
+def _at_once(
+    work: Callable[[int, OnRows], Written], count: int, threads: int, on_rows: OnRows
+) -> list[Written]:
+    """Do the work with the numbers below `count`; what it says of rows is told to `on_rows` in this thread."""
+    if min(threads, count) == 1:
+        return [work(number, on_rows) for number in range(count)]
+    told: SimpleQueue[int | Future[Written]] = SimpleQueue()
+    stop = threading.Event()
+
+    def heard(rows: int) -> None:
+        if stop.is_set():
+            raise _GivenUp
+        told.put(rows)
+
+    with ThreadPoolExecutor(min(threads, count), "result file") as pool:
+        futures = [pool.submit(work, number, heard) for number in range(count)]
+        try:
+            for future in futures:
+                future.add_done_callback(told.put)
+            _wait(told, count, on_rows)
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def _wait(told: SimpleQueue[int | Future[Written]], left: int, on_rows: OnRows) -> None:
+    """Return when all work is done. Raises what fails first."""
+    while left:
+        heard = told.get()
+        if isinstance(heard, int):
+            on_rows(heard)
+        else:
+            heard.result()
+            left -= 1
+
+
+def _counted(tables: Iterator[pa.Table], written: Written, on_rows: OnRows) -> Iterator[pa.Table]:
+    for table in tables:
+        written.count(table)
+        on_rows(table.num_rows)
+        yield table
+
+
+def _row_groups(tables: Iterator[pa.Table], rows_per_file: int, kind: OutputKind) -> Iterator[pa.Table]:
+    """Row groups cut by the rows alone, so that equal rows give equal bytes however they arrive: BATCH_ROWS each, or
+    fewer where they have GROUP_ENTRIES values besides."""
+    held: list[pa.Table] = []
+    rows = entries = in_file = 0
+    for table in tables:
+        each, start = kind.entries(table), 0
+        while start < table.num_rows:
+            ends = entries + np.cumsum(each[start : start + min(BATCH_ROWS - rows, rows_per_file - in_file)])
+            taken = max(int(np.searchsorted(ends, GROUP_ENTRIES, side="right")), int(rows == 0))
+            held += [table.slice(start, taken)] if taken else []
+            start, rows, in_file = start + taken, rows + taken, in_file + taken
+            entries = int(ends[taken - 1]) if taken else entries
+            if start < table.num_rows or rows == BATCH_ROWS or in_file == rows_per_file:
+                yield pa.concat_tables(held).combine_chunks()
+                held, rows, entries, in_file = [], 0, 0, in_file % rows_per_file
+    if held:
+        yield pa.concat_tables(held).combine_chunks()
+
+
+class _ResultWriter:
+    """One staged Parquet file; the footer is written only by `finish`, the file given up by any exception."""
+
+    def __init__(self, path: Path, schema: pa.Schema, ops: FileOps) -> None:
+        self.rows = 0
+        self._file = DurableFile(path, ops)
+        self._writer = pq.ParquetWriter(
+            self._file, schema, compression="zstd", write_page_checksum=True, write_statistics=True
+        )
+
+    def write(self, group: pa.Table) -> None:
+        self._writer.write_table(_with_own_dictionaries(group), row_group_size=group.num_rows)
+        self.rows += group.num_rows
+
+    def finish(self) -> ResultFile:
+        self._writer.close()
+        digest = self._file.commit()
+        return ResultFile(self._file.path.name, self.rows, digest.bytes, digest.sha256)
+
+    def abandon(self) -> None:
+        self._file.abandon()
+
+
+def _with_own_dictionaries(group: pa.Table) -> pa.Table:
+    """Dictionaries of just the values in these rows, in the order of their first: equal rows give equal bytes."""
+    for place, column in enumerate(group.schema):
+        if pa.types.is_dictionary(column.type):
+            group = group.set_column(place, column, _with_own_dictionary(group.column(place)))
+    return group
+
+
+def _with_own_dictionary(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    shared = pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
+    used = shared.indices.unique().drop_null()
+    return pa.DictionaryArray.from_arrays(pc.index_in(shared.indices, used), shared.dictionary.take(used))

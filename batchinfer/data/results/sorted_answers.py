@@ -1,0 +1,172 @@
+"""The completions of a job's rows, in the order of the rows.
+
+The parts of a store are in the order in which the work was done. Each is read once, from its beginning to its end. What
+the rows are made of is collected in runs, each sorted by row; runs for which there is no memory lie in the folder
+`spill`. A batch of rows then takes its share of each run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from batchinfer.data.results.join import PART_SHIFT, Join
+from batchinfer.data.storage.durable import storage
+from batchinfer.data.store.parts import damaged, padded
+
+RUN_BYTES = 64 << 20
+ROW = "row_id"
+Numbers = NDArray[np.int64]
+
+
+class SortedAnswers:
+    """The answers of batches of rows, which several threads may ask for at once; use as a context manager.
+
+    `starts` are the first rows of the batches, ascending. `schema` has `row_id` and the columns of completions that are
+    wanted, null where a part lacks them. `at_once` is how many rows are read at a time, and `memory` how many bytes the
+    runs take before they are spilled; one more is sorted beside them. Raises StorageError.
+    """
+
+    def __init__(
+        self, join: Join, schema: pa.Schema, starts: Numbers, at_once: int, spill: Path, memory: int
+    ) -> None:
+        self._schema, self._starts, self._at_once = schema, starts, at_once
+        self._spill, self._memory = spill, memory
+        self._runs: list[_Run] = []
+        self._held: list[pa.RecordBatch] = []
+        self._held_bytes = 0
+        try:
+            for number, part in enumerate(join.parts):
+                self._read(join, number, part)
+            self._close_run()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> SortedAnswers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove what was spilled."""
+        runs, self._runs = self._runs, []
+        for run in runs:
+            run.close()
+
+    def of(self, batch: int) -> pa.Table:
+        """Return the answers of a batch's rows, by ascending row; rows without one are left out."""
+        found = [table for run in self._runs if (table := run.of(batch)).num_rows]
+        if len(found) == 1:
+            return found[0]
+        together = pa.concat_tables(found or [self._schema.empty_table()]).combine_chunks()
+        return together.take(pa.array(np.argsort(together.column(ROW).to_numpy()))).combine_chunks()
+
+    def _read(self, join: Join, number: int, part: Path) -> None:
+        share, first = join.of_part(number), number << PART_SHIFT
+        positions, rows = join.positions[share] - first, join.rows[share]
+        if not len(rows):
+            return
+        for start, batch in _batches(part, self._schema, self._at_once):
+            low, high = np.searchsorted(positions, [start, start + batch.num_rows]).tolist()
+            for some in range(low, high, self._at_once):  # each of equal rows gets a copy of the answer
+                wanted = slice(some, min(high, some + self._at_once))
+                self._hold(batch.take(pa.array(positions[wanted] - start)), rows[wanted])
+
+    def _hold(self, taken: pa.RecordBatch, rows: Numbers) -> None:
+        columns = [pa.array(rows) if name == ROW else taken.column(name) for name in self._schema.names]
+        self._held.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        self._held_bytes += self._held[-1].nbytes
+        if self._held_bytes >= RUN_BYTES:
+            self._close_run()
+
+    def _close_run(self) -> None:
+        """Sort what is held by row, and keep it where there is memory for it."""
+        if not self._held:
+            return
+        table, size = pa.Table.from_batches(self._held).combine_chunks(), self._held_bytes
+        self._held, self._held_bytes = [], 0
+        rows = table.column(ROW).to_numpy()
+        order = np.argsort(rows)
+        ends = np.append(np.searchsorted(rows[order], self._starts), len(rows))
+        table = table.take(pa.array(order)).combine_chunks()
+        self._memory -= size
+        path = self._spill / f"run-{len(self._runs):05d}.arrow"
+        self._runs.append(_InMemory(table, ends) if self._memory >= 0 else _Spilled(table, ends, path))
+
+
+class _Run(Protocol):
+    """Answers sorted by row."""
+
+    def of(self, batch: int) -> pa.Table:
+        """Return the share of a batch."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+class _InMemory:
+    """`ends` has the first row of each batch's share, and the end."""
+
+    def __init__(self, table: pa.Table, ends: Numbers) -> None:
+        self._table, self._ends = table, ends
+
+    def of(self, batch: int) -> pa.Table:
+        start = int(self._ends[batch])
+        return self._table.slice(start, int(self._ends[batch + 1]) - start)
+
+    def close(self) -> None:
+        self._table = self._table.schema.empty_table()
+
+
+class _Spilled:
+    """A file with the share of each batch as a batch of its own."""
+
+    def __init__(self, table: pa.Table, ends: Numbers, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        with storage(path, "write"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            options = pa.ipc.IpcWriteOptions(compression="lz4")
+            with (
+                pa.OSFile(str(path), "wb") as file,
+                pa.ipc.new_file(file, table.schema, options=options) as out,
+            ):
+                for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+                    out.write_batch(_one_batch(table.slice(start, end - start)))
+        with storage(path, "read"):
+            self._file = pa.OSFile(str(path), "rb")
+            self._reader = pa.ipc.open_file(self._file)
+
+    def of(self, batch: int) -> pa.Table:
+        with self._lock, storage(self._path, "read"):
+            return pa.Table.from_batches([self._reader.get_batch(batch)])
+
+    def close(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _one_batch(table: pa.Table) -> pa.RecordBatch:
+    return next(iter(table.to_batches()), pa.RecordBatch.from_pylist([], table.schema))
+
+
+def _batches(part: Path, schema: pa.Schema, at_once: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield a part's rows with the number of the first, in all columns of `schema` but ROW. Raises StorageError."""
+    start, wanted = 0, schema.remove(schema.get_field_index(ROW))
+    try:
+        with pq.ParquetFile(part, page_checksum_verification=True) as file:
+            there = set(file.schema_arrow.names)
+            names = [name for name in wanted.names if name in there]
+            for batch in file.iter_batches(at_once, columns=names, use_threads=False):
+                yield start, padded(batch, wanted)
+                start += batch.num_rows
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise damaged(part, error) from error

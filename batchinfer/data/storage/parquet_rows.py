@@ -1,0 +1,65 @@
+"""Rows of Parquet files, known by their positions over all files: a part of them is read without the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.core.errors import InputCorrupt
+
+
+class ParquetRows:
+    """The rows of files, one file after the other; several threads may read them. Raises InputCorrupt for a damaged
+    file."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._ends = np.cumsum([_count(path) for path in paths]).tolist()
+
+    def batches(
+        self, start: int, stop: int, rows: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows from `start` to `stop`, at most `rows` at a time."""
+        first = 0
+        for path, end in zip(self._paths, self._ends, strict=True):
+            if first < stop and start < end:
+                yield from _within(path, max(start - first, 0), stop - first, rows, columns)
+            first = end
+
+
+def _count(path: Path) -> int:
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _within(
+    path: Path, start: int, stop: int, rows: int, columns: Sequence[str] | None
+) -> Iterator[pa.RecordBatch]:
+    """Yield rows of one file; row groups without any of them are not read."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            at, groups = _groups(file.metadata, start, stop)
+            for batch in file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
+                low, high = max(start - at, 0), min(stop - at, batch.num_rows)
+                if low < high:
+                    yield batch.slice(low, high - low)
+                at += batch.num_rows
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _groups(found: pq.FileMetaData, start: int, stop: int) -> tuple[int, list[int]]:
+    """Return the row groups with any of these rows, after the number of the first row in them."""
+    ends = np.cumsum([0, *(found.row_group(number).num_rows for number in range(found.num_row_groups))])
+    groups = np.flatnonzero((ends[1:] > start) & (ends[:-1] < stop)).tolist()
+    return int(ends[groups[0]]) if groups else 0, groups
+
+
+def _damaged(path: Path, error: Exception) -> InputCorrupt:
+    return InputCorrupt(f"{path}: {error}; remove its folder to have it written again")
