@@ -13,10 +13,10 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import Layout
 from batchinfer.data.index.token_store import TokenStore
-from batchinfer.data.index.writer import IndexWriter
-from batchinfer.data.input.rows import RowBatch
+from batchinfer.data.index.writer import IndexWriter, RowPlace
 from batchinfer.data.prompts.keys import token_bytes, work_key
-from batchinfer.data.prompts.prepare import Prepared
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows
+from batchinfer.data.prompts.row_facts import RowFields, no_facts
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
@@ -45,12 +45,12 @@ def plan_rows(
 
     prepared = prepared_rows(rows, deduplicate)
     layout = Layout(folder)
-    batch = RowBatch("bench", 0, [{} for _ in rows], None, 0)
     for path in (layout.tokens.parent, layout.index):
         path.mkdir()
     longest = max(row.length for row in rows)
     with IndexWriter(layout, longest, endpoints=False, ops=FileOps()) as writer:
-        writer.append(batch, [None] * len(rows), range(len(rows)), prepared)
+        facts = no_facts(RowFields(()), len(rows))
+        writer.append(RowPlace("bench", 0), PreparedRows(prepared, facts))
         writer.commit()
     tokens = TokenStore(layout.tokens)
     plan = plan_job(layout.index, tokens, [], folder / "plan", roots, threads=threads)
@@ -76,8 +76,8 @@ def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
     return Prepared(
         errors={},
         params=texts,
-        params_of=[params[one] for one in asked],
-        max_tokens=[row.max_tokens for row in rows],
+        params_of=np.array([params[one] for one in asked], np.int32),
+        max_tokens=np.array([row.max_tokens for row in rows], np.int32),
         counts=np.array([len(prompt) for prompt in prompts], np.int32),
         keys=bytes(keys),
         tokens=np.concatenate(prompts),

@@ -117,6 +117,10 @@ class InputSection(Section):
         default=False, description="Whether a row that repeats an earlier row's id becomes an error row."
     )
     limit: Whole | None = Field(default=None, description="Read only the first N rows. null: all.")
+    workers: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
+        default="auto",
+        description="Processes that read, render and tokenise rows. auto: one per core, less one per engine on GPUs.",
+    )
     max_line_bytes: Bytes = Field(
         default=2**24,
         description="Longest line of JSONL, or record of CSV. A longer one becomes an error row and is not read.",
@@ -365,7 +369,8 @@ class Job(Section):
         identity: dict[str, Any] = {
             key: dump[key] for key in ("model", "input", "prompt", "sampling") if key in dump
         }
-        identity["input"].pop("sql_memory", None)
+        for name in ("sql_memory", "workers"):
+            identity["input"].pop(name, None)
         if (
             self.model.quantization == "none"
         ):  # the default of older results; the model's context tells it from auto

@@ -81,7 +81,7 @@ def render_and_be_ended(*arguments: Any) -> None:
     if _starts() < int(os.environ["ENDED_MOST"]):
         whole = render_worker.Preparer.prepare
 
-        def prepare(self: Any, rows: Any, careful: bool = False) -> Any:
+        def prepare(self: Any, chunk: Any, piece: Any = None) -> Any:
             build = self._builder.build
 
             def ended(row: Any) -> Any:
@@ -91,7 +91,7 @@ def render_and_be_ended(*arguments: Any) -> None:
                 return build(row)
 
             self._builder.build = ended
-            return whole(self, rows, careful)
+            return whole(self, chunk, piece)
 
         render_worker.Preparer.prepare = prepare  # type: ignore[method-assign]
     render_worker.serve(*arguments)

@@ -72,7 +72,7 @@ def _ordered(prepared: Prepared, offsets: TokenIds, rows: Sequence[int]) -> list
     builder = ForestBuilder()
     builder.add([0, *(common_prefix(heads[a], heads[b]) for a, b in pairwise(order))])
     found = [rows[at] for at in order]
-    effort = efforts(prepared.counts[found], np.array(prepared.max_tokens)[found])
+    effort = efforts(prepared.counts[found], prepared.max_tokens[found])
     places = depth_first(kept_together(builder.finished()), effort)
     return [row for _, row in sorted(zip(places.tolist(), found, strict=True))]
 

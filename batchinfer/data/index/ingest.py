@@ -1,6 +1,8 @@
 """The ingest half of a job: input files in, a complete index out, in bounded memory.
 
-    reader ─▶ render workers (templates, tokenizer) ─▶ token store, index ─▶ marker
+    reader ─▶ chunks ─▶ render workers (rows, templates, tokenizer) ─▶ token store, index ─▶ marker
+
+This process cuts files into chunks and writes what comes back. All that is done for each row is done in the workers.
 
 A complete index of the same identity is used again; anything less is thrown away and made anew.
 """
@@ -14,22 +16,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
 from batchinfer.data.index.index import AnswerSchema, Index, Layout
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.token_store import TokenStore
-from batchinfer.data.index.writer import IndexWriter
+from batchinfer.data.index.writer import IndexWriter, RowPlace
+from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, openai_defaults
 from batchinfer.data.input.reader import Reader, SampleSize, Strata
-from batchinfer.data.input.rows import RowBatch, Values
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.prompts.builder import Mode, PromptPlan
 from batchinfer.data.prompts.columns import Columns, choose_prompts
@@ -39,6 +40,7 @@ from batchinfer.data.prompts.render_pool import RenderPool
 from batchinfer.data.prompts.render_worker import RenderSpec
 from batchinfer.data.storage.durable import FileOps, sha256_of, storage
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.machine.cpus import usable_cpus
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
@@ -51,7 +53,7 @@ class IngestOptions:
     """Options that the job file does not have. `context` is the digest that enters every key; `vocab_size` is the
     model's.
 
-    `now` is what a chat template's `strftime_now` tells; `workers` None: as many as there are cores, at most two.
+    `now` is what a chat template's `strftime_now` tells; `workers` None: as many as there are cores.
     """
 
     context: bytes
@@ -63,6 +65,7 @@ class IngestOptions:
     sample: SampleSize | None = None  # only the first rows of each file, to look at them
     strata: Strata | None = None  # only a part of the rows, from everywhere
     output: str = "tokens"  # the name of the kind of answers
+    chunk: ChunkSize = DEFAULT_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +166,12 @@ class _Ingest:
 
     def run(self, progress: Callable[[IngestProgress], None]) -> Index:
         self._start_over()
-        reader = open_input(self._job, self._inputs(), self._options.sample, self._options.strata)
+        reader = self._opened()
         schema = reader.schema()
         mode, columns = choose_prompts(self._job, self._tokenizer, schema, reader.shape)
         carried = self._carried(schema)
         try:
-            writer = self._write(reader, columns, mode, carried, progress)
+            writer = self._write(reader, schema, columns, mode, carried, progress)
             if reader.complete:
                 columns.check_all_seen(failed=writer.error_rows)
             if carried is not None:
@@ -177,6 +180,10 @@ class _Ingest:
             if carried is not None:
                 carried.close()
         return self._finish(writer, reader)
+
+    def _opened(self) -> Reader:
+        options = self._options
+        return open_input(self._job, self._inputs(), options.sample, options.strata, options.chunk)
 
     def _start_over(self) -> None:
         with storage(self._layout.folder, "prepare"):
@@ -212,24 +219,29 @@ class _Ingest:
     def _write(
         self,
         reader: Reader,
+        schema: pa.Schema | None,
         columns: Columns,
         mode: Mode,
         carried: JsonSpool | TypedColumns | None,
         progress: Callable[[IngestProgress], None],
     ) -> IndexWriter:
-        spec = self._worker_spec(columns, mode, reader.values_are_text)
+        spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
         writer = IndexWriter(self._layout, self._options.max_model_len, mode == "openai", self._ops)
-        batches = reader.batches(columns.read, self._job.input.limit)
-        with writer, RenderPool(spec, self._options.workers) as pool:
-            for (batch, alive, ids), done in pool.map(_tagged(batches, columns)):
+        wanted = _Wanted(reader, columns.read, self._job.input.limit)
+        pool: RenderPool[InputChunk] = RenderPool(spec, self._options.workers or usable_cpus())
+        with writer, pool:
+            for chunk, rows in pool.map(wanted.chunks()):
+                columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
                 if carried is not None:
-                    carried.append(writer.rows, batch)
-                writer.append(batch, ids, alive, done)
-                progress(IngestProgress(writer.rows, batch.bytes_read, reader.bytes_total))
+                    carried.append(writer.rows, chunk, rows.facts)
+                writer.append(wanted.place(chunk, len(rows)), rows)
+                progress(IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total))
             writer.commit()
         return writer
 
-    def _worker_spec(self, columns: Columns, mode: Mode, values_are_text: bool) -> RenderSpec:
+    def _worker_spec(
+        self, columns: Columns, mode: Mode, schema: pa.Schema | None, values_are_text: bool
+    ) -> RenderSpec:
         prompt, options = self._job.prompt, self._options
         plan = PromptPlan(
             mode=mode,
@@ -248,7 +260,10 @@ class _Ingest:
         own = self._job.model.max_model_len is not None
         limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own)
         model, definition = self._job.model.path, self._tokenizer.definition
-        return RenderSpec(model, definition, plan, limits, str(self._job.source), options.row_timeout_s)
+        as_text = self._job.output.columns if schema is None or values_are_text else ()
+        fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)
+        source = str(self._job.source)
+        return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
 
     def _by_url(self) -> dict[str, SamplingParams]:
         given, length = self._job.given_params(), self._options.max_model_len
@@ -279,15 +294,39 @@ class _Ingest:
         return index
 
 
-Tag = tuple[RowBatch, list[int], list[str | None]]
+class _Wanted:
+    """The chunks of the rows that a job wants, and how many rows they had."""
 
+    def __init__(self, reader: Reader, columns: Sequence[str] | None, limit: int | None) -> None:
+        self._reader, self._columns, self._limit = reader, columns, limit
+        self._file, self._rows_of_file = "", 0
+        self.rows = 0
 
-def _tagged(batches: Iterator[RowBatch], columns: Columns) -> Iterator[tuple[Tag, list[Values]]]:
-    """Each batch with the rows that workers are to prepare, cut to the columns that they need."""
-    for batch in batches:
-        alive = [i for i, row in enumerate(batch.rows) if not isinstance(row, RowError)]
-        rows: list[Any] = [batch.rows[i] for i in alive]
-        ids: list[str | None] = [None] * len(batch.rows)
-        for position, row in zip(alive, rows, strict=True):
-            ids[position] = columns.custom_id(row)
-        yield (batch, alive, ids), [columns.needed(row) for row in rows]
+    def chunks(self) -> Iterator[tuple[InputChunk, InputChunk, int] | None]:
+        """Yield each chunk (which is its own tag), and how many of its rows are wanted.
+
+        How many rows a chunk has is known once it was read. Where it may reach the limit, None comes before it: it is
+        asked for only when the rows of all before it are counted, so that no row beyond the limit is ever read.
+        """
+        reserved = 0
+        for chunk in self._reader.chunks(self._columns):
+            most = chunk.most_rows
+            if self._limit is not None and reserved + most > self._limit:
+                yield None
+                reserved, most = self.rows, min(most, self._limit - self.rows)
+            yield chunk, chunk, most
+            reserved += most
+            if reserved == self._limit:
+                yield None
+                reserved = self.rows
+            if reserved == self._limit:
+                return
+
+    def place(self, chunk: InputChunk, rows: int) -> RowPlace:
+        """Count the rows of the next chunk; where they stand."""
+        if chunk.file != self._file:
+            self._file, self._rows_of_file = chunk.file, 0
+        first = self._rows_of_file if chunk.first_row is None else chunk.first_row
+        self._rows_of_file += rows
+        self.rows += rows
+        return RowPlace(chunk.file, first)

@@ -13,20 +13,21 @@ of JSON text; in a mixed column the texts still stay as they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from batchinfer.core.request import RowError
-from batchinfer.data.input.rows import RowBatch
+from batchinfer.data.index.even_batches import EvenBatches
+from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.typed_rows import blanked
+from batchinfer.data.prompts.row_facts import RowFacts
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
 from batchinfer.data.storage.rebatch import parquet_batches
 
-_EXACT_FLOAT = 2**53  # a whole number beyond it may not survive as a float64
-_INT64 = 2**63
 _TYPES = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
 
 
@@ -36,8 +37,8 @@ class Kinds:
     def __init__(self, columns: Sequence[str]) -> None:
         self._seen: dict[str, set[str]] = {name: set() for name in columns}
 
-    def note(self, name: str, value: Any) -> None:
-        self._seen[name].add(_kind(value))
+    def add(self, name: str, kinds: set[str]) -> None:
+        self._seen[name] |= kinds
 
     def type_of(self, name: str) -> pa.DataType:
         """The column's type after all rows."""
@@ -52,22 +53,6 @@ class Kinds:
         return _TYPES.get(only, pa.string()) if len(kinds) == 1 else pa.string()
 
 
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, float):
-        return "float"
-    if isinstance(value, int):
-        if -_EXACT_FLOAT <= value <= _EXACT_FLOAT:
-            return "int"
-        return "large int" if -_INT64 <= value < _INT64 else "json"
-    return "json"
-
-
 class JsonSpool:
     """Passthrough columns of JSONL rows, kept as JSON text until their types are known."""
 
@@ -78,26 +63,18 @@ class JsonSpool:
         fields = [("row_id", pa.int64()), *((name, pa.string()) for name in columns)]
         self._schema = pa.schema(fields)
         self._writer = PartWriter(folder, self._schema, ops)
+        self._even = EvenBatches(self._writer, self._schema)
 
-    def append(self, first_id: int, batch: RowBatch) -> None:
-        """Keep the columns of a batch; an error row has nulls."""
-        arrays = [pa.array(range(first_id, first_id + len(batch.rows)), pa.int64())]
-        arrays += [pa.array(list(self._texts(name, batch)), pa.string()) for name in self._columns]
-        self._writer.append(pa.record_batch(arrays, self._schema))
-
-    def _texts(self, name: str, batch: RowBatch) -> Iterator[str | None]:
-        for row in batch.rows:
-            if isinstance(row, RowError) or name not in row:
-                yield None
-                continue
-            value = row[name]
-            self._kinds.note(name, value)
-            yield None if value is None else json.dumps(value, ensure_ascii=False)
+    def append(self, first_id: int, chunk: InputChunk, facts: RowFacts) -> None:
+        """Keep the columns of a chunk; an error row has nulls."""
+        for name, kinds in zip(self._columns, facts.kinds, strict=True):
+            self._kinds.add(name, kinds)
+        self._even.append(pa.record_batch([_row_ids(first_id, len(facts.ids)), *facts.carried], self._schema))
 
     def finish(self, target: Path) -> tuple[list[Path], pa.Schema]:
         """Write the typed parts to `target`: (parts, schema without row_id)."""
         with self._writer:
-            spooled = self._writer.commit()
+            spooled = self._even.commit()
         schema = pa.schema([(name, self._kinds.type_of(name)) for name in self._columns])
         full = pa.schema([("row_id", pa.int64()), *schema])
         with PartWriter(target, full, self._ops) as writer:
@@ -117,10 +94,17 @@ def _typed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return pa.record_batch(arrays, schema)
 
 
-def _converted(texts: pa.Array, kind: pa.DataType) -> pa.Array:
-    if pa.types.is_string(kind):
-        return pa.array([_plain_text(text) for text in texts.to_pylist()], kind)
-    return pa.array([None if text is None else json.loads(text) for text in texts.to_pylist()], kind)
+def _converted(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
+    """JSON texts as values of this type, which holds all of them: numbers are read alike by JSON and by Arrow."""
+    return _plain_texts(texts) if pa.types.is_string(kind) else pc.cast(texts, kind)
+
+
+def _plain_texts(texts: pa.StringArray) -> pa.StringArray:
+    """The texts without their quotes; other values stay JSON."""
+    quoted = pc.starts_with(texts, '"')
+    if pc.any(pc.and_(quoted, pc.match_substring(texts, "\\"))).as_py():
+        return pa.array([_plain_text(text) for text in texts.to_pylist()], pa.string())
+    return pc.if_else(quoted, pc.utf8_slice_codeunits(texts, 1, -1), texts)
 
 
 def _plain_text(text: str | None) -> str | None:
@@ -135,26 +119,34 @@ def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
 
 
 class TypedColumns:
-    """Passthrough columns that have types already: written as they are."""
+    """Passthrough columns that have types already: written as they are, those of CSV as the texts that were read."""
 
     def __init__(self, schema: pa.Schema, target: Path, ops: FileOps) -> None:
         self._schema = schema
         self._full = pa.schema([("row_id", pa.int64()), *schema])
         self._writer = PartWriter(target, self._full, ops)
+        self._even = EvenBatches(self._writer, self._full)
 
-    def append(self, first_id: int, batch: RowBatch) -> None:
-        """Write the columns of a batch."""
-        if batch.table is None:
-            raise ValueError("a batch without types among typed ones")
-        ids = pa.array(range(first_id, first_id + len(batch.rows)), pa.int64())
-        arrays = [ids, *(_as(field.type, batch.table.column(field.name)) for field in self._schema)]
+    def append(self, first_id: int, chunk: InputChunk, facts: RowFacts) -> None:
+        """Write the columns of a chunk; rows that could not be read have nulls."""
+        ids = _row_ids(first_id, len(facts.ids))
+        if chunk.table is None:
+            self._even.append(pa.record_batch([ids, *facts.carried], self._full))
+            return
+        table = chunk.table.slice(0, len(facts.ids))
+        table = blanked(table, set(facts.unread)) if facts.unread else table
+        arrays = [ids, *(_as(field.type, table.column(field.name)) for field in self._schema)]
         self._writer.append(pa.record_batch(arrays, self._full))
 
     def finish(self, target: Path) -> tuple[list[Path], pa.Schema]:
         """(parts, schema without row_id)."""
         with self._writer:
-            return self._writer.commit(), self._schema
+            return self._even.commit(), self._schema
 
     def close(self) -> None:
         """Give up what was not finished."""
         self._writer.__exit__()
+
+
+def _row_ids(first: int, count: int) -> pa.Array:
+    return pa.array(np.arange(first, first + count), pa.int64())

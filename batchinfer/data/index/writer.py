@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, Layout
 from batchinfer.data.index.token_store import TokenWriter
-from batchinfer.data.input.rows import RowBatch
-from batchinfer.data.prompts.prepare import Prepared
+from batchinfer.data.prompts.keys import KEY_BYTES
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows
+from batchinfer.data.prompts.row_facts import RowFacts
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """The file that rows come from, and the number of the first one in it."""
+
+    file: str
+    first_row: int
 
 
 class IndexWriter:
@@ -23,9 +37,9 @@ class IndexWriter:
 
     def __init__(self, layout: Layout, max_model_len: int, endpoints: bool, ops: FileOps) -> None:
         self._max_model_len = max_model_len
-        self._endpoints = endpoints
         self._schema = INDEX_SCHEMA.append(ENDPOINT) if endpoints else INDEX_SCHEMA
         self._parts = PartWriter(layout.index, self._schema, ops)
+        self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
         self.rows = 0
         self.error_rows = 0
@@ -35,48 +49,25 @@ class IndexWriter:
     def total_tokens(self) -> int:
         return self._tokens.tokens
 
-    def append(
-        self, batch: RowBatch, ids: Sequence[str | None], alive: Sequence[int], done: Prepared
-    ) -> None:
-        """Write one batch. `alive` are the positions of the rows that were prepared, in the order of `done`."""
-        size = len(batch.rows)
-        errors = {i: row for i, row in enumerate(batch.rows) if isinstance(row, RowError)}
-        errors |= {alive[i]: error for i, error in done.errors.items()}
+    def append(self, place: RowPlace, rows: PreparedRows) -> None:
+        """Write the rows of one chunk."""
+        done = rows.prompts
         start = self._tokens.append(done.tokens)
-        columns = self._work_columns(size, np.asarray(alive, np.int64), done, start)
-        columns |= _error_columns(size, errors)
-        columns["row_id"] = pa.array(np.arange(self.rows, self.rows + size), pa.int64())
-        columns["file"] = pa.array([batch.file] * size, pa.string())
-        columns["row_index"] = pa.array(np.arange(batch.first_row, batch.first_row + size), pa.int64())
-        columns["custom_id"] = pa.array(ids, pa.string())
-        if self._endpoints:
-            columns["endpoint"] = pa.array([_endpoint(row) for row in batch.rows], pa.string())
-        self._parts.append(pa.record_batch([columns[n] for n in self._schema.names], self._schema))
-        self.rows += size
-        self.error_rows += len(errors)
-
-    def _work_columns(
-        self, size: int, alive: np.ndarray[Any, np.dtype[np.int64]], done: Prepared, start: int
-    ) -> dict[str, pa.Array]:
-        counts = np.zeros(size, np.int32)
-        counts[alive] = done.counts
-        dead = counts == 0
-        most = np.ones(size, np.int64)
-        most[alive] = done.max_tokens
-        expected = np.minimum(most, self._max_model_len - counts.astype(np.int64))
-        offsets = start + np.concatenate([[0], np.cumsum(counts, dtype=np.int64)[:-1]])
-        keys = np.zeros((size, 32), np.uint8)
-        keys[alive] = np.frombuffer(done.keys, np.uint8).reshape(-1, 32)
+        ends = start + np.cumsum(done.counts, dtype=np.int64)
         params = [SamplingParams.from_json(text) for text in done.params]
         self._note_logprobs(params)
-        return _params_columns(size, alive.tolist(), done, params) | {
-            "token_offset": pa.array(offsets, pa.int64(), mask=dead),
-            "token_count": pa.array(counts, pa.int32(), mask=dead),
-            "expected_tokens": pa.array(expected.astype(np.int32), pa.int32(), mask=dead),
-            "key": pa.array(
-                [None if d else k.tobytes() for k, d in zip(keys, dead, strict=True)], pa.binary(32)
-            ),
-        }
+        # some at a time: the text of a schema stands in every row
+        for first in range(0, len(rows), BATCH_ROWS):
+            size = min(BATCH_ROWS, len(rows) - first)
+            columns = _work_columns(done, params, ends, slice(first, first + size), self._max_model_len)
+            columns |= _error_columns(done.errors, first, size)
+            columns |= _fact_columns(rows.facts, first, size)
+            columns["row_id"] = _numbers(self.rows + first, size)
+            columns["file"] = pa.repeat(place.file, size)
+            columns["row_index"] = _numbers(place.first_row + first, size)
+            self._even.append(pa.record_batch([columns[n] for n in self._schema.names], self._schema))
+        self.rows += len(rows)
+        self.error_rows += len(done.errors)
 
     def _note_logprobs(self, params: Sequence[SamplingParams]) -> None:
         asked = [p.logprobs for p in params if p.logprobs is not None]
@@ -85,7 +76,7 @@ class IndexWriter:
 
     def commit(self) -> None:
         """Everything on disk. Raises StorageError."""
-        self._parts.commit()
+        self._even.commit()
         self._tokens.commit()
 
     @property
@@ -100,21 +91,39 @@ class IndexWriter:
         self._tokens.__exit__(None)
 
 
-def _params_columns(
-    size: int, alive: Sequence[int], done: Prepared, params: Sequence[SamplingParams]
+def _work_columns(
+    done: Prepared, params: Sequence[SamplingParams], ends: Int64s, rows: slice, longest: int
 ) -> dict[str, pa.Array]:
-    numbers: list[int | None] = [None] * size
-    for position, number, tokens in zip(alive, done.params_of, done.counts, strict=True):
-        numbers[position] = number if tokens else None  # a row without tokens is an error row
+    counts, most = done.counts[rows], done.max_tokens[rows]
+    dead = counts == 0  # a row without tokens is an error row
+    expected = np.minimum(most, longest - counts)
+    numbers = pa.array(done.params_of[rows], mask=dead)
+    valid = None if not dead.any() else pa.array(~dead).buffers()[1]
+    keys = pa.py_buffer(done.keys[KEY_BYTES * rows.start : KEY_BYTES * rows.stop])
     return {
-        "params": pa.array([None if n is None else done.params[n] for n in numbers], pa.string()),
-        "greedy": pa.array([None if n is None else params[n].greedy for n in numbers], pa.bool_()),
+        "token_offset": pa.array(ends[rows] - counts, pa.int64(), mask=dead),
+        "token_count": pa.array(counts, pa.int32(), mask=dead),
+        "expected_tokens": pa.array(expected, pa.int32(), mask=dead),
+        "key": pa.FixedSizeBinaryArray.from_buffers(pa.binary(KEY_BYTES), len(counts), [valid, keys]),
+        "params": pa.array(done.params, pa.string()).take(numbers),
+        "greedy": pa.array([one.greedy for one in params], pa.bool_()).take(numbers),
     }
 
 
-def _error_columns(size: int, errors: dict[int, RowError]) -> dict[str, pa.Array]:
+def _fact_columns(facts: RowFacts, first: int, size: int) -> dict[str, pa.Array]:
+    columns = {"custom_id": facts.ids.slice(first, size)}
+    if facts.endpoints is not None:
+        columns["endpoint"] = facts.endpoints.slice(first, size)
+    return columns
+
+
+def _error_columns(errors: dict[int, RowError], first: int, size: int) -> dict[str, pa.Array]:
+    here = [at for at in range(first, first + size) if at in errors] if errors else []
+
     def column(name: str, kind: pa.DataType) -> pa.Array:
-        return pa.array([getattr(errors.get(i), name, None) for i in range(size)], kind)
+        if not here:
+            return pa.nulls(size, kind)
+        return pa.array([getattr(errors.get(at), name, None) for at in range(first, first + size)], kind)
 
     return {
         "error_code": column("code", pa.string()),
@@ -124,6 +133,5 @@ def _error_columns(size: int, errors: dict[int, RowError]) -> dict[str, pa.Array
     }
 
 
-def _endpoint(row: dict[str, Any] | RowError) -> str | None:
-    url = None if isinstance(row, RowError) else row.get("url")
-    return url if isinstance(url, str) else None
+def _numbers(first: int, count: int) -> pa.Array:
+    return pa.array(np.arange(first, first + count), pa.int64())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from batchinfer.data.input.chunk import ChunkSize
 from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.protocol import DEFAULT_TEXT, TextOptions
@@ -27,7 +28,11 @@ def input_files(job: Job) -> list[InputFile]:
 
 
 def open_input(
-    job: Job, files: Sequence[InputFile], sample: SampleSize | None = None, strata: Strata | None = None
+    job: Job,
+    files: Sequence[InputFile],
+    sample: SampleSize | None = None,
+    strata: Strata | None = None,
+    chunk: ChunkSize | None = None,
 ) -> Reader:
     """Raises InputCorrupt for files that are not what they say, or whose schemas differ, and JobFileError where the
     job file says how they are written and their format has no such thing.
@@ -40,7 +45,7 @@ def open_input(
             raise job.mistake(
                 f"input.{name}", f"belongs to {readers}, and {odd.path} is {title}; take it out"
             )
-    return Reader.open(files, text, sample, strata)
+    return Reader.open(files, text, sample, strata, chunk)
 
 
 def text_options(section: InputSection) -> TextOptions:

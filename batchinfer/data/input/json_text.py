@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, NoReturn
 
 from batchinfer.core.exact_json import read_float
@@ -11,6 +12,7 @@ from batchinfer.data.input.rows import RowProblem, Values, kind_of
 from batchinfer.data.input.text_encoding import UTF8, decoded
 
 MAX_NESTING = 64
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_row(line: bytes, encoding: str = UTF8) -> Values:
@@ -23,7 +25,7 @@ def parse_row(line: bytes, encoding: str = UTF8) -> Values:
     value = _parse(text)
     if not isinstance(value, dict):
         raise RowProblem("not_an_object", f"the line holds {kind_of(value)}; a row is one JSON object: {{…}}")
-    if b"\\u" in line:
+    if _SURROGATE.search(line) is not None:
         _check_surrogates(value)
     return value
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO
 
 import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt
+from batchinfer.data.input.chunk import ChunkSize
+from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.text_encoding import UTF8, UTF16, as_utf8
 from batchinfer.data.input.unpacked import is_bomb, refuse_bomb
 
@@ -22,7 +24,6 @@ CODECS = {
     ".zst": "zstd",
     ".zstd": "zstd",
 }  # by what may follow the suffix of a format of lines
-BATCH_BYTES = 1 << 20  # of lines: what one batch may hold beyond its last line
 
 
 class HashingFile(io.RawIOBase):
@@ -148,23 +149,14 @@ class WholeLines:
         yield line
 
 
-def split_lines(chunks: Iterable[bytes], cap: int) -> Iterator[tuple[int, bytes | int]]:
-    """(line number, line without its newline); a line over the cap is only measured: (number, its length)."""
-    number, length = 1, 0
-    parts: list[bytes] = []  # of the line that has begun; none are kept once it is over the cap
-    for chunk in chunks:
-        *ended, last = chunk.split(b"\n")
-        for piece in ended:
-            yield number, _line([*parts, piece], length + len(piece), cap)
-            number, length, parts = number + 1, 0, []
-        length += len(last)
-        if length > cap + 1:
-            parts = []
-        else:
-            parts.append(last)
-    if length:
-        yield number, _line(parts, length, cap)
-
-
-def _line(parts: list[bytes], length: int, cap: int) -> bytes | int:
-    return length if length > cap + 1 else b"".join(parts)  # one more, for a carriage return
+def line_blocks(lines: LineBuffer, cap: int, size: ChunkSize) -> Iterator[tuple[int, bytes | int]]:
+    """Yield (number of the first line, lines), cut at line ends; a line over the cap that does not fit into a block is
+    only measured: (its number, its length)."""
+    while (end := lines.line_end(cap + 1)) is not None:
+        number = lines.number
+        if end < 0:
+            yield number, lines.skip_line()
+            continue
+        lines.look_ahead(size.bytes)
+        stop = lines.block_end(size.bytes, size.lines) or end + 1
+        yield number, lines.take(stop, stop)

@@ -8,23 +8,23 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.lines import unpacked_name
-from batchinfer.data.input.rows import RowBatch
 
-BATCH_ROWS = 512  # of one RowBatch at most
+BATCH_ROWS = 512  # of one chunk of a typed format at most
 
 
 class FormatReader(Protocol):
-    """One file of a format. After `batches()` has ended, `sha256` identifies what was read."""
+    """One file of a format. After `chunks()` has ended, `sha256` identifies what was read."""
 
     sha256: str
 
     def schema(self) -> pa.Schema | None:
         """The columns and their types; None where the format declares none. Raises InputCorrupt."""
 
-    def batches(self) -> Iterator[RowBatch]:
-        """Rows in file order, in memory that does not depend on the file's size; a bad row is a RowError.
+    def chunks(self) -> Iterator[InputChunk]:
+        """Yield the rows in file order, not read yet, in memory that does not depend on the file's size.
 
         Raises InputCorrupt for a file that is damaged or changes meanwhile, StorageError, OutOfMemory.
         """
@@ -53,6 +53,7 @@ class ReadOptions:
     text: TextOptions = DEFAULT_TEXT
     columns: Sequence[str] | None = None
     sample_bytes: int | None = None
+    chunk: ChunkSize = DEFAULT_SIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from typing import Literal
 import pyarrow as pa
 
 from batchinfer.core.request import RowError
+from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk, RowBatch, read_batch
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import looks_like_openai
 from batchinfer.data.input.protocol import DEFAULT_TEXT, FormatReader, ReadOptions, TextOptions
 from batchinfer.data.input.registry import by_name
-from batchinfer.data.input.rows import RowBatch
 from batchinfer.data.input.typed_rows import check_same_schema, common_schema
 
 Shape = Literal["table", "openai"]
@@ -46,9 +46,10 @@ class Strata:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads the files one after another; `sha256` fills while `batches()` runs, one digest a file read to its end.
+    """Reads the files one after another, as rows (`batches()`) or as chunks that others read (`chunks()`).
 
-    `complete` tells, after `batches()` has ended, whether all rows were read: no sample has left any out.
+    `sha256` fills meanwhile, one digest a file read to its end. `complete` tells at the end whether all rows were read:
+    no sample has left any out.
     """
 
     files: tuple[InputFile, ...]
@@ -57,6 +58,7 @@ class Reader:
     sample: SampleSize | None = None
     complete: bool = False
     strata: Strata | None = None  # all rows are read, and only these are handed on
+    chunk: ChunkSize = DEFAULT_SIZE
 
     @classmethod
     def open(
@@ -65,9 +67,10 @@ class Reader:
         text: TextOptions = DEFAULT_TEXT,
         sample: SampleSize | None = None,
         strata: Strata | None = None,
+        chunk: ChunkSize | None = None,
     ) -> Reader:
         """Raises InputCorrupt for files that are not what they say, or whose schemas differ."""
-        reader = cls(tuple(files), text, {}, sample, strata=strata)
+        reader = cls(tuple(files), text, {}, sample, strata=strata, chunk=chunk or DEFAULT_SIZE)
         reader.schema()
         return reader
 
@@ -98,20 +101,35 @@ class Reader:
                 first = file, schema
         return None if first is None else first[1]
 
+    @property
+    def samples(self) -> bool:
+        """Whether some rows are to be left out, which takes the reading of all before them."""
+        return self.sample is not None or self.strata is not None
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[InputChunk]:
+        """Yield the rows of all files in order; of a sample they are read already. `columns` spares Parquet from
+        decoding the others."""
+        if self.samples:
+            yield from self.batches(columns)
+            return
+        before, self.complete = 0, True
+        for file in self.files:
+            reader = self._one(file, columns)
+            for chunk in reader.chunks():
+                yield replace(chunk, bytes_read=before + chunk.bytes_read)
+            self._read_to_end(file, reader)
+            before += file.size
+
     def batches(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Iterator[RowBatch]:
         """Rows of all files in order, at most `limit`. `columns` spares Parquet from decoding the others."""
         left = limit
         before = seen = 0
         self.complete = self.strata is None
         for file in self.files:
-            for batch in self._of(file, columns):
-                batch = replace(batch, bytes_read=before + batch.bytes_read)
-                if left is not None:
-                    batch = _first_rows(batch, left)
-                    left -= len(batch.rows)
-                if batch.rows:
-                    yield from self._taken(batch, seen)
-                    seen += len(batch.rows)
+            for batch in self._of(file, columns, left):
+                left = None if left is None else left - len(batch.rows)
+                yield from self._taken(replace(batch, bytes_read=before + batch.bytes_read), seen)
+                seen += len(batch.rows)
                 if left == 0:
                     return  # files that were not read to their end keep no digest: size and time identify them
             before += file.size
@@ -122,20 +140,25 @@ class Reader:
             yield batch
             return
         for start, end in self.strata.runs(first, len(batch.rows)):
-            table = None if batch.table is None else batch.table.slice(start, end - start)
-            yield replace(batch, first_row=batch.first_row + start, rows=batch.rows[start:end], table=table)
+            yield batch.sliced(start, end)
 
-    def _of(self, file: InputFile, columns: Sequence[str] | None) -> Iterator[RowBatch]:
-        """The rows of one file, or those of them that the sample takes."""
-        reader = self._one(file, columns)
-        left = self.sample.rows if self.sample is not None else None
-        for batch in reader.batches():
-            if left is not None and len(batch.rows) > left:
+    def _of(self, file: InputFile, columns: Sequence[str] | None, limit: int | None) -> Iterator[RowBatch]:
+        """The rows of one file, at most `limit`, or those of them that the sample takes."""
+        reader, first = self._one(file, columns), 0
+        most = self.sample.rows if self.sample is not None else None
+        for chunk in reader.chunks():
+            batch = read_batch(chunk, first, None if limit is None else limit - first)
+            if most is not None and first + len(batch.rows) > most:
                 self.complete = False
-                yield _first_rows(batch, left)
+                if most > first:
+                    yield batch.sliced(0, most - first)
                 return
-            left = None if left is None else left - len(batch.rows)
-            yield batch
+            if batch.rows:
+                yield batch
+            first += len(batch.rows)
+        self._read_to_end(file, reader)
+
+    def _read_to_end(self, file: InputFile, reader: FormatReader) -> None:
         if reader.sha256:
             self.sha256[file.path] = reader.sha256
         else:
@@ -143,7 +166,7 @@ class Reader:
 
     def _one(self, file: InputFile, columns: Sequence[str] | None) -> FormatReader:
         most = None if self.sample is None else self.sample.bytes
-        return by_name(file.format).open(file, ReadOptions(self.text, columns, most))
+        return by_name(file.format).open(file, ReadOptions(self.text, columns, most, self.chunk))
 
     def shape(self) -> Shape:
         """Whether the first readable row is an OpenAI batch request, also where it is longer than a sample."""
@@ -153,10 +176,3 @@ class Reader:
                 if not isinstance(row, RowError):
                     return "openai" if looks_like_openai(row) else "table"
         return "table"
-
-
-def _first_rows(batch: RowBatch, count: int) -> RowBatch:
-    if len(batch.rows) <= count:
-        return batch
-    table = None if batch.table is None else batch.table.slice(0, count)
-    return replace(batch, rows=batch.rows[:count], table=table)

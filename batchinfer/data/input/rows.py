@@ -1,32 +1,14 @@
-"""The reader's output: rows in small batches; each row is its columns, or the error that it became."""
+"""Rows: each is its columns, or the error that it became."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
-
-import pyarrow as pa
 
 from batchinfer.core.request import ErrorClass, RowError
 
 Values = dict[str, Any]
 MESSAGE_BYTES = 2048  # an error message is never longer
-
-
-@dataclass(frozen=True, slots=True)
-class RowBatch:
-    """Consecutive rows of one file.
-
-    `table` holds the same rows with their Arrow types where the format has types (Parquet, SQL); None for JSONL.
-    `bytes_read` is how far the reading got, in bytes as they lie on disk: of this file, or from a Reader of all.
-    """
-
-    file: str
-    first_row: int
-    rows: list[Values | RowError]
-    table: pa.RecordBatch | None
-    bytes_read: int
 
 
 class RowProblem(Exception):

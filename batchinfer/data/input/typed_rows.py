@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt
 from batchinfer.core.request import RowError
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.input.rows import RowBatch, Values, first_repeated, row_error
+from batchinfer.data.input.rows import Values, first_repeated, row_error
 from batchinfer.data.input.unpacked import unpacked_size
 
-_SLICE_BYTES = 4 << 20  # of one RowBatch, as long as it has more than one row
+_SLICE_BYTES = 4 << 20  # of one chunk, as long as it has more than one row
 
 
 def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
@@ -74,13 +76,50 @@ def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, fou
             )
 
 
-def row_batch(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> RowBatch:
-    """The rows of a small part; a row whose text is not UTF-8 is an error row, and null in the table."""
-    part = _unpacked(part)
-    rows = _rows(file, part)
-    bad = [isinstance(row, RowError) for row in rows]
-    table = _blanked(part, bad) if any(bad) else part
-    return RowBatch(file, first, rows, table, bytes_read)
+def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> TypedRows:
+    """Return the rows of a small part; a row whose text is not UTF-8 will be an error row."""
+    table = _unpacked(part)
+    return TypedRows(file=file, bytes_read=bytes_read, most_rows=table.num_rows, first_row=first, table=table)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypedRows(InputChunk):
+    """Rows of a format with types: `table`, or on their way to another process an Arrow stream of it."""
+
+    def packed(self) -> tuple[Self, bytes]:
+        if self.table is None:
+            raise ValueError("rows that are packed already")
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self.table.schema) as stream:
+            stream.write_batch(self.table)
+        return replace(self, table=None), sink.getvalue().to_pybytes()
+
+    def unpacked(self, data: bytes) -> Self:
+        with pa.ipc.open_stream(data) as stream:
+            return replace(self, table=stream.read_next_batch())
+
+    def read(
+        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
+    ) -> Iterator[Values | RowError]:
+        if self.table is None:
+            raise ValueError("rows that are packed")
+        part = self.table.slice(start, None if stop is None else stop - start)
+        return iter(_checked_rows(self.file, part, values))
+
+
+def _checked_rows(
+    file: str, part: pa.RecordBatch, values: Collection[str] | None
+) -> Sequence[Values | RowError]:
+    """Return the rows with these columns; None: with all."""
+    wanted = [name for name in part.schema.names if values is None or name in values]
+    others = [name for name in part.schema.names if name not in wanted]
+    try:
+        for name in others:
+            part.column(name).validate(full=True)
+    except pa.ArrowInvalid:
+        return _rows(file, part)
+    found = _rows(file, part.select(wanted)) if wanted else [{}] * part.num_rows
+    return _rows(file, part) if others and any(isinstance(row, RowError) for row in found) else found
 
 
 def _rows(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
@@ -99,9 +138,9 @@ def _rows_apart(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
     return [row_error("bad_utf8", f"{file}: a text column of this row is not UTF-8")]
 
 
-def _blanked(part: pa.RecordBatch, bad: list[bool]) -> pa.RecordBatch:
-    """The same rows, those marked as bad null in every column."""
-    return part.take(pa.array([None if one else at for at, one in enumerate(bad)], pa.int64()))
+def blanked(part: pa.RecordBatch, bad: Collection[int]) -> pa.RecordBatch:
+    """Return the same rows, those whose numbers are in `bad` null in every column."""
+    return part.take(pa.array([None if at in bad else at for at in range(part.num_rows)], pa.int64()))
 
 
 def sliced(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

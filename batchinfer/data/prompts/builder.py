@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -29,12 +29,14 @@ from batchinfer.data.prompts.chat_template import (
 )
 from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.sampling_fields import from_text, override, override_openai
+from batchinfer.data.prompts.simple_template import SimpleTemplate
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 Mode = Literal["template", "messages", "text", "token_ids", "openai"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file")
 MAX_TEXT_BYTES = 4 << 20
+_MOST_BYTES = 4  # of a character in UTF-8
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens")
 ROW_VARIABLE = "row"  # {{ row["a column with spaces"] }}
 
@@ -61,8 +63,7 @@ class PromptPlan:
     fits: bool = False  # max_tokens of a row that has none of its own is what its constraint can need
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A prompt before tokenising: `text`, or `token_ids` as given.
 
     `add_special` asks the tokenizer for its own BOS. `masks` maps stand-ins in `text` to special-token literals
@@ -109,14 +110,18 @@ class PromptBuilder:
     def build(self, values: Values) -> Draft:
         """The row's prompt and parameters."""
         draft = self._build(values)
-        if draft.text is not None and len(draft.text.encode("utf-8", "replace")) > self._plan.max_text_bytes:
-            limit = self._plan.max_text_bytes
+        text, limit = draft.text, self._plan.max_text_bytes
+        if text is None or len(text) <= limit // _MOST_BYTES:
+            return draft
+        if len(text.encode("utf-8", "replace")) > limit:
             raise RowProblem(
                 "text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy"
             )
         return draft
 
     def _params(self, values: Values) -> SamplingParams:
+        if not self._plan.overrides and not self._plan.fits:
+            return override(self._plan.params, {})
         given = {name: values.get(column) for name, column in self._plan.overrides}
         if self._plan.values_are_text:
             given = {name: from_text(name, value) for name, value in given.items()}
@@ -205,10 +210,14 @@ class _RowTemplate:
         self._constant = _constant_text(tree)
         self._template = environment.from_string(source)
         self._whole_row = ROW_VARIABLE in self._names
+        self._simple = SimpleTemplate.of(tree)
 
     def render(self, values: Values) -> str:
         if self._constant is not None:
             return self._constant
+        text = self._simple.render(values) if self._simple is not None else None
+        if text is not None:
+            return text
         try:
             return self._render(values)
         except NullRendered:
@@ -347,7 +356,11 @@ def _texts(value: Any) -> list[str]:
 
 
 def _holds(search: Callable[[str], Any], messages: list[Message]) -> bool:
-    return any(search(text) is not None for text in _texts(messages))
+    for message in messages:
+        for value in message.values():
+            if search(value) if type(value) is str else any(map(search, _texts(value))):
+                return True
+    return False
 
 
 def _replaced(value: Any, masks: Mapping[str, str], substitute: Callable[..., str]) -> Any:

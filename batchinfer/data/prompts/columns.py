@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,11 @@ from batchinfer.data.input.rows import Values
 from batchinfer.data.prompts.builder import ROW_VARIABLE, Mode, template_columns
 from batchinfer.data.prompts.chat_template import row_environment
 from batchinfer.data.prompts.mode import choose_mode
+from batchinfer.data.prompts.row_facts import MOST_NAMES, RowFields
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
-
-_MOST_KNOWN = 200  # names remembered for a message
 
 
 @dataclass(slots=True)
@@ -46,27 +44,23 @@ class Columns:
     known: dict[str, None] = field(default_factory=dict)  # names seen, in order
     rows: int = 0
 
-    def needed(self, row: Values) -> Values:
-        """The row cut down to what the workers need."""
-        self.note(row)
-        if self.send is None:
-            return row
-        return {name: row[name] for name in self.send if name in row}
-
     def note(self, row: Values) -> None:
         """Remember which columns there are."""
-        self.rows += 1
-        if self.unseen:
-            self.unseen.difference_update(row)
-        if len(self.known) < _MOST_KNOWN and not row.keys() <= self.known.keys():
-            self.known.update(dict.fromkeys(row))
+        self.add(row, row.keys(), 1)
 
-    def custom_id(self, row: Values) -> str | None:
-        """The row's id as text; null stays null."""
-        value = row.get(self.id) if self.id is not None else None
-        if value is None or isinstance(value, str):
-            return value
-        return json.dumps(value, ensure_ascii=False, default=str)
+    def add(self, names: Iterable[str], found: Collection[str], rows: int) -> None:
+        """Remember the first columns of some rows, and which of those that are looked for are among all of theirs."""
+        self.rows += rows
+        if self.unseen:
+            self.unseen.difference_update(found)
+        if len(self.known) < MOST_NAMES:
+            self.known.update(dict.fromkeys(names))
+
+    def fields(self, carried: Sequence[str], endpoints: bool, declared: bool) -> RowFields:
+        """Return what workers are to make of a row. `carried` are the columns that come back as text; `declared`: the
+        input declares its columns."""
+        watched = None if declared else frozenset(self.unseen)
+        return RowFields(self.send, self.id, tuple(carried), not declared, endpoints, watched)
 
     @property
     def missing(self) -> bool:

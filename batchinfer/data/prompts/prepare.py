@@ -1,22 +1,29 @@
-"""Rows in, finished prompts out: tokens, parameters and keys for a batch. This is what a render worker runs."""
+"""A chunk of rows in, finished prompts out: tokens, parameters and keys. This is what a render worker runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.core.sampling import SamplingParams, Truncate
 from batchinfer.data.constraints.constraint_check import ConstraintChecker
 from batchinfer.data.constraints.per_constraint import PerConstraint
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
-from batchinfer.data.prompts.keys import token_bytes, work_key
+from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
+from batchinfer.data.prompts.row_facts import FactsOfRows, RowFacts, RowFields
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
+_BULK_ROWS = 512
+_BULK_CHARACTERS = 1 << 20
+_NO_TOKENS: TokenIds = np.zeros(0, np.int32)
 BULK = -1  # what the worker reports while it tokenises a whole batch at once
 
 
@@ -24,6 +31,24 @@ def checking(row: int) -> int:
     """Return the number that a worker reports while another process checks the constraint of `row`, which may take
     longer than the worker may take for a row."""
     return BULK - 1 - row
+
+
+@dataclass(frozen=True, slots=True)
+class RowPiece:
+    """Rows start … stop - 1 of a chunk, which are prepared together; fewer where the chunk has fewer.
+
+    `accused`: its only row was at work when an earlier process ended. `careful`: rows are tokenised one by one.
+    `given`: the error that its row has already; it is only read.
+    """
+
+    start: int
+    stop: int
+    accused: bool = False
+    careful: bool = False
+    given: RowError | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,97 +77,147 @@ class Limits:
 
 @dataclass(slots=True)
 class Prepared:
-    """A batch of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
+    """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
 
     `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
-    `max_tokens` (n,).
+    `max_tokens` (n,), `counts` (n,).
     """
 
     errors: dict[int, RowError]
     params: list[str]
-    params_of: list[int]
-    max_tokens: list[int]
+    params_of: NDArray[np.int32]
+    max_tokens: NDArray[np.int32]
     counts: TokenIds
     keys: bytes
     tokens: TokenIds
 
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """Rows that were read: their prompts, and all else that the index keeps of them."""
+
+    prompts: Prepared
+    facts: RowFacts
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
 
 class Preparer:
-    """Renders and tokenises. `report` is told which row is at work, so that a hang can be pinned on it."""
+    """Reads, renders and tokenises. `report` is told which row is at work, so that a hang can be pinned on it."""
 
     def __init__(
-        self, plan: PromptPlan, limits: Limits, tokenizer: Tokenizer, report: Callable[[int], None]
+        self,
+        plan: PromptPlan,
+        limits: Limits,
+        tokenizer: Tokenizer,
+        report: Callable[[int], None],
+        fields: RowFields,
     ) -> None:
         self._builder = PromptBuilder(plan, tokenizer)
         self._limits = limits
+        self._fields = fields
         self._tokenizer = tokenizer
         self._segments = tokenizer.segments()
+        self._plain = plan.params  # of most rows; their constraint was checked before
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._report = report
 
-    def prepare(self, rows: Sequence[Values], careful: bool = False) -> Prepared:
-        """`careful`: tokenise row by row, to find the row that brings the tokenizer down."""
-        work = _Batch(len(rows))
-        drafts = self._drafts(rows, work)
-        encoded = self._encoded(drafts, work, careful)
-        for index, draft in drafts.items():
-            if index not in encoded:
-                continue
-            try:
-                work.rows[index] = (self._fitted(encoded[index], draft), draft.params)
-            except RowProblem as problem:
-                work.errors[index] = problem.error
-        return work.finished(self._limits.context)
+    def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
+        """Prepare the rows of a chunk; of a piece of it, if there is one."""
+        piece = piece or RowPiece(0, chunk.most_rows)
+        facts, work = FactsOfRows(self._fields), _FinishedPrompts(self._limits.context)
+        held = _Drafts()
+        rows = chunk.read(piece.start, piece.stop, self._fields.values)
+        index = -1
+        for index, row in self._reported(rows):
+            facts.note(row)
+            if isinstance(row, RowError):
+                work.errors[index] = row
+            elif piece.given is not None:
+                work.errors[index] = piece.given
+            else:
+                self._draft(index, row, held, work)
+            if held.full:
+                self._finish(held, work, piece.careful)
+                held = _Drafts()
+        self._finish(held, work, piece.careful)
+        return PreparedRows(work.finished(index + 1), facts.finished())
 
-    def _drafts(self, rows: Sequence[Values], work: _Batch) -> dict[int, Draft]:
-        drafts: dict[int, Draft] = {}
-        for index, row in enumerate(rows):
+    def _reported(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
+        """Number the rows. A row is at work from before it is read, as reading may take all memory, too."""
+        for index in count():
             self._report(index)
-            try:
-                draft = self._builder.build(row)
-                if self._constraints.are_due(draft.params):
-                    self._report(checking(index))
-                    self._constraints.check(draft.params)
-                drafts[index] = draft
-            except RowProblem as problem:
-                work.errors[index] = problem.error
-        return drafts
+            row = next(rows, None)
+            if row is None:
+                return
+            yield index, row
 
-    def _encoded(self, drafts: dict[int, Draft], work: _Batch, careful: bool) -> dict[int, Sequence[int]]:
-        encoded: dict[int, Sequence[int]] = {i: d.token_ids for i, d in drafts.items() if d.text is None}
+    def _draft(self, index: int, row: Values, held: _Drafts, work: _FinishedPrompts) -> None:
+        try:
+            draft = self._builder.build(self._fields.needed(row))
+            if draft.params is not self._plain and self._constraints.are_due(draft.params):
+                self._report(checking(index))
+                self._constraints.check(draft.params)
+            held.add(index, draft)
+        except RowProblem as problem:
+            work.errors[index] = problem.error
+
+    def _finish(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> None:
+        """Tokenise what is held and see whether it fits."""
+        encoded = self._encoded(held, work, careful)
+        held.keep([at for at, ids in enumerate(encoded) if ids is not None])
+        ids = [one for one in encoded if one is not None]
+        tokens, counts = _flat(ids)
+        if not self._all_fit(tokens, counts):
+            tokens, counts = self._fitted_ones(held, tokens, counts, work)
+        work.add(held, tokens, counts)
+
+    def _encoded(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> list[Sequence[int] | None]:
+        """The token ids of each draft; None where the tokenizer failed."""
+        drafts = held.drafts
+        encoded: list[Sequence[int] | None] = [d.token_ids if d.text is None else None for d in drafts]
         for special in (False, True):
             plain = [
-                i
-                for i, d in drafts.items()
-                if d.text is not None and not d.masks and d.add_special is special
+                at
+                for at, d in enumerate(drafts)
+                if d.add_special is special and d.text is not None and not d.masks
             ]
             if plain and not (not careful and self._in_bulk(plain, drafts, special, encoded)):
-                self._one_by_one(plain, drafts, encoded, work)
-        masked = [i for i, d in drafts.items() if d.masks]
-        self._one_by_one(masked, drafts, encoded, work)
+                self._one_by_one(plain, held, encoded, work)
+        self._one_by_one([at for at, d in enumerate(drafts) if d.masks], held, encoded, work)
         return encoded
 
     def _in_bulk(
-        self, which: list[int], drafts: dict[int, Draft], special: bool, encoded: dict[int, Sequence[int]]
+        self,
+        which: list[int],
+        drafts: Sequence[Draft],
+        special: bool,
+        encoded: list[Sequence[int] | None],
     ) -> bool:
         self._report(BULK)
         try:
-            texts = [drafts[i].text for i in which]
+            texts = [drafts[at].text for at in which]
             found = self._tokenizer.rust.encode_batch_fast(texts, add_special_tokens=special)
         except BaseException as error:
             if not _is_tokenizer_failure(error):
                 raise
             return False
-        encoded.update((i, encoding.ids) for i, encoding in zip(which, found, strict=True))
+        for at, encoding in zip(which, found, strict=True):
+            encoded[at] = encoding.ids
         return True
 
     def _one_by_one(
-        self, which: list[int], drafts: dict[int, Draft], encoded: dict[int, Sequence[int]], work: _Batch
+        self, which: list[int], held: _Drafts, encoded: list[Sequence[int] | None], work: _FinishedPrompts
     ) -> None:
-        for index in which:
+        for at in which:
+            index = held.rows[at]
             self._report(index)
             try:
-                encoded[index] = self._encode(drafts[index])
+                encoded[at] = self._encode(held.drafts[at])
             except BaseException as error:
                 if not _is_tokenizer_failure(error):
                     raise
@@ -155,9 +230,30 @@ class Preparer:
         ids: Sequence[int] = self._tokenizer.rust.encode(text, add_special_tokens=draft.add_special).ids
         return ids
 
-    def _fitted(self, ids: Sequence[int], draft: Draft) -> TokenIds:
+    def _all_fit(self, tokens: TokenIds, counts: TokenIds) -> bool:
+        if not len(counts):
+            return True
+        shortest, longest = int(counts.min()), int(counts.max())
+        fits = shortest > 0 and longest + 1 <= self._limits.max_model_len
+        return fits and int(tokens.max()) < self._limits.vocab_size
+
+    def _fitted_ones(
+        self, held: _Drafts, tokens: TokenIds, counts: TokenIds, work: _FinishedPrompts
+    ) -> tuple[TokenIds, TokenIds]:
+        """Each prompt by itself; the others become errors and are held no longer."""
+        kept: dict[int, TokenIds] = {}
+        ends = np.cumsum(counts)
+        for at, prompt in enumerate(np.split(tokens, ends[:-1])):
+            try:
+                kept[at] = self._fitted(prompt, held.drafts[at])
+            except RowProblem as problem:
+                work.errors[held.rows[at]] = problem.error
+        held.keep(list(kept))
+        lengths = np.array([len(prompt) for prompt in kept.values()], np.int32)
+        return np.concatenate([_NO_TOKENS, *kept.values()]), lengths
+
+    def _fitted(self, tokens: TokenIds, draft: Draft) -> TokenIds:
         """The prompt as it will run. Raises RowProblem when it is empty, too long or has unknown ids."""
-        tokens = np.array(ids, dtype=np.int32)
         limit = self._limits.max_model_len
         if not len(tokens):
             raise RowProblem("empty_prompt", "the prompt has no tokens")
@@ -209,32 +305,88 @@ def _is_tokenizer_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Collects a batch's rows while they are prepared."""
+class _Drafts:
+    """Drafts that are tokenised together, and the numbers of their rows."""
 
-    size: int
-    errors: dict[int, RowError] = field(default_factory=dict)
-    rows: dict[int, tuple[TokenIds, SamplingParams]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.drafts: list[Draft] = []
+        self._characters = 0
 
-    def finished(self, context: bytes) -> Prepared:
-        numbers: dict[SamplingParams, int] = {}
-        texts: list[str] = []
-        result = Prepared(self.errors, texts, [0] * self.size, [0] * self.size, *_empty(self.size))
-        keys, tokens_out = bytearray(32 * self.size), []
-        for index, (tokens, params) in self.rows.items():
-            if params not in numbers:
-                numbers[params] = len(texts)
-                texts.append(params.canonical().to_json())
-            number = numbers[params]
-            data = token_bytes(tokens)
-            keys[32 * index : 32 * index + 32] = work_key(context, texts[number], data)
-            result.counts[index], result.params_of[index] = len(tokens), number
-            result.max_tokens[index] = params.max_tokens
-            tokens_out.append(tokens)
-        joined = np.concatenate(tokens_out) if tokens_out else np.zeros(0, np.int32)
-        return replace(result, keys=bytes(keys), tokens=joined)
+    def add(self, row: int, draft: Draft) -> None:
+        self.rows.append(row)
+        self.drafts.append(draft)
+        self._characters += len(draft.text or "")
+
+    @property
+    def full(self) -> bool:
+        """Whether these are as many as are tokenised at once: the tokenizer takes some 100 bytes for each token."""
+        return len(self.rows) >= _BULK_ROWS or self._characters >= _BULK_CHARACTERS
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Drop all others."""
+        if len(places) < len(self.rows):
+            self.rows = [self.rows[at] for at in places]
+            self.drafts = [self.drafts[at] for at in places]
 
 
-def _empty(size: int) -> tuple[TokenIds, bytes, TokenIds]:
-    return np.zeros(size, np.int32), b"", np.zeros(0, np.int32)
+class _FinishedPrompts:
+    """Collects finished prompts, in the order of their rows."""
+
+    def __init__(self, context: bytes) -> None:
+        self._context = context
+        self.errors: dict[int, RowError] = {}
+        self._params: dict[SamplingParams, int] = {}
+        self._last: tuple[SamplingParams | None, int] = (None, 0)
+        self._texts: list[str] = []
+        self._makers: list[WorkKeys] = []
+        self._rows: list[int] = []
+        self._params_of: list[int] = []
+        self._max_tokens: list[int] = []
+        self._keys: list[bytes] = []
+        self._counts: list[TokenIds] = [_NO_TOKENS]
+        self._tokens: list[TokenIds] = [_NO_TOKENS]
+
+    def add(self, held: _Drafts, tokens: TokenIds, counts: TokenIds) -> None:
+        """Take prompts that fit, end to end."""
+        data, end = token_bytes(tokens), 0
+        for draft, size in zip(held.drafts, counts.tolist(), strict=True):
+            start, end = end, end + TOKEN_BYTES * size
+            number = self._number(draft.params)
+            self._params_of.append(number)
+            self._max_tokens.append(draft.params.max_tokens)
+            self._keys.append(self._makers[number].key(data[start:end]))
+        self._rows += held.rows
+        self._counts.append(counts)
+        self._tokens.append(tokens)
+
+    def _number(self, params: SamplingParams) -> int:
+        last, number = self._last
+        if params is not last:  # comparing takes longer than all else here
+            self._last = params, number = params, self._added(params)
+        return number
+
+    def _added(self, params: SamplingParams) -> int:
+        number = self._params.get(params)
+        if number is None:
+            number = self._params[params] = len(self._texts)
+            self._texts.append(params.canonical().to_json())
+            self._makers.append(WorkKeys(self._context, self._texts[-1]))
+        return number
+
+    def finished(self, size: int) -> Prepared:
+        """Return all rows; those that are not among the finished ones are error rows."""
+        columns = {name: np.zeros(size, np.int32) for name in ("params_of", "max_tokens", "counts")}
+        keys = np.zeros((size, KEY_BYTES), np.uint8)
+        columns["params_of"][self._rows] = self._params_of
+        columns["max_tokens"][self._rows] = self._max_tokens
+        columns["counts"][self._rows] = np.concatenate(self._counts)
+        keys[self._rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
+        tokens = np.concatenate(self._tokens)
+        return Prepared(self.errors, self._texts, keys=keys.tobytes(), tokens=tokens, **columns)
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:
+    """All rows end to end, and the length of each."""
+    counts = np.array([len(row) for row in rows], np.int32)
+    return np.fromiter(chain.from_iterable(rows), np.int32, int(counts.sum(dtype=np.int64))), counts

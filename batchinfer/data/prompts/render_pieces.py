@@ -1,44 +1,34 @@
-"""A batch of rows in pieces: when a process ends or hangs, the row that it was at is prepared again by itself."""
+"""A chunk of rows in pieces: when a process ends or hangs, the row that it was at is prepared again by itself."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.data.input.rows import row_error
-from batchinfer.data.prompts.prepare import Prepared
+from batchinfer.data.prompts.keys import KEY_BYTES
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows, RowPiece
+from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts
 
 # What a row gets that found no memory: rows before it may have taken it.
 _OF_MEMORY = "template_memory"
 _EMPTY = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class RowPiece:
-    """Rows start … stop - 1 of a batch, which are prepared together.
-
-    `accused`: its only row was at work when an earlier process ended. `careful`: rows are tokenised one by one.
-    """
-
-    start: int
-    stop: int
-    accused: bool = False
-    careful: bool = False
-
-    def __len__(self) -> int:
-        return self.stop - self.start
+_ONE = np.zeros(1, np.int32)
 
 
 class RowPieces:
-    """The pieces of one batch, first to last: what was prepared of those before, and what is still to be prepared."""
+    """The pieces of one chunk, first to last: what was prepared of those before, and what is still to be prepared.
 
-    def __init__(self, rows: int) -> None:
+    `rows`: how many there are at the most; only the last piece may turn out to have fewer.
+    """
+
+    def __init__(self, rows: int, fields: RowFields) -> None:
         self._left = deque([RowPiece(0, rows)])
-        self._done: list[Prepared] = []
+        self._fields = fields
+        self._done: list[PreparedRows] = []
         self.blamed = 0  # rows in a row, up to the present piece
 
     def __bool__(self) -> bool:
@@ -50,16 +40,21 @@ class RowPieces:
         """The piece that is prepared now."""
         return self._left[0]
 
-    def done(self, reply: Prepared) -> bool:
+    def fits(self, rows: int) -> bool:
+        """Whether the present piece may have that many rows."""
+        return rows == len(self.present) or (rows < len(self.present) and len(self._left) == 1)
+
+    def done(self, reply: PreparedRows) -> bool:
         """The present piece was prepared. Returns whether it counts: rows without memory are prepared again."""
         piece = self.present
-        short = [at for at, error in sorted(reply.errors.items()) if error.code == _OF_MEMORY]
+        short = [at for at, error in sorted(reply.prompts.errors.items()) if error.code == _OF_MEMORY]
         if short and not piece.accused:
             self._split([piece.start + at for at in short])
             return False
         self._left.popleft()
         self._done.append(reply)
-        self.blamed = 0
+        if piece.given is None:
+            self.blamed = 0
         return True
 
     def accuse(self, row: int) -> None:
@@ -67,18 +62,24 @@ class RowPieces:
         self._split([self.present.start + row])
 
     def blame(self, code: str, message: str) -> None:
-        """The present piece's only row did the same once more, by itself."""
-        self._left.popleft()
-        self._done.append(_error_row(row_error(code, message, "resource")))
-        self.blamed += 1
+        """The present piece's only row did the same once more, by itself: it is only read now, as an error row. If that
+        ends the process as well, nothing is known of it."""
+        piece = self._left.popleft()
+        if piece.given is None:
+            error = row_error(code, message, "resource")
+            self._left.appendleft(RowPiece(piece.start, piece.stop, accused=True, given=error))
+            self.blamed += 1
+        else:
+            self._done.append(PreparedRows(_error_row(piece.given), no_facts(self._fields, 1)))
 
     def be_careful(self) -> None:
         """A process ended in the present piece, at no row that is known."""
         piece = self._left.popleft()
-        self._left.appendleft(RowPiece(piece.start, piece.stop, piece.accused, careful=True))
+        careful = RowPiece(piece.start, piece.stop, piece.accused, careful=True, given=piece.given)
+        self._left.appendleft(careful)
 
-    def joined(self) -> Prepared:
-        """The whole batch, as if it had been prepared at once."""
+    def joined(self) -> PreparedRows:
+        """The whole chunk, as if it had been prepared at once."""
         return self._done[0] if len(self._done) == 1 else joined(self._done)
 
     def _split(self, rows: Sequence[int]) -> None:
@@ -94,26 +95,43 @@ class RowPieces:
 
 
 def _error_row(error: RowError) -> Prepared:
-    return Prepared({0: error}, [], [0], [0], np.zeros(1, np.int32), bytes(32), _EMPTY)
+    return Prepared({0: error}, [], _ONE, _ONE, _ONE, bytes(KEY_BYTES), _EMPTY)
 
 
-def joined(pieces: Iterable[Prepared]) -> Prepared:
-    """One batch of all rows, in order. Parameters that several pieces have are listed once."""
-    whole = Prepared({}, [], [], [], _EMPTY, b"", _EMPTY)
+def joined(pieces: Sequence[PreparedRows]) -> PreparedRows:
+    """One chunk of all rows, in order."""
+    prompts = joined_prompts(piece.prompts for piece in pieces)
+    return PreparedRows(prompts, joined_facts([piece.facts for piece in pieces]))
+
+
+def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
+    """All prompts, in order. Parameters that several pieces have are listed once."""
+    errors: dict[int, RowError] = {}
     numbers: dict[str, int] = {}
-    counts: list[TokenIds] = []
-    tokens: list[TokenIds] = []
-    keys = []
+    params_of, max_tokens, counts, tokens = ([_EMPTY] for _ in range(4))
+    keys, start = [], 0
     for piece in pieces:
-        start = len(whole.params_of)
-        whole.errors.update((start + at, error) for at, error in piece.errors.items())
-        own = [numbers.setdefault(text, len(numbers)) for text in piece.params] or [0]
-        whole.params_of += [
-            own[number] if at not in piece.errors else 0 for at, number in enumerate(piece.params_of)
-        ]
-        whole.max_tokens += piece.max_tokens
+        errors |= {start + at: error for at, error in piece.errors.items()}
+        params_of.append(_renumbered(piece, numbers))
+        max_tokens.append(piece.max_tokens)
         counts.append(piece.counts)
-        keys.append(piece.keys)
         tokens.append(piece.tokens)
-    numpy_joined = np.concatenate(counts), b"".join(keys), np.concatenate(tokens)
-    return Prepared(whole.errors, [*numbers], whole.params_of, whole.max_tokens, *numpy_joined)
+        keys.append(piece.keys)
+        start += len(piece)
+    return Prepared(
+        errors,
+        [*numbers],
+        np.concatenate(params_of),
+        np.concatenate(max_tokens),
+        np.concatenate(counts),
+        b"".join(keys),
+        np.concatenate(tokens),
+    )
+
+
+def _renumbered(piece: Prepared, numbers: dict[str, int]) -> TokenIds:
+    """The numbers of the piece's parameters among all; 0 for its error rows."""
+    own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
+    found = own[piece.params_of]
+    found[list(piece.errors)] = 0
+    return found

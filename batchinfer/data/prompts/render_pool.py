@@ -1,56 +1,106 @@
-"""A few render workers in a row: batches go out as workers are free and come back in the order they went."""
+"""Render workers: chunks go out as workers are free, and what was prepared of them comes back in their order."""
 
 from __future__ import annotations
 
+import os
+import selectors
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from time import monotonic
+from typing import Generic, TypeVar
 
-from batchinfer.data.input.rows import Values
-from batchinfer.data.prompts.prepare import Prepared
+from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.prompts.prepare import PreparedRows
 from batchinfer.data.prompts.render_worker import RenderSpec, RenderWorker
-from batchinfer.machine.cpus import usable_cpus
+from batchinfer.data.prompts.shared_file import put, shared_file
+from batchinfer.machine.waiting import LOOK_S
 
 Tag = TypeVar("Tag")
+_AHEAD = 2  # chunks under way for each worker: the next one is there when a worker is done
 
 
-class RenderPool:
-    """Use as a context manager; at most `workers` batches are under way.
+@dataclass(slots=True)
+class _ChunkWork(Generic[Tag]):
+    """A chunk that is under way, of which at most `rows` rows are read."""
 
-    A worker is started with the first batch that finds no free one: an input of one batch needs no second process.
+    tag: Tag
+    chunk: InputChunk
+    rows: int
+    done: PreparedRows | None = None
+
+
+class RenderPool(Generic[Tag]):
+    """Use as a context manager.
+
+    A worker is started with a chunk that finds no free one: an input of one chunk needs no second process.
     """
 
-    def __init__(self, spec: RenderSpec, workers: int | None = None) -> None:
-        self._spec, self._most = spec, workers or min(2, usable_cpus())
-        self._free: deque[RenderWorker] = deque()
+    def __init__(self, spec: RenderSpec, workers: int) -> None:
+        self._spec, self._most = spec, workers
+        self._events = selectors.DefaultSelector()
+        self._definition = shared_file()
+        put(self._definition, spec.definition.encode())
         self._all: list[RenderWorker] = []
+        self._free: list[RenderWorker] = []
+        self._waiting: deque[_ChunkWork[Tag]] = deque()
+        self._at_work: dict[RenderWorker, _ChunkWork[Tag]] = {}
+        self._looked = monotonic()
 
-    def __enter__(self) -> RenderPool:
+    def __enter__(self) -> RenderPool[Tag]:
         return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self._all:
             worker.close()
+        self._events.close()
+        os.close(self._definition)
 
-    def map(self, batches: Iterable[tuple[Tag, Sequence[Values]]]) -> Iterator[tuple[Tag, Prepared]]:
-        """(tag, rows) in, (tag, prepared rows) out, in order."""
-        under_way: deque[tuple[Tag, RenderWorker]] = deque()
-        for tag, rows in batches:
-            done = self._oldest(under_way) if len(under_way) == self._most else None
-            worker = self._free.popleft() if self._free else self._started()
-            worker.submit(rows)
-            under_way.append((tag, worker))
-            if done is not None:  # only now, so that the worker is busy while the caller looks at it
-                yield done
-        while under_way:
-            yield self._oldest(under_way)
+    def map(self, chunks: Iterable[tuple[Tag, InputChunk, int] | None]) -> Iterator[tuple[Tag, PreparedRows]]:
+        """(tag, chunk, its rows at the most) in, (tag, prepared rows) out, in order. None among the chunks: the next
+        one is asked for only when all before it were given out."""
+        under_way: deque[_ChunkWork[Tag]] = deque()
+        for given in chunks:
+            if given is None:
+                yield from self._given_out(under_way, 0)
+                continue
+            work = _ChunkWork(*given)
+            under_way.append(work)
+            self._assign(work)
+            yield from self._given_out(under_way, _AHEAD * self._most - 1)
+        yield from self._given_out(under_way, 0)
 
-    def _started(self) -> RenderWorker:
-        self._all.append(RenderWorker(self._spec))
-        return self._all[-1]
+    def _given_out(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
+        """Yield what is done, in order, and wait until at most so many chunks are under way."""
+        self._attend(0)
+        while under_way and (len(under_way) > most or under_way[0].done is not None):
+            while (done := under_way[0].done) is None:
+                self._attend(LOOK_S)
+            yield under_way.popleft().tag, done
 
-    def _oldest(self, under_way: deque[tuple[Tag, RenderWorker]]) -> tuple[Tag, Prepared]:
-        tag, worker = under_way.popleft()
-        prepared = worker.result()
-        self._free.append(worker)
-        return tag, prepared
+    def _assign(self, work: _ChunkWork[Tag]) -> None:
+        self._waiting.append(work)
+        if self._free:
+            self._submit(self._free.pop())
+        elif len(self._all) < self._most:
+            self._all.append(RenderWorker(self._spec, self._definition, self._events))
+
+    def _submit(self, worker: RenderWorker) -> None:
+        work = self._at_work[worker] = self._waiting.popleft()
+        worker.submit(work.chunk, work.rows)
+
+    def _attend(self, within_s: float) -> None:
+        """Take what workers have sent, waiting at most so long for the first of them, and give them new work."""
+        for key, _ in self._events.select(within_s):
+            worker: RenderWorker = key.data
+            done = worker.attend()
+            if done is not None:
+                self._at_work.pop(worker).done = done
+            if worker.idle and self._waiting:
+                self._submit(worker)
+            elif worker.idle and worker not in self._free:
+                self._free.append(worker)
+        if monotonic() - self._looked > LOOK_S:
+            self._looked = monotonic()
+            for worker in self._all:
+                worker.look()

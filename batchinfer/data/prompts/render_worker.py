@@ -1,4 +1,4 @@
-"""The process that runs templates and the tokenizer, where it can be killed without harm.
+"""The process that reads rows and runs templates and the tokenizer, where it can be killed without harm.
 
 A template may loop for ever or ask for all memory, and neither can be stopped from within. The worker notes
 which row it is at in shared memory. When the process dies, or that row takes too long, a new process takes its place;
@@ -8,34 +8,34 @@ the row is prepared again by itself, as anything may have ended a process, and b
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
+import selectors
 import signal
-import sys
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-import numpy as np
-
 from batchinfer.core.errors import JobFileError, Mistake, Unavailable
-from batchinfer.core.request import RowError
-from batchinfer.data.input.rows import Values
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.prompts.builder import PromptPlan
-from batchinfer.data.prompts.prepare import BULK, Limits, Prepared, Preparer
+from batchinfer.data.prompts.prepare import BULK, Limits, PreparedRows, Preparer
 from batchinfer.data.prompts.render_pieces import RowPieces
+from batchinfer.data.prompts.render_reply import BadReply, packed, packed_failure, unpacked
+from batchinfer.data.prompts.row_facts import RowFields
+from batchinfer.data.prompts.shared_file import BULK_AT, put, shared_file, take
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.machine.memory import limit_memory
 from batchinfer.machine.spawning import Child, receiving
-from batchinfer.machine.waiting import LOOK_S, Waited
+from batchinfer.machine.waiting import Waited
 
 _LEAVE_S = 5.0  # a process that closed its pipe has ended by then
 _ENTRY = "batchinfer.data.prompts.render_worker:serve"
 _HANGS_IN_A_ROW = 8  # then it is the template, not the rows: at 20 s each the job would never end
+_SIZE = 8  # bytes of the number that says how large a reply is
+_SPARE = 16  # a row's timer is set anew when this part of its limit has passed
 _LOST = 4  # processes in a row that ended at no row
 # Times as long as it may work, a process may do so little that its CPU time does not run out: it is stopped, or swapped
 # out, or the machine is busy.
@@ -54,6 +54,7 @@ class RenderSpec:
     definition: str  # of the tokenizer: Tokenizer.definition
     plan: PromptPlan
     limits: Limits
+    fields: RowFields
     job: str = "job.yaml"
     row_timeout_s: float = 10.0
     bulk_timeout_s: float = 120.0
@@ -65,74 +66,125 @@ class RenderSpec:
 
 
 class RenderWorker:
-    """One worker process. `submit` a batch, then take its `result`; one batch at a time."""
+    """One worker process, which prepares one chunk after the other.
 
-    def __init__(self, spec: RenderSpec) -> None:
-        self._spec = spec
-        self._rows: Sequence[Values] = ()
-        self._pieces = RowPieces(0)
+    `attend` when `events` says that it has sent something, and `look` at it now and then: it may hang. `definition` is
+    a file with that of the tokenizer.
+    """
+
+    def __init__(self, spec: RenderSpec, definition: int, events: selectors.BaseSelector) -> None:
+        self._spec, self._definition, self._events = spec, definition, events
+        self._pieces: RowPieces | None = None  # None: nothing is to be done
+        self._header: InputChunk | None = None
+        self._data = b""
         self._lost = 0  # processes in a row that did nothing
         self._renewed = False
         self._start()
 
     def _start(self) -> None:
-        shared = _shared_file()
-        try:
-            self._at = _shared_number(shared)
-            self._child = Child(_ENTRY, self._spec, shared, files=[shared])
-        finally:
-            os.close(shared)
+        self._shared = shared_file()
+        self._at = _shared_number(self._shared)
+        self._at.value = self._seen = BULK
+        self._ready, self._waited = False, Waited()
+        spec = replace(self._spec, definition="")
+        files = [self._shared, self._definition]
+        self._child = Child(_ENTRY, spec, self._shared, self._definition, files=files)
         self._pipe = self._child.connection
+        self._events.register(self._pipe.fileno(), selectors.EVENT_READ, self)
 
-    def submit(self, rows: Sequence[Values]) -> None:
-        """Hand a batch over; the previous one's result must have been taken."""
-        self._rows, self._pieces = rows, RowPieces(len(rows))
+    @property
+    def idle(self) -> bool:
+        """Whether it waits for a chunk."""
+        return self._ready and self._pieces is None
+
+    def submit(self, chunk: InputChunk, rows: int) -> None:
+        """Hand over a chunk of `rows` rows at the most, of which no more are read; the worker must be idle."""
+        self._header, self._data = chunk.packed()
+        self._pieces = RowPieces(rows, self._spec.fields)
         self._lost, self._renewed = 0, False
-        self._send()
+        if self._ready:
+            self._send()
 
-    def result(self) -> Prepared:
-        """The submitted batch, prepared. Rows that hang or kill the worker, twice, come back as errors."""
-        while self._pieces:
-            reply = self._wait()
-            if reply is None or not self._pieces.done(reply):
-                self._restart()
-            elif self._pieces:
+    def attend(self) -> PreparedRows | None:
+        """Take what the process has sent. Return the chunk, once all of it is prepared: rows that hang or kill the
+        worker, twice, are errors."""
+        try:
+            with receiving():
+                size = int.from_bytes(self._pipe.recv_bytes(_SIZE), "little")
+        except EOFError:
+            self._died()
+            self._restart()
+            return None
+        if not self._ready:
+            self._ready = True
+            if self._pieces is not None:
                 self._send()
-            self._lost = 0 if reply is not None else self._lost
-        return self._pieces.joined()
+            return None
+        return self._taken(size)
+
+    def look(self) -> None:
+        """Replace the process by another one if it hangs."""
+        if self.idle:
+            return
+        if self._at.value != self._seen:
+            self._seen = self._at.value
+            self._waited.again()
+        limit = IDLE * self._spec.timeout_s(self._seen)
+        if self._waited.look() > limit:
+            self._failed(
+                "template_timeout", f"the process that renders this row made no progress for {limit:g} s"
+            )
+            self._restart()
 
     def close(self) -> None:
         """End the process; safe to call twice."""
+        if self._shared < 0:
+            return
+        self._events.unregister(self._pipe.fileno())
         self._child.close()
+        os.close(self._shared)
+        self._shared = -1
 
     def _send(self) -> None:
-        piece = self._pieces.present
-        self._at.value = BULK
+        if self._pieces is None:
+            return
+        self._at.value = self._seen = BULK
+        self._waited.again()
+        put(self._shared, self._data)
         try:
-            self._pipe.send((piece.careful, list(self._rows[piece.start : piece.stop])))
+            self._pipe.send((self._pieces.present, self._header, len(self._data)))
         except (BrokenPipeError, ConnectionResetError):
-            return  # it died before it could read: `result` sees that and starts another
+            return  # it died before it could read: `attend` sees that and starts another
 
-    def _wait(self) -> Prepared | None:
-        """The reply, or None when the process hangs or died; what it was at is then noted."""
-        at, waited = self._at.value, Waited()
-        while not self._pipe.poll(LOOK_S):
-            if self._at.value != at:
-                at = self._at.value
-                waited.again()
-            limit = IDLE * self._spec.timeout_s(at)
-            if waited.look() > limit:
-                self._failed(
-                    "template_timeout", f"the process that renders this row made no progress for {limit:g} s"
-                )
-                return None
+    def _taken(self, size: int) -> PreparedRows | None:
+        """Take the reply to the present piece."""
+        pieces = self._pieces
+        if pieces is None:
+            raise Unavailable("the process that renders prompts sent something that nobody asked for")
         try:
-            with receiving():
-                reply = self._pipe.recv_bytes()
-        except EOFError:
-            self._died()
+            reply = self._reply(size, pieces)
+        except BadReply as error:
+            self._lose(f"its reply is damaged: {error}")
+            self._restart()
             return None
-        return _unpacked(reply)
+        self._lost = 0
+        if not pieces.done(reply):
+            self._restart()
+        elif pieces:
+            self._send()
+        else:
+            self._pieces, self._header, self._data = None, None, b""
+            return pieces.joined()
+        return None
+
+    def _reply(self, size: int, pieces: RowPieces) -> PreparedRows:
+        """Raises BadReply."""
+        if size > self._spec.memory_bytes:
+            raise BadReply(f"{size} bytes are more than such a process may have")
+        reply = unpacked(take(self._shared, size), self._spec.fields, self._spec.limits.vocab_size)
+        if not pieces.fits(len(reply)):
+            raise BadReply(f"{len(reply)} rows for {len(pieces.present)}")
+        return reply
 
     def _died(self) -> None:
         """Handle a worker's death, by itself or by a limit. RLIMIT_CPU counts all rows since the start, so it blames no
@@ -155,28 +207,31 @@ class RenderWorker:
     def _failed(self, code: str, message: str) -> None:
         """The process ended or hung. Only a row that it was at, alone, and for the second time, is at fault."""
         pieces, row = self._pieces, _row_of(self._at.value)
-        if row is None or row >= len(pieces.present):
-            self._lost += 1
-            if self._lost == _LOST:
-                text = f"the process that renders prompts cannot be kept running: {message}"
-                raise Unavailable(f"{text}; {_LOST} such processes in a row did nothing")
-            pieces.be_careful()
+        if pieces is None or row is None or row >= len(pieces.present):
+            self._lose(message)
         elif pieces.present.accused:
             pieces.blame(code, f"{message}, with other rows and again with this row alone")
-            self._check_streak(message)
+            self._check_streak(pieces, message)
         else:
             pieces.accuse(row)
 
-    def _check_streak(self, message: str) -> None:
-        if self._pieces.blamed == _HANGS_IN_A_ROW:
+    def _lose(self, message: str) -> None:
+        """Another process ended, and no row is known to be at fault."""
+        self._lost += 1
+        if self._lost == _LOST:
+            text = f"the process that renders prompts cannot be kept running: {message}"
+            raise Unavailable(f"{text}; {_LOST} such processes in a row did nothing")
+        if self._pieces is not None:
+            self._pieces.be_careful()
+
+    def _check_streak(self, pieces: RowPieces, message: str) -> None:
+        if pieces.blamed == _HANGS_IN_A_ROW:
             text = f"{_HANGS_IN_A_ROW} rows in a row could not be rendered: {message}"
             raise JobFileError(self._spec.job, [Mistake("prompt", f"{text}; does a template loop for ever?")])
 
     def _restart(self) -> None:
         self.close()
         self._start()
-        if self._pieces:
-            self._send()
 
 
 def _row_of(at: int) -> int | None:
@@ -185,81 +240,57 @@ def _row_of(at: int) -> int | None:
     return at if at >= 0 else None
 
 
-def _packed(done: Prepared) -> bytes:
-    """JSON and raw numbers, never a pickle: the worker ran what others wrote."""
-    head = {
-        "errors": {str(i): asdict(e) for i, e in done.errors.items()},
-        "params": done.params,
-        "params_of": done.params_of,
-        "max_tokens": done.max_tokens,
-    }
-    return _framed(head, done.counts.tobytes(), done.keys, done.tokens.tobytes())
+def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, Any]) -> None:
+    """The worker's whole life: chunks in, replies out, until the parent closes the pipe or dies.
 
-
-def _framed(head: dict[str, Any], *parts: bytes) -> bytes:
-    text = json.dumps(head).encode()
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
-
-
-def _unpacked(data: bytes) -> Prepared:
-    """Raises Unavailable where the worker could not prepare anything."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    head = json.loads(data[8:start])
-    if "failed" in head:
-        raise Unavailable(head["failed"])
-    size = len(head["params_of"])
-    counts = np.frombuffer(data, np.int32, size, start).copy()
-    start += 4 * size
-    errors = {int(i): RowError(**e) for i, e in head["errors"].items()}
-    keys, tokens = data[start : start + 32 * size], np.frombuffer(data, np.int32, offset=start + 32 * size)
-    return Prepared(errors, head["params"], head["params_of"], head["max_tokens"], counts, keys, tokens)
-
-
-def serve(spec: RenderSpec, shared: int, pipe: Connection[Any, Any]) -> None:
-    """The worker's whole life: batches in, replies out, until the parent closes the pipe or dies.
-
-    `shared` is the descriptor of the file through which the parent sees the row that is at work.
+    `shared` is the descriptor of the file through which the parent sees the row that is at work and what is large goes
+    to and fro; `definition` that of the tokenizer.
     """
-    at = _shared_number(shared)
-    os.close(shared)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers themselves fill the cores
-
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-
-    def report(row: int) -> None:
-        """Report the row in work, and set the CPU time after which the system ends this process, whatever library it is
-        in."""
-        at.value = row
-        signal.setitimer(signal.ITIMER_PROF, spec.timeout_s(row))
-
-    tokenizer = Tokenizer(spec.tokenizer, spec.definition)
-    preparer = Preparer(spec.plan, spec.limits, tokenizer, report)
-    limit_memory(
-        spec.memory_bytes
-    )  # after the copies of the tokenizer, which are as large as the checkpoint has it
+    tokenizer = Tokenizer(spec.tokenizer, take(definition, os.fstat(definition).st_size - BULK_AT).decode())
+    report = _Report(_shared_number(shared), spec)
+    preparer = Preparer(spec.plan, spec.limits, tokenizer, report, spec.fields)
+    # after the copies of the tokenizer, which are as large as the checkpoint has it
+    limit_memory(spec.memory_bytes)
+    pipe.send_bytes(b"")  # ready
     while True:
         try:
             with receiving():
-                careful, rows = pipe.recv()
+                piece, header, size = pipe.recv()
         except EOFError:
             return
         try:
-            reply = _packed(preparer.prepare(rows, careful))
+            reply = packed(preparer.prepare(header.unpacked(take(shared, size)), piece))
         except Unavailable as error:  # no row's fault, and not this process's: it cannot start another one
-            reply = _framed({"failed": str(error)})
-        pipe.send_bytes(reply)
+            reply = packed_failure(str(error))
+        put(shared, reply)
+        pipe.send_bytes(len(reply).to_bytes(_SIZE, "little"))
 
 
-def _shared_file() -> int:
-    """The descriptor of a nameless file, in memory where the system has such files."""
-    if sys.platform == "linux":
-        file = os.memfd_create("batchinfer-render")
-    else:
-        with tempfile.TemporaryFile() as made:
-            file = os.dup(made.fileno())
-    os.ftruncate(file, ctypes.sizeof(ctypes.c_long))
-    return file
+class _Report:
+    """Reports the row in work, and sets the CPU time after which the system ends this process, whatever library it is
+    in.
+
+    The timer is set anew only when a part of the limit has passed, for setting it takes as long as parsing a row. Each
+    row then has that part more than the limit.
+    """
+
+    def __init__(self, at: ctypes.c_long, spec: RenderSpec) -> None:
+        self._at, self._spec = at, spec
+        self._kind = -1  # of work: rows (0), or what takes longer (1)
+        self._until = 0.0  # by the clock, up to which the timer that is set leaves time enough
+
+    def __call__(self, row: int) -> None:
+        self._at.value = row
+        kind = 0 if row >= 0 else 1
+        now = monotonic()  # CPU time of one thread passes no faster
+        if kind != self._kind or now > self._until:
+            limit = self._spec.timeout_s(row)
+            spare = limit / _SPARE
+            signal.setitimer(signal.ITIMER_PROF, limit + spare)
+            self._kind, self._until = kind, now + spare
 
 
 def _shared_number(file: int) -> ctypes.c_long:

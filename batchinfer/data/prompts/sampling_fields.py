@@ -56,12 +56,14 @@ def override(
 
     Raises RowProblem naming the parameter, and the column that `columns` has for it where its name is another.
     """
-    labels = {name: _label(name, column) for name, column in (columns or {}).items()}
-    found = {
-        name: CHECKS[name](labels.get(name, name), value)
-        for name, value in given.items()
-        if value is not None
-    }
+    found: dict[str, Any] = {}
+    if given:
+        labels = {name: _label(name, column) for name, column in (columns or {}).items()}
+        found = {
+            name: CHECKS[name](labels.get(name, name), value)
+            for name, value in given.items()
+            if value is not None
+        }
     result = replace(_unconstrained(params, found), **found) if found else params
     if result.min_tokens > result.max_tokens:
         raise _bad("min_tokens", f"{result.min_tokens} is more than max_tokens {result.max_tokens}")

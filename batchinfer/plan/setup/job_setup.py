@@ -26,9 +26,14 @@ from batchinfer.data.storage.state import StateFolder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.job.check import LOGPROBS, RESULT_COLUMNS
+from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
+from batchinfer.machine.memory import available_memory
 from batchinfer.models.opening import StoredModel, open_checkpoint
 from batchinfer.plan.setup.resolve import Setting, resolve
+
+# Of one process that reads rows. Measured: 140 MiB with a vocabulary of 50,000 tokens.
+WORKER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class Setup:
     columns: SchemaColumns | None  # of answers that `output.schema` describes
     output: OutputKind  # of its answers
     most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
+    workers: int = 1  # processes that read, render and tokenise rows
 
     @property
     def roots(self) -> ContentRoots:
@@ -57,14 +63,14 @@ class Setup:
     ) -> IngestOptions:
         """Return how this model's input is read. An index without the `context` of its keys finds no stored answer.
 
-        `now`: the moment of the run, where it is not this one.
+        `now`: the moment of the run, where it is not this one. `workers`: another number of processes than the job's.
         """
         return IngestOptions(
             context=context,
             max_model_len=self.setting.max_model_len,
             vocab_size=self.checkpoint.spec.vocab,
             now=now or datetime.now().astimezone(),
-            workers=workers,
+            workers=workers or self.workers,
             sample=sample,
             strata=strata,
             output=self.output.name,
@@ -92,7 +98,17 @@ def check_setup(
     _check_followed(job, tokenizer)
     kind = kind_of(job)
     _check_names(job, kind)
-    return Setup(checkpoint, setting, tokenizer, _columns(job, tokenizer), kind, _most_tokens(job))
+    columns, workers = _columns(job, tokenizer), ingest_workers(job, setting)
+    return Setup(checkpoint, setting, tokenizer, columns, kind, _most_tokens(job), workers)
+
+
+def ingest_workers(job: Job, setting: Setting) -> int:
+    """Return how many processes read the job's rows: as many as there are cores and memory for. An engine on a CPU has
+    not begun to compute then; one on a GPU is loaded meanwhile, and keeps a core."""
+    if job.input.workers != "auto":
+        return job.input.workers
+    cores = usable_cpus() - (setting.replicas if setting.device == "cuda" else 0)
+    return max(1, min(cores, available_memory() // WORKER_BYTES))
 
 
 @dataclass(frozen=True, slots=True)

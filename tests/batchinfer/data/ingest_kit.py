@@ -98,6 +98,7 @@ _INPUT = {
     "id": None,
     "unique_ids": False,
     "limit": None,
+    "workers": "auto",
     "max_line_bytes": 1 << 24,
     "encoding": "utf-8",
     "delimiter": "auto",

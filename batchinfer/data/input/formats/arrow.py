@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.core.errors import InputCorrupt, OutOfMemory, StorageError
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.formats.ipc_sizes import BadMessage, batch_sizes
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
-from batchinfer.data.input.rows import RowBatch
-from batchinfer.data.input.typed_rows import declared_schema, row_batch, sliced
+from batchinfer.data.input.typed_rows import declared_schema, sliced, table_rows
 from batchinfer.data.input.unpacked import BombGuard, refuse_bomb
 from batchinfer.data.storage.durable import sha256_of
 from batchinfer.machine.memory import available_memory
@@ -37,7 +37,7 @@ _UNREADABLE = (
 
 
 class ArrowReader:
-    """One Arrow IPC file. After `batches()` has ended, `sha256` identifies what was read."""
+    """One Arrow IPC file. After `chunks()` has ended, `sha256` identifies what was read."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -50,7 +50,7 @@ class ArrowReader:
         with self._opened() as (raw, _), self._stream(raw) as stream:
             return declared_schema(self._file.path, stream.schema)
 
-    def batches(self) -> Iterator[RowBatch]:
+    def chunks(self) -> Iterator[InputChunk]:
         """Rows in file order. Raises InputCorrupt when the file is damaged or changes, OutOfMemory."""
         first, before = 0, self._file.opened()
         with self._opened() as (raw, expected):
@@ -60,7 +60,7 @@ class ArrowReader:
                 names = self._names(stream.schema)
                 for batch in self._decoded(stream, expected):
                     for part in self._small_parts(batch.select(names)):
-                        yield row_batch(self._file.name, part, first, raw.tell())
+                        yield table_rows(self._file.name, part, first, raw.tell())
                         first += part.num_rows
         self.sha256 = sha256_of(Path(self._file.path))
         before.check_unchanged()

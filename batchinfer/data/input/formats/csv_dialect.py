@@ -19,6 +19,7 @@ class CsvDialect:
     quote: str | None
     record: re.Pattern[bytes] = field(init=False)  # fields, from a record's start to where no more fit
     rest: re.Pattern[bytes] = field(init=False)  # the same from behind a quoted field
+    records: re.Pattern[bytes] = field(init=False)  # whole records with their line ends, as many as there are
     within: re.Pattern[bytes] = field(init=False)  # from within quotes to the quote that closes them
     _cut: re.Pattern[str] = field(init=False)
 
@@ -29,6 +30,7 @@ class CsvDialect:
         one = f"(?>{q}{within}{q}|{plain})" if self.quote else rf"[^{d}\r\n]*+"
         patterns = {
             "record": re.compile(f"{one}(?:{d}{one})*+".encode()),
+            "records": re.compile(f"(?>{one}(?:{d}{one})*+\\r*+\\n)*+".encode()),
             "rest": re.compile(f"(?:{d}{one})*+".encode()),
             "within": re.compile(within.encode()) if self.quote else _NEVER,
             "_cut": re.compile(f"{d}({one})"),

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+from batchinfer.data.input.chunk import ChunkSize
 from batchinfer.data.input.formats.csv_dialect import CsvDialect
-from batchinfer.data.input.formats.line_buffer import LineBuffer
+from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.rows import RowProblem
 
 _LINE_END = 2  # a carriage return and a newline: the limit on a record leaves them out
@@ -39,12 +40,55 @@ class CsvRecords:
         self._open: _OpenQuote | None = None
 
     def __iter__(self) -> Iterator[Found]:
+        while (end := self._lines.line_end(self._cap + 1)) is not None:
+            yield from self._next(end)
+
+    def first(self) -> Found | None:
+        """Return the first record alone, the header; blank lines before it were passed over."""
+        end = self._lines.line_end(self._cap + 1)
+        return None if end is None else self._one(end)
+
+    def blocks(self, size: ChunkSize) -> Iterator[tuple[int, bytes] | list[Found]]:
+        """Yield the records in blocks that can be read on their own: lines with the number of the first one.
+
+        Such lines are whole records whatever stands before or behind them. What a look ahead by a block's size does
+        not show to be so is read here, up to there: a broken record, or a very long one.
+        """
         lines = self._lines
-        while (end := lines.line_end(self._cap + 1)) is not None:
-            if (plain := lines.lines_without(self._mark)) > lines.at and end >= 0:
-                yield from self._plain(lines.number, lines.take(plain, plain))
-            elif (found := self._one(end)) is not None:
-                yield found
+        while lines.line_end(self._cap + 1) is not None:
+            lines.look_ahead(size.bytes)
+            seen, stop = lines.at + size.bytes, self._block_end(size)
+            if stop > lines.at:
+                yield lines.number, lines.take(stop, stop)
+            else:
+                yield list(self._until(seen))
+
+    def _block_end(self, size: ChunkSize) -> int:
+        """Return how far there are only whole records, within that size."""
+        lines = self._lines
+        stop = lines.block_end(size.bytes, size.lines) or lines.at
+        start, data = lines.at - lines.base, lines.data
+        if self._mark is None or data.find(self._mark, start, stop - lines.base) < 0:
+            return stop
+        if (
+            self._cap < size.bytes
+        ):  # a record over the limit costs its first line, and what follows begins there
+            return lines.at
+        found = self._dialect.records.match(data, start, stop - lines.base)
+        return lines.at if found is None else lines.base + found.end()
+
+    def _until(self, stop: int) -> Iterator[Found]:
+        """Yield the records that begin before `stop`."""
+        while self._lines.at < stop and (end := self._lines.line_end(self._cap + 1)) is not None:
+            yield from self._next(end)
+
+    def _next(self, end: int) -> Iterator[Found]:
+        """Yield the records of the line that ends there, or of several lines from it on."""
+        lines = self._lines
+        if (plain := lines.lines_without(self._mark)) > lines.at and end >= 0:
+            yield from self._plain(lines.number, lines.take(plain, plain))
+        elif (found := self._one(end)) is not None:
+            yield found
 
     def _plain(self, first: int, block: bytes) -> Iterator[Found]:
         """Lines without any quote are records."""

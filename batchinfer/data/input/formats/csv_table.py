@@ -6,21 +6,23 @@ else a semicolon, else a tab, whichever it holds first in this order; names that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.core.request import RowError
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.formats.csv_dialect import CsvDialect, detected_delimiter
 from batchinfer.data.input.formats.csv_records import CsvRecords, Found
-from batchinfer.data.input.formats.line_buffer import LineBuffer
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.input.lines import BATCH_BYTES, HashingFile, WholeLines, unpacked_chunks, unpacked_name
-from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
-from batchinfer.data.input.rows import RowBatch, RowProblem, Values, first_repeated, row_error
+from batchinfer.data.input.line_buffer import LineBuffer
+from batchinfer.data.input.lines import HashingFile, WholeLines, unpacked_chunks, unpacked_name
+from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.input.rows import RowProblem, Values, first_repeated, row_error
 from batchinfer.data.input.text_encoding import decoded
 
 _TABS = (".tsv", ".tab")
@@ -32,7 +34,7 @@ Fields = list[str]
 
 
 class CsvReader:
-    """One CSV file. After `batches()` has ended, `sha256` identifies what was read."""
+    """One CSV file. After `chunks()` has ended, `sha256` identifies what was read."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -44,11 +46,11 @@ class CsvReader:
         with self._opened() as table:
             return None if table is None else pa.schema([(name, pa.string()) for name in table.names])
 
-    def batches(self) -> Iterator[RowBatch]:
+    def chunks(self) -> Iterator[InputChunk]:
         """Rows in file order. A record that cannot be read costs its first line; blank lines are skipped."""
         with self._opened() as table:
             if table is not None:
-                yield from self._grouped(table)
+                yield from self._cut(table)
                 self.sha256 = "" if table.head.cut else table.hashing.hexdigest()
         self._file.check_unchanged(self.sha256 or None)
 
@@ -64,8 +66,8 @@ class CsvReader:
                 if _skip_blank(lines, self._text.max_line_bytes + 1):
                     dialect = self._dialect(lines)
                     records = CsvRecords(lines, dialect, self._text.max_line_bytes, lambda: head.cut)
-                    found = iter(records)
-                    yield _OpenTable(self._header(next(found, None), dialect), found, dialect, head, hashing)
+                    names = self._header(records.first(), dialect)
+                    yield _OpenTable(names, lines, records, dialect, head, hashing)
                 else:
                     self.sha256 = "" if head.cut else hashing.hexdigest()
                     yield None
@@ -98,42 +100,74 @@ class CsvReader:
             )
         return _names(self._file, dialect.split(text))
 
-    def _grouped(self, table: _OpenTable) -> Iterator[RowBatch]:
+    def _cut(self, table: _OpenTable) -> Iterator[InputChunk]:
         wanted = None if self._options.columns is None else set(self._options.columns)
-        kept = [(at, name) for at, name in enumerate(table.names) if wanted is None or name in wanted]
-        rows: list[Values | RowError] = []
-        first = held = 0
-        for number, record, size in table.records:
-            rows.append(self._row(number, record, table, kept))
-            held += size
-            if len(rows) >= BATCH_ROWS or held >= BATCH_BYTES:
-                yield self._batch(rows, first, kept, table.hashing)
-                first, rows, held = first + len(rows), [], 0
-        if rows:
-            yield self._batch(rows, first, kept, table.hashing)
+        kept = tuple((at, name) for at, name in enumerate(table.names) if wanted is None or name in wanted)
+        whole = CsvLines(
+            file=self._file.name,
+            bytes_read=0,
+            most_rows=0,
+            columns=len(table.names),
+            kept=kept,
+            dialect=table.dialect,
+            cap=self._text.max_line_bytes,
+            encoding=self._text.encoding,
+        )
+        for block in table.records.blocks(self._options.chunk):
+            chunk = replace(whole, bytes_read=table.hashing.bytes_read)
+            if isinstance(block, list):
+                yield replace(chunk, records=tuple(map(_sendable, block)), most_rows=len(block))
+            else:
+                line, data = block
+                ended = table.lines.number - line  # the file's last line need not end
+                most = ended if data.endswith(b"\n") else ended + 1
+                yield replace(chunk, line=line, data=data, most_rows=most)
 
-    def _row(
-        self, number: int, record: bytes | RowProblem, table: _OpenTable, kept: list[tuple[int, str]]
-    ) -> Values | RowError:
+
+def _sendable(found: Found) -> ReadRecord:
+    number, record, _ = found
+    return number, record.error if isinstance(record, RowProblem) else record
+
+
+ReadRecord = tuple[int, bytes | RowError]  # line number; the record without its line's end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CsvLines(InputChunk):
+    """Lines from the number `line` on that are whole records, or `records` that were cut out already.
+
+    `columns` is how many fields a record has; `kept` are the places and names of those that are wanted.
+    """
+
+    columns: int
+    kept: tuple[tuple[int, str], ...]
+    dialect: CsvDialect
+    cap: int
+    encoding: str
+    line: int = 0
+    records: tuple[ReadRecord, ...] | None = None
+
+    def read(
+        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
+    ) -> Iterator[Values | RowError]:
+        found = self._found() if self.records is None else iter(self.records)
+        return (self._row(number, record) for number, record in islice(found, start, stop))
+
+    def _found(self) -> Iterator[ReadRecord]:
+        lines = LineBuffer(iter([self.data]), self.line)
+        return map(_sendable, CsvRecords(lines, self.dialect, self.cap, lambda: False))
+
+    def _row(self, number: int, record: bytes | RowError) -> Values | RowError:
+        if isinstance(record, RowError):
+            return self._error(number, record)
         try:
-            if isinstance(record, RowProblem):
-                raise record
-            fields = _fields(decoded(record, self._text.encoding, number), table.dialect, len(table.names))
+            fields = _fields(decoded(record, self.encoding, number), self.dialect, self.columns)
         except RowProblem as problem:
-            return self._error(number, problem.error.code, problem.error.message)
-        return {name: fields[at] or None for at, name in kept}
+            return self._error(number, problem.error)
+        return {name: fields[at] or None for at, name in self.kept}
 
-    def _error(self, number: int, code: str, message: str) -> RowError:
-        return row_error(code, f"{self._file.name} line {number}: {message}")
-
-    def _batch(
-        self, rows: list[Values | RowError], first: int, kept: list[tuple[int, str]], hashing: HashingFile
-    ) -> RowBatch:
-        names = [name for _, name in kept]
-        values = [[None if isinstance(row, RowError) else row[name] for row in rows] for name in names]
-        arrays = [pa.array(column, pa.string()) for column in values]
-        table = pa.record_batch(arrays, names=names) if names else None
-        return RowBatch(self._file.name, first, rows, table, hashing.bytes_read)
+    def _error(self, number: int, error: RowError) -> RowError:
+        return row_error(error.code, f"{self.file} line {number}: {error.message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +175,8 @@ class _OpenTable:
     """An open file: its columns, the records below its header, and how these are written."""
 
     names: Fields
-    records: Iterator[Found]
+    lines: LineBuffer
+    records: CsvRecords
     dialect: CsvDialect
     head: WholeLines
     hashing: HashingFile

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputCorrupt, StorageError
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.formats.parquet_footer import BYTE_ARRAY, BadFooter, ColumnChunk, column_chunks
 from batchinfer.data.input.input_file import QUERY, InputFile
 from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
-from batchinfer.data.input.rows import RowBatch
-from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, row_batch, sliced
+from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, sliced, table_rows
 from batchinfer.data.input.unpacked import ROW_BYTES, BombGuard, fixed_width, is_bomb, refuse_bomb
 from batchinfer.data.storage.durable import sha256_of
 
@@ -24,7 +24,7 @@ _WIDE_DICTIONARY = 128 << 10  # a dictionary value of this size, repeated in 512
 
 
 class ParquetReader:
-    """One Parquet file. After `batches()` has ended, `sha256` identifies what was read."""
+    """One Parquet file. After `chunks()` has ended, `sha256` identifies what was read."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -36,7 +36,7 @@ class ParquetReader:
         with self._open() as parquet:
             return declared_schema(self._file.path, parquet.schema_arrow)
 
-    def batches(self) -> Iterator[RowBatch]:
+    def chunks(self) -> Iterator[InputChunk]:
         """Rows in file order. Raises InputCorrupt when a page is damaged or the file changes."""
         before = self._file.opened()
         with self._open() as probe:
@@ -54,7 +54,7 @@ class ParquetReader:
             for batch in self._decoded(parquet, self._columns):
                 for part in sliced(batch):
                     done = first + part.num_rows
-                    yield row_batch(self._file.name, part, first, self._file.size * done // max(rows, 1))
+                    yield table_rows(self._file.name, part, first, self._file.size * done // max(rows, 1))
                     first = done
         self.sha256 = sha256_of(Path(self._file.path))
         before.check_unchanged()

@@ -727,15 +727,19 @@ def test_limit(folder: Path) -> None:
 
 @pytest.mark.usefixtures("cold_children")
 def test_speed_and_memory(tmp_path: Path) -> None:
-    found = measure(tmp_path, 3, 60)
+    checkpoint(tmp_path / "model")
+    found = measure(tmp_path, 25_000, 60, workers=2)
     assert found["error_rows"] == 0
     assert found["peak_mib"] < 500
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cold_children")
-def test_300_megabytes_in_bounded_memory(tmp_path: Path) -> None:
-    found = measure(tmp_path, 300, 300)
+@pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
+def test_a_million_rows_in_bounded_memory(tmp_path: Path, form: str) -> None:
+    """The limit is far below what rows of a million would take in any process."""
+    checkpoint(tmp_path / "model")
+    found = measure(tmp_path, 1_000_000, 300, form, workers=2)
     print(json.dumps(found))
     assert found["error_rows"] == 0
     assert found["peak_mib"] < 1400

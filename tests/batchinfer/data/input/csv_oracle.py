@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from batchinfer.data.input.formats.csv_dialect import CsvDialect
 from batchinfer.data.input.formats.csv_records import CsvRecords
-from batchinfer.data.input.formats.line_buffer import LineBuffer
+from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.rows import RowProblem
 
 Row = tuple[int, list[str] | str]  # line number; the fields, or the code of an error

@@ -9,34 +9,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.request import RowError
-from batchinfer.data.prompts.prepare import Prepared
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows
 from batchinfer.data.prompts.render_pieces import RowPieces, joined
+from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 
 SHORT = RowError("template_memory", "resource", "", retryable=False)
 BAD = RowError("template_error", "bad_input", "", retryable=False)
 
 
-def prepared(rows: list[str]) -> Prepared:
+FIELDS = RowFields((), "id")
+
+
+def prepared(rows: list[str]) -> PreparedRows:
     """As a worker does: parameters are listed once, in the order in which rows first have them."""
     errors = {at: BAD for at, row in enumerate(rows) if row == "!"}
     good = [row for row in rows if row != "!"]
     params = list(dict.fromkeys(row[0] for row in good))
-    return Prepared(
+    lengths = np.array([0 if row == "!" else len(row) for row in rows], np.int32)
+    prompts = Prepared(
         errors,
         params,
-        [0 if row == "!" else params.index(row[0]) for row in rows],
-        [0 if row == "!" else len(row) for row in rows],
-        np.array([0 if row == "!" else len(row) for row in rows], np.int32),
+        np.array([0 if row == "!" else params.index(row[0]) for row in rows], np.int32),
+        lengths,
+        lengths,
         b"".join(bytes(32) if row == "!" else row.encode().ljust(32) for row in rows),
         np.frombuffer("".join(good).encode(), np.uint8).astype(np.int32),
     )
+    facts = FactsOfRows(FIELDS)
+    for row in rows:
+        facts.note({"id": row})
+    return PreparedRows(prompts, facts.finished())
 
 
-def same(one: Prepared, other: Prepared) -> bool:
-    plain = ("errors", "params", "params_of", "max_tokens", "keys")
-    arrays = ("counts", "tokens")
-    equal = all(getattr(one, name) == getattr(other, name) for name in plain)
-    return equal and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
+def same(one: PreparedRows, other: PreparedRows) -> bool:
+    plain, arrays = ("errors", "params", "keys"), ("counts", "tokens", "params_of", "max_tokens")
+    first, second = one.prompts, other.prompts
+    equal = all(getattr(first, name) == getattr(second, name) for name in plain)
+    alike = all(np.array_equal(getattr(first, name), getattr(second, name)) for name in arrays)
+    return equal and alike and bool(one.facts.ids.equals(other.facts.ids))
 
 
 ROWS = st.lists(st.sampled_from(["!", "a", "ab", "b", "bcd", "c"]), max_size=12)
@@ -54,15 +64,24 @@ def test_pieces_join_to_the_whole(rows: list[str], data: st.DataObject) -> None:
 def test_processes_that_end_anywhere_cost_only_what_ends_them_again(
     rows: list[str], data: st.DataObject
 ) -> None:
-    """Accidents end up to four processes at any row; a row of `killers` ends each that comes to it."""
+    """Accidents end up to four processes at any row; a row of `killers` ends each that renders it, and one of
+    `deadly` each that reads it. The chunk may have fewer rows than it was thought to have."""
     numbers = st.integers(0, len(rows) - 1)
     killers, accidents = data.draw(st.sets(numbers)), data.draw(st.lists(numbers, max_size=4, unique=True))
-    pieces = RowPieces(len(rows))
+    deadly = data.draw(st.sets(st.sampled_from(sorted(killers)))) if killers else set()
+    pieces = RowPieces(len(rows) + data.draw(st.integers(0, 2)), FIELDS)
     while pieces:
         piece = pieces.present
         ends = [at for at in range(piece.start, piece.stop) if at in killers or at in accidents]
+        if piece.given is not None:
+            ends = [at for at in ends if at in deadly]
         if not ends:
-            assert pieces.done(prepared(rows[piece.start : piece.stop]))
+            reply = prepared(rows[piece.start : piece.stop])
+            if piece.given is not None:
+                reply = PreparedRows(prepared(["!"]).prompts, reply.facts)
+                reply.prompts.errors = {0: piece.given}
+            assert pieces.fits(len(reply))
+            assert pieces.done(reply)
             continue
         if ends[0] in accidents:
             accidents.remove(ends[0])
@@ -71,17 +90,19 @@ def test_processes_that_end_anywhere_cost_only_what_ends_them_again(
         else:
             pieces.accuse(ends[0] - piece.start)
     found = pieces.joined()
-    assert {at for at, error in found.errors.items() if error.code == "template_crash"} == killers
+    blamed = {at for at, error in found.prompts.errors.items() if error.code == "template_crash"}
+    assert blamed == killers
     expected = prepared(["!" if at in killers else row for at, row in enumerate(rows)])
-    expected.errors = found.errors
-    assert same(found, expected)
+    assert np.array_equal(found.prompts.tokens, expected.prompts.tokens)
+    ids = [None if at in deadly else row for at, row in enumerate(rows)]
+    assert found.facts.ids.to_pylist() == ids
 
 
 def test_a_row_that_found_no_memory_is_prepared_again_by_itself() -> None:
     """Rows before it may have taken it."""
     short = prepared(["a", "!", "b"])
-    short.errors = {1: SHORT}
-    pieces = RowPieces(3)
+    short.prompts.errors = {1: SHORT}
+    pieces = RowPieces(3, FIELDS)
     assert not pieces.done(short)
     bounds = []
     for row in ("a", "ab", "b"):

@@ -13,13 +13,13 @@ class LineBuffer:
     `number` is that of the line at `at`. A file's last line needs no newline.
     """
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
+    def __init__(self, chunks: Iterator[bytes], number: int = 1) -> None:
         self._chunks = chunks
         self._exhausted = False
         self.data = bytearray()
         self.base = 0  # the place of the first byte that is kept
         self.at = self.whole = 0
-        self.number = 1
+        self.number = number
 
     @property
     def end(self) -> int:
@@ -54,9 +54,25 @@ class LineBuffer:
         end = self.end if end < 0 else self.base + end
         return end if end - self.at <= most else -1
 
+    def look_ahead(self, most: int) -> None:
+        """Read on until `most` bytes from `at` on are there, or the file's end is."""
+        while self.end - self.at < most and self.fill():
+            pass
+
+    def block_end(self, most_bytes: int, most_lines: int) -> int | None:
+        """Return where the last whole line ends of those that are there, within so many bytes and lines from `at` on;
+        None where the first one is longer."""
+        start, whole = self.at - self.base, self.whole - self.base
+        fits = whole - start <= most_bytes
+        stop = whole if fits else self.data.rfind(b"\n", start, start + most_bytes) + 1
+        while (count := self.data.count(b"\n", start, stop)) > most_lines:
+            stop = self.data.rfind(b"\n", start, start + (stop - start) * most_lines // count) + 1
+        return self.base + stop if stop > start else None
+
     def peek(self, stop: int) -> bytes:
         """The bytes up to `stop`."""
-        return bytes(self.data[self.at - self.base : stop - self.base])
+        with memoryview(self.data) as data:
+            return bytes(data[self.at - self.base : stop - self.base])
 
     def take(self, stop: int, until: int) -> bytes:
         """The bytes up to `stop`; reading goes on at `until`."""

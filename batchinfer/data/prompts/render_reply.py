@@ -1,0 +1,178 @@
+"""The reply of a render worker: JSON and raw numbers, never a pickle, because the worker ran what others wrote.
+
+All that a reply holds is checked before it is used: sizes, counts, and places lie within bounds, and texts are UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.core.request import RowError
+from batchinfer.data.input.json_kinds import KINDS
+from batchinfer.data.prompts.keys import KEY_BYTES
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows
+from batchinfer.data.prompts.row_facts import MOST_NAMES, RowFacts, RowFields
+
+_SIZE = 8  # bytes of the number before each part
+_FAILED = "failed"
+
+
+class BadReply(Exception):
+    """A reply is not what a worker sends: whatever ran there has taken the worker over, or damaged it."""
+
+
+def packed(done: PreparedRows) -> bytes:
+    """Return the reply for these rows."""
+    prompts, facts = done.prompts, done.facts
+    head = {
+        "rows": len(done),
+        "errors": {str(at): asdict(error) for at, error in prompts.errors.items()},
+        "params": prompts.params,
+        "kinds": [sorted(kinds) for kinds in facts.kinds],
+        "unread": facts.unread,
+        "names": facts.names,
+        "found": sorted(facts.found),
+    }
+    parts = [json.dumps(head).encode()]
+    parts += [column.tobytes() for column in (prompts.params_of, prompts.max_tokens, prompts.counts)]
+    parts += [prompts.keys, prompts.tokens.tobytes()]
+    for column in _text_columns(facts):
+        parts += _packed_texts(column)
+    return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
+
+
+def packed_failure(message: str) -> bytes:
+    """Return the reply of a worker that cannot work."""
+    text = json.dumps({_FAILED: message}).encode()
+    return len(text).to_bytes(_SIZE, "little") + text
+
+
+def _text_columns(facts: RowFacts) -> Iterator[pa.StringArray]:
+    yield facts.ids
+    if facts.endpoints is not None:
+        yield facts.endpoints
+    yield from facts.carried
+
+
+def _packed_texts(column: pa.StringArray) -> list[bytes]:
+    """Return one byte a row that is 0 for a null, the places where texts end, and the texts."""
+    valid = np.asarray(column.is_valid()).astype(np.uint8)
+    if not len(column):
+        return [b"", b"", b""]
+    _, offsets, data = column.buffers()
+    ends = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
+    texts = b"" if data is None else data[int(ends[0]) : int(ends[-1])].to_pybytes()
+    return [valid.tobytes(), (ends - ends[0]).astype(np.int32).tobytes(), texts]
+
+
+def unpacked(data: bytes, fields: RowFields, vocab_size: int) -> PreparedRows:
+    """The rows of a reply, whose token ids are below `vocab_size`.
+
+    Raises BadReply, and Unavailable where the worker could not prepare anything.
+    """
+    parts = _ReplyParts(data)
+    try:
+        head = json.loads(parts.next())
+        if _FAILED in head:
+            raise Unavailable(str(head[_FAILED]))
+        return _rows(head, parts, fields, vocab_size)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, pa.ArrowException) as error:
+        raise BadReply(str(error)) from error
+
+
+class _ReplyParts:
+    """Takes one part of a reply after the other."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def next(self) -> bytes:
+        start = self._at + _SIZE
+        end = start + int.from_bytes(self._data[self._at : start], "little")
+        if end > len(self._data):
+            raise ValueError("a part lies outside of the reply")
+        self._at = end
+        return self._data[start:end]
+
+    def numbers(self, count: int | None = None, below: int = 1 << 31) -> NDArray[np.int32]:
+        """Return numbers from 0 to `below`; `count` of them, where that is known."""
+        found = np.frombuffer(self.next(), np.int32)
+        if count is not None and len(found) != count:
+            raise ValueError(f"{len(found)} numbers for {count} rows")
+        if len(found) and not 0 <= int(found.min()) <= int(found.max()) < below:
+            raise ValueError("a number is out of its range")
+        return found
+
+    def texts(self, count: int) -> pa.StringArray:
+        valid, ends, texts = self.next(), self.next(), self.next()
+        if not count:
+            return pa.array([], pa.string())
+        if len(valid) != count or len(ends) != 4 * (count + 1):
+            raise ValueError(f"a column of texts does not have {count} rows")
+        mask = pa.array(np.frombuffer(valid, np.uint8).astype(bool))
+        buffers = [mask.buffers()[1], pa.py_buffer(ends), pa.py_buffer(texts)]
+        column = pa.StringArray.from_buffers(count, buffers[1], buffers[2], buffers[0])
+        column.validate(full=True)
+        return column
+
+
+def _rows(head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_size: int) -> PreparedRows:
+    size = _whole(head["rows"])
+    errors = {_row(int(at), size): _error(error) for at, error in head["errors"].items()}
+    params = _texts(head["params"])
+    params_of = parts.numbers(size, below=max(1, len(params)))
+    max_tokens, counts = parts.numbers(size), parts.numbers(size)
+    keys, tokens = parts.next(), parts.numbers(below=vocab_size)
+    if len(keys) != KEY_BYTES * size or len(tokens) != int(counts.sum(dtype=np.int64)):
+        raise ValueError("keys or tokens are not those of the rows")
+    if np.flatnonzero(counts == 0).tolist() != sorted(errors):
+        raise ValueError("a row has both tokens and an error, or neither")
+    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens)
+    return PreparedRows(prompts, _facts(head, parts, fields, size))
+
+
+def _facts(head: dict[str, Any], parts: _ReplyParts, fields: RowFields, size: int) -> RowFacts:
+    kinds = [set(_texts(names)) for names in head["kinds"]]
+    if len(kinds) != len(fields.carried) or not all(names <= KINDS for names in kinds):
+        raise ValueError("a carried column has unknown kinds of values")
+    ids = parts.texts(size)
+    endpoints = parts.texts(size) if fields.endpoints else None
+    carried = [parts.texts(size) for _ in fields.carried]
+    unread = [_row(_whole(at), size) for at in head["unread"]]
+    return RowFacts(
+        ids, endpoints, carried, kinds, unread, _texts(head["names"])[:MOST_NAMES], set(_texts(head["found"]))
+    )
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError("not a number of rows")
+    return value
+
+
+def _row(at: int, size: int) -> int:
+    if not 0 <= at < size:
+        raise ValueError(f"row {at} of {size}")
+    return at
+
+
+def _texts(values: Any) -> list[str]:
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        raise ValueError("not a list of texts")
+    return values
+
+
+def _error(values: Any) -> RowError:
+    error = RowError(**values)
+    texts = (error.code, error.error_class, error.message)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(error.retryable, bool):
+        raise ValueError("not an error")
+    return error
