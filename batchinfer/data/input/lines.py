@@ -12,18 +12,13 @@ import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt
 from batchinfer.data.input.chunk import ChunkSize
+from batchinfer.data.input.format import CODECS, MAGIC
 from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.text_encoding import UTF8, UTF16, as_utf8
 from batchinfer.data.input.unpacked import is_bomb, refuse_bomb
 
 _CHUNK = 1 << 18
 _BOM = b"\xef\xbb\xbf"
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-CODECS = {
-    ".gz": "gzip",
-    ".zst": "zstd",
-    ".zstd": "zstd",
-}  # by what may follow the suffix of a format of lines
 
 
 class HashingFile(io.RawIOBase):
@@ -116,12 +111,6 @@ def _refuse_utf16(path: str, head: bytes) -> None:
             f"{path}: the text is UTF-16 or UTF-32; name it (input.encoding: utf-16), or write it as UTF-8 "
             "(iconv -f UTF-16 -t UTF-8)"
         )
-
-
-def unpacked_name(name: str) -> str:
-    """In small letters, without what tells how the file is packed."""
-    small = name.lower()
-    return next((small.removesuffix(ending) for ending in CODECS if small.endswith(ending)), small)
 
 
 class WholeLines:

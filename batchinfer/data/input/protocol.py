@@ -1,16 +1,14 @@
-"""The protocol of input formats: a reader of one file, and how files of the format are recognised."""
+"""The protocol of a format's reader, which reads one file, and how it is to read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import pyarrow as pa
 
 from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
-from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.input.lines import unpacked_name
 
 BATCH_ROWS = 512  # of one chunk of a typed format at most
 
@@ -54,20 +52,3 @@ class ReadOptions:
     columns: Sequence[str] | None = None
     sample_bytes: int | None = None
     chunk: ChunkSize = DEFAULT_SIZE
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A format: what `input.format` calls it, what its files are called and begin with, and its reader."""
-
-    name: str
-    title: str  # for people
-    suffixes: tuple[str, ...]
-    packed: bool  # whether .gz and .zst may follow the suffix
-    magic: tuple[bytes, ...]
-    open: Callable[[InputFile, ReadOptions], FormatReader]
-    values_are_text: bool = False  # numbers and lists are written as text: a parameter's value is parsed
-
-    def names(self, name: str) -> bool:
-        """Whether a file of that name is in this format."""
-        return (unpacked_name(name) if self.packed else name.lower()).endswith(self.suffixes)

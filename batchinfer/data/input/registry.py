@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 
 from batchinfer.core.errors import InputCorrupt
-from batchinfer.data.input.formats import arrow, csv_table, jsonl, parquet
-from batchinfer.data.input.lines import CODECS
-from batchinfer.data.input.protocol import Format
+from batchinfer.data.input.format import CODECS, FORMATS, JSONL, MAGIC, Format
 
-FORMATS: tuple[Format, ...] = (jsonl.FORMAT, parquet.FORMAT, csv_table.FORMAT, arrow.FORMAT)
 OPENAI = "openai"  # JSON lines that hold requests
 # What a file begins with → what it is, and what to do with it
 _OTHERS: tuple[tuple[bytes, str, str], ...] = (
@@ -59,7 +56,7 @@ def format_of(path: str, named: str) -> str:
     Raises InputCorrupt for a file of another format, OSError.
     """
     if named != "auto":
-        return jsonl.FORMAT.name if named == OPENAI else named
+        return JSONL.name if named == OPENAI else named
     told = named_by(os.path.basename(path))
     with open(path, "rb") as file:
         head = file.read(_HEAD)
@@ -83,12 +80,8 @@ def _sniffed(path: str, head: bytes) -> str:
     for one in FORMATS:
         if head.startswith(one.magic):
             return one.name
-    if (
-        not head
-        or head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
-        or head.startswith(jsonl.PACKED_MAGIC)
-    ):
-        return jsonl.FORMAT.name
+    if not head or head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") or head.startswith(tuple(MAGIC)):
+        return JSONL.name
     if head[8:12] == b"DUCK":
         raise _unknown(path, "a DuckDB database", "export the table as Parquet or CSV")
     for magic, what, advice in _OTHERS:

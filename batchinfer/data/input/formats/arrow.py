@@ -19,7 +19,7 @@ from batchinfer.core.errors import InputCorrupt, OutOfMemory, StorageError
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.formats.ipc_sizes import BadMessage, batch_sizes
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
+from batchinfer.data.input.protocol import BATCH_ROWS, ReadOptions
 from batchinfer.data.input.typed_rows import declared_schema, sliced, table_rows
 from batchinfer.data.input.unpacked import BombGuard, refuse_bomb
 from batchinfer.data.storage.durable import sha256_of
@@ -204,13 +204,3 @@ def _holds_unreadable(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         return bool(pa.types.is_nested(kind.value_type))
     return any(_holds_unreadable(kind.field(at).type) for at in range(kind.num_fields))
-
-
-FORMAT = Format(
-    "arrow",
-    "Arrow",
-    (".arrow", ".feather", ".ipc", ".arrows"),
-    False,
-    (_MAGIC, b"\xff\xff\xff\xff"),
-    ArrowReader,
-)

@@ -16,16 +16,16 @@ import pyarrow as pa
 from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.core.request import RowError
 from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.format import TABS, unpacked_name
 from batchinfer.data.input.formats.csv_dialect import CsvDialect, detected_delimiter
 from batchinfer.data.input.formats.csv_records import CsvRecords, Found
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.line_buffer import LineBuffer
-from batchinfer.data.input.lines import HashingFile, WholeLines, unpacked_chunks, unpacked_name
-from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.input.lines import HashingFile, WholeLines, unpacked_chunks
+from batchinfer.data.input.protocol import ReadOptions
 from batchinfer.data.input.rows import RowProblem, Values, first_repeated, row_error
 from batchinfer.data.input.text_encoding import decoded
 
-_TABS = (".tsv", ".tab")
 _OTHERWISE = "input.sql with read_csv reads files without a header"
 MAX_COLUMNS = 100_000  # a row of 100,000 fields takes 10 MB
 _SPARE = 1000  # a record with more fields than these beyond the header's is counted, and its fields not kept
@@ -77,7 +77,7 @@ class CsvReader:
     def _dialect(self, lines: LineBuffer) -> CsvDialect:
         """As the job says, else by the name, else by the header."""
         quote, delimiter = self._text.quote, self._text.delimiter
-        if delimiter is None and unpacked_name(self._file.path).endswith(_TABS):
+        if delimiter is None and unpacked_name(self._file.path).endswith(TABS):
             delimiter = "\t"
         end = lines.line_end(self._text.max_line_bytes + 1)
         header = b"" if end is None or end < 0 else lines.peek(end)
@@ -214,6 +214,3 @@ def _names(file: InputFile, header: Fields) -> Fields:
             f"columns ({_OTHERWISE})"
         )
     return names
-
-
-FORMAT = Format("csv", "CSV", (".csv", *_TABS), True, (), CsvReader, values_are_text=True)

@@ -12,11 +12,10 @@ from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.json_text import parse_row
 from batchinfer.data.input.line_buffer import LineBuffer
-from batchinfer.data.input.lines import MAGIC, HashingFile, WholeLines, line_blocks, unpacked_chunks
-from batchinfer.data.input.protocol import Format, ReadOptions
+from batchinfer.data.input.lines import HashingFile, WholeLines, line_blocks, unpacked_chunks
+from batchinfer.data.input.protocol import ReadOptions
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 
-PACKED_MAGIC = tuple(MAGIC)
 _BLANK = b" \t\r"
 
 
@@ -96,6 +95,3 @@ class JsonLines(InputChunk):
 
     def _error(self, number: int, error: RowError) -> RowError:
         return row_error(error.code, f"{self.file} line {number}: {error.message}")
-
-
-FORMAT = Format("jsonl", "JSON lines", (".jsonl", ".ndjson", ".json"), True, (), JsonlReader)

@@ -12,7 +12,7 @@ from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.formats.parquet_footer import BYTE_ARRAY, BadFooter, ColumnChunk, column_chunks
 from batchinfer.data.input.input_file import QUERY, InputFile
-from batchinfer.data.input.protocol import BATCH_ROWS, Format, ReadOptions
+from batchinfer.data.input.protocol import BATCH_ROWS, ReadOptions
 from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, sliced, table_rows
 from batchinfer.data.input.unpacked import ROW_BYTES, BombGuard, fixed_width, is_bomb, refuse_bomb
 from batchinfer.data.storage.durable import sha256_of
@@ -144,6 +144,3 @@ def _dictionaries(
 def _columns_of(parquet: pq.ParquetFile, paths: Sequence[str]) -> list[str]:
     """The top-level columns of these paths, as they can be asked for."""
     return [path for path in paths if path in {column.path for column in parquet.schema}]
-
-
-FORMAT = Format("parquet", "Parquet", (".parquet", ".pq"), False, (b"PAR1",), ParquetReader)
