@@ -149,4 +149,5 @@ class TypedColumns:
 
 
 def _row_ids(first: int, count: int) -> pa.Array:
-    return pa.array(np.arange(first, first + count), pa.int64())
+    ids = pa.py_buffer(np.arange(first, first + count, dtype=np.int64))
+    return pa.Array.from_buffers(pa.int64(), count, [None, ids])

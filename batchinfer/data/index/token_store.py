@@ -13,7 +13,6 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.request import TokenIds
 from batchinfer.data.storage.durable import DurableFile, FileOps
 
-_BUFFER_TOKENS = 1 << 20
 TOKEN_BYTES = 4
 
 
@@ -55,28 +54,18 @@ class TokenWriter:
 
     def __init__(self, path: Path, ops: FileOps) -> None:
         self._file = DurableFile(path, ops)
-        self._held: list[TokenIds] = []
-        self._held_tokens = 0
         self.tokens = 0
 
     def append(self, tokens: TokenIds) -> int:
-        """Write one batch's prompts end to end; the offset of the first token."""
+        """Write one chunk's prompts end to end; the offset of the first token."""
         offset = self.tokens
-        self._held.append(tokens)
-        self._held_tokens += len(tokens)
+        if len(tokens):
+            self._file.write(np.ascontiguousarray(tokens, "<i4").data.cast("B"))
         self.tokens += len(tokens)
-        if self._held_tokens >= _BUFFER_TOKENS:
-            self._write()
         return offset
-
-    def _write(self) -> None:
-        if self._held_tokens:
-            self._file.write(np.concatenate(self._held).astype("<i4").tobytes())
-        self._held, self._held_tokens = [], 0
 
     def commit(self) -> None:
         """Make the file complete and durable. Raises StorageError."""
-        self._write()
         self._file.commit()
 
     def __enter__(self) -> TokenWriter:

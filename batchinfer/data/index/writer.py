@@ -96,15 +96,14 @@ def _work_columns(
 ) -> dict[str, pa.Array]:
     counts, most = done.counts[rows], done.max_tokens[rows]
     dead = counts == 0  # a row without tokens is an error row
-    expected = np.minimum(most, longest - counts)
-    numbers = pa.array(done.params_of[rows], mask=dead)
-    valid = None if not dead.any() else pa.array(~dead).buffers()[1]
+    valid = None if not dead.any() else pa.py_buffer(np.packbits(~dead, bitorder="little"))
+    numbers = _int32s(done.params_of[rows], valid)
     keys = pa.py_buffer(done.keys[KEY_BYTES * rows.start : KEY_BYTES * rows.stop])
     return {
-        "token_offset": pa.array(ends[rows] - counts, pa.int64(), mask=dead),
-        "token_count": pa.array(counts, pa.int32(), mask=dead),
-        "expected_tokens": pa.array(expected, pa.int32(), mask=dead),
-        "key": pa.FixedSizeBinaryArray.from_buffers(pa.binary(KEY_BYTES), len(counts), [valid, keys]),
+        "token_offset": _int64s(ends[rows] - counts, valid),
+        "token_count": _int32s(counts, valid),
+        "expected_tokens": _int32s(np.minimum(most, longest - counts), valid),
+        "key": pa.Array.from_buffers(pa.binary(KEY_BYTES), len(counts), [valid, keys]),
         "params": pa.array(done.params, pa.string()).take(numbers),
         "greedy": pa.array([one.greedy for one in params], pa.bool_()).take(numbers),
     }
@@ -133,5 +132,22 @@ def _error_columns(errors: dict[int, RowError], first: int, size: int) -> dict[s
     }
 
 
+def _int32s(values: NDArray[np.int32], valid: pa.Buffer | None) -> pa.Array:
+    return pa.Array.from_buffers(
+        pa.int32(), len(values), [valid, pa.py_buffer(_contiguous(values, np.int32))]
+    )
+
+
+def _int64s(values: Int64s, valid: pa.Buffer | None = None) -> pa.Array:
+    """Return the column. `pa.array` would look for pandas each time, which takes longer than all else here."""
+    return pa.Array.from_buffers(
+        pa.int64(), len(values), [valid, pa.py_buffer(_contiguous(values, np.int64))]
+    )
+
+
+def _contiguous(values: NDArray[Any], kind: type) -> NDArray[Any]:
+    return np.ascontiguousarray(values, kind)
+
+
 def _numbers(first: int, count: int) -> pa.Array:
-    return pa.array(np.arange(first, first + count), pa.int64())
+    return _int64s(np.arange(first, first + count))

@@ -117,9 +117,9 @@ class _ReplyParts:
             return pa.array([], pa.string())
         if len(valid) != count or len(ends) != 4 * (count + 1):
             raise ValueError(f"a column of texts does not have {count} rows")
-        mask = pa.array(np.frombuffer(valid, np.uint8).astype(bool))
-        buffers = [mask.buffers()[1], pa.py_buffer(ends), pa.py_buffer(texts)]
-        column = pa.StringArray.from_buffers(count, buffers[1], buffers[2], buffers[0])
+        mask = np.frombuffer(valid, np.uint8)
+        marks = None if mask.all() else pa.py_buffer(np.packbits(mask != 0, bitorder="little"))
+        column = pa.StringArray.from_buffers(count, pa.py_buffer(ends), pa.py_buffer(texts), marks)
         column.validate(full=True)
         return column
 

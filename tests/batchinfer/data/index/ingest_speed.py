@@ -29,8 +29,10 @@ import tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
+from batchinfer.data.index.ingest import ingest
+from batchinfer.data.prompts import render_worker
 from batchinfer.data.tokenizer.tokenizer import Tokenizer as LoadedTokenizer
-from tests.batchinfer.data.ingest_kit import SPECIALS, checkpoint, make_job, run
+from tests.batchinfer.data.ingest_kit import SPECIALS, checkpoint, make_job, options
 
 
 class PeakMemory:
@@ -67,7 +69,7 @@ def _resident(process: psutil.Process) -> int:
         return 0
 
 
-WORDS = [
+WORDS = (
     "the",
     "quick",
     "brown",
@@ -81,21 +83,21 @@ WORDS = [
     "we",
     "count",
     "to",
-    "forty-two,",
-    "and",
-    "says:",
-    '"where',
-    "is",
-    'it?"',
-]
+    "forty-two",
+)
+FIRST_ID = 10_000_000  # all ids have as many digits
 
 
-def texts(rows: int, characters: int) -> Iterator[str]:
-    """Texts of words, half to one and a half times as long as asked for, no two of them alike."""
+def texts(rows: int, characters: int, equal: bool = False) -> Iterator[str]:
+    """Texts of words, half to one and a half times as long as asked for unless they are to be `equal` in length; no two
+    of them are alike."""
     source = random.Random(0)
     for row in range(rows):
+        if equal:
+            yield f"{row:08x} " + (" ".join(WORDS) + " ") * (characters // 80)
+            continue
         words = max(1, int(characters * source.uniform(0.5, 1.5)) // 6)
-        yield " ".join([f"{row:x}", *source.choices(WORDS, k=words)])
+        yield " ".join([f"{row:08x}", *source.choices(WORDS, k=words)])
 
 
 def record(kind: str, row: int, text: str) -> dict[str, Any]:
@@ -118,9 +120,10 @@ PROMPTS: dict[str, dict[str, Any] | None] = {
 SCHEMA = {"type": "object", "properties": {"answer": {"enum": ["a", "b"]}}, "required": ["answer"]}
 
 
-def write_rows(path: Path, kind: str, rows: int, characters: int) -> None:
+def write_rows(path: Path, kind: str, rows: int, characters: int, equal: bool = False) -> None:
     """A file of the format that its name tells."""
-    records = (record(kind, row, text) for row, text in enumerate(texts(rows, characters)))
+    lines = enumerate(texts(rows, characters, equal), FIRST_ID)
+    records = (record(kind, row, text) for row, text in lines)
     if path.suffix == ".jsonl":
         with path.open("w") as file:
             file.writelines(json.dumps(one) + "\n" for one in records)
@@ -191,10 +194,14 @@ def measure(
     kind: str = "template",
     workers: int | None = None,
     carry: bool = True,
+    asleep_us: float = 0.0,
 ) -> dict[str, Any]:
-    """Ingest such a file once; the checkpoint is there."""
+    """Ingest such a file once; the checkpoint is there. With `asleep_us` workers only sleep, so long for each row."""
     path = folder / f"rows.{form}"
-    write_rows(path, kind, rows, characters)
+    write_rows(path, kind, rows, characters, equal=asleep_us > 0)
+    if asleep_us:
+        os.environ["ASLEEP_US"] = str(asleep_us)
+        render_worker._ENTRY = "tests.batchinfer.child_tasks:render_asleep"
     named = (
         {"columns": ("id", "label") if carry else (), "id": "id"}
         if kind != "openai"
@@ -205,9 +212,13 @@ def measure(
         job = job.model_copy(
             update={"output": job.output.model_copy(update={"json_schema": json.dumps(SCHEMA)})}
         )
-    start, before = time.perf_counter(), _cpu()
+    start, before, seen = time.perf_counter(), _cpu(), [(0.0, 0)]
+    given = options(workers=workers, max_model_len=32768, vocab_size=1 << 20)
     with PeakMemory() as memory:
-        index = run(job, workers=workers, max_model_len=32768, vocab_size=1 << 20)
+        index = ingest(
+            job, LoadedTokenizer.load(folder / "model"), given, folder / "scratch",
+            lambda at: seen.append((time.perf_counter(), at.rows)),
+        )  # fmt: skip
     seconds, cpu = time.perf_counter() - start, [now - then for now, then in zip(_cpu(), before, strict=True)]
     return {
         "rows": rows,
@@ -216,11 +227,20 @@ def measure(
         "megabytes": round(path.stat().st_size / 1e6, 1),
         "seconds": round(seconds, 2),
         "rows_per_s": round(rows / seconds),
+        "steady_rows_per_s": round(_steady(seen, rows)),
         "parent_us_per_row": round(1e6 * cpu[0] / rows, 1),
         "workers_us_per_row": round(1e6 * cpu[1] / rows, 1),
         "rows_per_cpu_s": round(rows / sum(cpu)),
         "peak_mib": round(memory.peak_bytes / 2**20),
     }
+
+
+def _steady(seen: list[tuple[float, int]], rows: int) -> float:
+    """Rows a second between the first fifth and the last tenth: processes start before, and then run out of work."""
+    middle = [one for one in seen if 0.2 * rows < one[1] < 0.9 * rows]
+    if len(middle) < 2:
+        return 0.0
+    return (middle[-1][1] - middle[0][1]) / (middle[-1][0] - middle[0][0])
 
 
 def _cpu() -> list[float]:
@@ -240,6 +260,7 @@ def main() -> None:
         "--vocab", type=int, default=32_000, help="of a tokenizer that is made; 0: a tiny one"
     )
     parser.add_argument("--bare", action="store_true", help="carry no columns")
+    parser.add_argument("--asleep-us", type=float, default=0.0, help="workers sleep so long for a row")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -247,7 +268,9 @@ def main() -> None:
         alone = tokenizer_alone(folder, min(given.rows, 50_000), given.characters) / min(given.rows, 50_000)
         print(json.dumps({"tokenizer_alone_us_per_row": round(1e6 * alone, 1)}))
         for form, kind, workers in product(given.format, given.kind, given.workers):
-            found = measure(folder, given.rows, given.characters, form, kind, workers, not given.bare)
+            found = measure(
+                folder, given.rows, given.characters, form, kind, workers, not given.bare, given.asleep_us
+            )
             share = round(alone * found["rows_per_cpu_s"], 3)
             print(json.dumps({"format": form, "kind": kind, "workers": workers} | found | {"share": share}))
 

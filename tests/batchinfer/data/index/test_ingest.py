@@ -528,7 +528,9 @@ def test_a_template_that_hangs_costs_its_row(folder: Path) -> None:
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     loop = "{% if text == 'hang' %}" + loop + "{% endif %}ok"
     rows = [{"text": t} for t in ("a", "hang", "b", "hang", "c")]
-    index = ingest_rows(folder, rows, {"user": loop}, row_timeout_s=1.0)
+    index = ingest_rows(folder, rows, {"user": loop}, row_timeout_s=1.0, id="text", columns=("text",))
+    assert [row["custom_id"] for row in rows_of(index)] == [row["text"] for row in rows], "they were read"
+    assert carried(index)["text"].to_pylist() == [row["text"] for row in rows]
     assert codes(index) == [None, "template_timeout", None, "template_timeout", None]
     assert [p is None for p in prompts_of(index)] == [False, True, False, True, False]
     assert (

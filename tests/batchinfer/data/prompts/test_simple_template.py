@@ -12,19 +12,7 @@ from batchinfer.core.exact_json import read_float
 from batchinfer.data.prompts.chat_template import row_environment
 from batchinfer.data.prompts.simple_template import SimpleTemplate
 
-PIECES = [
-    "text ",
-    "\n",
-    "\r\n",
-    "{",
-    "<b>&",
-    "{# note #}",
-    "{{ a }}",
-    "{{b}}",
-    "{{- a -}}",
-    "{{ range }}",
-    "{% raw %}{{{% endraw %}",
-]
+PIECES = ["text ", "\n", "\r\n", " } ", "<b>&", "{# note #}", "{{ a }}", "{{b}}", "{{- a -}}", "{{ range }}"]
 VALUES = st.one_of(
     st.text(max_size=5),
     st.integers(),

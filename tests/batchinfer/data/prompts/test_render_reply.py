@@ -1,0 +1,78 @@
+"""A reply holds what was prepared, and one that a worker has forged is refused or stays within its bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.core.request import RowError
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows
+from batchinfer.data.prompts.render_reply import BadReply, packed, packed_failure, unpacked
+from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
+
+FIELDS = RowFields(("text",), "id", ("label",), as_json=True, endpoints=True, watched=frozenset({"id", "no"}))
+VOCAB = 100
+
+
+def some_rows() -> PreparedRows:
+    facts = FactsOfRows(FIELDS)
+    facts.note({"id": "ä", "label": [1], "url": "/v1"})
+    facts.note(RowError("bad_json", "input", "line 2"))
+    facts.note({"id": None, "label": None, "text": ""})
+    int32s = [np.array(column, np.int32) for column in ([0, 0, 1], [9, 0, 4], [2, 0, 1])]
+    errors = {1: RowError("bad_json", "input", "line 2")}
+    tokens = np.array([1, 99, 3], np.int32)
+    return PreparedRows(Prepared(errors, ["{}", '{"seed":1}'], *int32s, bytes(96), tokens), facts.finished())
+
+
+def consistent(rows: PreparedRows) -> bool:
+    prompts, facts = rows.prompts, rows.facts
+    for column in (facts.ids, facts.endpoints, *facts.carried):
+        column.validate(full=True)
+        assert len(column) == len(rows)
+    numbers = set(prompts.params_of.tolist())
+    assert numbers <= set(range(max(1, len(prompts.params))))
+    assert len(prompts.tokens) == prompts.counts.sum()
+    assert not len(prompts.tokens) or 0 <= prompts.tokens.min() <= prompts.tokens.max() < VOCAB
+    assert len(prompts.keys) == 32 * len(rows)
+    return set(prompts.errors) == set(np.flatnonzero(prompts.counts == 0).tolist())
+
+
+def test_a_reply_holds_what_was_prepared() -> None:
+    made, found = some_rows(), unpacked(packed(some_rows()), FIELDS, VOCAB)
+    assert consistent(found)
+    assert found.prompts.errors == made.prompts.errors
+    assert found.prompts.tokens.tolist() == made.prompts.tokens.tolist()
+    assert found.facts.ids.to_pylist() == ["ä", None, None]
+    assert found.facts.endpoints is not None
+    assert found.facts.endpoints.to_pylist() == ["/v1", None, None]
+    assert found.facts.carried[0].to_pylist() == ["[1]", None, None]
+    assert found.facts.kinds == [{"json", "null"}]
+    assert (found.facts.unread, found.facts.names, found.facts.found) == (
+        [1],
+        ["id", "label", "url", "text"],
+        {"id"},
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=3),
+    st.integers(0, 40),
+)
+def test_a_forged_reply_is_refused_or_consistent(changes: list[tuple[int, int]], cut: int) -> None:
+    data = bytearray(packed(some_rows()))
+    for at, byte in changes:
+        data[at % len(data)] = byte
+    try:
+        rows = unpacked(bytes(data[: len(data) - cut]), FIELDS, VOCAB)
+    except (BadReply, Unavailable):
+        return
+    assert consistent(rows)
+
+
+def test_a_worker_that_cannot_work_says_why() -> None:
+    with pytest.raises(Unavailable, match="no more processes"):
+        unpacked(packed_failure("no more processes"), FIELDS, VOCAB)
