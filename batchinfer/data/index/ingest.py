@@ -72,6 +72,7 @@ class IngestProgress:
     rows: int
     bytes_read: int
     bytes_total: int
+    keys: bytes = b""  # of the rows that came last, 32 bytes each; an error row has none
 
 
 def ingest(
@@ -225,7 +226,8 @@ class _Ingest:
                 if carried is not None:
                     carried.append(writer.rows, batch)
                 writer.append(batch, ids, alive, done)
-                progress(IngestProgress(writer.rows, batch.bytes_read, reader.bytes_total))
+                keys = done.keys_of_work()
+                progress(IngestProgress(writer.rows, batch.bytes_read, reader.bytes_total, keys))
             writer.commit()
         return writer
 

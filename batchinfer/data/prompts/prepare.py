@@ -66,6 +66,10 @@ class Prepared:
     keys: bytes
     tokens: TokenIds
 
+    def keys_of_work(self) -> bytes:
+        """Return the keys of the rows that are no error rows."""
+        return np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[np.asarray(self.counts) > 0].tobytes()
+
 
 class Preparer:
     """Renders and tokenises. `report` is told which row is at work, so that a hang can be pinned on it."""
