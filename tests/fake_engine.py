@@ -17,9 +17,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from batchinfer.core import errors
 from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs, Tokens
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
-from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed, alone
+from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed, alone
 from batchinfer.engine.schedule.constraints import ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
 from tests.batchinfer.child_tasks import break_the_next_message
@@ -100,16 +101,26 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
+def _die(end: End) -> None:
+    """End as FAKE_ENGINE_DIES_BY says: by that signal, else with an exit status."""
+    signum = _asked("DIES_BY", 0)
+    end(-signum if signum else EXITS)
+
+
 class FakeEngine:
     """Steps through what it was given, `BATCH` requests at a time. Faults are asked for by environment variables."""
 
-    def __init__(self, untimed: Untimed = nullcontext, end: End = end_process) -> None:
-        self._untimed, self._end, mortal = untimed, end, _may_die()
+    def __init__(
+        self, untimed: Untimed = nullcontext, end: End = end_process, mortal: bool | None = None
+    ) -> None:
+        """mortal: whether faults may end it; None: as the environment says."""
+        self._untimed, self._end = untimed, end
+        mortal = _may_die() if mortal is None else mortal
         _wait_for_others()
         if not mortal:  # the start that takes the place of one that died
             time.sleep(_asked("RELOAD_S", 0.0))
-        if mortal and _asked("DIES_LOADING", 0):
-            self._die()
+        if mortal and _asked("DIES_CONFIGURED", 0):
+            _die(end)
         self._waiting: deque[tuple[Request, float]] = deque()  # and when it came
         self._started, self._counted_s = time.perf_counter(), 0.0
         self._steps = 0
@@ -136,17 +147,12 @@ class FakeEngine:
     def forget_waiting(self) -> None:
         """A worker is told so before it leaves."""
         if _asked("DIES_LEAVING", 0):
-            self._die()
+            _die(self._end)
         self._waiting.clear()
-
-    def _die(self) -> None:
-        """End as FAKE_ENGINE_DIES_BY says: by that signal, else with an exit status."""
-        signum = _asked("DIES_BY", 0)
-        self._end(-signum if signum else EXITS)
 
     def step(self) -> FakeOutput:
         if self._log.exists() and len(self._log.read_text().split()) >= self._dies_after:
-            self._die()
+            _die(self._end)
         if self._steps == self._hang_at or any(len(r.prompt) > self._hangs_of for r, _ in self._waiting):
             self._hang()
         if self._steps == self._die_at:
@@ -155,7 +161,7 @@ class FakeEngine:
         self._delay()
         taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
         if any(len(request.prompt) > self._dies_of for request, _ in taken):
-            self._die()
+            _die(self._end)
         with open(self._log, "a") as log:
             log.writelines(f"{request.key.hex()}\n" for request, _ in taken)
         completions = [self._complete(r) for r, _ in taken]
@@ -175,7 +181,7 @@ class FakeEngine:
         if _asked("DIES_SENDING", 0):
             break_the_next_message()
         else:
-            self._die()
+            _die(self._end)
 
     def _hang(self) -> None:
         """Do nothing for so long, which by default is for ever; FAKE_ENGINE_HANG_UNTIMED: and say that it may."""
@@ -227,19 +233,38 @@ def _step(step: int, times: tuple[float, float], tokens: tuple[int, int, int], w
     )
 
 
+@dataclass(frozen=True)
+class FakeWeights:
+    """As batchinfer.engine.load.build.LoadedWeights."""
+
+    load: LoadConfig
+    untimed: Untimed
+    end: End
+    mortal: bool
+
+    def engine(
+        self, config: EngineConfig, stop_streams: StopStreams | None = None, agreed: Agreed = alone
+    ) -> BuiltFake:
+        if meddled := _asked(
+            "MEDDLES_WITH", ""
+        ):  # a file of the input: somebody appends to it while the engine starts
+            with open(meddled, "ab") as file:
+                file.write(b'{"id": "late", "text": "late"}\n')
+        info = EngineInfo("fake", "cpu", self.load.dtype, 1, 512, 512, 16, 1, 0, 0)
+        return BuiltFake(FakeEngine(self.untimed, self.end, self.mortal), info)
+
+
 def build(
-    config: EngineConfig,
-    stop_streams: StopStreams | None = None,
+    load: LoadConfig,
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
-    agreed: Agreed = alone,
     end: End = end_process,
-) -> BuiltFake:
-    """Takes the place of `batchinfer.engine.load.build.build_engine`."""
-    if meddled := _asked(
-        "MEDDLES_WITH", ""
-    ):  # a file of the input: somebody appends to it while the engine starts
-        with open(meddled, "ab") as file:
-            file.write(b'{"id": "late", "text": "late"}\n')
-    info = EngineInfo("fake", "cpu", config.dtype, 1, 512, 512, 16, 1, 0, 0)
-    return BuiltFake(FakeEngine(untimed, end), info)
+) -> FakeWeights:
+    """Takes the place of `batchinfer.engine.load.build.load_weights`."""
+    mortal = _may_die()
+    if refusal := _asked("REFUSES", ""):  # the name of an exception of the tree
+        raise getattr(errors, refusal)("the fake engine was asked to refuse the checkpoint")
+    if mortal and _asked("DIES_LOADING", 0):
+        _die(end)
+    time.sleep(_asked("LOAD_S", 0.0))
+    return FakeWeights(load, untimed, end, mortal)

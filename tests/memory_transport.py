@@ -10,9 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from batchinfer.engine.config import EngineConfig
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import Ended
-from batchinfer.pipeline.workers.messages import Add, Finish, Left, Ready, WorkDone, WorkerSpec
+from batchinfer.pipeline.workers.messages import (
+    Add,
+    Configure,
+    Finish,
+    Left,
+    Load,
+    Ready,
+    WorkDone,
+    WorkerSpec,
+)
 from batchinfer.pipeline.workers.transport import PROCESSES, Link
 from batchinfer.pipeline.workers.worker import failure
 from tests import fake_engine
@@ -105,14 +115,24 @@ class MemoryTransport:
 
 
 class FakeWorker:
-    """The fake engine without a process: it is loaded in its first turn."""
+    """The fake engine without a process: it takes each step of loading in the first turn after it was told to."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
+        self._told_to_load = False
+        self._weights: fake_engine.FakeWeights | None = None
+        self._config: EngineConfig | None = None
         self._engine: fake_engine.FakeEngine | None = None
         self._leaves = False
 
     def hear(self, message: object) -> None:
+        if isinstance(message, Load):
+            self._told_to_load = True
+            return
+        if isinstance(message, Configure):
+            assert self._told_to_load, "it is told to load first"
+            self._config = message.config
+            return
         assert self._engine is not None, "it is given nothing before it is ready"
         if isinstance(message, Add):
             self._engine.add(message.requests)
@@ -127,8 +147,12 @@ class FakeWorker:
             return [failure(error)]
 
     def _said(self) -> list[object]:
+        if self._weights is None and self._told_to_load:
+            self._weights = fake_engine.build(self._spec.load, end=_die)
         if self._engine is None:
-            built = fake_engine.build(self._spec.config, end=_die)
+            if self._weights is None or self._config is None:
+                return []
+            built = self._weights.engine(self._config)
             self._engine = built.engine
             return [Ready(built.info)]
         if self._engine.unfinished:
@@ -142,7 +166,7 @@ def _die(code: int) -> None:
 
 
 # What is asked of the fake engine that only processes side by side can do
-OF_PROCESSES = ("DIES_SENDING", "HANGS_AT_STEP", "HANGS_OF_MORE_TOKENS", "TOGETHER", "RELOAD_S")
+OF_PROCESSES = ("LOAD_S", "DIES_SENDING", "HANGS_AT_STEP", "HANGS_OF_MORE_TOKENS", "TOGETHER", "RELOAD_S")
 
 
 class FakeTransport(MemoryTransport):

@@ -20,7 +20,7 @@ from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.core.errors import UsageError
 from batchinfer.data.storage.temporary import temporary_folder
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.engine.tensors.garbage import loaded_for_good
 from batchinfer.machine.cpus import usable_cpus
@@ -50,18 +50,19 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     options.check()
     workloads = [workload_of(options, name) for name in options.workloads]
     config = _engine_config(options, longest=max(workload.longest for workload in workloads))
-    build_operators(config.device, notice, config.kv_cache == "int8")
+    load = config.load
+    build_operators(load.device, notice, load.kv_cache == "int8")
     torch.set_num_threads(options.threads or usable_cpus())  # before the peaks are measured
     measure = measure or _measure_of(options)
-    before = _measured(config, measure, notice)
+    before = _measured(load, measure, notice)
     notice(f"loading {options.model}")
-    loaded = load_model(replace(config, peaks=before), _source(options, config.quantization))
+    loaded = load_model(replace(config, peaks=before), _source(options, load.quantization))
     if options.schemas:
         loaded = with_constraints(loaded, options)
-    with _peer(options, config, notice) as peer, loaded_for_good():
+    with _peer(options, load, notice) as peer, loaded_for_good():
         series = [_run_series(loaded, workload, options, peer, notice) for workload in workloads]
-    time = calibrated_time(config.device, config.dtype, config.quantization)
-    peaks = best_peaks(before, _measured(config, measure, notice))
+    time = calibrated_time(load.device, load.dtype, load.quantization)
+    peaks = best_peaks(before, _measured(load, measure, notice))
     results = [
         WorkloadResult(
             workload,
@@ -98,19 +99,22 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
         chosen = "cuda" if torch.cuda.is_available() else "cpu"
     device = cast(Device, chosen)
     dtype = _dtype(options, device)
-    return EngineConfig(
+    load = LoadConfig(
         model=options.folder,
         dtype=dtype,
         device=device,
-        max_model_len=longest,
-        longest=longest,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
         threads=options.threads,
         quantization=_quantization(options, device),
         deterministic=options.deterministic,
         tiles=runs_in_tiles(device),
         kv_cache=_kv_cache(options),
+    )
+    return EngineConfig(
+        load,
+        max_model_len=longest,
+        longest=longest,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
     )
 
 
@@ -159,7 +163,7 @@ def _measure_of(options: BenchOptions) -> Measure:
     return measure_peaks
 
 
-def _measured(config: EngineConfig, measure: Measure, notice: Notice) -> Peaks:
+def _measured(config: LoadConfig, measure: Measure, notice: Notice) -> Peaks:
     notice("measuring this machine's peaks")
     codes = () if config.quantization == "none" else (codes_of(config.quantization),)
     found = measure(config.device, (config.dtype, *codes))
@@ -168,7 +172,7 @@ def _measured(config: EngineConfig, measure: Measure, notice: Notice) -> Peaks:
 
 
 @contextmanager
-def _peer(options: BenchOptions, config: EngineConfig, notice: Notice) -> Iterator[TransformersPeer | None]:
+def _peer(options: BenchOptions, config: LoadConfig, notice: Notice) -> Iterator[TransformersPeer | None]:
     """transformers with the same weights, which lie on disk for it while this lasts."""
     if options.against is None:
         yield None

@@ -35,12 +35,25 @@ def most_queued(max_num_seqs: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Settings of the job; None where the engine chooses the value itself."""
+class LoadConfig:
+    """Settings that loading the weights needs: they are known before a row is read."""
 
     model: Path
     dtype: Dtype
     device: Device
+    threads: int | None = None  # None: the engine chooses
+    quantization: Quantization = "none"
+    deterministic: bool = False  # a row's numbers depend on nothing but the row
+    tiles: bool = False  # whether the bits of a deterministic run on a CPU are those of matrix tiles
+    kv_cache: KvCacheDtype = "auto"  # which operators can be used depends on it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of an engine whose weights are loaded as `load` says: some of the others are known once there is a plan.
+    None where the engine chooses the value itself."""
+
+    load: LoadConfig
     max_model_len: int
     longest: int  # tokens (prompt and output) of the job's longest sequence: none that runs may be longer
     max_num_seqs: int | None = None
@@ -48,14 +61,9 @@ class EngineConfig:
     block_size: int | None = None
     kv_memory: int | float | None = None  # bytes, or the share of the memory left once the weights are loaded
     prefix_caching: bool = True
-    threads: int | None = None
     # Bytes of a CPU's memory for this engine, its weights included; None: what is free
     memory: int | None = None
     peaks: Peaks | None = None  # of this engine, where several share a CPU
-    quantization: Quantization = "none"
-    deterministic: bool = False  # a row's numbers depend on nothing but the row
-    tiles: bool = False  # whether the bits of a deterministic run on a CPU are those of matrix tiles
-    kv_cache: KvCacheDtype = "auto"
     logprobs: int | None = None  # the most log-probabilities a token that a row asks for; None: no row asks
 
 

@@ -17,6 +17,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
 from batchinfer.models.checkpoint.weights import CheckpointWeights, Weights
 from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.choose import choose_ops
@@ -27,10 +28,13 @@ from batchinfer_kernels.arithmetic import KvCacheDtype
 from batchinfer_kernels.cost import ModelCost
 
 if TYPE_CHECKING:
+    from batchinfer.models.foreign.model import TransformersModel
     from batchinfer.models.foreign.source import ForeignSource
 
 # A model that an engine can be built of
 Source: TypeAlias = "ModelSource | ForeignSource"
+# Makes a model of loaded weights; see ModelSource.load
+Decoders: TypeAlias = "Callable[[Ops, int], Decoder] | Callable[[Ops, int], TransformersModel]"
 _log = logging.getLogger(__name__)
 
 
@@ -75,14 +79,15 @@ class ModelSource:
                 )
         return ops
 
-    def load(self, ops: Ops, arithmetic: Arithmetic, longest: int) -> Decoder:
-        """Load the weights, for sequences of up to `longest` tokens. Raises what its files make it raise."""
+    def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], Decoder]:
+        """Load the weights, and return what makes a decoder of them: it gets operators, which may differ from these in
+        how they read prompts, and the tokens of the longest sequence. Raises what its files make it raise."""
         weights = WatchedWeights(self.weights(arithmetic.dtype, arithmetic.device), self.spec)
-        model = Decoder(self.spec, weights, ops, longest, arithmetic.device)
+        packed = pack_weights(self.spec, weights, ops, arithmetic.device)
         warning = warning_of(weights.worst) if arithmetic.quantization == "int8" else None
         if warning is not None:
             _log.warning("%s", warning)
-        return model
+        return partial(Decoder, packed)
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
         """Return what its steps cost."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from batchinfer.core.errors import UsageError
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 
-ENGINE = "batchinfer.engine.load.build:build_engine"
+ENGINE = "batchinfer.engine.load.build:load_weights"
 _SWITCHES = ("replace", "retry_errors", "verify", "openai_timestamps")
 
 
@@ -23,7 +23,7 @@ class RunOptions:
     verify: bool = False
     to_openai: Path | None = None
     openai_timestamps: bool = False
-    engine: str = ENGINE  # "module:function" that builds the engine in its process
+    engine: str = ENGINE  # "module:function" that loads the engine's weights in its process
     price_per_hour: float | None = None  # what the machine costs, in any currency
     transport: Transport = PROCESSES  # how workers are started and spoken to
     already_s: float = 0.0  # what the command took before: interpreter, imports, job file

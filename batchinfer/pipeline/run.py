@@ -11,6 +11,7 @@ from batchinfer.data.results.join import joined
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.openai import LINE_BYTES
 from batchinfer.data.storage.durable import storage
+from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.job import Job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
@@ -19,7 +20,7 @@ from batchinfer.pipeline.stages.earlier_result import earlier_result
 from batchinfer.pipeline.stages.open_run import OpenRun, opened
 from batchinfer.pipeline.stages.planning import planned
 from batchinfer.pipeline.stages.publishing import publish_result, tidy, write_openai_file
-from batchinfer.pipeline.stages.reading import read_input
+from batchinfer.pipeline.stages.reading import check, read_input
 from batchinfer.pipeline.stages.reporting import reported
 from batchinfer.pipeline.stages.storing import open_store
 from batchinfer.pipeline.stages.verdict import judged, refuse_hopeless, refuse_to_publish
@@ -36,14 +37,16 @@ def run_job(
 
     Raises the exception tree of errors.py; whatever was finished before is committed.
     """
-    with opened(job, options, progress, interrupts, notice) as run, reported(run):
+    with opened(job, options, progress, interrupts, notice) as run, reported(run), run.launch:
         _prepare(run)
         context = work_context(run.setup, run.state, remember=True)
         earlier = earlier_result(run, context)
         if earlier is not None:
             return _nothing_to_do(run, earlier)
-        index = _read(run, context)
-        manifest, changed = _answer_and_publish(run, context, index)
+        check(run)
+        with open_store(run) as store:
+            index = _read(run, context, store)
+            manifest, changed = _answer_and_publish(run, context, index, store)
         return _finish(run, index, manifest, changed)
 
 
@@ -63,25 +66,28 @@ def _nothing_to_do(run: OpenRun, manifest: Manifest) -> Outcome:
     return _unreported(run, judged(run, manifest, ALREADY_PUBLISHED))
 
 
-def _read(run: OpenRun, context: bytes) -> Index:
-    index = read_input(run, context)
+def _read(run: OpenRun, context: bytes, store: CompletionStore) -> Index:
+    index = read_input(run, context, store)
     if run.openai is not None:
         run.openai.check_space(index.rows * LINE_BYTES)
     refuse_hopeless(run, index)
     return index
 
 
-def _answer_and_publish(run: OpenRun, context: bytes, index: Index) -> tuple[Manifest, bool]:
+def _answer_and_publish(
+    run: OpenRun, context: bytes, index: Index, store: CompletionStore
+) -> tuple[Manifest, bool]:
     """Compute what the store lacks, and publish; return the manifest, and whether this run changed anything."""
-    with open_store(run) as store:
-        with planned(run, index, store) as work:
-            if work.plan.to_run:
-                answer(run, work, index, store)
-        with run.report.timed("publish_s"):
-            store.refresh()  # runs for other dates, and trials, add to it meanwhile
-            join = joined(index.index_parts, store.parts(), run.state.staging / "join")
-            refuse_to_publish(run, index, join)
-            return publish_result(run, context, index, store, join)
+    with planned(run, index, store) as work:
+        if work.plan.to_run:
+            answer(run, work, index, store)
+    with run.report.timed("close_s"):
+        run.launch.end()  # where nothing was to run
+    with run.report.timed("publish_s"):
+        store.refresh()  # runs for other dates, and trials, add to it meanwhile
+        join = joined(index.index_parts, store.parts(), run.state.staging / "join")
+        refuse_to_publish(run, index, join)
+        return publish_result(run, context, index, store, join)
 
 
 def _finish(run: OpenRun, index: Index, manifest: Manifest, changed: bool) -> Outcome:

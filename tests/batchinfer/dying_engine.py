@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import LoadConfig
 
 if TYPE_CHECKING:
-    from batchinfer.engine.load.build import BuiltEngine
+    from batchinfer.engine.load.build import BuiltEngine, LoadedWeights
 
 SENT_S = 0.2  # longer than what is finished waits to be sent
 
@@ -36,8 +37,8 @@ class Mortal:
         return output
 
 
-def build(config: EngineConfig, *beside: Any) -> BuiltEngine:
-    """Build as batchinfer.engine.load.build.build_engine does, with what it gets `beside` the configuration.
+def build(config: LoadConfig, *beside: Any) -> MortalWeights:
+    """Load as batchinfer.engine.load.build.load_weights does, with what it gets `beside` the configuration.
 
     DIES_AFTER: how many rows; DIED: a file, there from the first start on.
     """
@@ -47,6 +48,17 @@ def build(config: EngineConfig, *beside: Any) -> BuiltEngine:
     died.touch()
     from batchinfer.engine.load import build as building
 
-    built = building.build_engine(config, *beside)
-    mortal: Any = Mortal(built.engine, int(os.environ["DIES_AFTER"]))
-    return building.BuiltEngine(mortal, built.info, built.read_loads)
+    return MortalWeights(building.load_weights(config, *beside))
+
+
+class MortalWeights:
+    """The weights of a mortal engine."""
+
+    def __init__(self, loaded: LoadedWeights) -> None:
+        self._loaded = loaded
+
+    def engine(self, *arguments: Any) -> BuiltEngine:
+        """Build as LoadedWeights.engine does."""
+        built = self._loaded.engine(*arguments)
+        mortal: Any = Mortal(built.engine, int(os.environ["DIES_AFTER"]))
+        return replace(built, engine=mortal)

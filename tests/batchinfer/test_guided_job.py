@@ -16,7 +16,7 @@ import pytest
 from tests.batchinfer.data.tokenizer.made_tokenizers import words
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command
 
-REAL = "batchinfer.engine.load.build:build_engine"
+REAL = "batchinfer.engine.load.build:load_weights"
 DYING = "tests.batchinfer.dying_engine:build"
 
 

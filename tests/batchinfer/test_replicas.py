@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,15 @@ def mortal(*arguments: Any) -> Any:
             self._finished += len(output.completions)
             return output
 
-    built = building.build_engine(*arguments)
-    return building.BuiltEngine(Killed(built.engine), built.info, built.read_loads)  # type: ignore[arg-type]
+    class KilledWeights:
+        def __init__(self) -> None:
+            self._loaded = building.load_weights(*arguments)
+
+        def engine(self, *arguments: Any) -> Any:
+            built = self._loaded.engine(*arguments)
+            return replace(built, engine=Killed(built.engine))  # type: ignore[arg-type]
+
+    return KilledWeights()
 
 
 def _first() -> bool:

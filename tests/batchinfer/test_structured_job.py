@@ -15,7 +15,7 @@ import pytest
 
 from tests.batchinfer.wrong_jobs import Command, Place, command
 
-REAL = "batchinfer.engine.load.build:build_engine"
+REAL = "batchinfer.engine.load.build:load_weights"
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -16,7 +16,7 @@ OTHER = {"type": "object", "properties": {"m": {"enum": [1, 2]}}, "required": ["
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command(capsys, monkeypatch, "batchinfer.engine.load.build:build_engine")
+    return command(capsys, monkeypatch, "batchinfer.engine.load.build:load_weights")
 
 
 def test_checked_answers_and_others_do_not_stand_for_each_other(

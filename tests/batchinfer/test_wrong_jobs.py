@@ -25,6 +25,7 @@ from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest
 from batchinfer.machine.hardware import nvidia_gpus
 from batchinfer.pipeline.options import ENGINE
 from tests.batchinfer.wrong_jobs import (
+    FAKE,
     NO_ENGINE,
     ROWS,
     Ended,
@@ -53,6 +54,7 @@ class Wrong:
     arrange: Callable[[Place], object]
     arguments: tuple[str, ...] = ()
     verbs: tuple[str, ...] = ("run", "validate", "preview")
+    engine: str = NO_ENGINE  # or one that loads, where it is found only once all rows are read
 
 
 def cut(count: int) -> Callable[[bytes], bytes]:
@@ -600,6 +602,7 @@ INPUTS = {
         ("5 of 20 rows are errors", "on_error.max_error_rate", "1.00%", "5 × bad_json", "rows.jsonl row 15"),
         lambda p: p.rows(*ROWS[:15], *[b"{not json"] * 5),
         verbs=("run", "validate"),
+        engine=FAKE,
     ),
 }
 
@@ -679,7 +682,7 @@ def test_refused(name: str, verb: str, place: Place, capsys, monkeypatch) -> Non
     monkeypatch.chdir(place.folder)
     case.arrange(place)
     before = place.published()
-    ended = command(capsys, monkeypatch, NO_ENGINE)(verb, "job.yaml", *case.arguments)
+    ended = command(capsys, monkeypatch, case.engine)(verb, "job.yaml", *case.arguments)
     refused(case, ended)
     assert place.published() == before
 
@@ -711,7 +714,7 @@ def test_validate_and_run_agree(name: str, place: Place, capsys, monkeypatch) ->
     monkeypatch.chdir(place.folder)
     case.arrange(place)
     before = set(place.folder.rglob("*"))
-    command_line = command(capsys, monkeypatch, NO_ENGINE)
+    command_line = command(capsys, monkeypatch, case.engine)
     checked = command_line("validate", "job.yaml", *case.arguments)
     assert set(place.folder.rglob("*")) == before
     published = place.published()
@@ -765,7 +768,7 @@ def test_validate_reads_the_first_rows_of_every_file(place: Place, capsys, monke
     place.rows(*ROWS * 50, name="in/a.jsonl")
     place.rows(b"{no", *ROWS, name="in/b.jsonl")
     place.job("on_error: {max_error_rate: 0}", input=from_file("in", ", id: id"))
-    run = command(capsys, monkeypatch, NO_ENGINE)
+    run = command(capsys, monkeypatch)
     checked = run("validate", place.folder / "job.yaml")
     assert checked.code == 0
     assert "1 of the first 512 of each file, 533 in all, would become error rows" in checked.out

@@ -11,7 +11,7 @@ import torch
 
 from batchinfer.bench.suite.section import BANDWIDTH, BenchModel, BenchSection, Result
 from batchinfer.core.errors import Unavailable
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.models.checkpoint.dummy import DummyWeights
@@ -120,17 +120,19 @@ def _loaded(rehearsal: bool, model: BenchModel, found: Peaks) -> _Loaded:
         torch.cuda.empty_cache()  # of what kernels were measured on
     longest = TINY_LONGEST if rehearsal else model.longest or LONGEST
     config = EngineConfig(
-        model=Path(model_name(section)),
-        dtype=dtype_of(section),
-        device="cuda",
+        LoadConfig(
+            Path(model_name(section)),
+            dtype_of(section),
+            "cuda",
+            quantization=model.quantization,
+            kv_cache=model.kv_cache,
+        ),
         max_model_len=longest,
         longest=longest,
         max_num_seqs=TINY_ROWS if rehearsal else model.rows,
         max_num_batched_tokens=(TINY_TOKENS if model.is_plain else TINY_TOKENS // 4) if rehearsal else None,
         kv_memory=model.kv_memory,
         peaks=None if rehearsal else found,
-        quantization=model.quantization,
-        kv_cache=model.kv_cache,
     )
     loaded = load_model(config, source(section))
     return _Loaded(loaded, _free(rehearsal))

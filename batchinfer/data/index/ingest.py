@@ -75,6 +75,7 @@ class IngestProgress:
     rows: int
     bytes_read: int
     bytes_total: int
+    keys: bytes = b""  # of the rows that came last, 32 bytes each; an error row has none
 
 
 def ingest(
@@ -235,7 +236,8 @@ class _Ingest:
                 if carried is not None:
                     carried.append(writer.rows, chunk, rows.facts)
                 writer.append(wanted.place(chunk, len(rows)), rows)
-                progress(IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total))
+                keys = rows.prompts.keys_of_work()
+                progress(IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys))
             writer.commit()
         return writer
 

@@ -94,6 +94,10 @@ class Prepared:
     def __len__(self) -> int:
         return len(self.counts)
 
+    def keys_of_work(self) -> bytes:
+        """Return the keys of the rows that are no error rows."""
+        return np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[np.asarray(self.counts) > 0].tobytes()
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRows:

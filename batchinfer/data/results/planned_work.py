@@ -78,6 +78,11 @@ def announced(store: Path, plan: Path, ops: FileOps) -> Iterator[list[OtherRun]]
             ops.unlink(mine)
 
 
+def is_another_at_work(store: Path) -> bool:
+    """Whether a run that shares the store has announced its plan, and works on it. Changes nothing."""
+    return any(OtherRun(path, plan=path).at_work for path in (store / _FOLDER).glob("*.json"))
+
+
 def _at_work(folder: Path, ops: FileOps) -> Iterator[OtherRun]:
     """Yield the runs that are at work; files left by killed runs are removed."""
     for path in sorted(folder.glob("*.json")):

@@ -1,4 +1,5 @@
-"""Builds an Engine that is ready to step from an EngineConfig."""
+"""Builds an Engine that is ready to step. Its weights are loaded as a LoadConfig says; an EngineConfig, which may be
+known later, says what is made of them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import torch
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.samples import ExpertTokens
-from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, Agreed, EngineConfig, EngineInfo, Untimed, alone
+from batchinfer.engine.config import (
+    DEFAULT_BLOCK_SIZE,
+    Agreed,
+    EngineConfig,
+    EngineInfo,
+    LoadConfig,
+    Untimed,
+    alone,
+)
 from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.graphs.graph_capture import GpuRecorder, GraphRecorder, R, Replay
 from batchinfer.engine.kv.cache_layout import cache_layout
@@ -31,9 +40,9 @@ from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.decoder.expert_loads import ExpertLoads
-from batchinfer.models.ops.interface import LayerCache
+from batchinfer.models.ops.interface import LayerCache, Ops
 from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
-from batchinfer.models.sources import Source, checkpoint_source
+from batchinfer.models.sources import Decoders, Source, checkpoint_source
 from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.cpu.memory import keep_freed_memory
 
@@ -74,16 +83,76 @@ class LoadedModel:
         return Engine(runner or self.runner, scheduler, limits, peaks, stop_streams, masks=self.masks)
 
 
-def build_engine(
-    config: EngineConfig,
-    stop_streams: StopStreams | None = None,
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedWeights:
+    """A model's weights on their device, packed for its operators: all of an engine that needs no plan."""
+
+    config: LoadConfig
+    source: Source
+    ops: Ops
+    arithmetic: Arithmetic
+    threads: int
+    decoder: Decoders
+    masks: ConstraintMasks | None
+    untimed: Untimed
+
+    def engine(
+        self, config: EngineConfig, stop_streams: StopStreams | None = None, agreed: Agreed = alone
+    ) -> BuiltEngine:
+        """Wire the rooms together; raises as `model` does."""
+        loaded = self.model(config, agreed)
+        return BuiltEngine(loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read)
+
+    def model(self, config: EngineConfig, agreed: Agreed = alone) -> LoadedModel:
+        """Size the KV cache and warm up. A choice by time is made through `agreed`. Raises OutOfMemory when the job
+        cannot fit."""
+        source, device = self.source, self.arithmetic.device
+        # no longer than what runs: a checkpoint may name billions of positions
+        longest = max(1, min(config.longest, config.max_model_len))
+        cost, block_size = source.cost(self.arithmetic), config.block_size or DEFAULT_BLOCK_SIZE
+        limits = scheduler_config(config, cost, source.can_be_captured)
+        sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
+        ops = fastest_prefill(self.ops, sizes, device, source.plain_attention, agreed)
+        model = self.decoder(ops, longest)
+        eos = frozenset(source.spec.eos_token_ids)
+        sampler = Sampler(eos, self.masks, device.type == "cpu")
+        layout = cache_layout(source.spec.caches, block_size, longest)
+        runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
+        memory = _CacheMemory(config, source, runner, limits, self.arithmetic.dtype, longest)
+        counters = model.expert_loads if source.can_be_captured else None
+        fitted = _fit(runner, limits, memory.room(), counters, config, self.untimed)
+        model.expert_loads.restart()  # what was measured and compiled with is nobody's work
+        return LoadedModel(
+            runner=fitted.runner,
+            limits=fitted.limits,
+            engine_limits=EngineLimits(source.spec.content_roots(longest), eos),
+            info=_info(self.config, source, fitted, memory.block_bytes, self.threads),
+            expert_loads=model.expert_loads,
+            masks=self.masks,
+        )
+
+
+def load_weights(
+    config: LoadConfig,
     constraints: ConstraintsFor | None = None,
     untimed: Untimed = nullcontext,
-    agreed: Agreed = alone,
-) -> BuiltEngine:
-    """Load the checkpoint that `config.model` names and wire the rooms together; raises as `load_model` does."""
-    loaded = load_model(config, constraints=constraints, untimed=untimed, agreed=agreed)
-    return BuiltEngine(loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read)
+    source: Source | None = None,
+) -> LoadedWeights:
+    """Load the weights. `source` takes the place of the checkpoint at `config.model`; work whose duration nobody knows,
+    also in mid-job, is done inside of `untimed`.
+
+    Raises Unavailable without the device, and what loading a checkpoint raises.
+    """
+    device, threads = _settled(config)
+    if device.type == "cuda":
+        _announce_compilations(untimed)
+    source = source or checkpoint_source(config.model, config.kv_cache, config.quantization == "stored")
+    arithmetic = _arithmetic(config, device)
+    ops = source.choose_ops(arithmetic)
+    decoder = source.load(ops, arithmetic)
+    eos = frozenset(source.spec.eos_token_ids)
+    masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
+    return LoadedWeights(config, source, ops, arithmetic, threads, decoder, masks, untimed)
 
 
 def load_model(
@@ -93,43 +162,11 @@ def load_model(
     untimed: Untimed = nullcontext,
     agreed: Agreed = alone,
 ) -> LoadedModel:
-    """Load the weights and size the KV cache. `source` takes the place of the checkpoint at `config.model`; work whose
-    duration nobody knows, also in mid-job, is done inside of `untimed`; a choice by time is made through `agreed`.
-
-    Raises Unavailable without the device, OutOfMemory when the job cannot fit, and what loading a checkpoint raises.
-    """
-    device, threads = _settled(config)
-    if device.type == "cuda":
-        _announce_compilations(untimed)
-    source = source or checkpoint_source(config.model, config.kv_cache, config.quantization == "stored")
-    arithmetic = _arithmetic(config, device)
-    # no longer than what runs: a checkpoint may name billions of positions
-    longest = max(1, min(config.longest, config.max_model_len))
-    cost, block_size = source.cost(arithmetic), config.block_size or DEFAULT_BLOCK_SIZE
-    limits = scheduler_config(config, cost, source.can_be_captured)
-    sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
-    ops = fastest_prefill(source.choose_ops(arithmetic), sizes, device, source.plain_attention, agreed)
-    model = source.load(ops, arithmetic, longest)
-    eos = frozenset(source.spec.eos_token_ids)
-    masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
-    sampler = Sampler(eos, masks, device.type == "cpu")
-    layout = cache_layout(source.spec.caches, block_size, longest)
-    runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
-    memory = _CacheMemory(config, source, runner, limits, arithmetic.dtype, longest)
-    counters = model.expert_loads if source.can_be_captured else None
-    fitted = _fit(runner, limits, memory.room(), counters, config, untimed)
-    model.expert_loads.restart()  # what was measured and compiled with is nobody's work
-    return LoadedModel(
-        runner=fitted.runner,
-        limits=fitted.limits,
-        engine_limits=EngineLimits(source.spec.content_roots(longest), eos),
-        info=_info(config, source, fitted, memory.block_bytes, threads),
-        expert_loads=model.expert_loads,
-        masks=masks,
-    )
+    """Load the weights and size the KV cache; see `load_weights` and `LoadedWeights.model`."""
+    return load_weights(config.load, constraints, untimed, source).model(config, agreed)
 
 
-def _arithmetic(config: EngineConfig, device: torch.device) -> Arithmetic:
+def _arithmetic(config: LoadConfig, device: torch.device) -> Arithmetic:
     return Arithmetic(
         dtype=getattr(torch, config.dtype),
         device=device,
@@ -184,7 +221,7 @@ class _CacheMemory:
         )
 
 
-def _info(config: EngineConfig, source: Source, fitted: Fitted, block_bytes: int, threads: int) -> EngineInfo:
+def _info(config: LoadConfig, source: Source, fitted: Fitted, block_bytes: int, threads: int) -> EngineInfo:
     runner, limits = fitted.runner, fitted.limits
     whose, linear = source.computed_by(runner.ops)
     return EngineInfo(
@@ -208,7 +245,7 @@ def _info(config: EngineConfig, source: Source, fitted: Fitted, block_bytes: int
     )
 
 
-def _settled(config: EngineConfig) -> tuple[torch.device, int]:
+def _settled(config: LoadConfig) -> tuple[torch.device, int]:
     """Set this process up for the job's device; the device and the number of threads. Raises Unavailable."""
     device, threads = _device(config), _set_threads(config)
     if config.device == "cuda":
@@ -269,7 +306,7 @@ def _free_bytes(device: torch.device) -> int:
     return available_memory()
 
 
-def _device(config: EngineConfig) -> torch.device:
+def _device(config: LoadConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise Unavailable(
             "engine.device is cuda, and torch finds no CUDA device; use device: cpu, or check the driver"
@@ -299,7 +336,7 @@ def keep_partial_sums() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def _set_threads(config: EngineConfig) -> int:
+def _set_threads(config: LoadConfig) -> int:
     """One thread for each core that this process may use, or fewer: more would only wait for one another."""
     if config.device == "cpu":
         keep_freed_memory()

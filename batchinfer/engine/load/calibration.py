@@ -17,7 +17,7 @@ import numpy as np
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
@@ -109,13 +109,10 @@ def _loaded(config: dict[str, Any], dtype: Dtype, quantization: Quantization) ->
     spec = parse_config(config, {}, Path("calibration") / "config.json")
     source = ModelSource(spec, parameter_count(spec), lambda dtype, device: DummyWeights(spec, dtype, device))
     settings = EngineConfig(
-        model=Path("calibration"),
-        dtype=dtype,
-        device="cpu",
+        LoadConfig(Path("calibration"), dtype, "cpu", quantization=quantization),
         max_model_len=LONGEST,
         longest=LONGEST,
         kv_memory=KV_MEMORY,
-        quantization=quantization,
     )
     return load_model(settings, source)
 

@@ -87,10 +87,11 @@ def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
 def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = True) -> SchedulerConfig:
     """The scheduler's limits: the job's own, else those that suit the model and the machine. `captured`: a GPU's steps
     can be; where none can, one that only decodes costs the host as much as others."""
-    seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[config.device]
-    default = DEFAULT_MAX_NUM_BATCHED_TOKENS[config.device]
+    device = config.load.device
+    seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device]
+    default = DEFAULT_MAX_NUM_BATCHED_TOKENS[device]
     tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
-    waits = config.device == "cuda" and captured
+    waits = device == "cuda" and captured
     return SchedulerConfig(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,

@@ -99,14 +99,14 @@ class Block(DecoderLayer):
         return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier
 
 
-def build_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable | None) -> DecoderLayer:
-    """The layer, packed; in one call where the operators offer that. `rope`: None where it has no attention."""
-    parts = pack_layer(ops, spec, weights, rope)
+def build_layer(ops: Ops, spec: LayerSpec, parts: LayerParts) -> DecoderLayer:
+    """Build the layer of its packed parts; in one call where the operators offer that."""
     return ops.fuse(spec, parts) or Block(ops, spec, parts)
 
 
-def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable | None) -> LayerParts:
-    """The layer's weights as the operators want them."""
+def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable | None = None) -> LayerParts:
+    """Pack the layer's weights as the operators want them. `rope`: None where it has no attention, or is not known
+    yet."""
     linears = {
         linear.name: _packed(ops, linear, weights)
         for linear in spec.linears

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from batchinfer.models.checkpoint.weights import Weights
 from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.block import Block, build_layer
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer.models.decoder.norm import apply_norm
+from batchinfer.models.decoder.packed import PackedWeights
 from batchinfer.models.decoder.rope import rope_table
 from batchinfer.models.ops.interface import (
     AttentionInputs,
@@ -33,28 +33,24 @@ class Decoder:
     Holds no sequence state: the KV cache is the caller's. Call under `torch.inference_mode()`.
     """
 
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, ops: Ops, max_positions: int, device: torch.device | str
-    ) -> None:
-        """Packs the weights a layer at a time. Sequences may be up to `max_positions` long: so much is computed of the
-        rotary tables."""
+    def __init__(self, packed: PackedWeights, ops: Ops, max_positions: int) -> None:
+        """Sequences may be up to `max_positions` long: so much is computed of the rotary tables. `ops` may differ from
+        those that packed the weights in how they read prompts."""
+        spec = packed.spec
         self.spec, self.max_positions = spec, max_positions
         self._ops = ops
-        self._tables = weights.tables()
+        self._tables, self._head = packed.tables, packed.head
         self._norm = {FINAL_NORM: self._tables.final_norm}
         if self._tables.final_norm_bias is not None:
             self._norm[FINAL_NORM + BIAS] = self._tables.final_norm_bias
-        self._head = ops.pack_head(self._tables.head)
-        # or a head that was copied would be there twice while the layers are packed
-        self._tables = replace(self._tables, head=self._tables.embedding)
         self._multiplier = _rounded(spec.embedding_multiplier, self._tables.embedding.dtype)
         ropes = {layer.rotation for layer in spec.layers if layer.rotation is not None}
         tables: dict[Rotation | None, RopeTable] = {
-            rope: rope_table(rope, max_positions, device) for rope in ropes
+            rope: rope_table(rope, max_positions, packed.device) for rope in ropes
         }
         self._layers = [
-            build_layer(ops, layer, weights.layer(index), tables.get(layer.rotation))
-            for index, layer in enumerate(spec.layers)
+            build_layer(ops, layer, replace(parts, rope=tables.get(layer.rotation)))
+            for layer, parts in zip(spec.layers, packed.layers, strict=True)
         ]
         self._attending = [index for index, layer in enumerate(spec.layers) if layer.attention is not None]
 

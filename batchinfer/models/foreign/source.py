@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,8 +59,9 @@ class ForeignSource:
         group, head_dim, kv_heads = sizes.pop()
         return choose_ops(arithmetic.device, arithmetic.dtype, group, head_dim, kv_heads=kv_heads)
 
-    def load(self, ops: Ops, arithmetic: Arithmetic, longest: int) -> TransformersModel:
-        """Load the model and check that it computes what it should. Raises JobFileError if not."""
+    def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], TransformersModel]:
+        """Load the model and check that it computes what it should; return what gives it. Its prompts are read by `ops`
+        alone, and its own code knows the positions. Raises JobFileError for a model that computes something else."""
         spec = self.spec
         causal = load_causal(self.checkpoint, arithmetic.dtype, arithmetic.device)
         try:
@@ -68,7 +70,7 @@ class ForeignSource:
             check_together(model, ops, wanted, arithmetic.dtype)
         except CannotRun as error:
             raise wrong_checkpoint(self.checkpoint.path, f"{spec.family}: {error}") from error
-        return model
+        return lambda _ops, _longest: model
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
         """Return what its steps cost."""

@@ -91,12 +91,12 @@ def _engines(run: OpenRun, setting: Setting, plan: Plan, index: Index) -> Replic
     def named(keys: Sequence[bytes]) -> str:
         return named_if_found(index.index_parts, keys, run.state.staging / "names")
 
-    config = setting.engine_config(run.job, plan.longest, index.logprobs)
-    specs = worker_specs(run.job, setting, config, run.options.engine)
+    specs = worker_specs(run.job, setting, run.options.engine)
     whole = run.setup.setting
     step_s = partial(longest_step_s, whole, whole.model_cost(run.setup.checkpoint), plan.longest)
     return ReplicaPool(
         specs,
+        setting.engine_config(run.job, plan.longest, index.logprobs),
         plan.to_run,
         run.interrupts,
         name_rows=named,
@@ -104,6 +104,7 @@ def _engines(run: OpenRun, setting: Setting, plan: Plan, index: Index) -> Replic
         loading=partial(run.report.timed, "load_s"),
         longest_step_s=step_s,
         transport=run.options.transport,
+        early=run.launch.started(specs),
     )
 
 

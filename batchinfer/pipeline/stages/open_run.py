@@ -15,6 +15,7 @@ from batchinfer.pipeline.operators_build import OperatorsBuild, operators_built
 from batchinfer.pipeline.options import ENGINE, RunOptions
 from batchinfer.pipeline.report import RunReport
 from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.launch import Launch
 from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
@@ -30,6 +31,7 @@ class OpenRun:
     state: StateFolder
     openai: OutputFile | None  # the file of --to-openai
     operators: OperatorsBuild
+    launch: Launch  # ends what it has started when it is left
     report: RunReport
     progress: Progress
     interrupts: Interrupts
@@ -62,6 +64,19 @@ def opened(
         report = RunReport(job, setup.setting, watch)
         report.note(trial=options.limit is not None, price_per_hour=options.price_per_hour)
         now = datetime.now().astimezone()
+        launch = Launch(options.transport)
         yield OpenRun(
-            job, options, setup, state, openai, operators, report, progress, interrupts, notice, now, at_end
+            job,
+            options,
+            setup,
+            state,
+            openai,
+            operators,
+            launch,
+            report,
+            progress,
+            interrupts,
+            notice,
+            now,
+            at_end,
         )

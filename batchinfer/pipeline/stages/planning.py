@@ -47,6 +47,7 @@ def _without_others(
     known, same = store.parts(), alike(first.plan.path, others, run.state.staging / "others")
     if same:
         run.progress.phase("waiting")
+        run.launch.end()  # its memory is the other run's
         run.notice(f"another run is already computing these rows (in {store.path}); waiting for it")
         wait_for(same, run.progress.tick)
     store.refresh()

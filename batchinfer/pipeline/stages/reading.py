@@ -6,18 +6,26 @@ from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import IngestProgress, ingest
 from batchinfer.data.results.partial import PARTIAL
 from batchinfer.data.storage.remembered import write_strings
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.pipeline.stages.early_loading import EarlyLoading
 from batchinfer.pipeline.stages.open_run import OpenRun
 from batchinfer.plan.setup.input_check import check_input
 
 
-def read_input(run: OpenRun, context: bytes) -> Index:
-    """Check the input, and return the complete index of its rows; the scratch of other inputs is deleted."""
+def check(run: OpenRun) -> None:
+    """Check the input as far as that needs no more than the beginning of each file."""
     run.operators.look()
     run.progress.phase("reading", run.job.input.limit)
     with run.report.timed("ingest_s"):
         for line in check_input(run.job, run.setup, run.state).warnings:
             run.notice(line)
-        index = _index(run, context)
+
+
+def read_input(run: OpenRun, context: bytes, store: CompletionStore) -> Index:
+    """Return the complete index of the input's rows; the scratch of other inputs is deleted. Engines load meanwhile, if
+    the store lacks a key."""
+    with run.report.timed("ingest_s"):
+        index = _index(run, context, EarlyLoading(run, store))
         run.state.purge_scratch(keep=index.folder.name)
         where = {"model": str(run.job.model.path), "completions": str(run.state.completions)}
         write_strings(index.folder / PARTIAL, where, run.state.ops)
@@ -25,10 +33,16 @@ def read_input(run: OpenRun, context: bytes) -> Index:
     return index
 
 
-def _index(run: OpenRun, context: bytes) -> Index:
-    options = run.setup.ingest_options(context, run.now)
+def _index(run: OpenRun, context: bytes, early: EarlyLoading) -> Index:
+    options, rows = run.setup.ingest_options(context, run.now), 0
 
     def read(at: IngestProgress) -> None:
+        nonlocal rows
+        rows = at.rows
         run.progress.read(at.rows, at.bytes_read, at.bytes_total)
+        early.read(at.keys)
 
-    return ingest(run.job, run.setup.tokenizer, options, run.state.scratch, read, run.state.ops)
+    index = ingest(run.job, run.setup.tokenizer, options, run.state.scratch, read, run.state.ops)
+    if not rows:
+        early.found(index)
+    return index

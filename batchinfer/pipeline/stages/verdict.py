@@ -21,7 +21,7 @@ def error_budget(run: OpenRun, rows: int) -> Budget:
 
 
 def refuse_hopeless(run: OpenRun, index: Index) -> None:
-    """Raise ErrorBudgetExceeded for too many bad rows before the model is even loaded."""
+    """Raise ErrorBudgetExceeded for too many bad rows before anything is computed."""
     budget = error_budget(run, index.rows)
     if budget.exceeded(index.error_rows) and not budget.publish:
         counts = ErrorCounts(index.rows, index.error_rows, 0, 0)

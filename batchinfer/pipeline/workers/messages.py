@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
-from batchinfer.engine.config import EngineConfig, EngineInfo
+from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,25 @@ class EnginePlace:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker's specification says how it makes its engine: `factory` names a function "module:function" like
-    `build_engine`."""
+    """A worker's specification says how it loads its engine, as far as that is known before the plan: `factory` names a
+    function "module:function" like `load_weights`."""
+
+    load: LoadConfig
+    tokenizer: Path | None  # the folder whose tokenizer looks for stop strings and follows constraints
+    factory: str = "batchinfer.engine.load.build:load_weights"
+    place: EnginePlace = EnginePlace()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The parent tells a worker, which has imported all that it needs, to load the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """The parent tells a worker whose weights are loaded, or being loaded, to make its engine of them."""
 
     config: EngineConfig
-    tokenizer: Path | None  # the folder whose tokenizer looks for stop strings and follows constraints
-    factory: str = "batchinfer.engine.load.build:build_engine"
-    place: EnginePlace = EnginePlace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +78,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker reports that its model is loaded."""
+    """A worker reports that its engine can work."""
 
     info: EngineInfo
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinfer.core.request import Completion, Request, RowError
-from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.machine.waiting import Waited
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.suspects import Group
@@ -42,8 +42,17 @@ class Death:
 class Replica:
     """A place for an engine: should its worker die, another one may be started in its place."""
 
-    def __init__(self, number: int, spec: WorkerSpec, transport: Transport) -> None:
+    def __init__(
+        self,
+        number: int,
+        spec: WorkerSpec,
+        config: EngineConfig,
+        transport: Transport,
+        early: WorkerHandle | None = None,
+    ) -> None:
+        """early: the worker, if it was started before the plan was known."""
         self.number, self._spec, self._transport = number, spec, transport
+        self._config = replace(config, load=spec.load)
         self._engine = number  # how many were started in the run before the present process
         self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
         self.restarts = 0
@@ -57,7 +66,8 @@ class Replica:
         self._running = self._waiting = 0  # rows, after its last step
         self._longest_step_s = 0.0
         self._silence = Waited()
-        self.worker = WorkerHandle(spec, transport)
+        self.worker = early or WorkerHandle(spec, transport)
+        self.worker.configure(self._config)
 
     @property
     def info(self) -> EngineInfo | None:
@@ -171,6 +181,7 @@ class Replica:
         self._engine = engine
         self.worker.close()
         self.worker = WorkerHandle(self._spec, self._transport)
+        self.worker.configure(self._config)
         self._silence.again()
 
     def close(self) -> None:

@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from types import TracebackType
 
-from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
+from batchinfer.core.errors import BatchInferError
 from batchinfer.core.request import Request
 from batchinfer.core.samples import ExpertTokens
-from batchinfer.engine.config import EngineInfo, most_queued
+from batchinfer.engine.config import EngineConfig, EngineInfo, most_queued
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.replica import CODE, Death, Replica
 from batchinfer.pipeline.workers.suspects import Group, Suspects, proof_of
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
+from batchinfer.pipeline.workers.worker_handle import OF_ONE, WorkerHandle
 from batchinfer.plan.order.backlog import Backlog, piece_rows
 
 # The fewer rows are left, the fewer wait in an engine: its even share of them divided by this.
@@ -26,13 +28,11 @@ WAITING_LEFT = 2
 # Deaths without a row that is found to be at fault, while rows under suspicion are run: halving 1,024 rows costs twelve
 # at most. What dies as often as this does so for another reason.
 MOST_APART = 24
-# What ends one engine and need not end another: its device is not there or full, or it failed. A checkpoint that is
-# refused is refused by all.
-_OF_ONE = (Unavailable.exit_code, OutOfMemory.exit_code, BatchInferError.exit_code)
 
 
 class ReplicaPool:
-    """All engines of a run, as one engine to whoever feeds it; `specs` has one for each.
+    """All engines of a run, as one engine to whoever feeds it; `specs` has one for each, and `early` those of them that
+    were started before. All are configured alike.
 
     An engine whose process was killed or failed at work is replaced, unless it gets nothing done between one death and
     the next; then the others go on, and the last one's death is an error. No answer is lost, none is received twice.
@@ -48,6 +48,7 @@ class ReplicaPool:
     def __init__(
         self,
         specs: Sequence[WorkerSpec],
+        config: EngineConfig,
         rows: int,
         interrupts: Interrupts,
         name_rows: Callable[[Sequence[bytes]], str],
@@ -55,6 +56,7 @@ class ReplicaPool:
         loading: Callable[[], AbstractContextManager[None]],
         longest_step_s: Callable[[EngineInfo], float] = lambda _: 0.0,
         transport: Transport = PROCESSES,
+        early: Sequence[WorkerHandle] = (),
     ) -> None:
         self._transport = transport
         self._longest_step_s = longest_step_s
@@ -70,8 +72,8 @@ class ReplicaPool:
         self._replicas: list[Replica] = []
         try:
             with self._loading():
-                for number, spec in enumerate(specs):
-                    self._replicas.append(Replica(number, spec, transport))
+                for number, (spec, worker) in enumerate(zip_longest(specs, early)):
+                    self._replicas.append(Replica(number, spec, config, transport, worker))
         except BaseException:
             self.close()
             raise
@@ -284,7 +286,7 @@ class ReplicaPool:
     def _after(self, replica: Replica, error: BatchInferError) -> None:
         """Go on after what ended an engine's process, with a new one or with the others. Raises when neither can be."""
         crash, others = replica.worker.crash, len(self._live) > 1
-        if crash is None and not (others and error.exit_code in _OF_ONE):
+        if crash is None and not (others and error.exit_code in OF_ONE):
             raise error
         if crash is not None and self._finishing and not replica.unfinished:
             replica.close()  # what it still had to say was of no use to anybody

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from batchinfer.core.errors import BatchInferError, OutOfMemory
 from batchinfer.core.request import Request
 from batchinfer.engine.config import EngineInfo
-from batchinfer.engine.schedule.constraints import ConstraintsFor
-from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.tensors.garbage import loaded_for_good
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
+from batchinfer.pipeline.workers.loading import EngineLoading
 from batchinfer.pipeline.workers.messages import (
     Add,
-    Answer,
-    Ask,
-    Chosen,
     EnginePlace,
     Failed,
     Finish,
@@ -48,12 +42,13 @@ def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
     """Entry point of the spawned process."""
     try:
         settle(spec.place)
-        worker = _Worker(spec, connection)
+        built = EngineLoading(spec, connection).engine()
+        worker = _Worker(built, connection)
         with loaded_for_good():
             worker.run()
         leave()
     except (BrokenPipeError, EOFError):
-        return  # the parent is gone: nobody is left to tell
+        return  # the parent is gone, or wants no engine: nobody is left to tell
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
         connection.send(failure(error))
         raise SystemExit(1) from None
@@ -93,18 +88,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
-def _tokenizer_parts(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:
-    """Return the parts of the engine that need a tokenizer."""
-    if spec.tokenizer is None:
-        return None, None
-    from batchinfer.data.constraints.constrained import grammar_constraints
-    from batchinfer.data.tokenizer.stop_strings import stop_streams
-    from batchinfer.data.tokenizer.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(spec.tokenizer)
-    return stop_streams(tokenizer.rust), grammar_constraints(tokenizer)
-
-
 def _shared_cores(info: EngineInfo) -> SharedCores | None:
     """Return what watches the cores; None where the engine's work is not done by them."""
     if info.device != "cpu":
@@ -115,11 +98,9 @@ def _shared_cores(info: EngineInfo) -> SharedCores | None:
 class _Worker:
     """A reader thread fills the inbox, so that a parent that sends never waits for a worker that sends."""
 
-    def __init__(self, spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
-        self._connection, self._untimed_blocks = connection, 0
-        module, _, name = spec.factory.partition(":")
-        make = getattr(importlib.import_module(module), name)
-        built = make(spec.config, *_tokenizer_parts(spec), self._untimed, self._agreed)
+    def __init__(self, built: Any, connection: Connection[Any, Any]) -> None:
+        """built: a BuiltEngine, or one of a test."""
+        self._connection = connection
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done, self._sent_at = WorkDone(), time.monotonic()
@@ -185,32 +166,6 @@ class _Worker:
             if time.monotonic() - self._sent_at >= PULSE_S:
                 self._connection.send(Pulse())
                 self._sent_at = time.monotonic()
-
-    def _agreed(self, choose: Callable[[], str]) -> str:
-        """Return the choice that all engines of this run share; the first engine that asks makes it. It still loads, so
-        that nothing but the answer is received. Raises EOFError when the parent is gone."""
-        self._connection.send(Ask())
-        with receiving():
-            answer = self._connection.recv()
-        if not isinstance(answer, Answer):
-            raise EOFError("the parent did not answer")
-        if answer.chosen is not None:
-            return answer.chosen
-        chosen = choose()
-        self._connection.send(Chosen(chosen))
-        return chosen
-
-    @contextmanager
-    def _untimed(self) -> Iterator[None]:
-        """Tell the parent that the work inside has no limit of time, and is no hang. May be nested: kernels
-        are compiled while a graph is captured."""
-        self._untimed_blocks += 1
-        self._connection.send(Pulse(untimed=True))
-        try:
-            yield
-        finally:
-            self._untimed_blocks -= 1
-            self._connection.send(Pulse(untimed=self._untimed_blocks > 0))
 
     def _collect(self, output: Any) -> None:
         self._done.completions += output.completions

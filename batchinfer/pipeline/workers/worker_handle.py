@@ -19,15 +19,17 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.request import Request
 from batchinfer.core.samples import ExpertTokens
-from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.pipeline.workers.messages import (
     Add,
     Answer,
     Ask,
     Chosen,
+    Configure,
     Failed,
     Finish,
     Left,
+    Load,
     Pulse,
     Ready,
     WorkDone,
@@ -40,6 +42,9 @@ LEAVE_S = 10.0  # a worker that was told to leave and has not by then is killed
 _BY_CODE: dict[int, type[BatchInferError]] = {
     kind.exit_code: kind for kind in (Unavailable, OutOfMemory, SecurityRefusal, InputCorrupt)
 }
+# What ends one engine and need not end another: its device is not there or full, or it failed. A checkpoint that is
+# refused is refused by all.
+OF_ONE = (Unavailable.exit_code, OutOfMemory.exit_code, BatchInferError.exit_code)
 # A worker that was ready and then failed with one of these may do better anew; what it refuses it refuses again.
 _AT_WORK = (BatchInferError.exit_code, OutOfMemory.exit_code)
 
@@ -63,11 +68,11 @@ class Crash:
 
 
 class WorkerHandle:
-    """The handle starts the worker, feeds it, hears from it, and outlives it. Leaving it as a context manager ends the
-    worker."""
+    """The handle starts the worker, feeds it, hears from it, and outlives it. The worker makes its engine in two steps:
+    `load`, for which no plan is needed, and `configure`. Leaving it as a context manager ends the worker."""
 
     def __init__(self, spec: WorkerSpec, transport: Transport) -> None:
-        self._spec = spec
+        self.spec, self._loads = spec, False
         self.link: Link = transport.start(spec)
         self.left = False  # whether the worker has said all it had to say
         self._failed: Failed | None = None  # raised once all that was finished before it was received
@@ -91,6 +96,18 @@ class WorkerHandle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def load(self) -> None:
+        """Tell the worker to load its weights, if it was not told before. Should it be gone, the next `receive`
+        tells."""
+        if not self._loads:
+            self._loads = True
+            self.link.send(Load())
+
+    def configure(self, config: EngineConfig) -> None:
+        """Tell the worker what to make of its weights."""
+        self.load()
+        self.link.send(Configure(config))
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand requests to the worker. Should it be gone, the next `receive` tells."""
@@ -171,7 +188,7 @@ class WorkerHandle:
         if self.crash is not None:
             raise self.crash.error()
         assert failed is not None
-        raise _error_of(failed, str(self._spec.config.model))
+        raise _error_of(failed, str(self.spec.load.model))
 
     def _crash(self) -> Crash:
         """Return how a worker ended that could not say why."""

@@ -14,7 +14,6 @@ from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.job import Job
-from batchinfer.machine.memory import available_memory
 from batchinfer.models.checkpoint.checkpoint import OWN
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
@@ -174,14 +173,15 @@ def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
         [CacheSpec(1, 1, window=window) for window in cost.windows], block_size, plan.longest
     )
     size = JobSize(plan.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
-    free = setting.hardware.memory_bytes if config.device == "cuda" else config.memory or available_memory()
+    on_gpu = setting.device == "cuda"
+    free = setting.hardware.memory_bytes if on_gpu else config.memory or setting.memory()
     free = free or 1 << 62
     free -= setup.checkpoint.weight_bytes
     blocks = cache_blocks(
-        block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, config.device
+        block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, setting.device
     )
     times = step_times(setting, cost, earlier_steps(report_folder(job.results_root), alike(job, setting)))
-    captures = _captures(setup, cost, limits, plan.longest) if config.device == "cuda" else None
+    captures = _captures(setup, cost, limits, plan.longest) if on_gpu else None
     machine = SimulatedEngine(
         cost=cost,
         layout=layout,

@@ -89,7 +89,7 @@ def forecast_job(
     """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
 
     `notice` gets what the input's check warns of. `hardware`: a machine other than this one. `sample`: about
-    how many rows to render and tokenise instead of all. Raises what `run` raises before it loads the model, but
+    how many rows to render and tokenise instead of all. Raises what `run` raises before it computes, but
     OutOfMemory: that is part of the forecast.
     """
     state = state_of(job)

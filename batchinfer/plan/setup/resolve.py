@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from batchinfer.core.errors import JobFileError, Mistake
-from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig
+from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig, LoadConfig
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import (
@@ -63,6 +63,8 @@ class Setting:
     gpus: tuple[str, ...] = ()  # one for each of several engines, as CUDA_VISIBLE_DEVICES names them
     arm: str = ""  # how an Arm CPU adds up; empty elsewhere
     kv_cache: KvCacheDtype = "auto"
+    # bytes of this machine's memory that were free before any engine was started; None: a machine elsewhere
+    free_memory: int | None = None
 
     def for_rows(self, rows: int) -> Setting:
         """Return the setting with no more engines than there are rows."""
@@ -142,6 +144,20 @@ class Setting:
             options["integer_codes"] = (self.device, self.kv_cache, self.dtype) == ("cpu", "int8", "bfloat16")
         return options
 
+    def load_config(self, job: Job) -> LoadConfig:
+        """Return how the first engine loads its weights."""
+        threads = _chosen(job.engine.threads)
+        return LoadConfig(
+            model=job.model.path,
+            dtype=self.dtype,
+            device=self.device,
+            threads=threads if self.replicas == 1 else thread_shares(threads, self.replicas)[0],
+            quantization=self.quantization,
+            deterministic=self.deterministic,
+            tiles=self.tiles,
+            kv_cache=self.kv_cache,
+        )
+
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
         """Return the configuration of the first engine.
 
@@ -150,11 +166,8 @@ class Setting:
         """
         engine, shared = job.engine, self.replicas > 1 and self.device == "cpu"
         kv_memory = None if engine.kv_memory == "auto" else engine.kv_memory
-        threads = _chosen(engine.threads)
         return EngineConfig(
-            model=job.model.path,
-            dtype=self.dtype,
-            device=self.device,
+            self.load_config(job),
             max_model_len=self.max_model_len,
             longest=longest,
             max_num_seqs=_chosen(engine.max_num_seqs),
@@ -162,15 +175,14 @@ class Setting:
             block_size=_chosen(engine.block_size),
             kv_memory=kv_memory // self.replicas if shared and isinstance(kv_memory, int) else kv_memory,
             prefix_caching=engine.enable_prefix_caching,
-            threads=threads if self.replicas == 1 else thread_shares(threads, self.replicas)[0],
-            memory=available_memory() // self.replicas if shared else None,
+            memory=self.memory() // self.replicas if shared else None,
             peaks=self.peaks,
-            quantization=self.quantization,
-            deterministic=self.deterministic,
-            tiles=self.tiles,
-            kv_cache=self.kv_cache,
             logprobs=logprobs,
         )
+
+    def memory(self) -> int:
+        """Return the bytes of memory that a CPU's engines may take, weights included."""
+        return available_memory() if self.free_memory is None else self.free_memory
 
 
 def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None) -> Setting:
@@ -208,6 +220,7 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         gpus=gpus,
         arm=arm_sums(dtype) if device == "cpu" else "",
         kv_cache=job.model.kv_cache_dtype,
+        free_memory=available_memory() if hardware is None else None,
     )
 
 

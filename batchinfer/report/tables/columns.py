@@ -261,7 +261,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     ),
     seconds("ingest_s", "reading, rendering and tokenising"),
     seconds("plan_s", "looking up stored answers, and planning"),
-    seconds("load_s", "starting the worker and loading the model"),
+    seconds("load_s", "waiting for the model to be loaded, once the plan was made"),
     seconds(
         "operators_build_s",
         "compiling the CPU operators, in parallel to the phases up to `load_s`; null if they were compiled already",

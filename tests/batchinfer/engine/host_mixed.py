@@ -39,6 +39,7 @@ from batchinfer.models.checkpoint.config import parse_config
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import SHAPES
 from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
@@ -84,7 +85,8 @@ def make_runner(layers: int, pieces: bool) -> DeviceRunner:
     spec = parse_config({**config, **heads}, {}, Path("host") / "config.json")
     device = torch.device("cpu")
     ops = TritonOps(AttentionShape(torch.float32, 4, 1, 4))
-    decoder = Decoder(spec, DummyWeights(spec, torch.float32, device), ops, 2 * CONTEXT, device)
+    packed = pack_weights(spec, DummyWeights(spec, torch.float32, device), ops, device)
+    decoder = Decoder(packed, ops, 2 * CONTEXT)
     layout = cache_layout(spec.caches, BLOCK, 2 * CONTEXT)
     blocks = (ROWS + 1) * -(-CONTEXT // BLOCK)
     caches = allocate_caches(ops, spec.caches, layout, blocks + 1, torch.float32, device)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from batchinfer.engine.load import build as building
 from batchinfer.engine.load import dummy_steps
-from batchinfer.engine.load.build import BuiltEngine
+from batchinfer.engine.load.build import LoadedWeights
 from batchinfer.models import sources
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.foreign import source as foreign_source
@@ -87,13 +87,13 @@ def triton_ops(model: Checkpoint, quantization: Quantization = "none", determini
     return TritonOps(shape, quantization, attention.cache.latent)
 
 
-def build(*arguments: Any) -> BuiltEngine:
-    """Build a job's engine, as `build_engine` does, without the steps that only compile kernels."""
+def build(*arguments: Any) -> LoadedWeights:
+    """Load a job's weights, as `load_weights` does, and without the steps that only compile kernels."""
     stand_in(setattr, compiles=False)
-    return building.build_engine(*arguments)
+    return building.load_weights(*arguments)
 
 
-def build_without_triton(*arguments: Any) -> BuiltEngine:
+def build_without_triton(*arguments: Any) -> LoadedWeights:
     """The same on a machine that has no Triton."""
     choose.importlib.util.find_spec = lambda _: None  # type: ignore[attr-defined]
     return build(*arguments)

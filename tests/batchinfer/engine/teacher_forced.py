@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.core.samples import StepSample
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.load.build import LoadedModel, load_model
 from batchinfer.engine.loop.engine import Engine
@@ -75,19 +75,21 @@ def load(
     """As a job with these options has it built; what the cache never held is poisoned."""
     loaded = load_model(
         EngineConfig(
-            model=model,
-            dtype=dtype,
-            device="cpu",
+            LoadConfig(
+                model,
+                dtype,
+                "cpu",
+                threads=1,
+                quantization=quantization,
+                deterministic=deterministic,
+                tiles=tiles,
+                kv_cache=kv_cache,
+            ),
             max_model_len=max_model_len,
             longest=blocks * block_size,
             max_num_seqs=1,
             block_size=block_size,
             kv_memory=2**30,
-            threads=1,
-            quantization=quantization,
-            deterministic=deterministic,
-            tiles=tiles,
-            kv_cache=kv_cache,
         )
     )
     for cache in loaded.runner.caches:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.cache_layout import MOST_TABLES, CacheLayout, cache_layout, one_group
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.kv.table_sizes import TableSizes
@@ -140,16 +140,18 @@ LONG = [[(7 * i + j) % 250 for j in range(250)] for i in range(12)]
 
 def loaded(memory: int | None = None, budget: int = 32) -> LoadedModel:
     config = EngineConfig(
-        model=folder("qwen2", **{**MIXED, "layer_types": tuple(MIXED["layer_types"])}),
-        dtype="float32",
-        device="cpu",
+        LoadConfig(
+            folder("qwen2", **{**MIXED, "layer_types": tuple(MIXED["layer_types"])}),
+            "float32",
+            "cpu",
+            threads=1,
+        ),
         max_model_len=400,
         longest=300,
         max_num_seqs=8,
         max_num_batched_tokens=budget,
         block_size=8,
         kv_memory=memory,
-        threads=1,
     )
     return load_model(config)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.core.errors import JobFileError, Unavailable
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load.build import load_model
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -163,9 +163,7 @@ def test_a_cache_holds_the_layers_that_keep_something(name: str, keeping: int) -
 
 def engine_config(name: str, **more: Any) -> EngineConfig:
     sizes = {"max_model_len": 320, "longest": 300, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    return EngineConfig(
-        model=folder(name), dtype="float32", device="cpu", block_size=16, threads=1, **sizes, **more
-    )
+    return EngineConfig(LoadConfig(folder(name), "float32", "cpu", threads=1), block_size=16, **sizes, **more)
 
 
 def test_a_built_engine_has_memory_for_as_many_more_rows() -> None:
@@ -332,7 +330,8 @@ def test_the_gpus_path_with_captured_steps(monkeypatch: pytest.MonkeyPatch, name
     """Dummy steps, padded and captured decode steps, looking ahead."""
     stand_in(monkeypatch.setattr, compiles=False)
     sizes = {"longest": 60, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
-    loaded = load_model(replace(engine_config(name), device="cuda", **sizes))
+    config = engine_config(name)
+    loaded = load_model(replace(config, load=replace(config.load, device="cuda"), **sizes))
     runner = loaded.runner
     assert isinstance(runner, DeviceRunner)
     assert runner.graphs is not None

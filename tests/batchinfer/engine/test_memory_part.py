@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import OutOfMemory
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.memory import CPU_FRACTION
 from batchinfer.engine.load.build import load_model
 from tests.checkpoints import make_checkpoint
@@ -18,7 +18,7 @@ CACHE = 1 << 18
 
 def test_an_engine_takes_no_more_than_its_part(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", seed=5)
-    config = EngineConfig(tmp_path, "float32", "cpu", max_model_len=64, longest=64, threads=1)
+    config = EngineConfig(LoadConfig(tmp_path, "float32", "cpu", threads=1), max_model_len=64, longest=64)
     whole = load_model(config).info
     part = whole.weight_bytes + CACHE
     info = load_model(replace(config, memory=part)).info

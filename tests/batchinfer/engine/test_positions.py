@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.engine.config import EngineConfig
-from batchinfer.engine.load.build import build_engine, load_model
+from batchinfer.engine.config import EngineConfig, LoadConfig
+from batchinfer.engine.load.build import load_model
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs
 from batchinfer_kernels.step_tables import StepTables
@@ -22,7 +22,10 @@ PROMPT = [5, 17, 200, 3, 44]
 
 def config(folder: Path, longest: int) -> EngineConfig:
     return EngineConfig(
-        folder, "float32", "cpu", max_model_len=2_000_000_000, longest=longest, max_num_seqs=4, threads=1
+        LoadConfig(folder, "float32", "cpu", threads=1),
+        max_model_len=2_000_000_000,
+        longest=longest,
+        max_num_seqs=4,
     )
 
 
@@ -35,7 +38,7 @@ def promising(tmp_path: Path) -> Path:
 
 
 def answer(folder: Path, longest: int, most: int) -> list[int]:
-    engine = build_engine(config(folder, longest)).engine
+    engine = load_model(config(folder, longest)).engine()
     return drain(engine, greedy([PROMPT], most, ignore_eos=True)).tokens(0)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from batchinfer.core.request import Request
 from batchinfer.data.constraints.constrained import grammar_constraints
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load import build
 from batchinfer.engine.load.build import LoadedModel
@@ -300,17 +300,19 @@ def test_the_default_mode_is_not_row_invariant():
 def gpus_config(quantization: Quantization, deterministic: bool, rows: int = 5) -> EngineConfig:
     family, options = VARIANTS["llama-one-layer"]
     return EngineConfig(
-        model=folder(family, **options),
-        dtype="float32",
-        device="cuda",
+        LoadConfig(
+            folder(family, **options),
+            "float32",
+            "cuda",
+            quantization=quantization,
+            deterministic=deterministic,
+        ),
         max_model_len=MAX_LEN,
         longest=60,
         max_num_seqs=rows,
         max_num_batched_tokens=32,
         block_size=8,
         kv_memory=2**19,
-        quantization=quantization,
-        deterministic=deterministic,
     )
 
 
@@ -375,7 +377,9 @@ def test_transformers_code_on_the_gpus_path(monkeypatch):
     theirs = make_foreign(foreign, "phi")
     theirs.set_attn_implementation("eager")
     rows = [prompt for prompt in prompts() if len(prompt) < 40][:4]
-    loaded = loaded_as_a_job_does(monkeypatch, replace(gpus_config("none", False), model=foreign))
+    config = gpus_config("none", False)
+    config = replace(config, load=replace(config.load, model=foreign))
+    loaded = loaded_as_a_job_does(monkeypatch, config)
     assert (loaded.info.ops, loaded.info.linear) == ("transformers", "transformers")
     assert isinstance(loaded.runner, DeviceRunner)
     assert isinstance(loaded.runner.ops, TritonOps)
@@ -463,10 +467,11 @@ def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(
     monkeypatch, products_as_torch_has_them
 ):
     monkeypatch.setattr(build, "_fit", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
-    build.load_model(replace(gpus_config("none", False), device="cpu"))
+    gpus = gpus_config("none", False)
+    build.load_model(replace(gpus, load=replace(gpus.load, device="cpu")))
     assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [True, True]
     stand_in(monkeypatch.setattr)
-    build.load_model(gpus_config("none", False))
+    build.load_model(gpus)
     assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [False, False]
 
 

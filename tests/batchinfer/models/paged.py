@@ -13,6 +13,7 @@ from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
 
 
@@ -21,7 +22,7 @@ def load_decoder(
 ) -> Decoder:
     """As ModelSource loads a checkpoint."""
     weights = CheckpointWeights(checkpoint, dtype, device)
-    return Decoder(checkpoint.spec, weights, ops, max_positions, device)
+    return Decoder(pack_weights(checkpoint.spec, weights, ops, device), ops, max_positions)
 
 
 @dataclass

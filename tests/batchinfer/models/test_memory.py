@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.ops.torch_ops import TorchOps
 
@@ -28,7 +29,7 @@ checkpoint = inspect_checkpoint(Path(sys.argv[1]))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 weights = CheckpointWeights(checkpoint, getattr(torch, sys.argv[2]), "cpu")
-decoder = Decoder(checkpoint.spec, weights, TorchOps(), 512, "cpu")
+decoder = Decoder(pack_weights(checkpoint.spec, weights, TorchOps(), "cpu"), TorchOps(), 512)
 print((peak() - before) / checkpoint.weight_bytes)
 """
 

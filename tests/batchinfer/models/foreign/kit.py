@@ -41,7 +41,7 @@ class Foreign:
 
     def loaded(self) -> tuple[TransformersModel, Ops]:
         ops = self.source.choose_ops(PLACE)
-        return self.source.load(ops, PLACE, LONGEST), ops
+        return self.source.load(ops, PLACE)(ops, LONGEST), ops
 
     def runner(self, limits: Limits) -> ModelRunner:
         """In float32. What the cache never held is poisoned."""

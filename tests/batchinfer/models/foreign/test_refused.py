@@ -125,7 +125,7 @@ def test_weights_of_another_model(own: Path, change: Callable[..., object], text
     changed(own, change)
     source = ForeignSource(inspect_foreign(own, describe))
     with pytest.raises(JobFileError, match=text):
-        source.load(source.choose_ops(PLACE), PLACE, LONGEST)
+        source.load(source.choose_ops(PLACE), PLACE)
 
 
 def test_dtypes_that_are_no_numbers_of_a_model(own: Path) -> None:
@@ -141,7 +141,8 @@ class TestSecurity:
         edit_json(own / "config.json", auto_map={"AutoModelForCausalLM": "modeling_phi.PhiForCausalLM"})
         (own / "modeling_phi.py").write_text("raise SystemExit('code of the checkpoint was run')")
         found = ForeignSource(inspect_foreign(own, describe))
-        model = found.load(found.choose_ops(PLACE), PLACE, LONGEST)
+        ops = found.choose_ops(PLACE)
+        model = found.load(ops, PLACE)(ops, LONGEST)
         assert model.spec == phi.checkpoint.spec
 
     def test_an_unknown_type_with_remote_code(self, own: Path) -> None:
@@ -178,7 +179,7 @@ class TestSecurity:
         )
         (own / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere"}')
         source = ForeignSource(inspect_foreign(own, describe))
-        assert source.load(source.choose_ops(PLACE), PLACE, LONGEST)
+        assert source.load(source.choose_ops(PLACE), PLACE)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_logits_that_are_no_numbers(own: Path) -> None:
     changed(own, lambda tensors: tensors["model.layers.0.mlp.fc1.weight"].fill_(1e38))
     source = ForeignSource(inspect_foreign(own, describe))
     with pytest.raises(JobFileError, match=r"no finite numbers in this dtype; take another model.dtype"):
-        source.load(source.choose_ops(PLACE), PLACE, LONGEST)
+        source.load(source.choose_ops(PLACE), PLACE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -231,7 +232,7 @@ def test_logits_that_are_no_numbers(own: Path) -> None:
 def test_half_precision_passes_the_check(kind: str, dtype: torch.dtype) -> None:
     source = make(kind).source
     place = Arithmetic(dtype, torch.device("cpu"))
-    assert source.load(source.choose_ops(place), place, LONGEST)
+    assert source.load(source.choose_ops(place), place)
 
 
 class TestMasks:

@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, Untimed
+from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkerSpec
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from tests import fake_engine
 
-CONFIG = EngineConfig(Path("no model"), "float32", "cpu", 64, 64)
+LOAD = LoadConfig(Path("no model"), "float32", "cpu")
+CONFIG = EngineConfig(LOAD, 64, 64)
 
 
 @dataclass
@@ -71,28 +72,31 @@ def test_all_engines_use_one_choice(count: int, events: list[tuple[str, int]]) -
     assert not any(one.asks or one.decides for one in engines)
 
 
-def asking(
-    config: EngineConfig, streams: None, constraints: None, untimed: Untimed, agreed: Agreed
-) -> fake_engine.BuiltFake:
+class Asking(fake_engine.FakeWeights):
     """Chooses the number of its process; the first one that is to choose dies of it."""
 
-    def choose() -> str:
+    def engine(self, config: EngineConfig, streams: object, agreed: Agreed) -> fake_engine.BuiltFake:
+        built = super().engine(config)
+        return fake_engine.BuiltFake(built.engine, replace(built.info, ops=agreed(self._choose)))
+
+    def _choose(self) -> str:
         died = Path(os.environ["DIED"])
         if not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return str(os.getpid())
 
-    built = fake_engine.build(config)
-    return fake_engine.BuiltFake(built.engine, replace(built.info, ops=agreed(choose)))
+
+def asking(load: LoadConfig, constraints: None, untimed: Untimed) -> Asking:
+    return Asking(load, untimed, fake_engine.end_process, mortal=False)
 
 
 def test_processes_agree_although_the_first_that_chooses_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
-    spec = WorkerSpec(CONFIG, None, "tests.batchinfer.pipeline.workers.test_agreement:asking")
-    with ReplicaPool([spec] * 3, 1, Interrupts(), str, lambda _: None, nullcontext) as pool:
+    spec = WorkerSpec(LOAD, None, "tests.batchinfer.pipeline.workers.test_agreement:asking")
+    with ReplicaPool([spec] * 3, CONFIG, 1, Interrupts(), str, lambda _: None, nullcontext) as pool:
         infos: list[EngineInfo] = []
         until = time.monotonic() + 60
         while len(infos) < 3 and time.monotonic() < until:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.request import Request
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.pipeline.workers import feed
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
 from tests import fake_engine
 
-CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
+CONFIG = EngineConfig(LoadConfig(Path("model"), "float32", "cpu"), max_model_len=64, longest=64)
 
 
 class SilentHost:
@@ -76,14 +76,14 @@ def test_a_step_that_never_ends_is_not_waited_for(monkeypatch):
     assert feed.DRAIN_S + feed.LATE_S < 20
     monkeypatch.setattr(feed, "DRAIN_S", 0.1)
     monkeypatch.setattr(feed, "LATE_S", 0.1)
-    host = SilentHost(fake_engine.build(CONFIG).info)
+    host = SilentHost(fake_engine.build(CONFIG.load).engine(CONFIG).info)
     assert drive(host) == [0.1]
     assert host.told == [0.1]
 
 
 def test_a_model_that_is_loading_again_is_not_waited_for(monkeypatch):
     """The worker that had the rows in work died, and the one in its place is not ready when the signal comes."""
-    host = SilentHost(fake_engine.build(CONFIG).info)
+    host = SilentHost(fake_engine.build(CONFIG.load).engine(CONFIG).info)
     receive = host.receive
 
     def died(timeout_s: float) -> list[WorkDone]:

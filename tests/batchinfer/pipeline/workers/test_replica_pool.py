@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, Unavailable
 from batchinfer.core.request import Completion, Request, RowError, Tokens
 from batchinfer.core.samples import StepSample
-from batchinfer.engine.config import EngineConfig, EngineInfo
+from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
 from batchinfer.pipeline.workers import feed
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import Add, Failed, Finish, Left, Pulse, Ready, WorkDone, WorkerSpec
@@ -28,7 +28,8 @@ from tests.batchinfer.plan.order.test_backlog import rows
 from tests.examples import examples
 from tests.memory_transport import DiedError, MemoryTransport
 
-CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
+LOAD = LoadConfig(Path("model"), "float32", "cpu")
+CONFIG = EngineConfig(LOAD, max_model_len=64, longest=64)
 WINDOW = 50
 AT_ONCE = 8
 KILLED = (
@@ -145,10 +146,10 @@ def pool_of(
     engines: Engines, replicas: int, requests: Sequence[Request], interrupts: Interrupts | None = None
 ) -> Iterator[tuple[ReplicaPool, list[str]]]:
     notices: list[str] = []
-    specs = [WorkerSpec(CONFIG, None)] * replicas
+    specs = [WorkerSpec(LOAD, None)] * replicas
     named = "rows {}".format
     with ReplicaPool(
-        specs, len(requests), interrupts or Interrupts(), lambda keys: named(len(keys)), notices.append,
+        specs, CONFIG, len(requests), interrupts or Interrupts(), lambda keys: named(len(keys)), notices.append,
         nullcontext, transport=engines,
     ) as pool:  # fmt: skip
         yield pool, notices

@@ -12,14 +12,14 @@ import pytest
 from batchinfer.core.errors import BatchInferError
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.config import EngineConfig, LoadConfig, Untimed
 from batchinfer.pipeline.workers.messages import WorkerSpec
 from batchinfer.pipeline.workers.transport import PROCESSES
 from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 from tests import fake_engine
 from tests.patience import PATIENCE_S
 
-CONFIG = EngineConfig(Path("model"), "float32", "cpu", max_model_len=64, longest=64)
+LOAD = LoadConfig(Path("model"), "float32", "cpu")
 
 
 class FailsInItsSecondStep(fake_engine.FakeEngine):
@@ -35,8 +35,13 @@ class FailsInItsSecondStep(fake_engine.FakeEngine):
         return super().step()
 
 
-def failing(config: EngineConfig, *_: object) -> fake_engine.BuiltFake:
-    return fake_engine.BuiltFake(FailsInItsSecondStep(), fake_engine.build(config).info)
+class FailingWeights(fake_engine.FakeWeights):
+    def engine(self, config: EngineConfig, *_: object) -> fake_engine.BuiltFake:
+        return fake_engine.BuiltFake(FailsInItsSecondStep(), super().engine(config).info)
+
+
+def failing(load: LoadConfig, constraints: object, untimed: Untimed) -> FailingWeights:
+    return FailingWeights(load, untimed, fake_engine.end_process, mortal=False)
 
 
 def tells_of_teardown(config: EngineConfig, *_: object) -> fake_engine.BuiltFake:
@@ -70,8 +75,9 @@ def receive_for_ever(host: WorkerHandle, done: list[bytes]) -> None:
 def test_what_was_finished_before_a_failure_is_received_before_the_failure(late):
     requests = [Request(bytes([i] * 32), np.array([1, 2], np.int32), SamplingParams()) for i in range(5)]
     with WorkerHandle(
-        WorkerSpec(CONFIG, None, "tests.batchinfer.pipeline.workers.test_worker_handle:failing"), PROCESSES
+        WorkerSpec(LOAD, None, "tests.batchinfer.pipeline.workers.test_worker_handle:failing"), PROCESSES
     ) as host:
+        host.configure(EngineConfig(LOAD, max_model_len=64, longest=64))
         while host.info is None:
             host.receive(0.1)
         host.submit(requests)

@@ -164,17 +164,17 @@ def test_tiles_are_used_where_they_are_granted(
     monkeypatch.setattr(resolving, "tile_grant", lambda: Grant(given))
     setting = resolve(job_of(tmp_path, ("engine.device", "cpu")), checkpoint)
     assert setting.tiles is given
-    assert setting.engine_config(job_of(tmp_path), 100).tiles is given
+    assert setting.load_config(job_of(tmp_path)).tiles is given
     assert not resolving.runs_in_tiles("cuda")
 
 
 def test_the_options_reach_the_engine(tmp_path: Path, checkpoint: Checkpoint) -> None:
     job = job_of(tmp_path, ("model.quantization", "int8"), ("engine.deterministic", "true"))
     setting = resolve(job, checkpoint)
-    config = setting.engine_config(job, 100)
+    config = setting.load_config(job)
     assert (setting.quantization, setting.deterministic) == ("int8", True)
     assert (config.quantization, config.deterministic) == ("int8", True)
-    plain = resolve(job_of(tmp_path), checkpoint).engine_config(job_of(tmp_path), 100)
+    plain = resolve(job_of(tmp_path), checkpoint).load_config(job_of(tmp_path))
     assert (plain.quantization, plain.deterministic) == ("none", False)
 
 
@@ -207,7 +207,7 @@ def test_a_cache_of_codes_reaches_the_engine_of_a_gpu_and_what_is_forecast(
     monkeypatch.setattr(resolving, "_device", lambda: "cuda")
     job = job_of(tmp_path, ("model.kv_cache_dtype", "fp8"), ("model.dtype", "bfloat16"))
     setting = resolve(job, checkpoint)
-    assert setting.engine_config(job, 100).kv_cache == "fp8"
+    assert setting.load_config(job).kv_cache == "fp8"
     assert setting.arithmetic == "bfloat16 with fp8 KV cache"
     plain = replace(setting, kv_cache="auto").model_cost(checkpoint)
     spec = checkpoint.spec.attention
@@ -350,7 +350,7 @@ def test_the_options_reach_an_engine_on_a_gpu(
     monkeypatch.setattr(resolving, "_device", lambda: "cuda")
     job = job_of(tmp_path, *ASKED, ("engine.device", device), ("model.dtype", dtype))
     setting = resolve(job, checkpoint)
-    config = setting.engine_config(job, 100)
+    config = setting.load_config(job)
     assert (config.device, config.quantization, config.deterministic) == ("cuda", "int8", True)
     assert setting.model_cost(checkpoint).weight_itemsize == 1, "what the plan forecasts is int8's, too"
 
@@ -429,11 +429,11 @@ def test_one_engine_a_gpu(
     job = job_of(tmp_path, ("engine.device", "cuda"), ("engine.data_parallel", asked))
     setting = resolve(job, checkpoint)
     assert (setting.replicas, setting.gpus) == (max(1, len(gpus)), gpus)
-    specs = worker_specs(job, setting, setting.engine_config(job, 64), "a:b")
+    specs = worker_specs(job, setting, "a:b")
     assert [spec.place.gpu for spec in specs] == (list(gpus) or [None])
     assert setting.peaks == GPU.peaks(setting.dtype)  # of one of them
-    assert specs[0].config.kv_memory is None
-    assert specs[0].config.memory is None
+    config = setting.engine_config(job, 64)
+    assert (config.kv_memory, config.memory) == (None, None)
 
 
 def test_more_engines_than_gpus_are_refused(
@@ -453,10 +453,12 @@ def test_engines_on_a_cpu_divide_it(
     settings = (("engine.data_parallel", "3"), ("engine.threads", "5"), ("engine.kv_memory", "9GiB"))
     job = job_of(tmp_path, ("engine.device", "cpu"), ("model.dtype", "bfloat16"), *settings)
     setting = resolve(job, checkpoint)
+    # while rows are read, the engines load: their weights are not counted twice
+    machine.setattr(resolving, "available_memory", lambda: 3 << 30)
     config = setting.engine_config(job, 64)
-    specs = worker_specs(job, setting, config, "a:b")
+    specs = worker_specs(job, setting, "a:b")
     assert [spec.place for spec in specs] == [EnginePlace(one) for one in cores]
-    assert [spec.config.threads for spec in specs] == [1, 2, 2]
+    assert [spec.load.threads for spec in specs] == [1, 2, 2]
     assert (config.kv_memory, config.memory) == (3 << 30, 30 << 30)
     assert setting.peaks == Peaks(2e12 / 3, 1e10)
     assert resolve(job_of(tmp_path, ("engine.device", "cpu")), checkpoint).replicas == 1
@@ -466,8 +468,8 @@ def test_a_single_engine_has_the_machine_to_itself(tmp_path: Path, checkpoint: C
     job = job_of(tmp_path, ("engine.device", "cpu"))
     setting = resolve(job, checkpoint)
     config = setting.engine_config(job, 64)
-    assert worker_specs(job, setting, config, "a:b") == [WorkerSpec(config, job.model.path, "a:b")]
-    assert (config.threads, config.memory) == (None, None)
+    assert worker_specs(job, setting, "a:b") == [WorkerSpec(config.load, job.model.path, "a:b")]
+    assert (config.load.threads, config.memory) == (None, None)
 
 
 def test_bits_that_are_promised_do_not_come_from_gpus_of_several_kinds(

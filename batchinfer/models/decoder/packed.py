@@ -1,0 +1,35 @@
+"""The weights of a decoder as its operators want them: all of a decoder that takes long to make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from batchinfer.models.checkpoint.weights import Tables, Weights
+from batchinfer.models.decoder.block import pack_layer
+from batchinfer.models.ops.interface import Head, LayerParts, Ops
+from batchinfer.models.spec.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeights:
+    """The weights of a model on their device. How long its sequences may be need not be known yet."""
+
+    spec: ModelSpec
+    tables: Tables
+    head: Head
+    layers: tuple[LayerParts, ...]  # without their rotary tables
+    device: torch.device | str
+
+
+def pack_weights(spec: ModelSpec, weights: Weights, ops: Ops, device: torch.device | str) -> PackedWeights:
+    """Pack the weights for `ops`, a layer at a time."""
+    tables = weights.tables()
+    head = ops.pack_head(tables.head)
+    # or a head that was copied would be there twice while the layers are packed
+    tables = replace(tables, head=tables.embedding)
+    layers = tuple(
+        pack_layer(ops, layer, weights.layer(index), None) for index, layer in enumerate(spec.layers)
+    )
+    return PackedWeights(spec, tables, head, layers, device)

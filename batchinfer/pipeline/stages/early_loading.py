@@ -1,0 +1,59 @@
+"""The engines' processes are started beside the reading of the input; they load once there is something to compute."""
+
+from __future__ import annotations
+
+from batchinfer.data.index.index import Index
+from batchinfer.data.results.planned_work import is_another_at_work
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.data.store.lacking_keys import LackingKeys, key_batches
+from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.pipeline.workers.interrupts import CONTINUES
+from batchinfer.pipeline.workers.places import worker_specs
+
+
+class EarlyLoading:
+    """Watches the keys that are read, for one that the store lacks. What the engines get of the machine depends on
+    their number, so as many as there are engines have to be found where there are several.
+
+    Nothing is started early while another run works on answers of the same store: this one may have to wait for them.
+    """
+
+    def __init__(self, run: OpenRun, store: CompletionStore) -> None:
+        self._run, self._store = run, store
+        self._lacking: LackingKeys | None = None  # once the first keys are read
+        self._waits = not is_another_at_work(store.path)  # for keys
+        if self._waits and run.setup.setting.replicas == 1:
+            self._open()
+
+    def read(self, keys: bytes) -> None:
+        """Take the keys of rows that were read, 32 bytes each. Raises what keeps a single engine from loading."""
+        if self._waits and keys:
+            lacking = self._watched()
+            lacking.look(keys)
+            if lacking.enough:
+                self._load()
+        self._run.launch.look()
+
+    def found(self, index: Index) -> None:
+        """Look through an index that an earlier run has left: then no row is read."""
+        for keys in key_batches(index.index_parts):
+            if not self._waits:
+                return
+            self.read(keys)
+
+    def _watched(self) -> LackingKeys:
+        if self._lacking is None:
+            engines, again = self._run.setup.setting.replicas, self._run.options.retry_errors
+            self._lacking = LackingKeys(self._store.parts(), engines, again)
+        return self._lacking
+
+    def _load(self) -> None:
+        self._waits, self._lacking = False, None
+        self._open()
+        self._run.launch.load()
+
+    def _open(self) -> None:
+        run = self._run
+        with run.interrupts.deferred():  # or a process might be started that nobody knows of
+            run.launch.open(worker_specs(run.job, run.setup.setting, run.options.engine))
+        run.interrupts.raise_pending(CONTINUES)

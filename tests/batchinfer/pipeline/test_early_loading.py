@@ -1,0 +1,249 @@
+"""An engine loads beside the reading of the input: from the first key on that the store lacks, and not without one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import BatchInferError, InputCorrupt, InputMissing, Interrupted
+from batchinfer.data.results.planned_work import announced
+from batchinfer.data.storage.durable import FileOps
+from batchinfer.job import load_job
+from batchinfer.pipeline.report import Outcome
+from batchinfer.pipeline.run import run_job
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.messages import Configure, Load, WorkerSpec
+from batchinfer.report.progress import Phase, Progress
+from tests.batchinfer.pipeline.test_pipeline import FAKE, people, write_job
+from tests.memory_transport import FakeWorker, MemoryTransport
+
+BATCH = 512  # rows that are read at once
+RESTARTED = "open", "Load", "Configure"
+SLOW = pytest.mark.slow
+TWO = ("engine.data_parallel", "2")
+
+
+class Seen(Progress):
+    """What happens in a run, in its order: its phases, "512 rows" read, and what becomes of its engines."""
+
+    def __init__(self) -> None:
+        super().__init__(None, quiet=True)
+        self.events: list[str] = []
+        self.hears: Callable[[str], object] = lambda _: None
+        self.transport = MemoryTransport(self._started)
+        self.interrupts = Interrupts()
+
+    def _started(self, spec: WorkerSpec) -> FakeWorker:
+        self.note("open")
+        return Watched(spec, self.note)
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+        self.hears(event)
+
+    def phase(self, phase: Phase, *total: Any) -> None:
+        self.note(phase)
+        super().phase(phase, *total)
+
+    def read(self, rows: int, *of_bytes: Any) -> None:
+        self.note(f"{rows} rows")
+        super().read(rows, *of_bytes)
+
+    def run(self, path: Path, *sets: tuple[str, str], **options: Any) -> Outcome:
+        """Run the job. However it ends, no engine is left."""
+        wanted = replace(FAKE, transport=self.transport, **options)
+        try:
+            with self.interrupts.installed():
+                return run_job(load_job(path, sets), wanted, self, self.interrupts, lambda _: None)
+        finally:
+            assert all(link.closed for link in self.transport.started)
+
+    def order(self, *events: str) -> bool:
+        """Whether these happened, once each and in this order."""
+        return [event for event in self.events if event in events] == [*events]
+
+
+class Watched(FakeWorker):
+    """Notes the steps of its loading."""
+
+    def __init__(self, spec: WorkerSpec, note: Callable[[str], None]) -> None:
+        super().__init__(spec)
+        self._note = note
+
+    def hear(self, message: object) -> None:
+        if isinstance(message, Load | Configure):
+            self._note(type(message).__name__)
+        super().hear(message)
+
+
+def joined_anew(path: Path) -> None:
+    """Forget that the result is published, so that a run looks at every row."""
+    (path.parent / "out/.batchinfer-res/published.json").unlink()
+
+
+def test_it_is_opened_before_a_row_is_read_and_loads_with_the_first_batch(
+    tmp_path: Path, model: Path
+) -> None:
+    seen = Seen()
+    outcome = seen.run(write_job(tmp_path, model, people(BATCH + 10)))
+    assert outcome.exit_code == 0
+    assert seen.order(
+        "reading", "open", f"{BATCH} rows", "Load", f"{BATCH + 10} rows", "planning", "Configure"
+    )
+
+
+def test_nothing_loads_where_nothing_is_missing(tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, people(20))
+    Seen().run(path)
+    published, changed = Seen(), Seen()
+    assert published.run(path).row["exit_status"] == "already published"
+    assert "open" not in published.events
+    joined_anew(path)
+    assert changed.run(path).exit_code == 0
+    assert changed.order("open", "20 rows", "planning")
+    assert not {"Load", "Configure"} & {*changed.events}
+
+
+def test_it_loads_with_the_first_new_row_of_the_night(tmp_path: Path, model: Path) -> None:
+    rows = people(2 * BATCH)
+    Seen().run(write_job(tmp_path, model, rows))
+    seen = Seen()
+    path = write_job(tmp_path, model, [*rows, {"id": "new", "text": "new", "age": 1}])
+    assert seen.run(path).row["reused_requests"] == 2 * BATCH
+    assert seen.order("open", f"{2 * BATCH} rows", f"{2 * BATCH + 1} rows", "Load", "planning", "Configure")
+
+
+@SLOW
+def test_an_error_that_may_be_retried_is_missing_if_it_is_to_be(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
+    path = write_job(tmp_path, model, people(20), on_error={"max_error_rate": 1.0})
+    Seen().run(path)
+    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
+    joined_anew(path)
+    kept, retried = Seen(), Seen()
+    kept.run(path)
+    assert "Load" not in kept.events
+    assert retried.run(path, retry_errors=True).row["rows_error"] == 0
+    assert retried.order("open", "Load", "planning", "Configure")
+
+
+def test_a_run_that_finds_its_rows_read_loads_before_it_plans(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_job(tmp_path, model, people(20))
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AT_STEP", "0")
+    with pytest.raises(BatchInferError):
+        Seen().run(path)
+    monkeypatch.delenv("FAKE_ENGINE_DIES_AT_STEP")
+    seen = Seen()
+    seen.run(path)
+    assert "20 rows" not in seen.events
+    assert seen.order("open", "Load", "planning", "Configure")
+
+
+def test_of_two_engines_none_is_started_before_both_have_a_row(tmp_path: Path, model: Path) -> None:
+    seen, one = Seen(), Seen()
+    seen.run(write_job(tmp_path, model, people(20)), TWO)
+    assert seen.order("20 rows", "open", "open", "Load", "Load", "planning", "Configure", "Configure")
+    alike = [{"id": str(n), "text": "the same", "age": 1} for n in range(20)]
+    assert one.run(write_job(tmp_path, model, alike), TWO, replace=True).row["replicas"] == 1
+    assert one.order("20 rows", "planning", "open", "Load", "Configure")
+
+
+def test_nothing_is_started_early_beside_a_run_that_may_compute_the_same(tmp_path: Path, model: Path) -> None:
+    path, seen = write_job(tmp_path, model, people(20)), Seen()
+    Seen().run(path)
+    joined_anew(path)
+    write_job(tmp_path, model, people(21))
+    store = tmp_path / "out/.batchinfer-res/completions"
+    with announced(store, tmp_path / "no plan", FileOps()):
+        os.link(next(store.glob("part-*.parquet")), tmp_path / "no plan")
+        seen.run(path)
+    assert seen.order("21 rows", "planning", "open", "Load", "Configure")
+
+
+def refused(path: Path, seen: Seen) -> BatchInferError:
+    with pytest.raises(BatchInferError) as caught:
+        seen.run(path)
+    assert not list((path.parent / "out/res").glob("*")), "something was published"
+    return caught.value
+
+
+def test_an_input_that_cannot_be_opened_starts_nothing(tmp_path: Path, model: Path) -> None:
+    seen = Seen()
+    assert isinstance(refused(write_job(tmp_path, model), seen), InputMissing)
+    assert "open" not in seen.events
+
+
+def test_damage_that_is_found_while_it_loads_ends_the_run(tmp_path: Path, model: Path) -> None:
+    """It is far behind what is looked at before anything is started."""
+    dice, seen = random.Random(0), Seen()
+    rows = ({"id": str(n), "text": dice.randbytes(200).hex()} for n in range(6 * BATCH))
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(lines)[:-100])
+    error = refused(write_job(tmp_path, model, input={"path": "in.jsonl.gz"}), seen)
+    assert isinstance(error, InputCorrupt)
+    assert seen.order("open", f"{BATCH} rows", "Load")
+    assert "planning" not in seen.events
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [
+        pytest.param("Unavailable", 69, marks=SLOW),
+        ("OutOfMemory", 71),
+        pytest.param("SecurityRefusal", 77, marks=SLOW),
+    ],
+)
+def test_what_keeps_it_from_loading_is_told_while_rows_are_read(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, refusal: str, code: int
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_REFUSES", refusal)
+    seen = Seen()
+    assert refused(write_job(tmp_path, model, people(2 * BATCH)), seen).exit_code == code
+    assert seen.order("open", "Load")
+    assert not {"planning", "Configure"} & {*seen.events}
+
+
+@pytest.mark.parametrize("fault", ["DIES_LOADING", pytest.param("DIES_CONFIGURED", marks=SLOW)])
+def test_it_may_die_in_either_step(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Another one is started once the plan is there; where that dies, too, the run ends."""
+    monkeypatch.setenv("FAKE_ENGINE_STARTS", str(tmp_path / "starts"))
+    monkeypatch.setenv("FAKE_ENGINE_DEATHS", "3")
+    monkeypatch.setenv(f"FAKE_ENGINE_{fault}", "1")
+    dead, alive = Seen(), Seen()
+    path = write_job(tmp_path, model, people(2 * BATCH))
+    assert refused(path, dead).exit_code == 69
+    assert dead.order(
+        "open", "Load", "planning", *(["Configure"] if fault == "DIES_CONFIGURED" else []), *RESTARTED
+    )
+    assert alive.run(path).row["worker_restarts"] == 1
+    assert alive.order(
+        "open", "Load", "planning", *(["Configure"] if fault == "DIES_CONFIGURED" else []), *RESTARTED
+    )
+
+
+def test_a_signal_ends_both(tmp_path: Path, model: Path) -> None:
+    """Whenever it comes; and then the same command does the work."""
+    path, again = write_job(tmp_path, model, people(BATCH + 1)), Seen()
+    for stage in ("open", "Load", f"{BATCH + 1} rows", "planning", "Configure"):
+        seen = Seen()
+        seen.hears = lambda event, stage=stage: event == stage and os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted) as caught:
+            seen.run(path)
+        assert caught.value.exit_code == 128 + signal.SIGTERM
+        assert (seen.events.count("open"), seen.events[-1]) == (1, stage)
+    assert again.run(path).row["rows_ok"] == BATCH + 1

@@ -1,0 +1,102 @@
+"""Engines that are started before the plan: what ends a run at once, and what is left to the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchinfer.core.errors import BatchInferError, JobFileError, OutOfMemory, SecurityRefusal, Unavailable
+from batchinfer.engine.config import LoadConfig
+from batchinfer.pipeline.workers.launch import Launch
+from batchinfer.pipeline.workers.messages import Failed, Load, Pulse, WorkerSpec
+from tests.memory_transport import DiedError, MemoryTransport
+
+SPEC = WorkerSpec(LoadConfig(Path("model"), "float32", "cpu"), None)
+DIES = "dies"
+
+
+class Ending:
+    """A worker that says twice that it is at work, once it loads, and then ends as its fate says."""
+
+    def __init__(self, fate: type[BatchInferError] | str | None) -> None:
+        self._fate, self._loads, self._said = fate, False, 0
+
+    def hear(self, message: object) -> None:
+        assert isinstance(message, Load)
+        assert not self._loads, "it is told once"
+        self._loads = True
+
+    def turn(self) -> list[object]:
+        if not self._loads:
+            return []
+        self._said += 1
+        if self._said <= 2:
+            return [Pulse(untimed=True), Pulse()]
+        if self._fate == DIES:
+            raise DiedError
+        return [Failed(self._fate.exit_code, "it cannot", "")] if isinstance(self._fate, type) else []
+
+
+def launched(*fates: type[BatchInferError] | str | None) -> tuple[Launch, MemoryTransport]:
+    """Start workers with these fates, and look until nothing new can come."""
+    left = iter(fates)
+    transport = MemoryTransport(lambda _: Ending(next(left)))
+    launch = Launch(transport)
+    launch.open([SPEC] * len(fates))
+    launch.look()
+    launch.load()
+    return launch, transport
+
+
+def looked(launch: Launch) -> int | None:
+    """The exit code of what ends the run."""
+    try:
+        for _ in range(20):
+            launch.look()
+    except BatchInferError as error:
+        return error.exit_code
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fates", "code"),
+    [
+        ([None], None),
+        ([OutOfMemory], 71),
+        ([Unavailable], 69),
+        ([JobFileError], 78),
+        ([DIES], None),
+        ([None, OutOfMemory], None),
+        ([Unavailable, OutOfMemory], None),
+        ([None, SecurityRefusal], 77),
+        ([DIES, JobFileError], 78),
+    ],
+)
+def test_what_no_other_process_and_no_other_engine_could_do(
+    fates: Sequence[type[BatchInferError] | str | None], code: int | None
+) -> None:
+    launch, transport = launched(*fates)
+    with launch:
+        assert looked(launch) == code
+    assert all(link.closed for link in transport.started)
+
+
+def test_only_the_engines_that_are_wanted_are_handed_over() -> None:
+    launch, transport = launched(None, None)
+    assert len(launch.started([SPEC] * 2)) == 2
+    assert not any(link.closed for link in transport.started)
+    other = replace(SPEC, load=replace(SPEC.load, threads=1))
+    assert launch.started([SPEC, other]) == []
+    assert all(link.closed for link in transport.started)
+
+
+def test_engines_that_wait_are_not_heard() -> None:
+    """One that cannot even import what it needs fails a run that needs it, and no other."""
+    transport = MemoryTransport(lambda _: Ending(DIES))
+    with Launch(transport) as launch:
+        launch.open([SPEC])
+        transport.started[0].kill()
+        assert looked(launch) is None
