@@ -44,18 +44,19 @@ def failing(load: LoadConfig, constraints: object, untimed: Untimed) -> FailingW
     return FailingWeights(load, untimed, fake_engine.end_process, mortal=False)
 
 
-def tells_of_teardown(config: EngineConfig, *_: object) -> fake_engine.BuiltFake:
+def tells_of_teardown(load: LoadConfig, *_: object) -> fake_engine.FakeWeights:
     """The exit status of its process says whether Python tore it down."""
     atexit.register(os._exit, 7)
-    return fake_engine.build(config)
+    return fake_engine.build(load)
 
 
 def test_a_worker_that_has_left_ends_without_being_torn_down() -> None:
     """Torch and CUDA take seconds for it, during which the results could have the memory and the cores."""
     with WorkerHandle(
-        WorkerSpec(CONFIG, None, "tests.batchinfer.pipeline.workers.test_worker_handle:tells_of_teardown"),
+        WorkerSpec(LOAD, None, "tests.batchinfer.pipeline.workers.test_worker_handle:tells_of_teardown"),
         PROCESSES,
     ) as host:
+        host.configure(EngineConfig(LOAD, max_model_len=64, longest=64))
         while host.info is None:
             host.receive(0.1)
         host.finish(1.0)
