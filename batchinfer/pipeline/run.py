@@ -81,8 +81,9 @@ def _answer_and_publish(
     with planned(run, index, store) as work:
         if work.plan.to_run:
             answer(run, work, index, store)
-    with run.report.timed("close_s"):
-        run.launch.end()  # where nothing was to run
+        else:
+            with run.report.timed("close_s"):
+                run.launch.end()
     with run.report.timed("publish_s"):
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
         join = joined(index.index_parts, store.parts(), run.state.staging / "join")

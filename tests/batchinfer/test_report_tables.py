@@ -21,7 +21,7 @@ def reader(place: Place) -> Table:
     """The rows of a query over the tables of a place's only run."""
     report = place.results.with_name("res-report")
     database = duckdb.connect()
-    for name in ("run", "steps", "requests", "phases", "buckets", "prefixes", "rows"):
+    for name in ("run", "steps", "requests", "phases", "buckets", "prefixes", "rows", "activities"):
         (file,) = tables(report, name)
         database.execute(f"CREATE VIEW {name} AS FROM '{file}'")
     return lambda sql: database.sql(sql).to_arrow_table().to_pylist()
@@ -39,6 +39,26 @@ def test_the_wall_is_split_whole(table: Table) -> None:
     assert sum(parts) == pytest.approx(run["wall_s"], rel=0.01)
     assert run["wall_s"] == pytest.approx((run["finished_at"] - run["started_at"]).total_seconds(), rel=0.01)
     assert run["wall_device_s"] == pytest.approx(table("SELECT sum(model_s) AS s FROM steps")[0]["s"])
+
+
+def test_each_process_is_told_of_from_its_start_on(table: Table) -> None:
+    """The command from its start to where its tables are written; the engine beside it, before the plan is there."""
+    (run,) = table("FROM run")
+    own = table("FROM activities WHERE process = 'command' ORDER BY from_s")
+    assert own[0]["activity"] == "starting"
+    assert [row["activity"] for row in own if row["activity"] in ("reading", "planning")] == [
+        "reading",
+        "planning",
+    ]
+    assert sum(row["until_s"] - row["from_s"] for row in own) == pytest.approx(run["wall_s"], abs=0.5)
+    engine = table("FROM activities WHERE process = 'engine 0' ORDER BY from_s")
+    assert [row["activity"] for row in engine] == ["starting", "loading", "setting up", "computing"]
+    assert [row["from_s"] for row in engine[1:]] == [row["until_s"] for row in engine[:-1]]
+    planned = next(row["from_s"] for row in own if row["activity"] == "planning")
+    assert engine[0]["from_s"] < planned < engine[3]["from_s"]
+    causes = [run[f"idle_{cause}_s"] for cause in ("input", "load", "plan", "tail", "publish")]
+    assert run["device_idle_s"] == pytest.approx(sum(causes))
+    assert run["device_idle_s"] < run["wall_s"]
 
 
 def test_the_device_is_split_whole(table: Table) -> None:

@@ -39,6 +39,10 @@ class Death:
     fruitless: int  # deaths in a row, this one included, between which it got next to nothing done
 
 
+# The number of an engine in its run, what it did, and between which moments of `time.perf_counter`
+WorkerActivity = tuple[int, str, float, float]
+
+
 class Replica:
     """A place for an engine: should its worker die, another one may be started in its place."""
 
@@ -66,6 +70,7 @@ class Replica:
         self._running = self._waiting = 0  # rows, after its last step
         self._longest_step_s = 0.0
         self._silence = Waited()
+        self._past: list[WorkerActivity] = []  # of the processes before the present one
         self.worker = early or WorkerHandle(spec, transport)
         self.worker.configure(self._config)
 
@@ -152,6 +157,11 @@ class Replica:
         return self.info.max_num_seqs if self.apart is None else len(self.unfinished)
 
     @property
+    def activities(self) -> list[WorkerActivity]:
+        """Return what its processes did so far."""
+        return [*self._past, *((self._engine, *activity) for activity in self.worker.activities)]
+
+    @property
     def may_restart(self) -> bool:
         """Whether another process may do better."""
         return self.fruitless < (FRUITLESS if self.info is not None else FRUITLESS_LOADING)
@@ -177,6 +187,7 @@ class Replica:
 
     def restart(self, engine: int) -> None:
         """Start another process, the `engine`-th of the run."""
+        self._past = self.activities
         self.restarts += 1
         self._engine = engine
         self.worker.close()

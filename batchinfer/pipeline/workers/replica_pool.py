@@ -17,7 +17,7 @@ from batchinfer.engine.config import EngineConfig, EngineInfo, most_queued
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
-from batchinfer.pipeline.workers.replica import CODE, Death, Replica
+from batchinfer.pipeline.workers.replica import CODE, Death, Replica, WorkerActivity
 from batchinfer.pipeline.workers.suspects import Group, Suspects, proof_of
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 from batchinfer.pipeline.workers.worker_handle import OF_ONE, WorkerHandle
@@ -175,6 +175,11 @@ class ReplicaPool:
                 before = found.get(layer, [0] * len(tokens))
                 found[layer] = [some + more for some, more in zip(before, tokens, strict=True)]
         return found
+
+    @property
+    def activities(self) -> list[WorkerActivity]:
+        """Return what the engines' processes did so far, and when."""
+        return [activity for replica in self._replicas for activity in replica.activities]
 
     # Handing out
 

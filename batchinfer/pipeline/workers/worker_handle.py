@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
@@ -73,6 +73,9 @@ class WorkerHandle:
 
     def __init__(self, spec: WorkerSpec, transport: Transport) -> None:
         self.spec, self._loads = spec, False
+        self._moments: list[tuple[str | None, float]] = [
+            ("starting", time.perf_counter())
+        ]  # what it began to do, and when
         self.link: Link = transport.start(spec)
         self.left = False  # whether the worker has said all it had to say
         self._failed: Failed | None = None  # raised once all that was finished before it was received
@@ -102,11 +105,13 @@ class WorkerHandle:
         tells."""
         if not self._loads:
             self._loads = True
+            self._begins("loading")
             self.link.send(Load())
 
     def configure(self, config: EngineConfig) -> None:
         """Tell the worker what to make of its weights."""
         self.load()
+        self._begins("setting up")
         self.link.send(Configure(config))
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -144,6 +149,18 @@ class WorkerHandle:
             self._raise_death()
         return heard
 
+    def _begins(self, activity: str | None) -> None:
+        """Note what the worker does from now on; None: nothing any more."""
+        self._moments.append((activity, time.perf_counter()))
+
+    @property
+    def activities(self) -> Iterator[tuple[str, float, float]]:
+        """Yield what the worker did so far, and the moments of `time.perf_counter` between which it did."""
+        ends = [moment for _, moment in self._moments[1:]] + [time.perf_counter()]
+        for (activity, began), ended in zip(self._moments, ends, strict=True):
+            if activity is not None:
+                yield activity, began, ended
+
     @property
     def ended(self) -> bool:
         """Whether nothing more is read from its link; `receive` still raises what ended it."""
@@ -163,6 +180,7 @@ class WorkerHandle:
     def _note(self, message: object) -> None:
         if isinstance(message, Ready):
             self.info = message.info
+            self._begins("computing")
         elif isinstance(message, Ask):
             self.asks = True
         elif isinstance(message, Chosen):
@@ -171,6 +189,7 @@ class WorkerHandle:
             self.untimed = message.untimed
         elif isinstance(message, Left):
             self.left, self.peak_rss = True, message.peak_rss
+            self._begins(None)
             self.other_cores, self.expert_tokens = message.other_cores, message.expert_tokens
         elif isinstance(message, Failed):
             self._failed = message
