@@ -13,7 +13,23 @@ def main() -> None:
         from batchinfer.cli import main as run
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    run()
+    try:
+        run()
+    except SystemExit as end:
+        _leave(end)
+
+
+def _leave(end: SystemExit) -> None:
+    """End the process once all that was printed has gone out. Python would take 0.3 s to tear down libraries whose
+    memory and threads the system takes back anyway."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # nobody reads them: Python says so, with an exit code of its own
+        raise end from None
+    if not isinstance(end.code, int):
+        raise end
+    os._exit(end.code)
 
 
 def _check_limits() -> None:

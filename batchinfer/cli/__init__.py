@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -57,18 +57,7 @@ app.add_typer(schema, name="schema")
 def main() -> None:
     """The console script: runs a verb and ends the process with the exit code of what came of it."""
     logging.basicConfig(level=logging.WARNING, format="batchinfer: %(message)s")
-    _leave(_guarded(sys.argv[1:]))
-
-
-def _leave(code: int) -> NoReturn:
-    """End the process with this exit code, once all that was printed has gone out. Python would take 0.3 s to tear down
-    libraries whose memory and threads the system takes back anyway."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # nobody reads them: Python says so, and with which exit code
-        sys.exit(code)
-    os._exit(code)
+    sys.exit(_guarded(sys.argv[1:]))
 
 
 def _guarded(arguments: list[str]) -> int:

@@ -73,11 +73,13 @@ class ResultFiles:
         threads: int,
         on_rows: OnRows,
     ) -> Written:
-        """Write the files of all spans; `tables` gives the rows of the span with that number. `on_rows` is called in
-        this thread. Raises what fails first, and leaves no file that is written still."""
+        """Write the files of all spans; `tables` gives the rows of the span with that number. Where there are more
+        threads than spans, rows are made while others are written. `on_rows` is called in this thread. Raises what
+        fails first, and leaves no file that is written still."""
 
         def span(number: int, heard: OnRows) -> Written:
-            return self._write_span(spans[number][0] // self.rows_per_file, tables(number), heard)
+            made = _ahead(tables(number)) if threads > len(spans) else tables(number)
+            return self._write_span(spans[number][0] // self.rows_per_file, made, heard)
 
         found = Written()
         for one in _at_once(span, len(spans), threads, on_rows):
@@ -144,6 +146,15 @@ def _wait(told: SimpleQueue[int | Future[Written]], left: int, on_rows: OnRows) 
         else:
             heard.result()
             left -= 1
+
+
+def _ahead(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the tables; the next one is made by a thread of its own meanwhile."""
+    with ThreadPoolExecutor(1, "result file") as maker:
+        future = maker.submit(next, tables, None)
+        while (table := future.result()) is not None:
+            future = maker.submit(next, tables, None)
+            yield table
 
 
 def _counted(tables: Iterator[pa.Table], written: Written, on_rows: OnRows) -> Iterator[pa.Table]:
