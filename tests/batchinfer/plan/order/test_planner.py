@@ -270,6 +270,6 @@ def test_what_is_raised_while_prompts_are_hashed_is_raised_as_it_is(
     def stops(*_: Any) -> Any:
         raise Stopped
 
-    monkeypatch.setattr(sorted_prompts, "read_prompts", stops)
+    monkeypatch.setattr(sorted_prompts, "read_together", stops)
     with pytest.raises(Stopped):
         plan_rows(tmp_path, mixed_rows(70, distinct=20))
