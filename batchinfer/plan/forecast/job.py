@@ -17,6 +17,7 @@ from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.data.store.completion_store import read_records
 from batchinfer.job import Job
+from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import Hardware
 from batchinfer.plan.forecast.deadline import Deadline, now
 from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
@@ -104,7 +105,9 @@ def forecast_job(
         stored = (
             sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
         )
-        plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan", setup.roots)
+        plan = plan_job(
+            index.index_dir, index.tokens, stored, Path(scratch) / "plan", setup.roots, threads=usable_cpus()
+        )
         found = _counted(job, setup, plan, index, drawn)
         if not plan.to_run:
             return found

@@ -12,6 +12,7 @@ from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.core.prefix_forest import prefix_forest
 from batchinfer.core.request import Request
 from batchinfer.engine.config import REQUEST_BATCH
+from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.forecast.engine import (
     OUTPUT_TOKEN_S,
     ROW_S,
@@ -90,7 +91,7 @@ def settle_order(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
     if chosen.policy is BY_DEFAULT:
         return chosen
     try:
-        reorder(engine.plan, chosen.policy, capacity_of(engine.machine))
+        reorder(engine.plan, chosen.policy, capacity_of(engine.machine), threads=usable_cpus())
     except (StorageError, OutOfMemory, MemoryError) as error:
         why = (
             f"because the plan could not be written in {chosen.policy} order, which would be faster: {error}"

@@ -63,9 +63,7 @@ def planned_requests(
     `every`: only the middle one of this many batches is read, as if the plan had no others.
     """
     held: tuple[PlanBatch, list[Request]] | None = None
-    for number, batch in enumerate(plan.batches(rows)):
-        if number % every != every // 2:
-            continue
+    for batch in plan.batches(rows, every):
         requests = _read(batch, prompts, roots)
         if held is not None:
             before = held[1]
@@ -80,11 +78,8 @@ def _read(batch: PlanBatch, prompts: Prompts, roots: ContentRoots) -> list[Reque
     offsets, counts = batch.numbers("token_offset").tolist(), batch.numbers("token_count").tolist()
     expected = batch.numbers("expected_tokens").tolist()
     params = [*map(request_params, batch.params, expected)]
-    ids = [
-        np.asarray(prompts.read(offset, count), np.int32)
-        for offset, count in zip(offsets, counts, strict=True)
-    ]
-    shared = shared_tokens(ids, [*map(roots.of, counts, params)])
+    ids = [*map(prompts.read, offsets, counts)]
+    shared = shared_tokens(ids, roots.of_all(counts, params))
     return [*map(Request, batch.keys, ids, params, [*shared, 0])]
 
 

@@ -38,10 +38,13 @@ from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.order import planner, sorted_prompts
 from batchinfer.plan.order.requests import planned_requests
 
+# No two rows share anything; all share 79 tokens; they branch at each of ten levels; every other row repeats the one
+# before it (greedy, sampled); ten rows share 1,000 tokens
 KINDS = ("unique", "system", "tree", "duplicates", "samples", "long")
+REPEATED = ("duplicates", "samples")
 VOCABULARY = 50_000
 ROOTS = ContentRoots(1 << 20)
-# Functions whose times are told, where the code has them: `old` and new code have different ones
+# Functions whose times are told, where the code has them
 PHASES = {
     planner: ("_load_work", "sorted_prompts", "_place", "write_plan", "write_prefixes"),
     sorted_prompts: ("_by_blocks", "_by_tails", "_refined"),
@@ -68,7 +71,14 @@ def prompts_of(
         prompts = own
     counts = np.full(len(rows), prompts.shape[1], np.int32)
     counts -= rng.integers(0, 24, len(rows)).astype(np.int32)
+    if kind in REPEATED:
+        prompts, counts = _repeated(prompts), _repeated(counts)
     return prompts[np.arange(prompts.shape[1]) < counts[:, None]], counts
+
+
+def _repeated(values: Any) -> Any:
+    """Return values of which every other one is that of the row before it."""
+    return np.repeat(values[::2], 2, axis=0)[: len(values)]
 
 
 def write_index(folder: Path, kind: str, rows: int) -> Layout:
@@ -100,8 +110,9 @@ def _columns(kind: str, rows: Ints, offsets: Ints, counts: NDArray[np.int32]) ->
     rng = np.random.default_rng(int(rows[0]) + 7)
     size = len(rows)
     keys = rng.integers(0, 1 << 63, (size, 4), np.int64)
-    if kind in ("duplicates", "samples"):  # every other row has the key of the one before it
-        keys[1::2] = keys[: 2 * (size // 2) : 2]
+    outputs = rng.integers(1, 65, size).astype(np.int32)
+    if kind in REPEATED:
+        keys, outputs = _repeated(keys), _repeated(outputs)
     longest = [SamplingParams(max_tokens=64, temperature=float(kind == "samples")).canonical().to_json()]
     nothing = {name: pa.nulls(size, INDEX_SCHEMA.field(name).type) for name in INDEX_SCHEMA.names[-4:]}
     return {
@@ -114,7 +125,7 @@ def _columns(kind: str, rows: Ints, offsets: Ints, counts: NDArray[np.int32]) ->
         "token_count": counts,
         "params": pa.array(longest * size),
         "greedy": pa.array([kind != "samples"] * size),
-        "expected_tokens": rng.integers(1, 65, size).astype(np.int32),
+        "expected_tokens": outputs,
         **nothing,
     }
 
@@ -148,22 +159,14 @@ def measure(layout: Layout, threads: int, out: Path) -> dict[str, Any]:
             if hasattr(module, name):
                 setattr(module, name, watch.around(getattr(module, name), "  " + name.strip("_")))
     tokens, parts = TokenStore(layout.tokens), sorted(layout.index.glob("part-*.parquet"))
-    more: dict[str, Any] = {"threads": threads}
-    if "threads" in duplicates.number_equal_samples.__annotations__:
-        found_with: Any = (out / "spill", FileOps(), threads)
-    else:
-        found_with = (out / "spill", FileOps())
     with watch.timed("refuse_repeated_ids"):
-        duplicates.refuse_repeated_ids(parts, *found_with)
+        duplicates.refuse_repeated_ids(parts, out / "spill", FileOps())
     with watch.timed("number_equal_samples"):
-        duplicates.number_equal_samples(parts, tokens, b"", *found_with)
+        duplicates.number_equal_samples(parts, tokens, b"", out / "spill", FileOps())
     with watch.timed("plan_job"):
-        plan = planner.plan_job(layout.index, tokens, [], out / "plan", ROOTS, **more)
-    with watch.timed("every 50th batch of requests"):
+        plan = planner.plan_job(layout.index, tokens, [], out / "plan", ROOTS, threads=threads)
+    with watch.timed("requests, every 50th batch"):
         for _ in planned_requests(plan, tokens, REQUEST_BATCH, ROOTS, 50):
-            pass
-    with watch.timed("all requests"):
-        for _ in planned_requests(plan, tokens, REQUEST_BATCH, ROOTS):
             pass
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     return {"rows": plan.rows, "to_run": plan.to_run, "GiB": round(most, 2), **watch.found}
