@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from batchinfer.core.request import Request, TokenIds, common_prefix
+from batchinfer.core.request import Request, TokenIds, common_prefixes
 from batchinfer.core.sampling import SamplingParams
 
 USUAL = b""  # the root of requests of which nothing but the token ids counts
@@ -29,6 +29,10 @@ class ContentRoots:
     def of(self, prompt_tokens: int, params: SamplingParams) -> bytes:
         """Return the root of a request."""
         return _ROTATED_LATER if self.rope_offset(prompt_tokens, params) else USUAL
+
+    def of_all(self, prompt_tokens: Sequence[int], params: Sequence[SamplingParams]) -> list[bytes]:
+        """Return the root of each request."""
+        return [USUAL] * len(params) if self.is_single else [*map(self.of, prompt_tokens, params)]
 
     @property
     def is_single(self) -> bool:
@@ -48,11 +52,13 @@ class ContentRoots:
 
 def shared_tokens(prompts: Sequence[TokenIds], roots: Sequence[bytes]) -> list[int]:
     """Return for each prompt but the last how many tokens it shares with the next one: none across roots."""
-    pairs = zip(pairwise(prompts), pairwise(roots), strict=True)
-    return [common_prefix(*prompt) if root == other else 0 for prompt, (root, other) in pairs]
+    pairs = zip(common_prefixes(prompts), pairwise(roots), strict=True)
+    return [common if root == other else 0 for common, (root, other) in pairs]
 
 
 def shared_by(requests: Sequence[Request], roots: ContentRoots) -> list[int]:
     """Return for each request but the last how many prompt tokens it shares with the next one."""
     prompts = [request.prompt for request in requests]
-    return shared_tokens(prompts, [roots.of(len(request.prompt), request.params) for request in requests])
+    return shared_tokens(
+        prompts, roots.of_all([*map(len, prompts)], [request.params for request in requests])
+    )

@@ -11,9 +11,7 @@ a walk of the plan's (docs/measurements/prefixes.md).
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -84,70 +82,47 @@ class PrefixForest:
         return np.maximum.reduceat(behind, ends)[::2] if len(self) else np.zeros(0, np.int64)
 
 
-@dataclass(slots=True)
-class ForestBuilder:
-    """Takes prompts in their order, in any number of batches."""
+def prefix_forest(shared: Ints) -> PrefixForest:
+    """Return the forest of prompts of which each has so many tokens in common with the one before it; the first one 0.
 
-    _count: int = 0
-    _open: list[int] = field(default_factory=lambda: [ROOT])  # from the root to the node at hand
-    _depths: list[int] = field(default_factory=lambda: [0])  # theirs
-    _depth: array[int] = field(default_factory=lambda: array("i"))
-    _first: array[int] = field(default_factory=lambda: array("i"))
-    _users: array[int] = field(default_factory=lambda: array("i"))
-    _parent: array[int] = field(default_factory=lambda: array("i"))
+    A node is a stretch of prompts none of which shares less with the one before it than the node is deep. Its borders
+    are where the nearest smaller numbers are, which are found for all numbers at once.
+    """
+    if not len(shared):
+        return PrefixForest(*(np.zeros(0, np.int32) for _ in range(5)))
+    shared = np.append(shared, np.int32(0))  # behind the last prompt all nodes end
+    turns = np.flatnonzero(np.diff(shared, prepend=ROOT)).astype(np.int32)
+    depth = np.append(shared[turns], np.int32(ROOT))  # the last one is less deep than all
+    begins = _less_before(depth)
+    ends = len(turns) - 1 - _less_before(np.append(depth[-2::-1], np.int32(ROOT)))[::-1]
+    order = _in_order(begins[:-1], depth[:-1])
+    begin, deep = begins[order], depth[order]
+    is_new = np.append(True, (begin[1:] != begin[:-1]) | (deep[1:] != deep[:-1]))[: len(order)]
+    number = np.full(len(depth), ROOT, np.int32)
+    number[order] = np.cumsum(is_new) - 1
+    begin, end = begin[is_new], ends[order[is_new]]
+    first = turns[begin + 1] - 1
+    users = turns[end] - first
+    parent = number[np.where(depth[begin] >= depth[end], begin, end)]
+    node_of = _deepest(first, users, parent, len(shared) - 1)
+    return PrefixForest(deep[is_new], first, users, parent, node_of)
 
-    def add(self, shared: Iterable[int]) -> None:
-        """For each prompt, how many tokens it has in common with the one before it; for the first one 0."""
-        for tokens in shared:
-            if tokens != self._depths[-1]:
-                self._turn(tokens)
-            self._count += 1
 
-    def _turn(self, depth: int) -> None:
-        """Close what ends before the prompt at hand, and open what begins with the one before."""
-        first = self._count - 1
-        while depth < self._depths[-1]:
-            first = self._close(depth)
-        if depth > self._depths[-1]:
-            self._begin(depth, first)
+def _less_before(depth: Ints) -> Ints:
+    """Return for each number but the last, which is less than all, the place of the nearest smaller one before it, or
+    ROOT. Who knows one that is not smaller goes on to the one that this one knows: nothing between them is smaller."""
+    found = np.arange(ROOT, len(depth) - 2, dtype=np.int32)
+    seeking = np.arange(len(found), dtype=np.int32)
+    while len(seeking := seeking[depth[found[seeking]] >= depth[seeking]]):
+        found[seeking] = found[found[seeking]]
+    return found
 
-    def _close(self, depth: int) -> int:
-        """Close the deepest open node; its first prompt. What is next to it lies `depth` deep."""
-        node, _ = self._open.pop(), self._depths.pop()
-        first = self._first[node]
-        self._users[node] = self._count - first
-        if self._depths[-1] < depth:
-            self._begin(depth, first)
-        self._parent[node] = self._open[-1]
-        return first
 
-    def _begin(self, depth: int, first: int) -> None:
-        self._open.append(len(self._depth))
-        self._depths.append(depth)
-        for column, value in (
-            (self._depth, depth),
-            (self._first, first),
-            (self._users, 0),
-            (self._parent, ROOT),
-        ):
-            column.append(value)
-
-    def finished(self) -> PrefixForest:
-        """The forest of all that was added."""
-        self._turn(0)
-        columns = (self._depth, self._first, self._users, self._parent)
-        depth, first, users, parent = (np.array(column, np.int32) for column in columns)
-        order = np.lexsort((depth, first))
-        place = np.append(np.empty_like(order), ROOT)  # behind the last, where ROOT points
-        place[order] = np.arange(len(order))
-        depth, first, users, parent = (
-            depth[order],
-            first[order],
-            users[order],
-            place[parent[order]].astype(np.int32),
-        )
-        node_of = _deepest(first, users, parent, self._count)
-        return PrefixForest(depth, first, users, parent, node_of)
+def _in_order(begins: Ints, depth: Ints) -> NDArray[np.int64]:
+    """Return the places of what is deeper than nothing: by where it begins, then by depth. Those of a node come
+    together."""
+    inner = np.flatnonzero(depth > 0)
+    return inner[np.argsort(begins[inner].astype(np.int64) << 32 | depth[inner])]
 
 
 def _deepest(first: Ints, users: Ints, parent: Ints, count: int) -> Ints:

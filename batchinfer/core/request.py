@@ -5,7 +5,7 @@ No torch, no files: every room may import this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Literal, Protocol
@@ -19,13 +19,31 @@ FinishReason = Literal["stop", "length", "error"]
 ErrorClass = Literal["input", "policy", "resource", "engine"]
 TokenIds = NDArray[np.int32]
 Pickled = tuple[Callable[..., Any], tuple[Any, ...]]  # what makes an object again, and of what
+_HEAD = 16  # tokens of prompts that are compared at once
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
     """Return how many tokens at their beginning the two have in common."""
     length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length
+    if not length:
+        return 0
+    differ = a[:length] != b[:length]
+    first = int(differ.argmax())
+    return first if differ[first] else length
+
+
+def common_prefixes(prompts: Sequence[TokenIds]) -> list[int]:
+    """Return for each prompt but the last how many tokens it and the next one have in common at their beginning: only
+    those that begin alike are compared pair by pair."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+    heads, inside = np.zeros((len(prompts), _HEAD), np.int32), np.arange(_HEAD) < lengths[:, None]
+    heads[inside] = np.concatenate([prompt[:_HEAD] for prompt in prompts] or [np.zeros(0, np.int32)])
+    same = (heads[1:] == heads[:-1]) & inside[1:] & inside[:-1]
+    alike = same.all(axis=1)
+    found: list[int] = np.where(alike, _HEAD, same.argmin(axis=1)).tolist()
+    for place in np.flatnonzero(alike).tolist():
+        found[place] += common_prefix(prompts[place][_HEAD:], prompts[place + 1][_HEAD:])
+    return found
 
 
 @dataclass(frozen=True, slots=True)

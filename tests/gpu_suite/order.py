@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from batchinfer.bench.planning import Planned, prepared_rows, row_keys
 from batchinfer.bench.workloads import Row
 from batchinfer.core.content_root import ContentRoots
-from batchinfer.core.prefix_forest import ForestBuilder
+from batchinfer.core.prefix_forest import prefix_forest
 from batchinfer.core.request import TokenIds, common_prefix
 from batchinfer.data.prompts.prepare import Prepared
 from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
@@ -69,11 +69,10 @@ def _ordered(prepared: Prepared, offsets: TokenIds, rows: Sequence[int]) -> list
     """Rows that are given in their order, in the planner's."""
     heads = [prepared.tokens[offsets[row] :][: prepared.counts[row] - 1] for row in rows]
     order = sorted(range(len(rows)), key=lambda at: heads[at].tolist())
-    builder = ForestBuilder()
-    builder.add([0, *(common_prefix(heads[a], heads[b]) for a, b in pairwise(order))])
+    shared = [0, *(common_prefix(heads[a], heads[b]) for a, b in pairwise(order))]
     found = [rows[at] for at in order]
     effort = efforts(prepared.counts[found], prepared.max_tokens[found])
-    places = depth_first(kept_together(builder.finished()), effort)
+    places = depth_first(kept_together(prefix_forest(np.array(shared, np.int32))), effort)
     return [row for _, row in sorted(zip(places.tolist(), found, strict=True))]
 
 

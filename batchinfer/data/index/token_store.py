@@ -36,13 +36,14 @@ class TokenStore:
         """`count` token ids from `offset`, both in tokens. Raises IndexError beyond the store, StorageError."""
         if offset < 0 or count < 0 or offset + count > self._tokens:
             raise IndexError(f"tokens {offset}..{offset + count} of a store of {self._tokens}")
+        tokens = np.empty(count, "<i4")
         try:
-            data = os.pread(self._file, count * TOKEN_BYTES, offset * TOKEN_BYTES)
+            read = os.preadv(self._file, [tokens.data], offset * TOKEN_BYTES)
         except OSError as error:
             raise StorageError(_unreadable(self.path, error)) from None
-        if len(data) < count * TOKEN_BYTES:
+        if read < count * TOKEN_BYTES:
             raise StorageError(_unreadable(self.path, "it became shorter"))
-        return np.frombuffer(bytearray(data), "<i4")
+        return tokens
 
 
 def _unreadable(path: Path, why: object) -> str:

@@ -24,6 +24,7 @@ from batchinfer.machine.memory import available_memory
 # Joins and sorts of our own spill what is larger: of 10 million rows too, which 1 GiB keeps below 2 GiB in all.
 _MOST = 1 << 30
 _LEAST = 128 << 20  # DuckDB holds some blocks of each thread at least
+_OF_THREAD = 128 << 20  # as DuckDB's manual advises; two threads work with less
 _SHARE = 4
 _AGAIN_S = 0.1
 
@@ -41,12 +42,13 @@ def connection(
 ) -> Iterator[Any]:
     """An in-memory database that spills to the folder `spill`. Raises StorageError, OutOfMemory.
 
-    `memory_limit` as DuckDB writes it, e.g. 1GiB; None: what `working_memory` finds. `watched` is that of a user's
-    query which this work is a part of.
+    `memory_limit` as DuckDB writes it, e.g. 1GiB; None: what `working_memory` finds. Of `threads` no more are used than
+    have memory to work in. `watched` is that of a user's query which this work is a part of.
     """
+    memory = working_memory()
     settings: dict[str, str | bool | int | float | list[str]] = {
-        "memory_limit": memory_limit or f"{working_memory()}B",
-        "threads": str(threads),
+        "memory_limit": memory_limit or f"{memory}B",
+        "threads": str(min(threads, max(2, memory // _OF_THREAD))),
         "temp_directory": str(spill),
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from contextlib import contextmanager
+from itertools import accumulate, repeat
 from pathlib import Path
 
 import pyarrow as pa
@@ -40,8 +42,28 @@ def parquet_batches(
 ) -> Iterator[pa.RecordBatch]:
     """The batches of Parquet files, one file after the other. Raises InputCorrupt for a damaged one."""
     for path in paths:
-        try:
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                yield from file.iter_batches(batch_size=rows, columns=columns)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise InputCorrupt(f"{path}: {error}; remove its folder to have it written again") from error
+        with _reading(path) as file:
+            yield from file.iter_batches(batch_size=rows, columns=columns)
+
+
+def parquet_stretches(path: Path, rows: int, every: int) -> Iterator[pa.Table]:
+    """The middle one of every so many stretches of `rows` rows of a Parquet file, as if it had no others. Row groups
+    without such a stretch are not read. Raises InputCorrupt."""
+    with _reading(path) as file:
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        ends, held, table = list(accumulate(sizes)), range(0), pa.table({})
+        for start in range(every // 2 * rows, sum(sizes), every * rows):
+            last = min(start + rows, sum(sizes)) - 1
+            groups = range(bisect_right(ends, start), bisect_right(ends, last) + 1)
+            if groups != held:
+                held, table = groups, file.read_row_groups(groups)
+            yield table.slice(start - (ends[groups[0]] - sizes[groups[0]]), rows).combine_chunks()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputCorrupt(f"{path}: {error}; remove its folder to have it written again") from error

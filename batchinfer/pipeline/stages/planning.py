@@ -10,6 +10,7 @@ from batchinfer.data.index.index import Index
 from batchinfer.data.results.join import joined
 from batchinfer.data.results.planned_work import OtherRun, alike, announced, wait_for
 from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.stages.open_run import OpenRun
 from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
 from batchinfer.plan.forecast.engine import EngineForecast
@@ -59,7 +60,10 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     with run.report.timed("plan_s"):
         _tell_of_retries(run, index, store)
         retry, where, roots = run.options.retry_errors, index.folder / folder, run.setup.roots
-        plan = plan_job(index.index_dir, index.tokens, store.parts(), where, roots, retry_errors=retry)
+        threads, parts = usable_cpus(), store.parts()
+        plan = plan_job(
+            index.index_dir, index.tokens, parts, where, roots, retry_errors=retry, threads=threads
+        )
         forecast = forecast_run(run.job, run.setup, plan, index.tokens)
     run.report.planned(plan, forecast.engine)
     run.progress.close()

@@ -18,6 +18,7 @@ from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.data.store.completion_store import read_records
 from batchinfer.job import Job
+from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import Hardware
 from batchinfer.plan.forecast.deadline import Deadline, now
 from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
@@ -109,8 +110,8 @@ def forecast_job(
         stored = (
             sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
         )
-        read = time.perf_counter()
-        plan = plan_job(index.index_dir, index.tokens, stored, Path(scratch) / "plan", setup.roots)
+        read, folder = time.perf_counter(), Path(scratch) / "plan"
+        plan = plan_job(index.index_dir, index.tokens, stored, folder, setup.roots, threads=usable_cpus())
         planned = time.perf_counter()
         found = _counted(job, setup, plan, index, drawn)
         if not plan.to_run:

@@ -18,6 +18,7 @@ from batchinfer.data.index.ingest import ingest, over_files
 from batchinfer.data.input.job_input import open_input
 from batchinfer.data.prompts.template_parts import TemplatePart, in_order, template_parts
 from batchinfer.job import Job
+from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.forecast.engine import forecast_engine
 from batchinfer.plan.order.field_order import field_order
 from batchinfer.plan.order.plan import Plan
@@ -127,7 +128,9 @@ class Linter:
         return ingest(job, self.setup.tokenizer, self.setup.ingest_options(), self.scratch)
 
     def _planned(self, index: Index) -> Looked:
-        plan = plan_job(index.index_dir, index.tokens, [], index.folder / "plan", self.setup.roots)
+        plan = plan_job(
+            index.index_dir, index.tokens, [], index.folder / "plan", self.setup.roots, threads=usable_cpus()
+        )
         return Looked(plan, index, self._seconds(plan, index))
 
     def _seconds(self, plan: Plan, index: Index) -> float | None:

@@ -9,9 +9,10 @@ import numpy as np
 
 from batchinfer.core.content_root import ContentRoots, shared_by
 from batchinfer.core.errors import OutOfMemory, StorageError
-from batchinfer.core.prefix_forest import ForestBuilder
+from batchinfer.core.prefix_forest import prefix_forest
 from batchinfer.core.request import Request
 from batchinfer.engine.config import REQUEST_BATCH
+from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.forecast.engine import (
     OUTPUT_TOKEN_S,
     ROW_S,
@@ -20,7 +21,7 @@ from batchinfer.plan.forecast.engine import (
     ForecastEngine,
     half_of,
 )
-from batchinfer.plan.order.block_hashes import block_hashes, shared_blocks
+from batchinfer.plan.order.block_hashes import NO_CHAIN, chains_of, shared_blocks, sorted_chains
 from batchinfer.plan.order.policies import BY_DEFAULT, Capacity, OrderChoice, OrderPolicy, SharedWork
 from batchinfer.plan.order.reorder import reorder
 from batchinfer.plan.order.requests import Prompts, planned_requests
@@ -54,13 +55,9 @@ class PlanSample:
         """The requests as a plan of them alone has them under a policy."""
         requests = self.requests
         numbers = np.array([root_number(roots.of(len(r.prompt), r.params)) for r in requests], np.uint64)
-        hashes = block_hashes([r.prompt for r in requests], numbers)
-        chains = sorted(zip(hashes, range(len(requests)), strict=True))
-        builder = ForestBuilder()
-        builder.add(shared_blocks([chain for chain, _ in chains]).tolist())
-        rows = [row for _, row in chains]
+        chains, rows = sorted_chains(chains_of([r.prompt for r in requests], numbers))
         work = SharedWork(
-            builder.finished(),
+            prefix_forest(shared_blocks(chains.behind(NO_CHAIN))),
             np.array([len(requests[row].prompt) for row in rows], np.int32),
             np.array([requests[row].params.max_tokens for row in rows], np.int32),
             np.array([self.arrivals[row] for row in rows], np.int64),
@@ -94,7 +91,7 @@ def settle_order(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
     if chosen.policy is BY_DEFAULT:
         return chosen
     try:
-        reorder(engine.plan, chosen.policy, capacity_of(engine.machine))
+        reorder(engine.plan, chosen.policy, capacity_of(engine.machine), threads=usable_cpus())
     except (StorageError, OutOfMemory, MemoryError) as error:
         why = (
             f"because the plan could not be written in {chosen.policy} order, which would be faster: {error}"

@@ -7,12 +7,15 @@ long (docs/measurements/prefixes.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from batchinfer.core.prefix_forest import Ints
 from batchinfer.core.request import TokenIds
 
 BLOCK = 16  # tokens; a KV block has as many unless the job says otherwise
@@ -20,65 +23,119 @@ HASH_BYTES = 8
 _PIECE = 1 << 18  # tokens that are hashed together: so that little memory is held besides their hashes
 
 Hashes = NDArray[np.uint64]
+_NONE: Hashes = np.zeros(0, np.uint64)
 
 
-def block_hashes(prompts: Sequence[TokenIds], roots: Hashes | None = None) -> list[bytes]:
-    """Return the chain of each prompt: 8 bytes for each of its whole blocks, but for one that its last token ends, as
-    that token always runs.
+@dataclass(frozen=True, slots=True, eq=False)
+class Chains:
+    """The chain of a prompt is the hashes of its whole blocks, but for one that its last token ends, as that token
+    always runs.
 
     Two prompts begin with the same n blocks just if the first n hashes of their chains are equal, so that sorted
-    chains have those that begin alike next to each other. `roots`: the number of each prompt's content root; prompts
-    whose roots differ have no hash in common. Two different beginnings have the same hash with a
+    chains have those that begin alike next to each other. Two different beginnings have the same hash with a
     probability of about 2⁻⁶⁴; what comes of it is a worse order, and no wrong answer.
     """
-    given = np.broadcast_to(np.uint64(0), len(prompts)) if roots is None else roots
-    return [
-        chain for start, end in _pieces(prompts) for chain in _chains(prompts[start:end], given[start:end])
-    ]
+
+    hashes: Hashes  # of all prompts, end to end
+    lengths: NDArray[np.int64]  # of each prompt's chain
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """Return the place behind each chain."""
+        return np.cumsum(self.lengths)
+
+    def last(self) -> Chains:
+        """Return the last chain alone, or none."""
+        return Chains(self.hashes[len(self.hashes) - int(self.lengths[-1:].sum()) :], self.lengths[-1:])
+
+    def behind(self, before: Chains) -> Chains:
+        """Return these chains behind others."""
+        return Chains(
+            np.append(before.hashes, self.hashes),
+            np.append(before.lengths, self.lengths),
+        )
 
 
-def shared_blocks(chains: Iterable[bytes], before: bytes = b"") -> NDArray[np.int32]:
-    """Return how many blocks each chain shares with the one before it. `before`: the one before the first."""
-    held = [before, *chains]
-    lengths = np.array([len(chain) // HASH_BYTES for chain in held])
-    hashes = np.frombuffer(b"".join(held), np.uint64)
-    starts = np.cumsum(lengths) - lengths
+NO_CHAIN = Chains(_NONE, np.zeros(1, np.int64))  # of a prompt without a whole block
+
+
+def chain_lengths(counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return how many hashes the chains of prompts of so many tokens have."""
+    return np.maximum(0, counts.astype(np.int64) - 1) // BLOCK
+
+
+def block_hashes(
+    tokens: TokenIds, starts: NDArray[np.int64], counts: NDArray[np.integer], roots: Hashes | None = None
+) -> Chains:
+    """Return the chains of prompts, which begin at these places among the tokens and have so many each.
+
+    `roots`: the number of each prompt's content root; prompts whose roots differ have no hash in common.
+    """
+    chains = Chains(_NONE, chain_lengths(counts))
+    begins = chains.ends - chains.lengths
+    level = np.arange(chains.lengths.sum()) - np.repeat(begins, chains.lengths)
+    if not len(level):
+        return chains
+    at = np.repeat(starts, chains.lengths) + level * BLOCK
+    blocks = np.lib.stride_tricks.sliding_window_view(tokens, BLOCK)[at].astype(np.uint64)
+    weights = _weights(BLOCK + int(level.max()) + 1)
+    sums = np.zeros(len(blocks) + 1, np.uint64)
+    np.cumsum((blocks @ weights[:BLOCK]) * weights[BLOCK:][level], out=sums[1:])
+    before = sums[begins] if roots is None else sums[begins] - roots
+    return Chains(sums[1:] - np.repeat(before, chains.lengths), chains.lengths)
+
+
+def chains_of(prompts: Sequence[TokenIds], roots: Hashes) -> Chains:
+    """Return the chains of prompts that are held in memory."""
+    counts = np.array([len(prompt) for prompt in prompts], np.int64)
+    cuts = np.flatnonzero(np.diff(np.cumsum(counts) // _PIECE)) + 1
+    found = [_NONE]
+    for start, end in pairwise([0, *cuts.tolist(), len(prompts)]):
+        some, tokens = counts[start:end], np.concatenate([np.zeros(0, np.int32), *prompts[start:end]])
+        found.append(block_hashes(tokens, np.cumsum(some) - some, some, roots[start:end]).hashes)
+    return Chains(np.concatenate(found), chain_lengths(counts))
+
+
+def sorted_chains(chains: Chains) -> tuple[Chains, list[int]]:
+    """Return the chains such that those that begin alike follow one another, equal ones as they were, and the place
+    that each of them had."""
+    data, ends = chains.hashes.tobytes(), (chains.ends * HASH_BYTES).tolist()
+    values = [data[start:end] for start, end in pairwise([0, *ends])]
+    places = sorted(range(len(values)), key=values.__getitem__)
+    hashes = np.frombuffer(b"".join(values[place] for place in places), np.uint64)
+    return Chains(hashes, chains.lengths[places]), places
+
+
+def chains_to_arrow(chains: Chains) -> pa.Array:
+    """Return chains as values of bytes. Values of hashes that are equal are equal; how they sort does not matter."""
+    ends = np.append(0, chains.ends * HASH_BYTES).astype(np.int32)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(chains.hashes)]
+    return pa.Array.from_buffers(pa.binary(), len(chains.lengths), buffers)
+
+
+def chains_from_arrow(values: pa.Array) -> Chains:
+    """Return the chains of a column, however a database gives it back."""
+    values = values.cast(pa.binary())
+    ends = np.frombuffer(values.buffers()[1], np.int32, len(values) + 1, values.offset * 4) // HASH_BYTES
+    data = values.buffers()[2]
+    hashes = (
+        np.frombuffer(data, np.uint64, int(ends[-1] - ends[0]), int(ends[0]) * HASH_BYTES) if data else _NONE
+    )
+    return Chains(hashes, np.diff(ends).astype(np.int64))
+
+
+def shared_blocks(chains: Chains) -> Ints:
+    """Return how many blocks each chain but the first shares with the one before it."""
+    lengths, starts = chains.lengths, chains.ends - chains.lengths
     common = np.minimum(lengths[1:], lengths[:-1])
     first = np.cumsum(common) - common
     inside = np.arange(common.sum()) - np.repeat(first, common)
-    differ = hashes[np.repeat(starts[1:], common) + inside] != hashes[np.repeat(starts[:-1], common) + inside]
-    return _leading(differ, inside, np.repeat(np.arange(len(common)), common), common)
-
-
-def _leading(
-    differ: NDArray[np.bool_], inside: NDArray[np.int64], pair: NDArray[np.int64], common: NDArray[np.int64]
-) -> NDArray[np.int32]:
-    """Return for each pair the place of the first difference, or how much was compared if there is none."""
+    pair = np.repeat(np.arange(len(common)), common)
+    differ = chains.hashes[starts[1:][pair] + inside] != chains.hashes[starts[:-1][pair] + inside]
     found = common.astype(np.int32)
     places = np.flatnonzero(differ)[::-1]  # the first of a pair comes last and stays
     found[pair[places]] = inside[places]
     return found
-
-
-def _pieces(prompts: Sequence[TokenIds]) -> Iterator[tuple[int, int]]:
-    """Yield stretches of prompts in turn, of as many as have about _PIECE tokens."""
-    ends = np.cumsum([len(prompt) for prompt in prompts], dtype=np.int64) // _PIECE
-    cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(prompts)]
-    yield from ((start, end) for start, end in pairwise(cuts) if start < end)
-
-
-def _chains(prompts: Sequence[TokenIds], roots: Hashes) -> Iterator[bytes]:
-    counts = np.array([max(0, len(prompt) - 1) // BLOCK for prompt in prompts], np.int64)
-    whole = [prompt[: count * BLOCK] for prompt, count in zip(prompts, counts.tolist(), strict=True)]
-    blocks = np.concatenate(whole).astype(np.uint64).reshape(-1, BLOCK)
-    ends = np.cumsum(counts)
-    level = np.arange(len(blocks)) - np.repeat(ends - counts, counts)
-    weights = _weights(BLOCK + int(counts.max(initial=0)))
-    sums = np.zeros(len(blocks) + 1, np.uint64)
-    np.cumsum((blocks @ weights[:BLOCK]) * weights[BLOCK:][level], out=sums[1:])
-    hashes = (sums[1:] - np.repeat(sums[ends - counts] - roots, counts)).tobytes()
-    edges = [0, *(ends * HASH_BYTES).tolist()]
-    return (hashes[start:end] for start, end in pairwise(edges))
 
 
 def _weights(count: int) -> Hashes:

@@ -1,45 +1,30 @@
-"""The tails of prompts, behind the blocks that they share: read, compared, and as bytes that sort as the tokens do."""
+"""The tails of prompts, behind the blocks that they share: read, compared, and as numbers that sort as tokens do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.prefix_forest import Ints
 from batchinfer.plan.order.block_hashes import BLOCK
-from batchinfer.plan.order.requests import Prompts
+from batchinfer.plan.order.requests import Prompts, read_together
 
-TAIL_BYTES = 4 * BLOCK
-_GAP = 4096  # tokens; copying 16 KiB that lie between two tails takes less time than reading once more
-_AT_ONCE = 1 << 18  # tokens
+# Two tokens a column. DuckDB sorts numbers in less than half the time that values of bytes take
+# (docs/measurements/prefixes.md).
+TAIL_COLUMNS = tuple(f"tail{at}" for at in range(BLOCK // 2))
 
 Tails = NDArray[np.uint32]  # (prompts, BLOCK): token ids + 1, and 0 behind a prompt's end
 
 
 def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.int64]) -> Tails:
-    """Read `counts` tokens from each of these places, at most BLOCK. A tail that lies shortly behind another one is
-    read with it, up to about _AT_ONCE tokens."""
+    """Read `counts` tokens from each of these places, at most BLOCK."""
     counts = np.minimum(counts, BLOCK)
     found = np.zeros((len(offsets), BLOCK), np.uint32)
-    for start, end in _near(offsets):
-        first, each = offsets[start], counts[start:end]
-        tokens = prompts.read(int(first), int((offsets[start:end] + each).max() - first))
-        inside = np.arange(BLOCK) < each[:, None]
-        at = (offsets[start:end] - first)[:, None] + np.arange(BLOCK)
-        found[start:end][inside] = tokens[at[inside]].astype(np.uint32) + 1
+    for some, tokens, starts in read_together(prompts, offsets, counts):
+        at = starts[:, None] + np.arange(BLOCK)
+        inside = np.arange(BLOCK) < counts[some, None]
+        found[some][inside] = tokens[at[inside]].astype(np.uint32) + 1
     return found
-
-
-def _near(offsets: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield the stretches of places that are read at once."""
-    gaps = np.diff(offsets)
-    cuts = np.flatnonzero((gaps < 0) | (gaps > _GAP) | (np.diff(offsets // _AT_ONCE) > 0)) + 1
-    edges = [0, *cuts.tolist(), len(offsets)]
-    yield from ((start, end) for start, end in pairwise(edges) if start < end)
 
 
 def common_tokens(tails: Tails, before: Tails) -> Ints:
@@ -48,15 +33,17 @@ def common_tokens(tails: Tails, before: Tails) -> Ints:
     return np.where(differ.any(axis=1), differ.argmax(axis=1), BLOCK).astype(np.int32)
 
 
-def to_arrow(tails: Tails) -> pa.Array:
-    """Return values that sort as the tokens do; what has ended comes first."""
-    return pa.FixedSizeBinaryArray.from_buffers(
-        pa.binary(TAIL_BYTES), len(tails), [None, pa.py_buffer(tails.astype(">u4"))]
+def to_columns(tails: Tails) -> list[NDArray[np.uint64]]:
+    """Return values of TAIL_COLUMNS, which sort as the tokens do; what has ended comes first."""
+    pairs = tails.astype(np.uint64).reshape(-1, BLOCK // 2, 2)
+    return list(np.ascontiguousarray((pairs[:, :, 0] << np.uint64(32) | pairs[:, :, 1]).T))
+
+
+def from_columns(columns: list[NDArray[np.uint64]]) -> Tails:
+    """Return the tails of which these are the columns."""
+    pairs = np.stack(columns, axis=1)
+    return (
+        np.stack([pairs >> np.uint64(32), pairs & np.uint64(0xFFFFFFFF)], axis=2)
+        .astype(np.uint32)
+        .reshape(-1, BLOCK)
     )
-
-
-def from_arrow(values: pa.Array) -> Tails:
-    """Return the tails of a column, however a database gives it back."""
-    fixed = values.cast(pa.binary(TAIL_BYTES))
-    words = np.frombuffer(fixed.buffers()[1], ">u4", len(fixed) * BLOCK, fixed.offset * TAIL_BYTES)
-    return words.astype(np.uint32).reshape(-1, BLOCK)

@@ -26,6 +26,7 @@ from batchinfer.plan.order.sorted_prompts import sorted_prompts
 from batchinfer.plan.order.work_roots import work_roots
 
 _ROWS_PER_GROUP = 65_536
+_REPEATED = ["params", "expected_tokens", "token_count", "bucket", "prefix_tokens", "users"]
 _PARAMS_BYTES = 256 << 20  # that a batch of rows holds, of which a row's schema may make a megabyte
 
 
@@ -120,9 +121,15 @@ def write_plan(query: Any, path: Path, longest: int) -> None:
     """
     done, rows = 0, min(_ROWS_PER_GROUP, max(1, _PARAMS_BYTES // max(1, longest)))
     with naming_errors(path), storage(path, "write"):
-        writer = pq.ParquetWriter(path, PLAN_SCHEMA, compression="zstd", write_page_checksum=True)
+        writer = pq.ParquetWriter(
+            path,
+            PLAN_SCHEMA,
+            compression={name: "none" if name == "key" else "zstd" for name in PLAN_SCHEMA.names},
+            use_dictionary=_REPEATED,
+            write_page_checksum=True,
+        )
         for batch in query.to_arrow_reader(rows):
-            seq = pa.array(range(done, done + batch.num_rows), pa.int64())
+            seq = pa.array(np.arange(done, done + batch.num_rows))
             columns = [
                 seq,
                 *(batch.column(i).cast(PLAN_SCHEMA.types[i + 1]) for i in range(batch.num_columns)),

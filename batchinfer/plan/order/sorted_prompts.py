@@ -8,20 +8,41 @@ that: then prompts that part in the middle of a block stand together, too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from batchinfer.core.prefix_forest import ForestBuilder, Ints, PrefixForest
-from batchinfer.plan.order.block_hashes import BLOCK, HASH_BYTES, Hashes, block_hashes, shared_blocks
-from batchinfer.plan.order.block_tails import common_tokens, from_arrow, read_tails, to_arrow
-from batchinfer.plan.order.requests import Prompts, read_prompts
+from batchinfer.core.prefix_forest import Ints, PrefixForest, prefix_forest
+from batchinfer.plan.order.block_hashes import (
+    BLOCK,
+    HASH_BYTES,
+    NO_CHAIN,
+    Hashes,
+    block_hashes,
+    chain_lengths,
+    chains_from_arrow,
+    chains_to_arrow,
+    shared_blocks,
+)
+from batchinfer.plan.order.block_tails import (
+    TAIL_COLUMNS,
+    common_tokens,
+    from_columns,
+    read_tails,
+    to_columns,
+)
+from batchinfer.plan.order.requests import Prompts, read_together
 from batchinfer.plan.order.run_order import places_in
 
 _ROWS = 65_536  # that are held at a time
 _CHAIN_BYTES = 8 << 20  # of hashes that are held at a time, whose comparison takes six times as much
+_TAIL_COLUMNS = ("node", "root", "item", *TAIL_COLUMNS)
+_CHAIN_SCHEMA = pa.schema([("number", pa.int32()), ("chain", pa.binary())])
 
 
 def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[PrefixForest, Ints]:
@@ -30,94 +51,113 @@ def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[Pref
 
     `roots`: the number of each row's content root; prompts whose roots differ share nothing. Raises StorageError.
     """
-    blocks, rows = _by_blocks(database, prompts, roots)
-    items, common = _by_tails(database, prompts, blocks, rows, roots)
-    shared, places = _refined(blocks, items, common)
-    builder, found = ForestBuilder(), np.empty_like(rows)
-    for start in range(0, len(shared), _ROWS):
-        builder.add(shared[start : start + _ROWS].tolist())
-    found[places] = rows
-    return builder.finished(), found
+    found = database.sql("SELECT token_offset, token_count FROM work").fetchnumpy()
+    work = _WorkPrompts(prompts, found["token_offset"], found["token_count"], roots)
+    blocks, rows = _by_blocks(database, work)
+    items, common = _by_tails(database, work, blocks, rows)
+    shared, at = _refined(blocks, items, common)
+    ordered = np.empty_like(rows)
+    ordered[at] = rows
+    return prefix_forest(shared), ordered
 
 
-def _by_blocks(database: Any, prompts: Prompts, roots: Hashes) -> tuple[PrefixForest, Ints]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _WorkPrompts:
+    """Where the prompts of the rows lie, and the numbers of their roots."""
+
+    prompts: Prompts
+    offsets: NDArray[np.int64]
+    counts: NDArray[np.int32]
+    roots: Hashes
+
+    def chains(self) -> Iterator[pa.RecordBatch]:
+        """Yield the chains of all rows, in order."""
+        for start in range(0, len(self.counts), _ROWS):
+            rows = slice(start, start + _ROWS)
+            counts, roots = self.counts[rows], self.roots[rows]
+            for some, tokens, starts in read_together(self.prompts, self.offsets[rows], counts):
+                found = block_hashes(tokens, starts, counts[some], roots[some])
+                numbers = np.arange(start + some.start, start + some.stop, dtype=np.int32)
+                yield pa.record_batch([numbers, chains_to_arrow(found)], schema=_CHAIN_SCHEMA)
+
+    def tails(self, blocks: PrefixForest, rows: Ints) -> Iterator[pa.RecordBatch]:
+        """Yield batches of _TAIL_COLUMNS, in the order of their places in the store: prompts, then nodes."""
+        depths = np.append(blocks.depth, np.int32(0))  # last, where ROOT points, that of no node
+        around, firsts = blocks.around, blocks.firsts
+        nodes = len(rows) + np.argsort(rows[blocks.first])
+        items = np.concatenate([np.argsort(rows), nodes]).astype(np.int32)
+        for start in range(0, len(items), _ROWS):
+            some = items[start : start + _ROWS]
+            node, row = around[some], rows[firsts[some]]
+            left = self.counts[row] - 1 - depths[node]
+            tails = to_columns(read_tails(self.prompts, self.offsets[row] + depths[node], left))
+            yield pa.record_batch([node, self.roots[row], some, *tails], [*_TAIL_COLUMNS])
+
+
+def _by_blocks(database: Any, work: _WorkPrompts) -> tuple[PrefixForest, Ints]:
     """Return the forest of whole blocks, and the rows in the order of their blocks' hashes."""
+    rows, shared = np.empty((2, len(work.counts)), np.int32)
+    done, before = 0, NO_CHAIN
+    with _given(database, "chains", _CHAIN_SCHEMA, work.chains()):
+        query = database.sql("SELECT number, chain FROM chains ORDER BY chain, number")
+        for batch in query.to_arrow_reader(_rows_of_chains(work)):
+            end, found = done + batch.num_rows, chains_from_arrow(batch.column(1)).behind(before)
+            rows[done:end] = batch.column(0).to_numpy()
+            shared[done:end] = shared_blocks(found) * BLOCK
+            done, before = end, found.last()
+    return prefix_forest(shared), rows
+
+
+@contextmanager
+def _given(database: Any, name: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[None]:
+    """Have a database read batches as a table of this name. What they raise is raised as it is."""
     raised: list[BaseException] = []
 
-    def chains(numbers: pa.Array, offsets: pa.Array, counts: pa.Array) -> pa.Array:
+    def noted() -> Iterator[pa.RecordBatch]:
         try:
-            own, done, found = roots[numbers.to_numpy()], 0, list[bytes]()
-            for some in read_prompts(prompts, offsets.to_numpy(), counts.to_numpy()):
-                found += block_hashes(some, own[done : done + len(some)])
-                done += len(some)
-            return pa.array(found, pa.binary())
+            yield from batches
         except BaseException as error:  # a signal's, too; DuckDB would tell of it as of a damaged file
             raised.append(error)
             raise
 
-    kinds: list[Any] = ["BIGINT", "BIGINT", "INTEGER"]
-    database.create_function("chain", chains, kinds, "BLOB", type="arrow")
-    query = database.sql(
-        "SELECT rowid, chain(rowid, token_offset, token_count) AS chain FROM work ORDER BY chain, rowid"
-    )
-    builder, rows, before = ForestBuilder(), [np.zeros(0, np.int32)], b""
+    database.register(name, pa.RecordBatchReader.from_batches(schema, noted()))
     try:
-        for batch in query.to_arrow_reader(_rows_of_chains(database)):
-            found = batch.column(1).to_pylist()
-            builder.add((shared_blocks(found, before) * BLOCK).tolist())
-            rows.append(batch.column(0).to_numpy().astype(np.int32))
-            before = found[-1]
+        yield
     except duckdb.Error as error:
         if raised:
             raise raised[0] from error
         raise
-    return builder.finished(), np.concatenate(rows)
+    finally:
+        database.unregister(name)
 
 
-def _rows_of_chains(database: Any) -> int:
-    longest = int(database.execute("SELECT coalesce(max(token_count), 0) FROM work").fetchall()[0][0])
-    return min(_ROWS, max(1, _CHAIN_BYTES // max(1, longest // BLOCK * HASH_BYTES)))
+def _rows_of_chains(work: _WorkPrompts) -> int:
+    longest = int(chain_lengths(work.counts).max(initial=0))
+    return min(_ROWS, max(1, _CHAIN_BYTES // max(1, longest * HASH_BYTES)))
 
 
-def _by_tails(
-    database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints, roots: Hashes
-) -> tuple[Ints, Ints]:
+def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Ints) -> tuple[Ints, Ints]:
     """Return the items that lie at each node of the forest of blocks and no deeper, sorted by the tokens behind the
     node (prompts by their number in sorted order, and behind them the nodes), and how many of these tokens each has in
     common with the one before it. Items whose roots differ have none in common: they meet where they share no block."""
-    database.execute("CREATE TEMP TABLE tails(node INTEGER, root UBIGINT, item INTEGER, tail BLOB)")
-    for batch in _tails(database, prompts, blocks, rows, roots):
+    tail = ", ".join(TAIL_COLUMNS)
+    kinds = ", ".join(f"{name} UBIGINT" for name in TAIL_COLUMNS)
+    database.execute(f"CREATE TEMP TABLE tails(node INTEGER, root UBIGINT, item INTEGER, {kinds})")
+    for batch in work.tails(blocks, rows):
         database.register("batch", batch)
         database.execute("INSERT INTO tails SELECT * FROM batch")
         database.unregister("batch")
     items, common = np.empty((2, len(rows) + len(blocks)), np.int32)
     done, before, root_before = 0, np.zeros((1, BLOCK), np.uint32), np.zeros(1, np.uint64)
-    query = database.sql("SELECT item, root, tail FROM tails ORDER BY node, root, tail, item")
+    query = database.sql(f"SELECT item, root, {tail} FROM tails ORDER BY node, root, {tail}, item")
     for batch in query.to_arrow_reader(_ROWS):
-        end, root, found = done + batch.num_rows, batch.column(1).to_numpy(), from_arrow(batch.column(2))
-        items[done:end] = batch.column(0).to_numpy()
+        end, (item, root, *columns) = done + batch.num_rows, (one.to_numpy() for one in batch.columns)
+        found, items[done:end] = from_columns(columns), item
         same = root == np.concatenate([root_before, root[:-1]])
         common[done:end] = np.where(same, common_tokens(found, before), 0)
         done, before, root_before = end, found[-1:], root[-1:]
     database.execute("DROP TABLE tails")
     return items, common
-
-
-def _tails(
-    database: Any, prompts: Prompts, blocks: PrefixForest, rows: Ints, roots: Hashes
-) -> Iterator[pa.RecordBatch]:
-    """Yield batches of (node, root, item, tail), in the order of their places in the store: prompts, then nodes."""
-    found = database.sql("SELECT token_offset, token_count FROM work").fetchnumpy()
-    depths = np.append(blocks.depth, np.int32(0))  # last, where ROOT points, that of no node
-    around, firsts = blocks.around, blocks.firsts
-    items = np.concatenate([np.argsort(rows), len(rows) + np.argsort(rows[blocks.first])]).astype(np.int32)
-    for start in range(0, len(items), _ROWS):
-        some = items[start : start + _ROWS]
-        node, row = around[some], rows[firsts[some]]
-        starts = found["token_offset"][row] + depths[node]
-        left = found["token_count"][row] - 1 - depths[node]
-        tails = to_arrow(read_tails(prompts, starts, left))
-        yield pa.record_batch([node, roots[row], some, tails], ["node", "root", "item", "tail"])
 
 
 def _refined(blocks: PrefixForest, items: Ints, common: Ints) -> tuple[Ints, Ints]:

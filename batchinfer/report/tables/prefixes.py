@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.core.prefix_forest import ROOT, ForestBuilder, PrefixForest
+from batchinfer.core.prefix_forest import ROOT, PrefixForest, prefix_forest
 from batchinfer.core.request import Request
 from batchinfer.report.tables.columns import PREFIXES, SCHEMAS
 from batchinfer.report.tables.folder import table_path
@@ -26,25 +26,24 @@ class PrefixTree:
     """`add` all requests in order; then `close` it. Each request takes 4 bytes, each prefix some 60."""
 
     def __init__(self) -> None:
-        self._builder, self._requests = ForestBuilder(), 0
+        self._befores = array("i")  # how much each shares with the one before it
         self._shared = 0  # tokens that the request before shares with the next one
         # Requests that share more with the next one than with the one before, with which alone prefixes begin
         self._firsts, self._keys = array("i"), bytearray()
 
     def add(self, request: Request) -> int:
         """Take the next request, and return its place in the order."""
-        place, most = self._requests, max(0, len(request.prompt) - 1)  # the last token always runs
+        place, most = len(self._befores), max(0, len(request.prompt) - 1)  # the last token always runs
         before, self._shared = min(self._shared, most), min(request.shares_next, most)
-        self._builder.add([before])
+        self._befores.append(before)
         if self._shared > before:
             self._firsts.append(place)
             self._keys += request.key
-        self._requests += 1
         return place
 
     def close(self) -> PrefixNodes:
         """Return the tree of all requests that were added."""
-        forest = self._builder.finished()
+        forest = prefix_forest(np.array(self._befores, np.int32))
         keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)
         return PrefixNodes(forest, keys[np.searchsorted(np.array(self._firsts, np.int32), forest.first)])
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given as for_all
+from hypothesis import strategies as st
 
-from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs, Tokens
+from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs, Tokens, common_prefixes
 from batchinfer.core.samples import RequestSample
 from batchinfer.core.sampling import SamplingParams
 
@@ -130,3 +132,16 @@ def check_same(got: Any, sent: Any) -> None:
             np.testing.assert_array_equal(theirs.top_ids, mine.top_ids)
         else:
             assert theirs == mine, field.name
+
+
+prompts_of_runs = st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 12)), max_size=4), max_size=8)
+
+
+@for_all(prompts_of_runs)
+def test_neighbours_share_what_both_begin_with(runs: list[list[tuple[int, int]]]) -> None:
+    prompts = [[token for token, times in run for _ in range(times)] for run in runs]
+    found = common_prefixes([np.array(prompt, np.int32) for prompt in prompts])
+    assert len(found) == max(0, len(prompts) - 1)
+    for common, one, other in zip(found, prompts, prompts[1:], strict=False):
+        assert one[:common] == other[:common]
+        assert common in (len(one), len(other)) or one[common] != other[common]

@@ -44,7 +44,7 @@ def test_an_order_that_is_better_in_a_part_of_the_job_has_to_be_so_for_sure() ->
 def test_an_order_that_cannot_be_written_leaves_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk costs what the other order gains, and is told of."""
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise StorageError("plan.new: no space left on device")
 
     better = OrderChoice(OrderPolicy.BLENDED, "the fastest", {OrderPolicy.BLENDED: 1.0})

@@ -138,6 +138,16 @@ def test_windows_are_the_plan_in_order(tmp_path: Path) -> None:
     assert [n for w in batches for n in w.numbers("bucket").tolist()] == [4] * plan.to_run
 
 
+@pytest.mark.parametrize(("rows", "every"), [(9, 2), (9, 3), (7, 5), (40, 2), (9, 50)])
+def test_some_windows_are_those_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, every: int
+) -> None:
+    monkeypatch.setattr(planner, "_ROWS_PER_GROUP", 16)  # windows lie in one group and across two
+    plan = plan_rows(tmp_path, mixed_rows(100))
+    wanted = [w.keys for w in plan.batches(rows)][every // 2 :: every]
+    assert [w.keys for w in plan.batches(rows, every)] == wanted
+
+
 tree_prompts = st.lists(
     st.tuples(
         st.lists(st.integers(0, 1), min_size=1, max_size=8),  # a path of 12-token stretches
@@ -270,6 +280,6 @@ def test_what_is_raised_while_prompts_are_hashed_is_raised_as_it_is(
     def stops(*_: Any) -> Any:
         raise Stopped
 
-    monkeypatch.setattr(sorted_prompts, "read_prompts", stops)
+    monkeypatch.setattr(sorted_prompts, "read_together", stops)
     with pytest.raises(Stopped):
         plan_rows(tmp_path, mixed_rows(70, distinct=20))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import StorageError
-from batchinfer.core.prefix_forest import ForestBuilder
+from batchinfer.core.prefix_forest import prefix_forest
 from batchinfer.core.request import common_prefix
 from batchinfer.plan.order.plan import PLAN_SCHEMA
 from batchinfer.plan.order.policies import Capacity, OrderPolicy, SharedWork
@@ -30,11 +30,15 @@ def work_of(prompts: list[list[int]], outputs: list[int]) -> tuple[SharedWork, l
     """The work, and which prompts it has, in its order."""
     ids = [np.array(prompt[:-1], np.int32) for prompt in prompts]
     found = sorted(range(len(ids)), key=lambda row: prompts[row])
-    builder = ForestBuilder()
-    builder.add([0, *(common_prefix(ids[a], ids[b]) for a, b in pairwise(found))])
+    shared = [0, *(common_prefix(ids[a], ids[b]) for a, b in pairwise(found))]
     rows = np.array(found)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)[rows]
-    work = SharedWork(kept_together(builder.finished()), lengths, np.array(outputs, np.int32)[rows], rows)
+    work = SharedWork(
+        kept_together(prefix_forest(np.array(shared, np.int32))),
+        lengths,
+        np.array(outputs, np.int32)[rows],
+        rows,
+    )
     return work, rows.tolist()
 
 

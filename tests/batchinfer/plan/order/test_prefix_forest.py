@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.core.prefix_forest import ROOT, ForestBuilder, PrefixForest
+from batchinfer.core.prefix_forest import ROOT, PrefixForest, prefix_forest
 from batchinfer.plan.order import block_tails, requests, run_order
 from batchinfer.plan.order import sorted_prompts as sorting
-from batchinfer.plan.order.block_hashes import BLOCK, HASH_BYTES, block_hashes
+from batchinfer.plan.order.block_hashes import BLOCK, chains_of
 from batchinfer.plan.order.run_order import depth_first, kept_together
 from tests.examples import examples
 
+ROOTS = np.zeros(9, np.uint64)
 # A path is made of stretches of 5 tokens, which fill no whole blocks
 paths = st.lists(
     st.tuples(st.lists(st.integers(0, 1), max_size=20), st.integers(1, 40)), min_size=1, max_size=40
@@ -118,20 +119,22 @@ def walk(rows: list[int], prompts: list[np.ndarray], effort: list[int], depth: i
 def test_many_tokens_are_hashed_in_pieces_that_change_nothing():
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 50_000, n).astype(np.int32) for n in (0, 1, 16, 17, 200_000, 33, 300_000, 48)]
-    alone = [block_hashes([prompt])[0] for prompt in prompts]
-    assert block_hashes(prompts) == alone
-    assert [len(chain) for chain in alone] == [max(0, len(p) - 1) // BLOCK * HASH_BYTES for p in prompts]
+    alone = [chains_of([prompt], ROOTS[:1]).hashes for prompt in prompts]
+    chains = chains_of(prompts, ROOTS[: len(prompts)])
+    assert chains.hashes.tolist() == np.concatenate(alone).tolist()
+    assert chains.lengths.tolist() == [len(one) for one in alone]
+    assert [len(one) for one in alone] == [max(0, len(p) - 1) // BLOCK for p in prompts]
 
 
 def test_no_prompts_give_no_hashes_and_no_nodes():
-    assert block_hashes([]) == []
-    assert len(ForestBuilder().finished()) == 0
+    assert len(chains_of([], ROOTS[:0]).hashes) == 0
+    assert len(prefix_forest(np.zeros(0, np.int32))) == 0
 
 
 def test_blocks_whose_tokens_changed_places_are_not_the_same():
     a, b = [7] * 16, [9] * 16
-    chains = block_hashes([np.array([*x, *y, 1], np.int32) for x, y in ((a, b), (b, a), (a, a), (b, b))])
-    assert len({chain[HASH_BYTES:] for chain in chains}) == 4
+    prompts = [np.array([*x, *y, 1], np.int32) for x, y in ((a, b), (b, a), (a, a), (b, b))]
+    assert len(set(chains_of(prompts, ROOTS[:4]).hashes[1::2].tolist())) == 4
 
 
 def test_a_very_deep_chain_of_prefixes():
@@ -153,38 +156,59 @@ class Counted:
         return self.tokens[offset : offset + count]
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=30), st.integers(1, 40))
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), max_size=30),
+    gap=st.integers(0, 60),
+    at_once=st.integers(1, 200),
+)
 @settings(deadline=None)
-def test_prompts_that_lie_together_are_read_together(rows, at_once):
-    """Rows of so many tokens, each so far behind the one before it."""
+def test_places_that_lie_near_one_another_are_read_together(rows, gap, at_once):
+    """Prompts of so many tokens, each so far behind the one before it."""
     counts = np.array([count for count, _ in rows], np.int32)
     gaps = np.array([gap for _, gap in rows], np.int64)
     offsets = np.cumsum(counts + gaps) - counts
-    store = Counted(np.arange(int(counts.sum() + gaps.sum()), dtype=np.int32))
+    end = int(counts.sum() + gaps.sum())
+    store = Counted(np.arange(7, 7 + end, dtype=np.int32))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests, "_GAP", gap)
         patch.setattr(requests, "_AT_ONCE", at_once)
-        found = [prompt for some in requests.read_prompts(store, offsets, counts) for prompt in some]
-    wanted = [
-        store.tokens[o : o + c].tolist() for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)
+        pieces = list(requests.read_together(store, offsets, counts))
+        reads = store.reads
+        tails = block_tails.read_tails(store, offsets, counts.astype(np.int64))
+    places = list(zip(offsets.tolist(), counts.tolist(), strict=True))
+    wanted = [store.tokens[o : o + c].tolist() for o, c in places]
+    found = [
+        tokens[start : start + count].tolist()
+        for some, tokens, starts in pieces
+        for start, count in zip(starts.tolist(), counts[some].tolist(), strict=True)
     ]
-    assert [prompt.tolist() for prompt in found] == wanted
-    assert store.reads <= 1 + np.count_nonzero(gaps[1:]) + counts.sum() // at_once
+    assert found == wanted
+    assert [[token - 1 for token in tail.tolist() if token] for tail in tails] == [
+        prompt[:BLOCK] for prompt in wanted
+    ]
+    assert reads <= 1 + np.count_nonzero(gaps[1:] > gap) + end // at_once
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), max_size=30), st.integers(1, 60))
-@settings(deadline=None)
-def test_tails_that_lie_near_one_another_are_read_together(rows, gap):
-    """Tails of so many tokens, each so far behind the one before it."""
-    counts = np.array([count for count, _ in rows], np.int64)
-    gaps = np.array([gap for _, gap in rows], np.int64)
-    offsets = np.cumsum(counts + gaps) - counts
-    store = Counted(np.arange(7, 7 + int(counts.sum() + gaps.sum()), dtype=np.int32))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_tails, "_GAP", gap)
-        tails = block_tails.read_tails(store, offsets, counts)
-    found = [[token - 1 for token in tail.tolist() if token] for tail in tails]
-    assert found == [
-        store.tokens[o : o + min(c, BLOCK)].tolist()
-        for o, c in zip(offsets.tolist(), counts.tolist(), strict=True)
-    ]
-    assert store.reads <= 1 + np.count_nonzero(np.diff(offsets) > gap)
+@given(st.lists(st.integers(0, 9), max_size=60))
+def test_a_forest_is_the_one_that_a_stack_finds(shared):
+    """Nodes are opened and closed one by one, as a parser does with brackets."""
+    shared[:1] = [0][: len(shared)]
+    opened, nodes = [(0, 0)], []  # depth, first prompt
+    for prompt, depth in enumerate([*shared, 0]):
+        first = prompt - 1
+        while opened[-1][0] > depth:
+            deep, first = opened.pop()
+            nodes.append((first, deep, prompt - first))
+        if opened[-1][0] < depth:
+            opened.append((depth, first))
+    forest = prefix_forest(np.array(shared, np.int32))
+    columns = (forest.first.tolist(), forest.depth.tolist(), forest.users.tolist())
+    found = list(zip(*columns, strict=True))
+    assert found == sorted(nodes)
+    for prompt, node in enumerate(forest.node_of.tolist()):
+        around = [depth for first, depth, users in nodes if first <= prompt < first + users]
+        assert max(around, default=0) == (0 if node == ROOT else forest.depth[node])
+    for node, parent in enumerate(forest.parent.tolist()):
+        first, depth, users = found[node]
+        above = [d for f, d, u in nodes if f <= first and first + users <= f + u and d < depth]
+        assert max(above, default=0) == (0 if parent == ROOT else forest.depth[parent])

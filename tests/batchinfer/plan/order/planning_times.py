@@ -1,0 +1,211 @@
+"""Times the planner, and the search for duplicates, over an index of made-up rows.
+
+    python tests/batchinfer/plan/order/planning_times.py [rows] [kind of rows ...] [--work DIR]
+
+Each kind of rows is planned in a process of its own, whose last line is JSON: seconds, seconds of CPU and the most
+memory. Inputs are written once (without a tokenizer) and used again where `--work` names their folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.index import duplicates
+from batchinfer.data.index.index import INDEX_SCHEMA, Layout
+from batchinfer.data.index.token_store import TokenStore
+from batchinfer.data.storage.durable import FileOps
+from batchinfer.data.storage.part_writer import PART_ROWS
+from batchinfer.engine.config import REQUEST_BATCH
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.plan.order import planner, sorted_prompts
+from batchinfer.plan.order.requests import planned_requests
+
+# No two rows share anything; all share 79 tokens; they branch at each of ten levels; every other row repeats the one
+# before it (greedy, sampled); ten rows share 1,000 tokens
+KINDS = ("unique", "system", "tree", "duplicates", "samples", "long")
+REPEATED = ("duplicates", "samples")
+VOCABULARY = 50_000
+ROOTS = ContentRoots(1 << 20)
+# Functions whose times are told, where the code has them
+PHASES = {
+    planner: ("_load_work", "sorted_prompts", "_place", "write_plan", "write_prefixes"),
+    sorted_prompts: ("_by_blocks", "_by_tails", "_refined"),
+}
+
+Ints = NDArray[np.int64]
+
+
+def prompts_of(
+    kind: str, rows: Ints, rng: np.random.Generator
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the token ids of some rows, end to end, and how many each has."""
+    own = rng.integers(0, VOCABULARY, (len(rows), 40), np.int32)
+    shared = np.broadcast_to(np.arange(79, dtype=np.int32), (len(rows), 79))
+    if kind == "tree":  # of four branches at each of ten levels, 12 tokens a level
+        digits = (rows[:, None] >> (2 * np.arange(10))) & 3
+        prompts = np.hstack([np.repeat(digits, 12, axis=1).astype(np.int32), own[:, :6]])
+    elif kind == "system":
+        prompts = np.hstack([shared, own])
+    elif kind == "long":  # documents of 1,000 tokens, about each of which ten questions are asked
+        documents = np.random.default_rng(3).integers(0, VOCABULARY, (4096, 1000), np.int32)
+        prompts = np.hstack([documents[rows // 10 % 4096], own])
+    else:
+        prompts = own
+    counts = np.full(len(rows), prompts.shape[1], np.int32)
+    counts -= rng.integers(0, 24, len(rows)).astype(np.int32)
+    if kind in REPEATED:
+        prompts, counts = _repeated(prompts), _repeated(counts)
+    return prompts[np.arange(prompts.shape[1]) < counts[:, None]], counts
+
+
+def _repeated(values: Any) -> Any:
+    """Return values of which every other one is that of the row before it."""
+    return np.repeat(values[::2], 2, axis=0)[: len(values)]
+
+
+def write_index(folder: Path, kind: str, rows: int) -> Layout:
+    """Write an index as ingest does, without the marker."""
+    layout = Layout(folder)
+    layout.index.mkdir(parents=True)
+    layout.tokens.parent.mkdir()
+    offset = 0
+    with layout.tokens.open("wb") as store:
+        for number, start in enumerate(range(0, rows, PART_ROWS)):
+            some = np.arange(start, min(rows, start + PART_ROWS))
+            tokens, counts = prompts_of(kind, some, np.random.default_rng(number))
+            store.write(tokens.tobytes())
+            offsets = offset + np.cumsum(counts, dtype=np.int64) - counts
+            offset += len(tokens)
+            table = pa.table(_columns(kind, some, offsets, counts), schema=INDEX_SCHEMA)
+            pq.write_table(
+                table,
+                layout.index / f"part-{number:05d}.parquet",
+                row_group_size=8192,
+                compression="zstd",
+                compression_level=1,
+                write_page_checksum=True,
+            )
+    return layout
+
+
+def _columns(kind: str, rows: Ints, offsets: Ints, counts: NDArray[np.int32]) -> dict[str, Any]:
+    rng = np.random.default_rng(int(rows[0]) + 7)
+    size = len(rows)
+    keys = rng.integers(0, 1 << 63, (size, 4), np.int64)
+    outputs = rng.integers(1, 65, size).astype(np.int32)
+    if kind in REPEATED:
+        keys, outputs = _repeated(keys), _repeated(outputs)
+    longest = [SamplingParams(max_tokens=64, temperature=float(kind == "samples")).canonical().to_json()]
+    nothing = {name: pa.nulls(size, INDEX_SCHEMA.field(name).type) for name in INDEX_SCHEMA.names[-4:]}
+    return {
+        "row_id": rows,
+        "file": pa.array(["in.jsonl"] * size),
+        "row_index": rows,
+        "custom_id": pa.array([f"row-{row}" for row in rows.tolist()]),
+        "key": pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), size, [None, pa.py_buffer(keys)]),
+        "token_offset": offsets,
+        "token_count": counts,
+        "params": pa.array(longest * size),
+        "greedy": pa.array([kind != "samples"] * size),
+        "expected_tokens": outputs,
+        **nothing,
+    }
+
+
+class PhaseTimes:
+    """Notes seconds, and seconds of CPU of all threads, by name."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[float, float]] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        before = self.found.get(name, (0.0, 0.0))
+        self.found[name] = round(before[0] + wall, 2), round(before[1] + cpu, 2)
+
+    def around(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def inner(*given: Any, **more: Any) -> Any:
+            with self.timed(name):
+                return call(*given, **more)
+
+        return inner
+
+
+def measure(layout: Layout, threads: int, out: Path) -> dict[str, Any]:
+    watch = PhaseTimes()
+    for module, names in PHASES.items():
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, watch.around(getattr(module, name), "  " + name.strip("_")))
+    tokens, parts = TokenStore(layout.tokens), sorted(layout.index.glob("part-*.parquet"))
+    with watch.timed("refuse_repeated_ids"):
+        duplicates.refuse_repeated_ids(parts, out / "spill", FileOps())
+    with watch.timed("number_equal_samples"):
+        duplicates.number_equal_samples(parts, tokens, b"", out / "spill", FileOps())
+    with watch.timed("plan_job"):
+        plan = planner.plan_job(layout.index, tokens, [], out / "plan", ROOTS, threads=threads)
+    with watch.timed("requests, every 50th batch"):
+        for _ in planned_requests(plan, tokens, REQUEST_BATCH, ROOTS, 50):
+            pass
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    return {"rows": plan.rows, "to_run": plan.to_run, "GiB": round(most, 2), **watch.found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rows", type=int, nargs="?", default=1_000_000)
+    parser.add_argument("kinds", nargs="*", default=KINDS)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--inside", action="store_true", help="measure in this process")
+    parser.add_argument("--threads", type=int, default=usable_cpus())
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.work) as out:
+        for kind in given.kinds:
+            folder = (given.work or Path(out)) / f"{kind}-{given.rows}"
+            if not folder.exists():
+                write_index(folder, kind, given.rows)
+            if given.inside:
+                copied = Path(out) / kind  # equal samples are given their numbers in place
+                shutil.copytree(folder / "index", copied / "index")
+                (copied / "tokens").symlink_to(folder / "tokens")
+                print(json.dumps(measure(Layout(copied), given.threads, Path(out) / "out")))
+            else:
+                again = [
+                    sys.executable,
+                    __file__,
+                    str(given.rows),
+                    kind,
+                    "--inside",
+                    "--work",
+                    str(folder.parent),
+                ]
+                done = subprocess.run(
+                    [*again, "--threads", str(given.threads)], stdout=subprocess.PIPE, check=True
+                )
+                for name, found in json.loads(done.stdout).items():
+                    print(f"{kind:12} {name:32} {found}")
+
+
+if __name__ == "__main__":
+    main()
