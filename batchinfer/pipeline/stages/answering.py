@@ -132,8 +132,8 @@ def _tell_draining(run: OpenRun, within_s: float) -> None:
 
 def _note_figures(run: OpenRun, planned: PlannedRun, pool: ReplicaPool, collector: Collector) -> None:
     """Note for the run's report what the engines turned out to be, and what running the plan took and saved."""
-    for number, *activity in pool.activities:
-        run.report.happened(f"engine {number}", *activity)
+    for engine, activity, began, ended in pool.activities:
+        run.report.happened(f"engine {engine}", activity, began, ended)
     run.report.ran(pool.infos, pool.peak_rss, pool.other_cores, pool.expert_tokens)
     run.report.note(
         worker_restarts=pool.restarts,
