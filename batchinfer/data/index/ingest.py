@@ -273,10 +273,11 @@ class _Ingest:
 
     def _finish(self, writer: IndexWriter, reader: Reader) -> Index:
         spill, parts, output = self._layout.folder / "spill", writer.parts, self._job.output
-        errors = writer.error_rows
+        errors, threads = writer.error_rows, max(2, usable_cpus())
         if self._job.input.unique_ids:
-            errors += refuse_repeated_ids(parts, spill, self._ops)
-        number_equal_samples(parts, TokenStore(self._layout.tokens), self._options.context, spill, self._ops)
+            errors += refuse_repeated_ids(parts, spill, self._ops, threads)
+        tokens, context = TokenStore(self._layout.tokens), self._options.context
+        number_equal_samples(parts, tokens, context, spill, self._ops, threads)
         for rest in (spill, self._spool):
             if rest.exists():
                 shutil.rmtree(rest)
