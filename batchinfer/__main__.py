@@ -23,8 +23,9 @@ def _leave(end: SystemExit) -> None:
     """End the process once all that was printed has gone out. Python would take 0.3 s to tear down libraries whose
     memory and threads the system takes back anyway."""
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # closed when the command was started
+                stream.flush()
     except OSError:  # nobody reads them: Python says so, with an exit code of its own
         raise end from None
     if not isinstance(end.code, int):
