@@ -241,6 +241,12 @@ def test_a_run_without_any_stream(place: Place) -> None:
     assert len(place.table()) == 20
 
 
+@pytest.mark.parametrize(("asked", "code"), [("--version", 0), ("nonsense", 2)])
+def test_the_entry_point_needs_no_stream(asked: str, code: int) -> None:
+    script = f'"$0" -m batchinfer {asked} <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", script, sys.executable], check=False).returncode == code
+
+
 # --- signals of a terminal
 
 
