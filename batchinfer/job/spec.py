@@ -117,7 +117,7 @@ class InputSection(Section):
         default=False, description="Whether a row that repeats an earlier row's id becomes an error row."
     )
     limit: Whole | None = Field(default=None, description="Read only the first N rows. null: all.")
-    workers: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
+    workers: Auto | Annotated[int, Field(ge=1, le=256)] = Field(
         default="auto",
         description="Processes that read, render and tokenise rows. auto: one per core, less one per engine on GPUs.",
     )

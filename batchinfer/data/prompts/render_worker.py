@@ -88,7 +88,12 @@ class RenderWorker:
         self._ready, self._waited = False, Waited()
         spec = replace(self._spec, definition="")
         files = [self._shared, self._definition]
-        self._child = Child(_ENTRY, spec, self._shared, self._definition, files=files)
+        try:
+            self._child = Child(_ENTRY, spec, self._shared, self._definition, files=files)
+        except BaseException:
+            os.close(self._shared)
+            self._shared = -1
+            raise
         self._pipe = self._child.connection
         self._events.register(self._pipe.fileno(), selectors.EVENT_READ, self)
 

@@ -244,9 +244,9 @@ def _steady(seen: list[tuple[float, int]], rows: int) -> float:
 
 
 def _cpu() -> list[float]:
-    """CPU seconds of this process, and of its children that have ended."""
+    """CPU seconds of this thread, beside which another one measures memory, and of children that have ended."""
     found = os.times()
-    return [found.user + found.system, found.children_user + found.children_system]
+    return [time.thread_time(), found.children_user + found.children_system]
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from batchinfer.data.prompts.prepare import PreparedRows, Preparer, RowPiece
 from batchinfer.data.prompts.render_reply import packed, unpacked
 from batchinfer.data.prompts.render_worker import RenderSpec
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from tests.batchinfer.data.ingest_kit import checkpoint, make_job, rows_of, run
+from tests.batchinfer.data.ingest_kit import carried, checkpoint, make_job, rows_of, run
 from tests.batchinfer.data.input.csv_oracle import drawn
 
 SIZES = [ChunkSize(1, 1), ChunkSize(7, 2), ChunkSize(40, 1000), ChunkSize(1000, 3)]
@@ -217,15 +217,26 @@ def test_the_index_does_not_depend_on_chunks_and_workers(name: str, data: st.Dat
 
 
 def test_real_workers_give_the_same_index(tmp_path: Path) -> None:
-    """1,500 rows, which are more than one batch of the index, in one chunk and in hundreds."""
+    """800 rows, which are more than one batch of the index, in one chunk and in a hundred."""
     checkpoint(tmp_path / "model")
-    rows = [{"text": f"row {n} " * (n % 9), "n": n if n % 5 else 'x"y'} for n in range(1500)]
+    rows = [{"text": f"row {n} " * (n % 9), "n": n if n % 5 else 'x"y'} for n in range(800)]
     rows[700] = {"text": None, "n": 1}
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole = ingested(tmp_path, path, workers=1)
     assert ingested(tmp_path, path, workers=3, chunk=ChunkSize(512, 1000)) == whole
-    assert whole["rows"] == "1500"
+    assert whole["rows"] == "800"
+
+
+@pytest.mark.usefixtures("local_workers")
+def test_groups_of_rows_in_the_index_end_alike(tmp_path: Path) -> None:
+    """More rows than one group of a Parquet file has."""
+    checkpoint(tmp_path / "model")
+    path = tmp_path / "rows.csv"
+    path.write_text("text,n\n" + "".join(f"r{n},{n}\n" for n in range(8600)))
+    whole = ingested(tmp_path, path)
+    assert whole["rows"] == "8600"
+    assert ingested(tmp_path, path, workers=2, chunk=ChunkSize(7000, 999)) == whole
 
 
 def typed_files(folder: Path) -> Iterator[Path]:
@@ -244,3 +255,17 @@ def test_typed_rows_do_not_depend_on_workers(tmp_path: Path) -> None:
         whole = ingested(tmp_path, path, limit=900)
         assert whole["rows"] == "900"
         assert ingested(tmp_path, path, limit=900, workers=7) == whole
+
+
+@pytest.mark.usefixtures("local_workers")
+def test_text_that_is_not_utf8_in_a_carried_column_costs_its_row(tmp_path: Path) -> None:
+    """Also where the prompt does not read that column."""
+    checkpoint(tmp_path / "model")
+    label = pa.array([b"a", b"\xff", None, b"d"], pa.binary()).view(pa.string())
+    table = pa.table({"text": ["1", "2", "3", "4"], "label": label})
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    job = make_job(tmp_path, prompt={"text": "text"}, columns=("label",), path=str(tmp_path / "rows.arrow"))
+    index = run(job)
+    assert [row["error_code"] for row in rows_of(index)] == [None, "bad_utf8", None, None]
+    assert carried(index)["label"].to_pylist() == ["a", None, None, "d"]
