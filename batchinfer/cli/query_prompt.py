@@ -131,7 +131,7 @@ def _command(text: str, result: OpenResult) -> bool:
     if text in (".quit", ".exit"):
         return False
     if text == ".tables":
-        say_lines(f"{name:<10}{ROWS[name]}" for name in result.names)
+        say_lines(f"{name:<12}{ROWS[name]}" for name in result.names)
     elif text == ".help":
         say(HELP)
     else:

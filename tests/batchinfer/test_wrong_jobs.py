@@ -1093,7 +1093,8 @@ def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ig
     assert ended.code == 69
     assert "exit status 3" in ended.err
     assert "the same command resumes" in ended.err
-    plan, *running, message = ended.err.splitlines(keepends=True)
+    opening, plan, *running, message = ended.err.splitlines(keepends=True)
+    assert "nightly: reads" in opening
     assert "nightly: plan: 20 rows" in plan
     assert any("starting a new one" in line for line in running), "a slow run logs its progress, too"
     clear(message)
@@ -1139,15 +1140,15 @@ def test_no_gpu(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-u
 
 
 def test_the_disk_is_full(place: Place) -> None:
-    """As far as that can be had without a disk: no file may grow beyond 64 KiB."""
-    place.rows(*({"id": f"r{i}", "text": f"{i:099d}"} for i in range(1000)))
-    ended = limited(place, 64 << 10)
+    """As far as that can be had without a disk: no file may grow beyond 1 MiB. What one chunk of rows takes is less."""
+    place.rows(*({"id": f"r{i}", "text": f"{i:099d}"} for i in range(4000)))
+    ended = limited(place, 1 << 20)
     assert ended.returncode == 74, ended.stderr
     assert ".batchinfer-res" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert place.published() == {}
     assert separate(place, "run", "job.yaml", module="tests.fake_cli").returncode == 0
-    assert len(place.table()) == 1000
+    assert len(place.table()) == 4000
 
 
 def limited(place: Place, file_bytes: int) -> subprocess.CompletedProcess[str]:

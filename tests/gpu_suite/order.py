@@ -56,7 +56,7 @@ def plan_in_memory(
         columns["token_count"].append(count)
         columns["params"].append(prepared.params[prepared.params_of[row]])
         columns["expected_tokens"].append(expected)
-        columns["bucket"].append((count + expected - 1).bit_length())
+        columns["bucket"].append(int(count + expected - 1).bit_length())
         columns["prefix_group"].append(None)  # the feeder finds prefixes itself
         columns["prefix_tokens"].append(0)
         columns["users"].append(users[keys[row]])

@@ -268,9 +268,12 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
             return
         try:
             reply = packed(preparer.prepare(header.unpacked(take(shared, size)), piece))
-        except Unavailable as error:  # no row's fault, and not this process's: it cannot start another one
+            put(shared, reply)
+        except (
+            Unavailable
+        ) as error:  # no row's fault: it cannot start another process, or has no room for its reply
             reply = packed_failure(str(error))
-        put(shared, reply)
+            put(shared, reply)
         pipe.send_bytes(len(reply).to_bytes(_SIZE, "little"))
 
 

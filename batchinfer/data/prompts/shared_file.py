@@ -9,6 +9,8 @@ import os
 import sys
 import tempfile
 
+from batchinfer.core.errors import Unavailable
+
 BULK_AT = 4096  # before it there is a page for single numbers
 _KEPT = 8 << 20  # bytes; memory beyond it is given back once they were taken
 
@@ -25,12 +27,18 @@ def shared_file() -> int:
 
 
 def put(file: int, data: bytes) -> None:
-    """Write the data over what was there."""
+    """Write the data over what was there. Raises Unavailable where the system does not allow a file of that size."""
     left = memoryview(data)
     at = BULK_AT
-    while left:
-        written = os.pwrite(file, left, at)
-        at, left = at + written, left[written:]
+    try:
+        while left:
+            written = os.pwrite(file, left, at)
+            at, left = at + written, left[written:]
+    except OSError as error:
+        raise Unavailable(
+            f"{len(data):,} bytes of rows cannot be handed to another process: {error.strerror}; they need as much "
+            "memory, and a limit on the size of files (ulimit -f) that allows them"
+        ) from error
 
 
 def take(file: int, size: int) -> bytes:

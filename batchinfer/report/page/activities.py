@@ -45,8 +45,8 @@ def activities(run: ReportedRun) -> PageSection:
 
 def idle_text(row: RunRow) -> str:
     """Say for how long devices had nothing to run, and what they waited for, most first."""
-    if row["device_idle_s"] is None:
+    if row["idle_devices_s"] is None:
         return "The run computed nothing."
     causes = sorted(((row[column] or 0.0, cause) for cause, column in _CAUSES), reverse=True)
     told = ", ".join(f"{seconds(took)} for {cause}" for took, cause in causes if took > 0)
-    return f"Devices had nothing to run for {seconds(row['device_idle_s'])}: they waited {told}."
+    return f"Devices had nothing to run for {seconds(row['idle_devices_s'])}: they waited {told}."

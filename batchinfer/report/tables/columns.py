@@ -327,7 +327,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
         formula=while_computing("publish_s", "close_s"),
     ),
     seconds(
-        "device_idle_s",
+        "idle_devices_s",
         "the sum of the five above; null, as they are, for a run that computed nothing",
         formula=known_sum("idle_input_s", "idle_load_s", "idle_plan_s", "idle_tail_s", "idle_publish_s"),
     ),

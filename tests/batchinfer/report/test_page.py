@@ -436,7 +436,7 @@ def test_each_process_has_a_lane_and_idle_time_its_causes(tmp_path: Path) -> Non
     assert causes == pytest.approx(
         {"input": 5.0, "load": 4.0, "plan": 2.0, "tail": 0.0, "publish": 0.75}, abs=0.1
     )
-    assert run.row["device_idle_s"] == pytest.approx(sum(causes.values()))
+    assert run.row["idle_devices_s"] == pytest.approx(sum(causes.values()))
     assert "they waited 5 s for input, 4 s for loading" in idle_text(run.row)
 
 
