@@ -52,7 +52,7 @@ def test_each_process_is_told_of_from_its_start_on(table: Table) -> None:
     ]
     assert sum(row["until_s"] - row["from_s"] for row in own) == pytest.approx(run["wall_s"], abs=0.5)
     engine = table("FROM activities WHERE process = 'engine 0' ORDER BY from_s")
-    assert [row["activity"] for row in engine] == ["starting", "loading", "setting up", "computing"]
+    assert [row["activity"] for row in engine] == ["starting", "loading", "getting ready", "computing"]
     assert [row["from_s"] for row in engine[1:]] == [row["until_s"] for row in engine[:-1]]
     planned = next(row["from_s"] for row in own if row["activity"] == "planning")
     assert engine[0]["from_s"] < planned < engine[3]["from_s"]

@@ -111,7 +111,7 @@ class WorkerHandle:
     def configure(self, config: EngineConfig) -> None:
         """Tell the worker what to make of its weights."""
         self.load()
-        self._begins("setting up")
+        self._begins("getting ready")
         self.link.send(Configure(config))
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -284,38 +284,44 @@
     };
   };
 
-  // A lane for each process, with a block for each stretch of time; the table's rows get the colours.
+  // A lane for each process, with a block for each stretch of time; the table's rows get the colours, and so it is the
+  // legend. Colours tell apart what one process does.
   kinds.lanes = (table, chart, look, width) => {
     const lanes = [...new Set(table.rows.map((row) => row[chart.lane].text))];
-    const parts = [...new Set(table.rows.map((row) => row[chart.part].text))];
-    const block = (params, api) => {
-      const [left, right] = [api.coord([api.value(1), api.value(0)]), api.coord([api.value(2), api.value(0)])];
-      const height = Math.min(26, api.size([0, 1])[1] * 0.7);
-      const shape = { x: left[0], y: left[1] - height / 2, width: Math.max(1, right[0] - left[0]), height };
-      const area = params.coordSys;
-      return { type: "rect", shape: echarts.graphic.clipRectByRect(shape, area) || { width: 0, height: 0 }, style: api.style() };
-    };
-    const series = parts.map((part, number) => {
-      const colour = look.colours[number % COLOURS];
-      const own = table.rows.filter((row) => row[chart.part].text === part);
-      own.forEach((row) => swatch(table, row, chart.part, colour));
+    const series = lanes.map((lane, at) => {
+      const own = table.rows.filter((row) => row[chart.lane].text === lane);
+      const parts = [...new Set(own.map((row) => row[chart.part].text))];
+      const colours = own.map((row) => look.colours[parts.indexOf(row[chart.part].text) % COLOURS]);
+      own.forEach((row, number) => swatch(table, row, chart.part, colours[number]));
       return {
-        type: "custom", name: part, renderItem: block, itemStyle: { color: colour }, encode: { x: [1, 2], y: 0 },
-        data: own.map((row) => [lanes.indexOf(row[chart.lane].text), row[chart.from].value, row[chart.until].value]),
-        tooltip: { formatter: (found) => laneTip(table, own[found.dataIndex], chart, colour) },
+        type: "custom", name: lane, encode: { x: [1, 2], y: 0 },
+        data: own.map((row) => [at, row[chart.from].value, row[chart.until].value]),
+        renderItem: (params, api) => block(params, api, own[params.dataIndex][chart.part].text, colours[params.dataIndex]),
+        tooltip: { formatter: (found) => laneTip(table, own[found.dataIndex], chart, colours[found.dataIndex]) },
       };
     });
     const most = Math.max(...table.rows.map((row) => row[chart.until].value));
     return {
       ...common(look),
-      legend: legend(look, parts),
-      grid: { top: 44, left: 14, right: 20, bottom: 4, containLabel: true },
+      grid: { top: 8, left: 14, right: 20, bottom: 4, containLabel: true },
       xAxis: axis(look, { type: "value", min: 0, max: most, axisLabel: { formatter: span, showMaxLabel: false }, splitNumber: width < NARROW ? 3 : 6 }),
       yAxis: axis(look, { type: "category", data: lanes, inverse: true, axisLine: { show: false }, splitLine: { show: false } }),
       tooltip: { ...common(look).tooltip, trigger: "item" },
       series,
     };
   };
+
+  function block(params, api, text, colour) {
+    const [left, right] = [api.coord([api.value(1), api.value(0)]), api.coord([api.value(2), api.value(0)])];
+    const height = Math.min(28, api.size([0, 1])[1] * 0.7);
+    const shape = { x: left[0], y: left[1] - height / 2, width: Math.max(1, right[0] - left[0]), height };
+    const children = [{ type: "rect", shape, style: { fill: colour } }];
+    if (shape.width > text.length * 7.5 + 8) {
+      const style = { text, x: shape.x + shape.width / 2, y: left[1], fill: "#fff", stroke: "rgba(0,0,0,.45)", lineWidth: 2, align: "center", verticalAlign: "middle" };
+      children.push({ type: "text", style });
+    }
+    return { type: "group", children };
+  }
 
   function laneTip(table, row, chart, colour) {
     const shown = [chart.from, chart.until];
@@ -458,7 +464,7 @@
 
   function heightOf(chart, table) {
     if (chart.kind === "split") return 60 + 62 * new Set(table.rows.map((row) => row[chart.level].text)).size;
-    if (chart.kind === "lanes") return 90 + 40 * new Set(table.rows.map((row) => row[chart.lane].text)).size;
+    if (chart.kind === "lanes") return 40 + 44 * new Set(table.rows.map((row) => row[chart.lane].text)).size;
     if (chart.kind === "bars" && chart.horizontal) {
       return 70 + table.rows.length * Math.max(38, chart.stacked ? 0 : 22 * chart.bars.length);
     }
