@@ -100,43 +100,69 @@ def forecast_job(
     if job.sampling.from_columns:
         notice(f"rows set their own {job.sampling.row_parameters()}")
     with temporary_folder("plan") as scratch:
-        strata = None
-        if sample is not None:
-            job = over_files(job, job_files(job, Path(scratch)))
-            strata = strata_of(job, sample)
-        began = time.perf_counter()
-        index = _index(job, setup, state, Path(scratch), reading, None if strata is None else strata[0])
-        drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
-        stored = (
-            sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
-        )
-        read, folder = time.perf_counter(), Path(scratch) / "plan"
-        plan = plan_job(index.index_dir, index.tokens, stored, folder, setup.roots, threads=usable_cpus())
-        planned = time.perf_counter()
-        found = _counted(job, setup, plan, index, drawn)
-        if not plan.to_run:
+        known = _planned(job, setup, state, Path(scratch), reading, sample)
+        found = _counted(known.job, setup, known.plan, known.index, known.drawn)
+        if not known.plan.to_run:
             return found
         if hardware is None:
-            scale = 1.0 if drawn is None else drawn.times
-            waits = (read - began) * scale, (planned - read) * scale
-            found = replace(
-                found, idle=idle_forecast(report_folder(job.results_root), found.plan.rows, *waits)
-            )
+            where = report_folder(job.results_root)
+            found = replace(found, idle=idle_forecast(where, found.plan.rows, known.input_s, known.plan_s))
         try:
-            engine = forecast_engine(job, setup, plan)
+            return _with_engine(known, setup, found, Path(scratch))
         except OutOfMemory as error:
             return replace(found, misfit=str(error))
-        if drawn is not None:
-            engine = replace(engine, multiple=drawn.times)
-        machine = engine.machine
-        engines, size = setup.setting.replicas, machine.layout.block_size
-        weights, blocks = setup.checkpoint.weight_bytes * engines, machine.blocks * engines
-        memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
-        forecast = settled_forecast(engine, index.tokens, PLAN_MOST_S)
-        deadline = Deadline.of(job, now(), forecast)
-        # of a sample they would count the sample's tokens
-        findings = () if drawn is not None else tuple(Linter(job, setup, index, Path(scratch)).findings())
-        return replace(found, memory=memory, forecast=forecast, deadline=deadline, findings=findings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A job whose rows were read and planned, and how long that takes for all of them."""
+
+    job: Job
+    index: Index
+    plan: Plan
+    drawn: SampledRows | None  # None: every row was read
+    input_s: float
+    plan_s: float
+
+
+def _planned(
+    job: Job,
+    setup: Setup,
+    state: StateFolder,
+    scratch: Path,
+    reading: Callable[[IngestProgress], None],
+    sample: int | None,
+) -> _Planned:
+    strata = None
+    if sample is not None:
+        job = over_files(job, job_files(job, scratch))
+        strata = strata_of(job, sample)
+    began = time.perf_counter()
+    index = _index(job, setup, state, scratch, reading, None if strata is None else strata[0])
+    read = time.perf_counter()
+    stored = sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
+    folder = scratch / "plan"
+    plan = plan_job(index.index_dir, index.tokens, stored, folder, setup.roots, threads=usable_cpus())
+    planned = time.perf_counter()
+    drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
+    times = 1.0 if drawn is None else drawn.times
+    return _Planned(job, index, plan, drawn, (read - began) * times, (planned - read) * times)
+
+
+def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Path) -> JobForecast:
+    """Add what needs an engine, simulated. Raises OutOfMemory where the job does not fit."""
+    engine = forecast_engine(known.job, setup, known.plan)
+    if known.drawn is not None:
+        engine = replace(engine, multiple=known.drawn.times)
+    machine = engine.machine
+    engines, size = setup.setting.replicas, machine.layout.block_size
+    weights, blocks = setup.checkpoint.weight_bytes * engines, machine.blocks * engines
+    memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
+    forecast = settled_forecast(engine, known.index.tokens, PLAN_MOST_S)
+    deadline = Deadline.of(known.job, now(), forecast)
+    # of a sample they would count the sample's tokens
+    findings = () if known.drawn else tuple(Linter(known.job, setup, known.index, scratch).findings())
+    return replace(found, memory=memory, forecast=forecast, deadline=deadline, findings=findings)
 
 
 def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRows | None) -> JobForecast:
