@@ -3,6 +3,7 @@ them, mostly to another process."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -31,7 +32,7 @@ DEFAULT_SIZE = ChunkSize()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputChunk:
+class InputChunk(ABC):
     """Consecutive rows of the file named `file`. `data` is what is large in it: it travels apart from the rest.
 
     `first_row` is None where blank lines make it known only once the rows before are counted. `table` holds the rows
@@ -46,12 +47,12 @@ class InputChunk:
     first_row: int | None = None
     table: pa.RecordBatch | None = None
 
+    @abstractmethod
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
         """Yield the rows from `start` to `stop`, a bad one as a RowError. Where the format allows it, only the columns
         in `values` have values, and the others are merely checked; None: all have."""
-        raise NotImplementedError
 
     def packed(self) -> tuple[Self, bytes]:
         """Return this chunk for another process: without what is large, and that."""
