@@ -1,13 +1,19 @@
 """`batchinfer` and `python -m batchinfer`: as little as possible before a signal means what it says."""
 
+import gc
 import os
 import signal
 import sys
+
+# New objects after which the garbage collector looks for garbage. With Python's 700 it looks 200 times while the
+# command is imported, finds nothing, and takes a tenth of the time until the first row is read.
+_COLLECT_AFTER = 50_000
 
 
 def main() -> None:
     """Run the command line. Ctrl-C while it is still being imported ends quietly, as later."""
     _open_standard_streams()
+    gc.set_threshold(_COLLECT_AFTER)
     try:
         _check_limits()
         from batchinfer.cli import main as run

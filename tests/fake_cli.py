@@ -6,6 +6,7 @@ from functools import partial
 
 from batchinfer import cli
 from batchinfer.pipeline import options
+from batchinfer.pipeline.workers import standby
 
 FAKE = "tests.fake_engine:build"
 
@@ -13,6 +14,7 @@ FAKE = "tests.fake_engine:build"
 def main() -> None:
     """As `batchinfer.cli.main`, in a process of its own."""
     options.RunOptions = partial(options.RunOptions, engine=FAKE)  # type: ignore[assignment,misc]
+    standby.EngineStandby = partial(standby.EngineStandby, FAKE)  # type: ignore[assignment,misc]
     cli.main()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from batchinfer.pipeline.workers.messages import (
     Finish,
     Left,
     Load,
+    Loaded,
     Ready,
     WorkDone,
     WorkerSpec,
@@ -115,7 +117,7 @@ class MemoryTransport:
 
 
 class FakeWorker:
-    """The fake engine without a process: it takes each step of loading in the first turn after it was told to."""
+    """The fake engine without a process: it takes each step of loading in a turn after it was told to."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -149,6 +151,7 @@ class FakeWorker:
     def _said(self) -> list[object]:
         if self._weights is None and self._told_to_load:
             self._weights = fake_engine.build(self._spec.load, end=_die)
+            return [Loaded(time.perf_counter())]
         if self._engine is None:
             if self._weights is None or self._config is None:
                 return []

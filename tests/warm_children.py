@@ -59,10 +59,11 @@ class WarmChildren:
         if self._forks is not None:
             self._forks.wait()
 
-    def spawn(self, target: str, connection: int, files: Sequence[int]) -> int:
+    def spawn(self, target: str, connection: int, files: Sequence[int], imports: Sequence[str]) -> int:
         """The pid of a child of this process that does `target`, with these descriptors of ours."""
         order = {
             "target": target,
+            "imports": ",".join(imports),
             "descriptors": [0, 1, 2, connection, *files],
             "parent": os.getpid(),
             "environment": dict(os.environ),
@@ -119,7 +120,7 @@ def _live(orders: socket.socket, order: dict[str, Any], descriptors: list[int]) 
     try:
         _become(orders, order, descriptors)
         run_child = importlib.import_module("batchinfer.machine.spawning").run_child
-        run_child(order["descriptors"][3], order["target"])
+        run_child(order["descriptors"][3], order["target"], order["imports"])
         code = 0
     except SystemExit as leaves:
         code = leaves.code if isinstance(leaves.code, int) else int(leaves.code is not None)

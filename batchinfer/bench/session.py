@@ -22,8 +22,8 @@ from batchinfer.core.errors import UsageError
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load.build import LoadedModel, load_model
-from batchinfer.engine.tensors.garbage import loaded_for_good
 from batchinfer.machine.cpus import usable_cpus
+from batchinfer.machine.garbage import loaded_for_good
 from batchinfer.machine.hardware import codes_of, detect, has_fast_bf16
 from batchinfer.models.checkpoint.dummy import DummyWeights, write_checkpoint
 from batchinfer.models.checkpoint.shapes import SHAPES, shape_config

@@ -66,39 +66,44 @@ def run(
     as_json: Json = False,
 ) -> int:
     """Run a job, or continue it: answers of earlier runs are not computed again."""
-    from batchinfer.report.progress import Progress
+    from batchinfer.pipeline.workers import standby as engines
 
-    job = load(job_file, overrides, date)
-    progress = Progress(sys.stderr, job=job.name, quiet=quiet or as_json)
-    if not quiet:
-        _open(job, progress)
-    from batchinfer.pipeline.library import run_loaded  # takes as long as all before, and somebody may wait
-    from batchinfer.pipeline.options import RunOptions
-    from batchinfer.report.stopwatch import process_age_s
+    with engines.EngineStandby() as standby:
+        job = load(job_file, overrides, date)
+        progress = _opened(job, quiet, as_json)
+        # takes as long as all before, and somebody may wait
+        from batchinfer.pipeline.library import run_loaded
+        from batchinfer.pipeline.options import RunOptions
+        from batchinfer.report.stopwatch import process_age_s
 
-    options = RunOptions(
-        limit=limit,
-        replace=replace,
-        retry_errors=retry_errors,
-        verify=verify,
-        to_openai=to_openai,
-        openai_timestamps=openai_timestamps,
-        price_per_hour=price_per_hour,
-        already_s=process_age_s(),
-    )
-    result = run_loaded(job, options, progress, _silent if quiet else progress.note)
+        options = RunOptions(
+            limit=limit,
+            replace=replace,
+            retry_errors=retry_errors,
+            verify=verify,
+            to_openai=to_openai,
+            openai_timestamps=openai_timestamps,
+            price_per_hour=price_per_hour,
+            standby=standby,
+            already_s=process_age_s(),
+        )
+        result = run_loaded(job, options, progress, _silent if quiet else progress.note)
     _show(result, quiet, as_json)
     return result.exit_code
 
 
-def _open(job: Job, progress: Progress) -> None:
-    """Say what a run reads."""
+def _opened(job: Job, quiet: bool, as_json: bool) -> Progress:
+    """Return what shows the progress of a run; it has said what the run reads, unless that is not wanted."""
+    from batchinfer.report.progress import Progress
     from batchinfer.verbs.opening import opening
 
-    with job.located():
-        line = opening(job)
-    if line is not None:
-        progress.note(line)
+    progress = Progress(sys.stderr, job=job.name, quiet=quiet or as_json)
+    if not quiet:
+        with job.located():
+            line = opening(job)
+        if line is not None:
+            progress.note(line)
+    return progress
 
 
 def _silent(_: str) -> None:

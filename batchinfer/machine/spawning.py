@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import resource
@@ -12,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from batchinfer.core.errors import known
+from batchinfer.machine.garbage import not_collecting
 
 # A terminal sends these to the whole group, also to a child that is still importing: they are blocked from its first
 # instruction on, because its parent decides what ends it.
@@ -35,9 +37,9 @@ if sys.platform == "linux":
     if ctypes.CDLL(None).prctl(1, ctypes.c_ulong(9), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
     leave_an_orphan()
-sys.path[:] = sys.argv[4:]
+sys.path[:] = sys.argv[5:]
 from batchinfer.machine.spawning import run_child
-run_child(int(sys.argv[2]), sys.argv[3])
+run_child(int(sys.argv[2]), sys.argv[3], sys.argv[4])
 """
 
 
@@ -101,10 +103,24 @@ class Child:
     """
 
     def __init__(self, target: str, *arguments: object, files: Sequence[int] = ()) -> None:
+        self._start(target, files, ())
+        self.begin(*arguments)
+
+    @classmethod
+    def standing_by(cls, target: str, imports: Sequence[str]) -> Child:
+        """Start a child whose arguments are not known yet: it imports these modules, and waits for `begin`."""
+        child = cls.__new__(cls)
+        child._start(target, (), imports)
+        return child
+
+    def _start(self, target: str, files: Sequence[int], imports: Sequence[str]) -> None:
         self.connection, theirs = Pipe()
         self._ended: Ended | None = None
         with theirs:
-            self.pid = _spawn(target, theirs.fileno(), files)
+            self.pid = _spawn(target, theirs.fileno(), files, imports)
+
+    def begin(self, *arguments: object) -> None:
+        """Have it call its target with these arguments; once."""
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # it died: whoever waits for it learns how
                 self.connection.send(arguments)
@@ -153,11 +169,11 @@ class Child:
         self.connection.close()
 
 
-def _spawn(target: str, connection: int, files: Sequence[int]) -> int:
+def _spawn(target: str, connection: int, files: Sequence[int], imports: Sequence[str]) -> int:
     """The pid of a new interpreter like this one, which has these descriptors of ours and no other."""
     options = ["-P", *(["-I"] if sys.flags.isolated else []), *(["-B"] if sys.dont_write_bytecode else [])]
     options += [f"-W{warning}" for warning in sys.warnoptions]
-    arguments = [str(os.getpid()), str(connection), target, *sys.path]
+    arguments = [str(os.getpid()), str(connection), target, ",".join(imports), *sys.path]
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | set(_DEAF_TO)
     kept = (connection, *files)
     try:
@@ -172,15 +188,28 @@ def _spawn(target: str, connection: int, files: Sequence[int]) -> int:
             os.set_inheritable(number, False)
 
 
-def run_child(connection: int, target: str) -> None:
-    """Do, in the child, what it was started for."""
+def run_child(connection: int, target: str, imports: str) -> None:
+    """Do, in the child, what it was started for. `imports`: the modules that it imports meanwhile, with commas."""
     for signum in _DEAF_TO:
         signal.signal(signum, signal.SIG_IGN)  # also should somebody unblock them
     theirs: Connection[Any, Any] = Connection(connection)
+    module, _, name = target.partition(":")
+    function = getattr(_imported(module, imports), name)
     try:
         with receiving():
             arguments = theirs.recv()
     except EOFError:
         return  # the parent has ended, or wants nothing any more
-    module, _, name = target.partition(":")
-    getattr(importlib.import_module(module), name)(*arguments, theirs)
+    function(*arguments, theirs)
+
+
+def _imported(module: str, more: str) -> ModuleType:
+    """Import a module and more of them. The garbage collector, which finds nothing to free in modules, would take a
+    third of torch's import; what they have made is never looked at again."""
+    with not_collecting():
+        imported = importlib.import_module(module)
+        for name in filter(None, more.split(",")):
+            with suppress(ImportError):  # who needs it imports it again, and tells why that fails
+                importlib.import_module(name)
+    gc.freeze()
+    return imported

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.errors import UsageError
+from batchinfer.pipeline.workers.engine_entry import ENGINE
+from batchinfer.pipeline.workers.standby import EngineStandby
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 
-ENGINE = "batchinfer.engine.load.build:load_weights"
 _SWITCHES = ("replace", "retry_errors", "verify", "openai_timestamps")
 
 
@@ -26,6 +27,7 @@ class RunOptions:
     engine: str = ENGINE  # "module:function" that loads the engine's weights in its process
     price_per_hour: float | None = None  # what the machine costs, in any currency
     transport: Transport = PROCESSES  # how workers are started and spoken to
+    standby: EngineStandby | None = None  # a process for the engine that was started already
     already_s: float = 0.0  # what the command took before: interpreter, imports, job file
 
     def __post_init__(self) -> None:

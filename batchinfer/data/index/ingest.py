@@ -36,7 +36,7 @@ from batchinfer.data.prompts.builder import Mode, PromptPlan
 from batchinfer.data.prompts.columns import Columns, choose_prompts
 from batchinfer.data.prompts.keys import CONSTRAINT_RULES
 from batchinfer.data.prompts.prepare import Limits
-from batchinfer.data.prompts.render_pool import RenderPool
+from batchinfer.data.prompts.render_pool import Happened, RenderPool
 from batchinfer.data.prompts.render_worker import RenderSpec
 from batchinfer.data.storage.durable import FileOps, sha256_of, storage
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
@@ -85,8 +85,10 @@ def ingest(
     scratch: Path,
     progress: Callable[[IngestProgress], None] | None = None,
     ops: FileOps | None = None,
+    happened: Happened | None = None,
 ) -> Index:
-    """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's.
+    """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's; `happened` is told
+    what each worker did, by `time.perf_counter`.
 
     Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
     StorageError (74). A bad row raises nothing: it is an error row of the index.
@@ -97,9 +99,8 @@ def ingest(
     found = Index.find(folder, identity)
     if found is not None:
         return found
-    return _Ingest(job, options, tokenizer, files, identity, folder, ops or FileOps()).run(
-        progress or _silent
-    )
+    new = _Ingest(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened)
+    return new.run(progress or _silent)
 
 
 def job_files(job: Job, scratch: Path) -> list[InputFile]:
@@ -156,8 +157,9 @@ class _Ingest:
         identity: str,
         folder: Path,
         ops: FileOps,
+        happened: Happened | None,
     ) -> None:
-        self._job = job
+        self._job, self._happened = job, happened
         self._options = options
         self._tokenizer = tokenizer
         self._files = files
@@ -229,7 +231,8 @@ class _Ingest:
         spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
         writer = IndexWriter(self._layout, self._options.max_model_len, mode == "openai", self._ops)
         wanted = _Wanted(reader, columns.read, self._job.input.limit)
-        pool: RenderPool[InputChunk] = RenderPool(spec, self._options.workers or usable_cpus())
+        workers = self._options.workers or usable_cpus()
+        pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
         with writer, pool:
             for chunk, rows in pool.map(wanted.chunks()):
                 columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import selectors
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Generic, TypeVar
 
 from batchinfer.data.input.chunk import InputChunk
@@ -17,6 +17,7 @@ from batchinfer.data.prompts.shared_file import put, shared_file
 from batchinfer.machine.waiting import LOOK_S
 
 Tag = TypeVar("Tag")
+Happened = Callable[[str, str, float, float], None]  # a process, what it did, and from when until when
 _AHEAD = 2  # chunks under way for each worker: the next one is there when a worker is done
 
 
@@ -36,8 +37,9 @@ class RenderPool(Generic[Tag]):
     A worker is started with a chunk that finds no free one: an input of one chunk needs no second process.
     """
 
-    def __init__(self, spec: RenderSpec, workers: int) -> None:
-        self._spec, self._most = spec, workers
+    def __init__(self, spec: RenderSpec, workers: int, happened: Happened | None = None) -> None:
+        """happened: is told what each worker did, by `time.perf_counter`."""
+        self._spec, self._most, self._happened = spec, workers, happened
         self._events = selectors.DefaultSelector()
         self._definition = shared_file()
         put(self._definition, spec.definition.encode())
@@ -53,8 +55,18 @@ class RenderPool(Generic[Tag]):
     def __exit__(self, *_: object) -> None:
         for worker in self._all:
             worker.close()
+        self._tell()
         self._events.close()
         os.close(self._definition)
+
+    def _tell(self) -> None:
+        """Tell what the workers did."""
+        if self._happened is not None:
+            now = perf_counter()
+            for number, worker in enumerate(self._all):
+                ready = now if worker.ready_at is None else worker.ready_at
+                self._happened(f"reader {number}", "starting", worker.began, ready)
+                self._happened(f"reader {number}", "reading rows", ready, now)
 
     def map(self, chunks: Iterable[tuple[Tag, InputChunk, int] | None]) -> Iterator[tuple[Tag, PreparedRows]]:
         """(tag, chunk, its rows at the most) in, (tag, prepared rows) out, in order. None among the chunks: the next

@@ -15,7 +15,7 @@ import signal
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from batchinfer.core.errors import JobFileError, Mistake, Unavailable
@@ -79,6 +79,8 @@ class RenderWorker:
         self._data = b""
         self._lost = 0  # processes in a row that did nothing
         self._renewed = False
+        self.began = perf_counter()
+        self.ready_at: float | None = None
         self._start()
 
     def _start(self) -> None:
@@ -122,6 +124,7 @@ class RenderWorker:
             return None
         if not self._ready:
             self._ready = True
+            self.ready_at = self.ready_at or perf_counter()
             if self._pieces is not None:
                 self._send()
             return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.tensors.device_memory import lack_of_memory
-from batchinfer.engine.tensors.garbage import not_collecting
+from batchinfer.machine.garbage import not_collecting
 
 R = TypeVar("R")
 Replay = Callable[[], None]

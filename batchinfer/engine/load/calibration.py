@@ -23,7 +23,7 @@ from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_shape import step_shape
-from batchinfer.engine.tensors.garbage import loaded_for_good
+from batchinfer.machine.garbage import loaded_for_good
 from batchinfer.models.checkpoint.config import parse_config
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import SHAPES

@@ -64,7 +64,7 @@ def opened(
         report = RunReport(job, setup.setting, watch)
         report.note(trial=options.limit is not None, price_per_hour=options.price_per_hour)
         now = datetime.now().astimezone()
-        launch = Launch(options.transport)
+        launch = Launch(options.transport, options.standby)
         yield OpenRun(
             job,
             options,

@@ -42,7 +42,9 @@ def _index(run: OpenRun, context: bytes, early: EarlyLoading) -> Index:
         run.progress.read(at.rows, at.bytes_read, at.bytes_total)
         early.read(at.keys)
 
-    index = ingest(run.job, run.setup.tokenizer, options, run.state.scratch, read, run.state.ops)
+    index = ingest(
+        run.job, run.setup.tokenizer, options, run.state.scratch, read, run.state.ops, run.report.happened
+    )
     if not rows:
         early.found(index)
     return index

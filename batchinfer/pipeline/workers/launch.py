@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.pipeline.workers.messages import WorkerSpec
-from batchinfer.pipeline.workers.transport import Transport
+from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
+from batchinfer.pipeline.workers.standby import EngineStandby
+from batchinfer.pipeline.workers.transport import ProcessLink, Transport
 from batchinfer.pipeline.workers.worker_handle import OF_ONE, WorkerHandle
 
 
 class Launch:
     """Starts workers, and has them load. Leaving it as a context manager ends them, also where a pool works with them
-    by then."""
+    by then. A single worker may be a process that stands by."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, standby: EngineStandby | None = None) -> None:
+        self._transport, self._standby = transport, standby
         self._workers: list[WorkerHandle] = []
         self._loads = False
 
@@ -33,7 +34,19 @@ class Launch:
         OSError where none can be started."""
         if not self._workers:
             for spec in specs:
-                self._workers.append(WorkerHandle(spec, self._transport))
+                self._workers.append(self._from_standby(spec) or WorkerHandle(spec, self._transport))
+
+    def _from_standby(self, spec: WorkerSpec) -> WorkerHandle | None:
+        """Return a worker that is the process which stands by, if there is one and nothing had to be settled before its
+        imports."""
+        standby = self._standby
+        if standby is None or spec.factory != standby.factory or spec.place != EnginePlace():
+            return None
+        child = standby.taken()
+        if child is None:
+            return None
+        child.begin(spec)
+        return WorkerHandle(spec, self._transport, ProcessLink(child), standby.began)
 
     def load(self) -> None:
         """Have the workers load their weights: there is something to compute."""
@@ -61,7 +74,9 @@ class Launch:
         return [*self._workers]
 
     def end(self) -> None:
-        """End the workers, which nobody needs, or needs no longer."""
+        """End the workers, which nobody needs, or needs no longer; also a process that stands by."""
+        if self._standby is not None:
+            self._standby.close()
         while self._workers:
             self._workers[-1].close()
             self._workers.pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -11,7 +12,16 @@ from typing import Any, TypeVar
 from batchinfer.engine.schedule.constraints import ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.machine.spawning import receiving
-from batchinfer.pipeline.workers.messages import Answer, Ask, Chosen, Configure, Load, Pulse, WorkerSpec
+from batchinfer.pipeline.workers.messages import (
+    Answer,
+    Ask,
+    Chosen,
+    Configure,
+    Load,
+    Loaded,
+    Pulse,
+    WorkerSpec,
+)
 
 T = TypeVar("T")
 
@@ -30,6 +40,7 @@ class EngineLoading:
         self._received(Load)
         stop_streams, constraints = _tokenizer_parts(self._spec)
         weights = load_weights(self._spec.load, constraints, self._untimed)
+        self._connection.send(Loaded(time.perf_counter()))
         return weights.engine(self._received(Configure).config, stop_streams, self._agreed)
 
     def _received(self, kind: type[T]) -> T:

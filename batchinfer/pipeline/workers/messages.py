@@ -9,6 +9,7 @@ from pathlib import Path
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
+from batchinfer.pipeline.workers.engine_entry import ENGINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,21 @@ class WorkerSpec:
 
     load: LoadConfig
     tokenizer: Path | None  # the folder whose tokenizer looks for stop strings and follows constraints
-    factory: str = "batchinfer.engine.load.build:load_weights"
+    factory: str = ENGINE
     place: EnginePlace = EnginePlace()
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """The parent tells a worker, which has imported all that it needs, to load the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker reports that its weights are loaded, since the moment `at` of `time.perf_counter`, a clock that all
+    processes share."""
+
+    at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from multiprocessing.connection import wait
 from typing import Protocol
 
 from batchinfer.machine.spawning import Child, Ended, receiving
+from batchinfer.pipeline.workers.engine_entry import WORKER
 from batchinfer.pipeline.workers.messages import WorkerSpec
-
-WORKER = "batchinfer.pipeline.workers.worker:main"
 
 
 class Link(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from batchinfer.core.errors import BatchInferError, OutOfMemory
 from batchinfer.core.request import Request
 from batchinfer.engine.config import EngineInfo
-from batchinfer.engine.tensors.garbage import loaded_for_good
+from batchinfer.machine.garbage import loaded_for_good
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
 from batchinfer.pipeline.workers.loading import EngineLoading

@@ -30,6 +30,7 @@ from batchinfer.pipeline.workers.messages import (
     Finish,
     Left,
     Load,
+    Loaded,
     Pulse,
     Ready,
     WorkDone,
@@ -71,12 +72,15 @@ class WorkerHandle:
     """The handle starts the worker, feeds it, hears from it, and outlives it. The worker makes its engine in two steps:
     `load`, for which no plan is needed, and `configure`. Leaving it as a context manager ends the worker."""
 
-    def __init__(self, spec: WorkerSpec, transport: Transport) -> None:
-        self.spec, self._loads = spec, False
-        self._moments: list[tuple[str | None, float]] = [
-            ("starting", time.perf_counter())
-        ]  # what it began to do, and when
-        self.link: Link = transport.start(spec)
+    def __init__(
+        self, spec: WorkerSpec, transport: Transport, link: Link | None = None, began: float | None = None
+    ) -> None:
+        """link: the way to a worker that was started at the moment `began`; None: one is started."""
+        self.spec = spec
+        self._loads = self._loaded = self._configured = False
+        # what it began to do, and when
+        self._moments: list[tuple[str | None, float]] = [("starting", began or time.perf_counter())]
+        self.link: Link = link or transport.start(spec)
         self.left = False  # whether the worker has said all it had to say
         self._failed: Failed | None = None  # raised once all that was finished before it was received
         self.peak_rss: int | None = None  # bytes; known once the worker has left
@@ -111,7 +115,9 @@ class WorkerHandle:
     def configure(self, config: EngineConfig) -> None:
         """Tell the worker what to make of its weights."""
         self.load()
-        self._begins("getting ready")
+        self._configured = True
+        if self._loaded:
+            self._begins("getting ready")
         self.link.send(Configure(config))
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -149,9 +155,10 @@ class WorkerHandle:
             self._raise_death()
         return heard
 
-    def _begins(self, activity: str | None) -> None:
-        """Note what the worker does from now on; None: nothing any more."""
-        self._moments.append((activity, time.perf_counter()))
+    def _begins(self, activity: str | None, at: float | None = None) -> None:
+        """Note what the worker does from now on, or has done since a moment; None: nothing any more."""
+        now = time.perf_counter()
+        self._moments.append((activity, now if at is None else min(now, max(at, self._moments[-1][1]))))
 
     @property
     def activities(self) -> Iterator[tuple[str, float, float]]:
@@ -178,7 +185,10 @@ class WorkerHandle:
         self.link.close()
 
     def _note(self, message: object) -> None:
-        if isinstance(message, Ready):
+        if isinstance(message, Loaded):
+            self._loaded = True
+            self._begins("getting ready" if self._configured else "waiting for the plan", message.at)
+        elif isinstance(message, Ready):
             self.info = message.info
             self._begins("computing")
         elif isinstance(message, Ask):

@@ -702,7 +702,9 @@ EXPERT_COLUMNS: tuple[Column, ...] = (
 
 ACTIVITY_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
-    text("process", "`command`, or `engine` and the number of its process, as in `steps`"),
+    text(
+        "process", "`command`; `engine` and the number of its process, as in `steps`; `reader` and its number"
+    ),
     text("activity", "what the process did"),
     seconds("from_s", "since the command was started"),
     seconds("until_s", "since the command was started"),

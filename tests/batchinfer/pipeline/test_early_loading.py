@@ -7,7 +7,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from batchinfer.data.storage.durable import FileOps
 from batchinfer.job import load_job
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.run import run_job
+from batchinfer.pipeline.workers import standby
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import Configure, Load, WorkerSpec
+from batchinfer.pipeline.workers.standby import EngineStandby
 from batchinfer.report.progress import Phase, Progress
-from tests.batchinfer.pipeline.test_pipeline import FAKE, people, write_job
-from tests.memory_transport import FakeWorker, MemoryTransport
+from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
+from tests.memory_transport import FakeTransport, FakeWorker, MemoryTransport
 
 BATCH = DEFAULT_SIZE.lines  # rows that are read at once
 RESTARTED = "open", "Load", "Configure"
@@ -105,6 +107,51 @@ def test_it_is_opened_before_a_row_is_read_and_loads_with_the_first_batch(
     assert seen.order(
         "reading", "open", f"{BATCH} rows", "Load", f"{BATCH + 10} rows", "planning", "Configure"
     )
+
+
+@pytest.fixture
+def stands_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineStandby]:
+    """A process for the fake engine, as the command line starts it first of all."""
+    monkeypatch.setattr(standby, "usable_cpus", lambda: 2)
+    with EngineStandby(FAKE.engine) as found:
+        yield found
+
+
+def test_the_process_that_stands_by_becomes_the_engine(
+    tmp_path: Path, model: Path, stands_by: EngineStandby
+) -> None:
+    """It also ends with the run, which takes it from its owner."""
+    transport, child = FakeTransport(), stands_by._child
+    assert child is not None
+    options = replace(FAKE, transport=transport, standby=stands_by)
+    outcome = run(write_job(tmp_path, model, people(30)), options)
+    assert outcome.row["rows_ok"] == 30
+    assert transport.started == []
+    assert not child.alive
+    assert stands_by.taken() is None
+
+
+@pytest.mark.parametrize("why", ["nothing is missing", "two engines share the cores", "another engine"])
+def test_a_process_that_stands_by_in_vain_is_ended(
+    tmp_path: Path, model: Path, stands_by: EngineStandby, why: str
+) -> None:
+    path = write_job(tmp_path, model, people(20))
+    if why == "nothing is missing":
+        run(path)
+    if why == "another engine":
+        stands_by.factory = "module:of_another_engine"
+    child, transport = stands_by._child, FakeTransport()
+    assert child is not None
+    options = replace(FAKE, transport=transport, standby=stands_by)
+    assert run(path, options, *([TWO] if why == "two engines share the cores" else [])).exit_code == 0
+    assert not child.alive
+    assert bool(transport.started) == (why != "nothing is missing")
+
+
+def test_one_core_is_not_shared_with_a_process_that_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "usable_cpus", lambda: 1)
+    with EngineStandby(FAKE.engine) as found:
+        assert found.taken() is None
 
 
 def test_nothing_loads_where_nothing_is_missing(tmp_path: Path, model: Path) -> None:

@@ -141,6 +141,21 @@ def test_a_child_gets_its_arguments_and_hears_no_signal_of_a_terminal() -> None:
     assert ended.code == 0
 
 
+def test_a_child_imports_before_it_gets_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be imported is told by whoever needs it."""
+    (tmp_path / "made_for_this.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Child.standing_by(f"{TASKS}:echo", ("no_such_module", "made_for_this")) as child:
+        patience = time.monotonic() + PATIENCE_S
+        while not (tmp_path / "imported").exists() and time.monotonic() < patience:
+            time.sleep(0.01)
+        assert (tmp_path / "imported").exists()
+        child.begin("late")
+        assert child.connection.recv()[0] == ["late"]
+
+
 def test_a_child_has_no_descriptor_but_its_own(tmp_path: Path) -> None:
     """Least of all the one that holds the lock of the state folder."""
     with open(tmp_path / "lock", "w"), Child(f"{TASKS}:greet") as child:

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from scanning the loaded model again and again, and from working inside captures."""
+"""Keeps Python's garbage collector from scanning libraries again and again, and from working inside captures."""
 
 from __future__ import annotations
 
