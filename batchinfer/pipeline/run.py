@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.input.job_input import input_files
+from batchinfer.data.input.reader import Reader
 from batchinfer.data.results.join import joined
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.openai import LINE_BYTES
@@ -43,9 +44,9 @@ def run_job(
         earlier = earlier_result(run, context)
         if earlier is not None:
             return _nothing_to_do(run, earlier)
-        check(run)
+        checked = check(run)
         with open_store(run) as store:
-            index = _read(run, context, store)
+            index = _read(run, context, store, checked)
             manifest, changed = _answer_and_publish(run, context, index, store)
         return _finish(run, index, manifest, changed)
 
@@ -66,8 +67,8 @@ def _nothing_to_do(run: OpenRun, manifest: Manifest) -> Outcome:
     return _unreported(run, judged(run, manifest, ALREADY_PUBLISHED))
 
 
-def _read(run: OpenRun, context: bytes, store: CompletionStore) -> Index:
-    index = read_input(run, context, store)
+def _read(run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None) -> Index:
+    index = read_input(run, context, store, checked)
     if run.openai is not None:
         run.openai.check_space(index.rows * LINE_BYTES)
     refuse_hopeless(run, index)

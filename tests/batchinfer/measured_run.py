@@ -10,7 +10,7 @@ import pytest
 from batchinfer import cli
 from batchinfer.machine.hardware import detect, remember
 from batchinfer.pipeline import options
-from batchinfer.pipeline.options import ENGINE
+from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer_kernels.cpu.build import cache_folder
 from tests.batchinfer.wrong_jobs import Place, make_place
 

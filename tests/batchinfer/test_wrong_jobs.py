@@ -23,7 +23,7 @@ import pytest
 
 from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest
 from batchinfer.machine.hardware import nvidia_gpus
-from batchinfer.pipeline.options import ENGINE
+from batchinfer.pipeline.workers.engine_entry import ENGINE
 from tests.batchinfer.wrong_jobs import (
     FAKE,
     NO_ENGINE,

@@ -66,6 +66,7 @@ class IngestOptions:
     strata: Strata | None = None  # only a part of the rows, from everywhere
     output: str = "tokens"  # the name of the kind of answers
     chunk: ChunkSize = DEFAULT_SIZE
+    checked: Reader | None = None  # has read headers and footers of the same files
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +186,9 @@ class _Ingest:
         return self._finish(writer, reader)
 
     def _opened(self) -> Reader:
-        options = self._options
-        return open_input(self._job, self._inputs(), options.sample, options.strata, options.chunk)
+        options, files, known = self._options, self._inputs(), self._options.checked
+        how = options.sample, options.strata, options.chunk
+        return (known and known.again(files, *how)) or open_input(self._job, files, *how)
 
     def _start_over(self) -> None:
         with storage(self._layout.folder, "prepare"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pyarrow as pa
@@ -59,6 +59,7 @@ class Reader:
     complete: bool = False
     strata: Strata | None = None  # all rows are read, and only these are handed on
     chunk: ChunkSize = DEFAULT_SIZE
+    _schemas: list[pa.Schema | None] = field(default_factory=list)  # of all files, once they were looked at
 
     @classmethod
     def open(
@@ -89,8 +90,23 @@ class Reader:
         """Whether numbers and lists are written as text (CSV)."""
         return any(by_name(file.format).values_are_text for file in self.files)
 
+    def again(
+        self, files: Sequence[InputFile], sample: SampleSize | None, strata: Strata | None, chunk: ChunkSize
+    ) -> Reader | None:
+        """Return a reader of the same files, whose headers and footers are not read again; None if one of them has
+        changed."""
+        if (*files,) != self.files:
+            return None
+        return replace(self, sha256={}, sample=sample, strata=strata, chunk=chunk, complete=False)
+
     def schema(self) -> pa.Schema | None:
-        """The columns where the format declares them (Parquet, Arrow, CSV, SQL); None for JSONL and empty CSV."""
+        """The columns where the format declares them (Parquet, Arrow, CSV, SQL); None for JSONL and empty CSV. The
+        header, the footer or the first lines of every file are read for it, once."""
+        if not self._schemas:
+            self._schemas.append(self._read_schema())
+        return self._schemas[0]
+
+    def _read_schema(self) -> pa.Schema | None:
         first: tuple[InputFile, pa.Schema] | None = None
         for file in self.files:
             schema = self._one(file, None).schema()

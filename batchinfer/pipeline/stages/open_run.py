@@ -12,8 +12,9 @@ from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.pipeline.openai_file import openai_file
 from batchinfer.pipeline.operators_build import OperatorsBuild, operators_built
-from batchinfer.pipeline.options import ENGINE, RunOptions
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import RunReport
+from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.launch import Launch
 from batchinfer.plan.setup.job_setup import Setup, check_setup

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import IngestProgress, ingest
+from batchinfer.data.input.reader import Reader
 from batchinfer.data.results.partial import PARTIAL
 from batchinfer.data.storage.remembered import write_strings
 from batchinfer.data.store.completion_store import CompletionStore
@@ -12,20 +15,23 @@ from batchinfer.pipeline.stages.open_run import OpenRun
 from batchinfer.plan.setup.input_check import check_input
 
 
-def check(run: OpenRun) -> None:
-    """Check the input as far as that needs no more than the beginning of each file."""
+def check(run: OpenRun) -> Reader | None:
+    """Check the input as far as that needs no more than the beginning of each file. Return what has read these; None
+    for a query."""
     run.operators.look()
     run.progress.phase("reading", run.job.input.limit)
     with run.report.timed("ingest_s"):
-        for line in check_input(run.job, run.setup, run.state).warnings:
+        facts = check_input(run.job, run.setup, run.state)
+        for line in facts.warnings:
             run.notice(line)
+    return facts.reader
 
 
-def read_input(run: OpenRun, context: bytes, store: CompletionStore) -> Index:
+def read_input(run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None) -> Index:
     """Return the complete index of the input's rows; the scratch of other inputs is deleted. Engines load meanwhile, if
-    the store lacks a key."""
+    the store lacks a key. `checked`: what `check` returned."""
     with run.report.timed("ingest_s"):
-        index = _index(run, context, EarlyLoading(run, store))
+        index = _index(run, context, EarlyLoading(run, store), checked)
         run.state.purge_scratch(keep=index.folder.name)
         where = {"model": str(run.job.model.path), "completions": str(run.state.completions)}
         write_strings(index.folder / PARTIAL, where, run.state.ops)
@@ -33,8 +39,8 @@ def read_input(run: OpenRun, context: bytes, store: CompletionStore) -> Index:
     return index
 
 
-def _index(run: OpenRun, context: bytes, early: EarlyLoading) -> Index:
-    options, rows = run.setup.ingest_options(context, run.now), 0
+def _index(run: OpenRun, context: bytes, early: EarlyLoading, checked: Reader | None) -> Index:
+    options, rows = replace(run.setup.ingest_options(context, run.now), checked=checked), 0
 
     def read(at: IngestProgress) -> None:
         nonlocal rows

@@ -23,11 +23,12 @@ SPACE_PER_INPUT_BYTE = 2  # at least: tokens and carried columns take about the 
 
 @dataclass(frozen=True, slots=True)
 class InputFacts:
-    """An input that has the columns that the job names. `files` is 0 for a query."""
+    """An input that has the columns that the job names. `files` is 0 for a query, and `reader` None."""
 
     files: int
     bytes: int
     warnings: tuple[str, ...]
+    reader: Reader | None = None  # has read headers and footers
 
 
 def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
@@ -45,7 +46,7 @@ def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
     reader = open_input(job, files)
     _, columns = choose_prompts(job, setup.tokenizer, reader.schema(), reader.shape)
     _look_for(columns, reader, job.input.limit)
-    return InputFacts(len(files), size, tuple(_warnings(job, columns)))
+    return InputFacts(len(files), size, tuple(_warnings(job, columns)), reader)
 
 
 def _look_for(columns: Columns, reader: Reader, limit: int | None) -> None:

@@ -20,7 +20,7 @@ import typer
 
 from batchinfer import cli
 from batchinfer.core import errors
-from batchinfer.pipeline.options import ENGINE
+from batchinfer.pipeline.workers.engine_entry import ENGINE
 from tests.batchinfer.wrong_jobs import (
     FAKE,
     NO_ENGINE,

@@ -368,7 +368,7 @@ def test_a_shell_can_complete_verbs_and_options(place: Place) -> None:
 
 
 def test_init_without_a_model_brings_one_that_runs(tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    from batchinfer.pipeline.options import ENGINE
+    from batchinfer.pipeline.workers.engine_entry import ENGINE
 
     run = command(capsys, monkeypatch, ENGINE)
     ended = run("init", tmp_path / "new")

@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, InputCorrupt, InputMissing, Interrupted
 from batchinfer.data.input.chunk import DEFAULT_SIZE
+from batchinfer.data.input.formats.parquet import ParquetReader
 from batchinfer.data.results.planned_work import announced
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.job import load_job
@@ -166,6 +169,7 @@ def test_nothing_loads_where_nothing_is_missing(tmp_path: Path, model: Path) -> 
     assert not {"Load", "Configure"} & {*changed.events}
 
 
+@SLOW
 def test_it_loads_with_the_first_new_row_of_the_night(tmp_path: Path, model: Path) -> None:
     rows = people(2 * BATCH)
     Seen().run(write_job(tmp_path, model, rows))
@@ -237,6 +241,33 @@ def test_an_input_that_cannot_be_opened_starts_nothing(tmp_path: Path, model: Pa
     seen = Seen()
     assert isinstance(refused(write_job(tmp_path, model), seen), InputMissing)
     assert "open" not in seen.events
+
+
+def test_the_beginning_of_every_file_is_read_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    """Also of the second one, which is none: no engine is started for the rows of the first."""
+    (tmp_path / "a.jsonl").write_text('{"text": "Ann"}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "Bob"}\n')[:-6])
+    path, seen = write_job(tmp_path, model, input={"path": ["a.jsonl", "b.jsonl.gz"]}), Seen()
+    with pytest.raises(InputCorrupt, match=r"b\.jsonl\.gz"):
+        seen.run(path)
+    assert "open" not in seen.events
+
+
+def test_footers_are_read_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    usual = ParquetReader.schema
+
+    def schema(reader: ParquetReader) -> pa.Schema:
+        read.append(reader._file.name)
+        return usual(reader)
+
+    monkeypatch.setattr(ParquetReader, "schema", schema)
+    (tmp_path / "in").mkdir()
+    for name in "abc":
+        pq.write_table(pa.table({"text": [name] * 3}), tmp_path / "in" / f"{name}.parquet")
+    path = write_job(tmp_path, model, input={"path": "in"})
+    assert run(path).row["rows_ok"] == 9
+    assert len(read) == len({*read}) == 3
 
 
 def test_damage_that_is_found_while_it_loads_ends_the_run(tmp_path: Path, model: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from batchinfer import cli
 from batchinfer.pipeline import options
-from batchinfer.pipeline.options import ENGINE
+from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.report.tables.folder import tables
 from tests.batchinfer.wrong_jobs import make_place
 from tests.checkpoints import make_model_folder

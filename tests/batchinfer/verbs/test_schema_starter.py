@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.job import load_job
-from batchinfer.pipeline.options import ENGINE
+from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.verbs.schema_starter import MAX_TOKENS
 from tests.batchinfer.wrong_jobs import Command, command
 

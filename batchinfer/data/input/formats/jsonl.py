@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
@@ -28,9 +29,11 @@ class JsonlReader:
         self.sha256 = ""
 
     def schema(self) -> None:
-        """JSON declares no columns."""
+        """JSON declares no columns, but what is no such file is found in its first lines. Raises InputCorrupt."""
+        with closing(self.chunks()) as chunks:
+            next(chunks, None)
 
-    def chunks(self) -> Iterator[InputChunk]:
+    def chunks(self) -> Generator[InputChunk, None, None]:
         """Rows in file order; blank lines are skipped. Raises InputCorrupt when the file is damaged or changes."""
         try:
             with open(self._file.path, "rb") as raw:
