@@ -156,11 +156,14 @@ class CompletionStore:
         if not self._pending:
             return 0
         rows = len(self._pending)
-        with self._lock.ordered():
-            part = self.path / self._next_name()
+        with self._lock.ordered() as order:
+            last = order.last
+            number = 1 + (self._last_number() if last is None else last)
+            part = self.path / f"part-{number:010d}-{uuid.uuid4().hex[:8]}.parquet"
             digest = write_table(part, completions_table(self._pending), self._ops)
             record = CommitRecord(rows, digest.bytes, digest.sha256, self._numerics)
             write_json(part.with_suffix(".json"), record.to_json(), self._ops)
+            order.note(number)
         self._records[part] = record
         self._pending, self._pending_bytes, self._oldest = [], 0, None
         return rows
@@ -185,10 +188,9 @@ class CompletionStore:
         """Release the store. What was not committed is not kept."""
         self._lock.close()
 
-    def _next_name(self) -> str:
-        """After every part that is there, whoever committed it."""
-        last = max((int(name.split("-")[1]) for name in _record_names(self.path)), default=-1)
-        return f"part-{last + 1:010d}-{uuid.uuid4().hex[:8]}.parquet"
+    def _last_number(self) -> int:
+        """The number of the last part that is there, whoever committed it; -1 if there is none."""
+        return max((int(name.split("-")[1]) for name in _record_names(self.path)), default=-1)
 
     def _load(self, verify: bool) -> None:
         """Only who is alone may sweep: another run's part without a record may be about to get one."""

@@ -64,9 +64,18 @@ def memory_bytes(process: psutil.Process) -> dict[str, int]:
     return {"own": sizes["Pss"] - sizes.get("Pss_File", 0), "all": sizes["Pss"]}
 
 
+def phase_of(folder: Path) -> str:
+    """Return what the run in this folder says that it does."""
+    try:
+        return str(json.loads((folder / ".batchinfer-res" / "progress.json").read_text())["phase"])
+    except (OSError, ValueError):  # it has not begun, or has just ended
+        return "no phase"
+
+
 def watched(command: list[str], folder: Path) -> dict[str, Any]:
-    """Run a command to its end, and return the most memory that its processes held together, and their CPU seconds."""
-    before = os.times()
+    """Run a command to its end, and return the most memory that its processes held together, also by phase, and their
+    CPU seconds."""
+    before, by_phase = os.times(), dict[str, int]()
     running = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)})
     root, most = psutil.Process(running.pid), {"own": 0, "all": 0}
     while running.poll() is None:
@@ -76,12 +85,15 @@ def watched(command: list[str], folder: Path) -> dict[str, Any]:
             break
         found = [memory_bytes(process) for process in tree]
         most = {kind: max(size, sum(one[kind] for one in found)) for kind, size in most.items()}
+        phase, now = phase_of(folder), sum(one["own"] for one in found) >> 20
+        by_phase[phase] = max(by_phase.get(phase, 0), now)
         time.sleep(0.5)
     if running.wait():
         raise SystemExit(f"the run ended with exit code {running.returncode}")
     after = os.times()
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"cpu_s": round(cpu, 1)} | {f"{kind}_mib": round(size / 2**20) for kind, size in most.items()}
+    sizes = {f"{kind}_mib": round(size / 2**20) for kind, size in most.items()}
+    return {"cpu_s": round(cpu, 1)} | sizes | {"own_mib_by_phase": by_phase}
 
 
 def measure(folder: Path, rows: int, workers: str) -> dict[str, Any]:

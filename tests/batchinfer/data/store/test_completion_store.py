@@ -12,6 +12,7 @@ import pytest
 
 from batchinfer.core.errors import StorageError
 from batchinfer.data.results.verify import verify_store
+from batchinfer.data.store import completion_store
 from batchinfer.data.store.completion_store import COMPLETION_SCHEMA, CompletionStore
 from tests.batchinfer.data.small_index import answer, failure
 from tests.batchinfer.data.storage.failing_ops import FailingOps, ShortWrites
@@ -179,3 +180,30 @@ def test_two_never_number_a_part_at_the_same_time(tmp_path: Path) -> None:
             assert list(tmp_path.glob("part-*")) == []
         committed.join(30)
         assert len(other) == 1
+
+
+def test_parts_are_numbered_without_listing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody has added one that did not note it: then it is found."""
+    listed: list[Path] = []
+    usual = completion_store._record_names
+    monkeypatch.setattr(completion_store, "_record_names", lambda path: listed.append(path) or usual(path))
+
+    def number(store: CompletionStore, key: bytes) -> int:
+        store.append([answer(key)])
+        store.commit()
+        return int(store.parts()[-1].name.split("-")[1])
+
+    with CompletionStore(tmp_path) as one, CompletionStore(tmp_path) as other:
+        found = [number(one, KEYS[0])]
+        listed.clear()
+        found += [number(one, KEYS[1]), number(other, KEYS[2]), number(one, KEYS[3])]
+        assert found == [0, 1, 2, 3]
+        assert listed == []
+        last = one.parts()[-1]
+        for suffix in (".parquet", ".json"):
+            later = last.with_name("part-0000000041-0123abcd.parquet").with_suffix(suffix)
+            later.write_bytes(last.with_suffix(suffix).read_bytes())
+        assert number(one, KEYS[4]) == 42
+        (tmp_path / "order.lock").write_text("damaged")
+        assert number(one, KEYS[5]) == 43
+        assert len(listed) == 2
