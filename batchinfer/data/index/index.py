@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import StorageError
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.prompts.arguments.told import unread_text
+from batchinfer.data.prompts.arguments.unread import unread_text
 from batchinfer.data.storage.durable import FileOps, write_json
 
 INDEX_FORMAT = 3

@@ -15,7 +15,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, Layout
 from batchinfer.data.index.token_store import TokenWriter
-from batchinfer.data.prompts.arguments.told import UnreadArguments
+from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import Prepared, PreparedRows
 from batchinfer.data.prompts.row_facts import RowFacts

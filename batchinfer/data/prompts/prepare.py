@@ -16,7 +16,7 @@ from batchinfer.data.constraints.constraint_check import ConstraintChecker
 from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.rows import RowProblem, Values, row_error
-from batchinfer.data.prompts.arguments.told import UnreadArguments
+from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFacts, RowFields

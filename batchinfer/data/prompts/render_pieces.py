@@ -9,7 +9,7 @@ import numpy as np
 
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.data.input.rows import row_error
-from batchinfer.data.prompts.arguments.told import UnreadArguments
+from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import Prepared, PreparedRows, RowPiece
 from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.request import RowError
 from batchinfer.data.input.json_kinds import KINDS
-from batchinfer.data.prompts.arguments.told import UnreadArguments
+from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import Prepared, PreparedRows
 from batchinfer.data.prompts.row_facts import MOST_NAMES, RowFacts, RowFields

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from batchinfer.core.plain_json import NotPlain, TooLarge, plain_json
 from batchinfer.data.input.json_text import parse_value
+from batchinfer.data.input.openai import DOCUMENTS, EFFORT, KWARGS
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
 from batchinfer.data.prompts.arguments.names_read import names_read
 from batchinfer.data.prompts.chat_template import chat_environment
 from batchinfer.data.tokenizer.tokenizer import NAMED_TOKENS
 
 Arguments = Mapping[str, Any]
-DOCUMENTS, EFFORT, KWARGS = "documents", "reasoning_effort", "chat_template_kwargs"
-REQUEST_FIELDS = frozenset({DOCUMENTS, EFFORT, KWARGS})  # of a chat request that tell the template something
 _GENERATION_PROMPT = "add_generation_prompt"
 _GIVEN = frozenset({"messages", "tools", _GENERATION_PROMPT, *NAMED_TOKENS})
 _GLOBALS = frozenset(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)).globals)
-_NAME = 60  # characters of an argument's name that are remembered
-_MOST_NAMES = 20  # of unread arguments that are remembered
 
 
 def is_given(name: str) -> bool:
@@ -132,32 +129,3 @@ def _from_text(value: Any) -> Any:
         return parse_value(value)
     except (RowProblem, RecursionError):
         return value
-
-
-class UnreadArguments:
-    """Counts the rows that give an argument which the template does not read, by its name."""
-
-    def __init__(self, rows: Mapping[str, int] | None = None) -> None:
-        self.rows = dict(rows or {})
-
-    def add(self, names: Iterable[str], rows: int = 1) -> None:
-        """Count so many rows more for each of these names; only the first names are remembered."""
-        for name in names:
-            short = name[:_NAME]
-            if short in self.rows or len(self.rows) < _MOST_NAMES:
-                self.rows[short] = self.rows.get(short, 0) + rows
-
-    def join(self, others: Mapping[str, int]) -> None:
-        """Count what was counted elsewhere."""
-        for name, rows in others.items():
-            self.add((name,), rows)
-
-
-def unread_text(rows: Mapping[str, int]) -> str | None:
-    """Say which arguments were ignored, in how many rows. None: no argument was."""
-    if not rows:
-        return None
-    most_first = sorted(rows.items(), key=lambda one: (-one[1], one[0]))
-    shown = ", ".join(f"{name!r} ({count:,} row{'s' * (count != 1)})" for name, count in most_first)
-    more = ", …" if len(rows) == _MOST_NAMES else ""
-    return f"the chat template does not read arguments that rows give it, which were ignored: {shown}{more}"

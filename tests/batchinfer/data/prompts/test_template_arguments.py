@@ -17,12 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.input.rows import RowProblem
-from batchinfer.data.prompts.arguments.told import (
-    RowArguments,
-    UnreadArguments,
-    arguments_read,
-    unread_text,
-)
+from batchinfer.data.prompts.arguments.told import RowArguments, arguments_read
+from batchinfer.data.prompts.arguments.unread import UnreadArguments, unread_text
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.chat import Chat
 from batchinfer.data.prompts.chat_template import ChatTemplate
