@@ -1,5 +1,6 @@
 """job.yaml → a frozen Job, or every mistake at once."""
 
+from batchinfer.job.prompt import PromptSection
 from batchinfer.job.sampling import SamplingSection
 from batchinfer.job.spec import (
     CacheSection,
@@ -8,7 +9,6 @@ from batchinfer.job.spec import (
     Job,
     ModelSection,
     OutputSection,
-    PromptSection,
     job_schema,
     load_job,
 )

@@ -21,6 +21,8 @@ from jinja2.sandbox import SandboxedEnvironment
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.sampling import CONSTRAINTS
 from batchinfer.job.file import JobFile, absolute, not_utf8
+from batchinfer.job.prompt import PROMPT_SOURCES
+from batchinfer.job.prompt_check import SOURCES_TEXT, prompt_findings
 from batchinfer.job.yaml_tree import Finding, Loc, shorten
 
 RESULT_COLUMNS = (
@@ -41,8 +43,6 @@ RESULT_COLUMNS = (
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
 LINE_FORMATS = ("jsonl", "openai", "csv")
 CSV_OPTIONS = ("delimiter", "quote")
-PROMPT_SOURCES = ("user", "messages", "text", "token_ids")
-_SOURCES_TEXT = "user, messages, text and token_ids"
 _OPENAI_KEYS = {"custom_id", "method", "url", "body"}
 _PEEK_BYTES = 1 << 20  # a first line longer than this is not looked at: then the format has to be named
 _OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
@@ -119,16 +119,19 @@ def _written(section: Mapping[str, Any]) -> Iterator[Finding]:
 def _prompt(
     values: Mapping[str, Any], sections: Mapping[str, dict[str, Any]], file: JobFile
 ) -> Iterator[Finding]:
-    openai = sections.get("input", {}).get("format") == "openai"
+    named = sections.get("input", {}).get("format") == "openai"
     section = values.get("prompt")
-    if openai and section is not None:
+    given = isinstance(section, dict) and bool(_given(section, *PROMPT_SOURCES))
+    if named and given:
         message = "is given, but the lines of an OpenAI batch file (input.format: openai) hold the prompts"
         yield Finding(("prompt",), message, "remove the section or the format")
-    elif section is None and not openai and not _is_openai(sections.get("input", {}), file):
-        message = f"is missing; it must be a section with exactly one of {_SOURCES_TEXT}"
+        return
+    requests = named or (not given and _is_openai(sections.get("input", {}), file))
+    if isinstance(section, dict):
+        yield from prompt_findings(section, requests)
+    elif section is None and not requests:
+        message = f"is missing; it must be a section with exactly one of {SOURCES_TEXT}"
         yield Finding(("prompt",), message, "OpenAI batch files need none: then write input.format: openai")
-    elif not openai and isinstance(section, dict):
-        yield from _prompt_source(section)
 
 
 def _is_openai(section: Mapping[str, Any], file: JobFile) -> bool:
@@ -142,20 +145,6 @@ def _is_openai(section: Mapping[str, Any], file: JobFile) -> bool:
             return False  # not there, not one file, or not whole JSON: whoever reads the input will say so
         return isinstance(value, dict) and value.keys() >= _OPENAI_KEYS
     return False
-
-
-def _prompt_source(section: Mapping[str, Any]) -> Iterator[Finding]:
-    given = _given(section, *PROMPT_SOURCES)
-    if not given:
-        yield Finding(("prompt",), f"has none of {_SOURCES_TEXT}; give exactly one of them")
-    for extra in given[1:]:
-        message = f"is given together with {given[0]}; give exactly one of {_SOURCES_TEXT}"
-        yield Finding(("prompt", extra), message, "remove one")
-    if section.get("system") is not None and given and not {"user", "messages"} & set(given):
-        message = (
-            f"is given, but {given[0]} takes the prompt as it is; a system message goes with user or messages"
-        )
-        yield Finding(("prompt", "system"), message, "remove it")
 
 
 def _templates(section: Mapping[str, Any], file: JobFile) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import ValidationInfo as Info
 
 from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.hub import NoModel, locate_model
+from batchinfer.core.plain_json import NotPlain, plain_json
 from batchinfer.core.sampling import BOUNDS, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
@@ -54,6 +56,8 @@ ENCODING_NAMES = (
 
 SAMPLING_PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 
+MAX_ARGUMENT = 1 << 20  # characters; a job file is no larger
+_RIGHT_ARGUMENTS = "it must be a mapping from arguments to values, as in {enable_thinking: false}"
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -128,6 +132,15 @@ def _size(value: object) -> object:
 
 def _pairs(value: object) -> object:
     """[max_tokens] or {temperature: temp_col} → pairs of a parameter and its column."""
+    return _checked_pairs(value, _check_parameter)
+
+
+def _argument_pairs(value: object) -> object:
+    """[enable_thinking] or {enable_thinking: think_col} → pairs of an argument and its column."""
+    return _checked_pairs(value, _check_argument)
+
+
+def _checked_pairs(value: object, check: Callable[[object], None]) -> object:
     given: list[tuple[Any, Any]]
     if isinstance(value, dict):
         given = list(value.items())
@@ -135,26 +148,52 @@ def _pairs(value: object) -> object:
         given = [(one[0], one[1]) if _is_pair(one) else (one, one) for one in value]
     else:
         return value
-    for at, (parameter, column) in enumerate(given):
-        _check_pair(parameter, column)
-        if parameter in [name for name, _ in given[:at]]:
-            raise ValueError(f"names {parameter} twice; give one column for each parameter")
-    return tuple((parameter, column) for parameter, column in given)
+    for at, (name, column) in enumerate(given):
+        check(name)
+        if not isinstance(column, str) or not column:
+            raise ValueError(
+                f"found {found(column)} for {name}; it must be the name of a column of the input"
+            )
+        if name in [earlier for earlier, _ in given[:at]]:
+            raise ValueError(f"names {name} twice; give one column for each parameter")
+    return tuple((name, column) for name, column in given)
 
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
-def _check_pair(parameter: object, column: object) -> None:
-    if parameter not in SAMPLING_PARAMETERS:
-        near = difflib.get_close_matches(str(parameter), SAMPLING_PARAMETERS, 1)
+def _check_parameter(name: object) -> None:
+    if name not in SAMPLING_PARAMETERS:
+        near = difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, 1)
         better = f"did you mean {near[0]}?" if near else f"there are {', '.join(SAMPLING_PARAMETERS)}"
-        raise ValueError(f"{found(parameter)} is not a sampling parameter; {better}")
-    if not isinstance(column, str) or not column:
-        raise ValueError(
-            f"found {found(column)} for {parameter}; it must be the name of a column of the input"
-        )
+        raise ValueError(f"{found(name)} is not a sampling parameter; {better}")
+
+
+def _check_argument(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"found {found(name)}; it must be the name of an argument, such as enable_thinking")
+
+
+def _arguments_text(value: object) -> object:
+    """A mapping, or JSON text of one → compact JSON text. An argument that is null is left out, as if not given."""
+    if isinstance(value, str):
+        try:
+            value = read_exactly(value)
+        except (ValueError, RecursionError):
+            raise ValueError(f"found {found(value)}; {_RIGHT_ARGUMENTS}") from None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(f"found {found(value)}; {_RIGHT_ARGUMENTS}")
+    given = {name: one for name, one in value.items() if one is not None}
+    for name, one in given.items():
+        _check_argument(name)
+        try:
+            plain_json(one, MAX_ARGUMENT)
+        except NotPlain as error:
+            raise ValueError(f"{name} {error}") from None
+    return written(given) if given else None
 
 
 def _sql_memory(value: object) -> object:
@@ -322,6 +361,19 @@ Quote = Annotated[
 _NAMES = {"enum": list(SAMPLING_PARAMETERS)}
 _Parameters = tuple[Annotated[str, Field(json_schema_extra={**_NAMES})], ...]
 _Columns = Annotated[dict[str, Text], Field(json_schema_extra={"propertyNames": {**_NAMES}})]
+TemplateArguments = Annotated[
+    str | None,
+    BeforeValidator(_arguments_text, json_schema_input_type=dict[str, Any] | None),
+    Right("a mapping from arguments of the chat template to values, as in {enable_thinking: false}"),
+]
+ArgumentColumns = Annotated[
+    tuple[tuple[str, str], ...],
+    BeforeValidator(_argument_pairs, json_schema_input_type=tuple[Text, ...] | dict[str, Text]),
+    Right(
+        "a list of arguments whose columns have the same names, as in [enable_thinking], "
+        "or a mapping from arguments to columns, as in {enable_thinking: think_col}"
+    ),
+]
 FromColumns = Annotated[
     tuple[tuple[str, str], ...],
     BeforeValidator(_pairs, json_schema_input_type=_Parameters | _Columns),

@@ -28,13 +28,13 @@ class Section(BaseModel):
 def shown(key: str, value: object) -> str:
     if value is None:
         return "auto" if key == "max_model_len" else "none"
-    if key == "json_schema" and isinstance(value, str):
+    if key in ("json_schema", "template_arguments") and isinstance(value, str):
         return shorten(value)
     if key in ("kv_memory", "sql_memory", "max_line_bytes") and isinstance(value, int):
         return f"{value:,} bytes"
     if isinstance(value, Path):
         return str(value)
-    if key == "from_columns" and isinstance(value, tuple):
+    if key.endswith("from_columns") and isinstance(value, tuple):
         return json.dumps(dict(value), ensure_ascii=False) if value else "none"
     if isinstance(value, str) and re.fullmatch(r"[\w./:*-]+", value):
         return value

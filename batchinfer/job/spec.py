@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError
 
 from batchinfer.core.errors import JobFileError, Mistake
-from batchinfer.core.sampling import SamplingParams, Truncate
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.job.check import check
 from batchinfer.job.field_types import (
     Auto,
@@ -40,10 +40,12 @@ from batchinfer.job.field_types import (
     Whole,
 )
 from batchinfer.job.file import read_job_file
+from batchinfer.job.prompt import PromptSection
 from batchinfer.job.results_root import results_root, trial_results
 from batchinfer.job.sampling import SamplingSection
 from batchinfer.job.schema_file import read_schema_file
 from batchinfer.job.section import Section, shown
+from batchinfer.job.template_file import read_template_file
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
@@ -125,32 +127,6 @@ class InputSection(Section):
         default=2**24,
         description="Longest line of JSONL, or record of CSV. A longer one becomes an error row and is not read.",
         json_schema_extra={"default": "16MiB"},
-    )
-
-
-class PromptSection(Section):
-    """The part of a row that the model reads: exactly one of user, messages, text and token_ids."""
-
-    system: Text | None = Field(
-        default=None,
-        description="System message before user or messages. Jinja: {{ column }} is the row's value.",
-    )
-    user: Text | None = Field(
-        default=None,
-        description="User message, put into the chat template. Jinja: {{ column }} is the row's value.",
-    )
-    messages: Column | None = Field(
-        default=None, description="Column with a whole chat: a list of {role, content}."
-    )
-    text: Column | None = Field(
-        default=None, description="Column whose text is continued as it is, without a chat template."
-    )
-    token_ids: Column | None = Field(
-        default=None, description="Column with the prompt's token ids, used as they are."
-    )
-    truncate: Truncate = Field(
-        default="error",
-        description="A prompt that is too long: error makes it an error row; left or right cuts it at that end.",
     )
 
 
@@ -290,6 +266,7 @@ class Job(Section):
     _root: Path = PrivateAttr(default=Path("results"))
     _overrides: tuple[tuple[str, str], ...] = PrivateAttr(default=())
     _date: str | None = PrivateAttr(default=None)
+    _chat_template: str | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any, /) -> None:
         self._root = self.output.path
@@ -309,6 +286,16 @@ class Job(Section):
         """Return only the sampling parameters that the job file sets."""
         schema = self.output.json_schema
         return self.sampling.given_params() | ({} if schema is None else {"json_schema": schema})
+
+    @property
+    def requests(self) -> bool:
+        """Whether rows are OpenAI requests, which hold their own prompts and parameters."""
+        return self.prompt is None or self.prompt.source is None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the file that `prompt.chat_template` names, as it was when the job was read."""
+        return self._chat_template
 
     @property
     def source(self) -> Path:
@@ -371,13 +358,15 @@ class Job(Section):
         }
         for name in ("sql_memory", "workers"):
             identity["input"].pop(name, None)
+        if "prompt" in identity:  # what stands in the file counts, with the tokenizer's own files
+            identity["prompt"].pop("chat_template", None)
         if (
             self.model.quantization == "none"
         ):  # the default of older results; the model's context tells it from auto
             del identity["model"]["quantization"]
         output = dump["output"]
         identity |= {key: output[key] for key in ("columns", "json_schema", "column") if output.get(key)}
-        if self.prompt is None:  # a parameter that is written out counts there, even with its default
+        if self.requests:  # a parameter that is written out counts there, even with its default
             identity["sampling"] = self.sampling.given()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
@@ -385,7 +374,7 @@ class Job(Section):
         """Describe the job for people, one line per option; `defaults`: also options that have their default value."""
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
-            if section == "sampling" and self.prompt is None:
+            if section == "sampling" and self.requests:
                 said = [f"    {key}: {shown(key, value)}" for key, value in self.sampling.given().items()]
                 lines += ["  sampling", *said, "    the rest: as each request says, or as OpenAI's API does"]
             elif isinstance(spec, Section):
@@ -416,7 +405,7 @@ def load_job(
         context = {"folder": file.folder, "source": source, "lines": file.lines()}
         context |= {"overrides": tuple(overrides), "date": day if file.dated else None}
         job = Job.model_validate(values, context=context | {"dated_output": file.dated.get(_OUTPUT_PATH)})
-        job = _with_schema_file(job)
+        job = _with_template_file(_with_schema_file(job))
         findings = []
     except ValidationError as error:
         job, findings = None, findings_of(error, Job, values)
@@ -437,6 +426,18 @@ def _with_schema_file(job: Job) -> Job:
     except ValueError as error:
         raise job.mistake("output.schema_file", str(error)) from None
     return job.model_copy(update={"output": job.output.model_copy(update={"json_schema": schema})})
+
+
+def _with_template_file(job: Job) -> Job:
+    """The job with the text of its `prompt.chat_template`. Raises JobFileError."""
+    path = None if job.prompt is None else job.prompt.chat_template
+    if path is None:
+        return job
+    try:
+        job._chat_template = read_template_file(path)
+    except ValueError as error:
+        raise job.mistake("prompt.chat_template", str(error)) from None
+    return job
 
 
 def _run_date(source: Path, date: str | None) -> str:

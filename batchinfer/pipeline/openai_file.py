@@ -21,10 +21,10 @@ def openai_file(
         if timestamps:
             raise UsageError("--openai-timestamps says what --to-openai FILE writes; give that, too")
         return None
-    if job.prompt is not None:
+    if not job.requests:
         raise UsageError(
-            "--to-openai: the job has a prompt section, so its input is no OpenAI batch file, which the option "
-            "needs; leave the option out"
+            "--to-openai: the prompt section says where prompts come from, so the job's input is no OpenAI batch file, "
+            "which the option needs; leave the option out"
         )
     file = OutputFile(path, "--to-openai", Protected.by(job, state, whole), state, replace=replace)
     file.check()

@@ -69,6 +69,8 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
     )
     with temporary_folder("preview") as scratch:
         index = first_index(few, setup, Path(scratch), rows)
+        for line in index.notices:
+            notice(line)
         for batch in parquet_batches(index.index_parts, rows):
             for row in batch.to_pylist():
                 yield _previewed(row, index, setup.tokenizer, _shared_sampling(job))
@@ -76,12 +78,12 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
 
 def _shared_sampling(job: Job) -> SamplingParams:
     """Return the parameters of a row that sets none itself. OpenAI requests are compared with the plain defaults."""
-    return SamplingParams() if job.prompt is None else job.params()
+    return SamplingParams() if job.requests else job.params()
 
 
 def sampling_of_all(job: Job) -> list[str]:
     """Say how the rows of a job are sampled, for people, before the rows themselves are shown."""
-    if job.prompt is None:
+    if job.requests:
         return ["sampling: each request sets its own"]
     given = _parameters(_differences(job.params(), SamplingParams()))
     lines = [f"sampling: {given or 'all parameters have their default values'}"]

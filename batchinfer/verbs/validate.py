@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from batchinfer.core.wording import size
+from batchinfer.data.prompts.arguments.told import arguments_read
+from batchinfer.data.prompts.chat_template import chat_environment
+from batchinfer.data.prompts.template_check import template_fault
 from batchinfer.data.storage.state import state_of
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.plan.setup.dry_run import dry_run
 from batchinfer.plan.setup.input_check import check_input
@@ -21,6 +27,7 @@ def validate_job(job: Job) -> list[str]:
         *checkpoint.notices,
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),
+        *_arguments(setup.tokenizer),
     ]
     facts = check_input(job, setup, state)
     if facts.files:
@@ -33,3 +40,12 @@ def validate_job(job: Job) -> list[str]:
         found.append("columns of answers: " + ", ".join(f"{f.name} {f.type}" for f in setup.columns.schema))
         found += [str(note) for note in setup.columns.notes]
     return [*found, *facts.warnings, *dry_run(job, setup), "the job file has no mistakes"]
+
+
+def _arguments(tokenizer: Tokenizer) -> list[str]:
+    """Say what the chat template can be told; nothing where it is not one that can be compiled."""
+    template = tokenizer.chat_template
+    if template is None or template_fault(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)), template):
+        return []
+    read = sorted(arguments_read(template))
+    return [f"chat template: reads the arguments {', '.join(read)}"] if read else []

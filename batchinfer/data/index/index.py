@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import StorageError
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.prompts.arguments.unread import unread_text
 from batchinfer.data.storage.durable import FileOps, write_json
 
 INDEX_FORMAT = 3
@@ -94,6 +95,8 @@ class Index:
     # What answers look like; None: the result has no columns of their parts
     answers: AnswerSchema | None = None
     output: str = "tokens"  # the name of the kind of answers (data/outputs)
+    # Arguments that rows give and the chat template does not read, and how many rows each
+    unread_arguments: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -119,7 +122,8 @@ class Index:
         digests = {entry["path"]: entry["sha256"] for entry in value["inputs"] if entry["sha256"]}
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
         asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked)
+        unread: dict[str, int] = value.get("unread_arguments", {})
+        return cls(folder, value["identity"], *counts, inputs, digests, *asked, unread)
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -143,7 +147,15 @@ class Index:
         }
         if self.output != "tokens":
             value["output"] = self.output
+        if self.unread_arguments:
+            value["unread_arguments"] = self.unread_arguments
         write_json(Layout(self.folder).marker, value, ops)
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines that tell of its rows what error rows do not."""
+        ignored = unread_text(self.unread_arguments)
+        return [] if ignored is None else [ignored]
 
     @property
     def index_dir(self) -> Path:

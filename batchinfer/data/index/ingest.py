@@ -40,12 +40,13 @@ from batchinfer.data.prompts.render_pool import Happened, RenderPool
 from batchinfer.data.prompts.render_worker import RenderSpec
 from batchinfer.data.storage.durable import FileOps, sha256_of, storage
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job.prompt import PromptSection
 from batchinfer.machine.cpus import usable_cpus
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-INGEST_FORMAT = 5  # raise it when equal input would give another index
+INGEST_FORMAT = 6  # raise it when equal input would give another index
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,19 +251,7 @@ class _Ingest:
         self, columns: Columns, mode: Mode, schema: pa.Schema | None, values_are_text: bool
     ) -> RenderSpec:
         prompt, options = self._job.prompt, self._options
-        plan = PromptPlan(
-            mode=mode,
-            params=self._job.params(),
-            system=prompt.system if prompt else None,
-            user=prompt.user if prompt else None,
-            column=columns.prompt,
-            overrides=columns.overrides,
-            values_are_text=values_are_text,
-            by_url=self._by_url(),
-            one_schema=self._job.output.json_schema is not None,
-            now=options.now,
-            fits=self._job.sampling.fits,
-        )
+        plan = self._prompt_plan(columns, mode, values_are_text)
         truncate = prompt.truncate if prompt else "error"
         own = self._job.model.max_model_len is not None
         limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own)
@@ -271,6 +260,26 @@ class _Ingest:
         fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)
         source = str(self._job.source)
         return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
+
+    def _prompt_plan(self, columns: Columns, mode: Mode, values_are_text: bool) -> PromptPlan:
+        prompt = self._job.prompt or PromptSection()
+        return PromptPlan(
+            mode=mode,
+            params=self._job.params(),
+            system=prompt.system,
+            user=prompt.user,
+            column=columns.prompt,
+            overrides=columns.overrides,
+            values_are_text=values_are_text,
+            by_url=self._by_url(),
+            one_schema=self._job.output.json_schema is not None,
+            now=self._options.now,
+            fits=self._job.sampling.fits,
+            chat=prompt.chat,
+            chat_template=self._job.chat_template,
+            arguments=prompt.arguments,
+            argument_columns=prompt.template_arguments_from_columns,
+        )
 
     def _by_url(self) -> dict[str, SamplingParams]:
         given, length = self._job.given_params(), self._options.max_model_len
@@ -297,6 +306,7 @@ class _Ingest:
             (writer.logprobs or 0) if self._job.sampling.asks_logprobs else writer.logprobs,
             None if output.json_schema is None else AnswerSchema(output.json_schema, output.column),
             self._options.output,
+            writer.unread.rows,
         )
         index.write_marker(self._ops)
         return index

@@ -15,6 +15,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, Layout
 from batchinfer.data.index.token_store import TokenWriter
+from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import Prepared, PreparedRows
 from batchinfer.data.prompts.row_facts import RowFacts
@@ -43,6 +44,7 @@ class IndexWriter:
         self._tokens = TokenWriter(layout.tokens, ops)
         self.rows = 0
         self.error_rows = 0
+        self.unread = UnreadArguments()
         self.logprobs: int | None = None  # the most that a row asks for; None: no row asks
 
     @property
@@ -68,6 +70,7 @@ class IndexWriter:
             self._even.append(pa.record_batch([columns[n] for n in self._schema.names], self._schema))
         self.rows += len(rows)
         self.error_rows += len(done.errors)
+        self.unread.join(done.unread)
 
     def _note_logprobs(self, params: Sequence[SamplingParams]) -> None:
         asked = [p.logprobs for p in params if p.logprobs is not None]

@@ -5,7 +5,6 @@ Runs in a process of its own (render_worker.py), because a template may hang or 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,7 +18,8 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, openai_request
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
-from batchinfer.data.prompts.chat_shapes import ChatShapes
+from batchinfer.data.prompts.arguments.told import RowArguments, Told, arguments_read
+from batchinfer.data.prompts.chat import Chat
 from batchinfer.data.prompts.chat_template import (
     ChatTemplate,
     Message,
@@ -28,8 +28,10 @@ from batchinfer.data.prompts.chat_template import (
     variables,
 )
 from batchinfer.data.prompts.fits import Fits
+from batchinfer.data.prompts.own_specials import OwnSpecials
 from batchinfer.data.prompts.sampling_fields import from_text, override, override_openai
 from batchinfer.data.prompts.simple_template import SimpleTemplate
+from batchinfer.data.tokenizer.masks import masked, masks_for, texts_of
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 Mode = Literal["template", "messages", "text", "token_ids", "openai"]
@@ -61,13 +63,18 @@ class PromptPlan:
     now: datetime = datetime(1970, 1, 1)
     max_text_bytes: int = MAX_TEXT_BYTES
     fits: bool = False  # max_tokens of a row that has none of its own is what its constraint can need
+    chat: bool = True  # False: the text of `user` is the whole prompt
+    chat_template: str | None = None  # None: the checkpoint's
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, for all rows
+    argument_columns: tuple[tuple[str, str], ...] = ()  # an argument, and the column that sets it
 
 
 class Draft(NamedTuple):
     """A prompt before tokenising: `text`, or `token_ids` as given.
 
     `add_special` asks the tokenizer for its own BOS. `masks` maps stand-ins in `text` to special-token literals
-    that the row's content holds and that are to be encoded as plain text.
+    that the row's content holds and that are to be encoded as plain text. `unread` are the names of arguments that the
+    row gives and the chat template does not read.
     """
 
     params: SamplingParams
@@ -75,6 +82,7 @@ class Draft(NamedTuple):
     token_ids: Sequence[int] = ()
     add_special: bool = False
     masks: dict[str, str] | None = None
+    unread: tuple[str, ...] = ()
 
 
 def template_columns(source: str | None) -> set[str]:
@@ -95,12 +103,20 @@ class PromptBuilder:
         self._plan = plan
         self._fits = Fits()
         self._specials = tokenizer.special_pattern if tokenizer.specials else None
+        self._own = None if plan.chat else OwnSpecials(tokenizer.special_pattern)
         self._system = _RowTemplate("prompt.system", plan.system) if plan.system is not None else None
-        self._user = _RowTemplate("prompt.user", plan.user) if plan.user is not None else None
-        source = tokenizer.chat_template if plan.mode in _CHATS else None
-        self._chat = _Chat(ChatTemplate(source, tokenizer.named, plan.now)) if source is not None else None
+        self._user = _RowTemplate("prompt.user", plan.user, self._own) if plan.user is not None else None
+        source = (plan.chat_template or tokenizer.chat_template) if plan.mode in _CHATS else None
+        self._chat = Chat(ChatTemplate(source, tokenizer.named, plan.now)) if source is not None else None
+        self._arguments = RowArguments(
+            plan.arguments,
+            plan.argument_columns,
+            arguments_read(source) if source is not None else frozenset(),
+            plan.values_are_text,
+            plan.max_text_bytes,
+        )
         self._build: Callable[[Values], Draft] = {
-            "template": self._from_templates,
+            "template": self._from_templates if plan.chat else self._from_whole_template,
             "messages": self._from_messages,
             "text": self._from_text,
             "token_ids": self._from_token_ids,
@@ -140,13 +156,20 @@ class PromptBuilder:
         for role, template in (("system", self._system), ("user", self._user)):
             if template is not None:
                 messages.append({"role": role, "content": template.render(values)})
-        return self._chat_draft(messages, self._params(values))
+        return self._chat_draft(messages, self._params(values), self._arguments.of_row(values))
+
+    def _from_whole_template(self, values: Values) -> Draft:
+        """The text of `user`, with the special tokens that stand in the template."""
+        assert self._user is not None
+        assert self._own is not None
+        text, masks = self._own.resolved(self._user.render(values))
+        return Draft(self._params(values), text, add_special=True, masks=masks)
 
     def _from_messages(self, values: Values) -> Draft:
         messages = check_messages(self._column(values))
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
-        return self._chat_draft(messages, self._params(values))
+        return self._chat_draft(messages, self._params(values), self._arguments.of_row(values))
 
     def _from_text(self, values: Values) -> Draft:
         return Draft(self._params(values), check_text(self._column(values)), add_special=True)
@@ -164,7 +187,7 @@ class PromptBuilder:
             )
         params = self._fitted(params, body)
         if url == CHAT_URL:
-            return self._chat_draft(check_messages(body.get(name)), params)
+            return self._chat_draft(check_messages(body.get(name)), params, self._arguments.of_request(body))
         prompt = body.get(name)
         if isinstance(prompt, list):
             return Draft(params, token_ids=check_token_ids(prompt))
@@ -179,36 +202,30 @@ class PromptBuilder:
             return parse_value(value)
         return value
 
-    def _chat_draft(self, messages: list[Message], params: SamplingParams) -> Draft:
+    def _chat_draft(self, messages: list[Message], params: SamplingParams, told: Told) -> Draft:
         if self._chat is None:
             raise RowProblem("no_chat_template", "the checkpoint has no chat template; use prompt.text")
-        masks: dict[str, str] = {}
-        if self._specials is not None and _holds(self._specials.search, messages):
-            masks = self._masks(messages)
-            messages = _replaced(
-                messages, {literal: mask for mask, literal in masks.items()}, self._specials.sub
-            )
-        return Draft(params, self._chat.render(messages), masks=masks or None)
-
-    def _masks(self, messages: list[Message]) -> dict[str, str]:
-        """Stand-ins that no content can hold: they are named after the digest of all contents."""
-        digest = hashlib.sha256(repr(messages).encode("utf-8", "replace")).hexdigest()[:24]
+        masks, arguments = None, told.arguments
         pattern = self._specials
-        found = sorted({m for text in _texts(messages) for m in pattern.findall(text)}) if pattern else []
-        return {f"\ue0f4{digest}.{number}\ue0f5": literal for number, literal in enumerate(found)}
+        if pattern is not None and (_holds(pattern.search, messages) or _holds(pattern.search, [arguments])):
+            masks = masks_for([messages, arguments], pattern)
+            by_literal = {literal: mask for mask, literal in masks.items()}
+            messages, arguments = masked([messages, arguments], by_literal, pattern.sub)
+        return Draft(params, self._chat.render(messages, arguments), masks=masks, unread=told.unread)
 
 
 class _RowTemplate:
     """One of the job's templates, compiled once; a template without any expression is a constant."""
 
-    def __init__(self, where: str, source: str) -> None:
+    def __init__(self, where: str, source: str, own: OwnSpecials | None = None) -> None:
         self._where = where
-        self._source = source
         environment = row_environment()
         tree = environment.parse(source)
+        if own is not None:
+            own.mark(tree)
         self._names = sorted(variables(environment, tree))
         self._constant = _constant_text(tree)
-        self._template = environment.from_string(source)
+        self._template = environment.from_string(tree)
         self._whole_row = ROW_VARIABLE in self._names
         self._simple = SimpleTemplate.of(tree)
 
@@ -245,26 +262,6 @@ class _RowTemplate:
         name = nulls[0] if nulls else "column"
         shown = f"column {name!r} is null" if nulls else "a value is null"
         return f"{self._where}: {shown}; give a default: {{{{ {name} or '' }}}}"
-
-
-class _Chat:
-    """The checkpoint's chat template with its refusals made row problems."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._shapes = ChatShapes(template)
-        self._literals = {c.value for c in template.tree().find_all(nodes.Const) if isinstance(c.value, str)}
-
-    def render(self, messages: list[Message]) -> str:
-        try:
-            return self._shapes.render(messages)
-        except MemoryError:
-            raise RowProblem(
-                "template_memory", "the chat template asks for too much memory", "resource"
-            ) from None
-        except Exception as error:  # noqa: BLE001 - a checkpoint's template may raise anything
-            # A sentence that stands in the template itself is safe to show; others may quote the messages.
-            known = str(error) if str(error) in self._literals else type(error).__name__
-            raise RowProblem("template_error", f"the checkpoint's chat template refused: {known}") from None
 
 
 def check_messages(value: Any) -> list[Message]:
@@ -347,26 +344,11 @@ def _constant_text(tree: nodes.Template) -> str | None:
     return "".join(pieces)
 
 
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [text for item in value.values() for text in _texts(item)]
-    return [text for item in value for text in _texts(item)] if isinstance(value, list) else []
-
-
-def _holds(search: Callable[[str], Any], messages: list[Message]) -> bool:
+def _holds(search: Callable[[str], Any], messages: Sequence[Mapping[str, Any]]) -> bool:
     for message in messages:
+        if len(message) > 2 and any(map(search, message)):
+            return True
         for value in message.values():
-            if search(value) if type(value) is str else any(map(search, _texts(value))):
+            if search(value) if type(value) is str else any(map(search, texts_of(value))):
                 return True
     return False
-
-
-def _replaced(value: Any, masks: Mapping[str, str], substitute: Callable[..., str]) -> Any:
-    """The same messages with each special-token literal replaced by its mask."""
-    if isinstance(value, str):
-        return substitute(lambda match: masks[match.group(0)], value)
-    if isinstance(value, Mapping):
-        return {name: _replaced(item, masks, substitute) for name, item in value.items()}
-    return [_replaced(item, masks, substitute) for item in value] if isinstance(value, list) else value

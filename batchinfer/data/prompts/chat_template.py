@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -85,7 +86,10 @@ class ChatTemplate:
 
     def __init__(self, source: str, named: dict[str, str], now: datetime) -> None:
         self.source = source
-        self._named = named
+        # What the template reads by name, messages aside; a dict, as Jinja's own parameters may have any name
+        self._given: dict[str, Any] = {
+            "tools": None, "documents": None, "add_generation_prompt": True, **named
+        }  # fmt: skip
         self._environment = chat_environment(now)
         self._template = self._environment.from_string(source)
 
@@ -95,9 +99,13 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt, up to where the assistant's answer begins."""
-        return self._template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._named
-        )
+        return self._template.render({**self._given, "messages": messages})
+
+    def told(self, arguments: Mapping[str, Any]) -> ChatTemplate:
+        """The same template with these arguments besides."""
+        other = copy.copy(self)
+        other._given = {**self._given, **arguments}
+        return other
 
 
 def chat_environment(now: datetime) -> ImmutableSandboxedEnvironment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
 
@@ -16,6 +16,7 @@ from batchinfer.data.constraints.constraint_check import ConstraintChecker
 from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.rows import RowProblem, Values, row_error
+from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFacts, RowFields
@@ -80,7 +81,7 @@ class Prepared:
     """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
 
     `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
-    `max_tokens` (n,), `counts` (n,).
+    `max_tokens` (n,), `counts` (n,). `unread` are arguments that the chat template does not read, and in how many rows.
     """
 
     errors: dict[int, RowError]
@@ -90,6 +91,7 @@ class Prepared:
     counts: TokenIds
     keys: bytes
     tokens: TokenIds
+    unread: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -163,6 +165,7 @@ class Preparer:
     def _draft(self, index: int, row: Values, held: _Drafts, work: _FinishedPrompts) -> None:
         try:
             draft = self._builder.build(self._fields.needed(row))
+            work.unread.add(draft.unread)
             if draft.params is not self._plain and self._constraints.are_due(draft.params):
                 self._report(checking(index))
                 self._constraints.check(draft.params)
@@ -230,7 +233,7 @@ class Preparer:
     def _encode(self, draft: Draft) -> Sequence[int]:
         text = draft.text or ""
         if draft.masks:
-            return self._segments.encode(text, draft.masks)
+            return self._segments.encode(text, draft.masks, draft.add_special)
         ids: Sequence[int] = self._tokenizer.rust.encode(text, add_special_tokens=draft.add_special).ids
         return ids
 
@@ -340,6 +343,7 @@ class _FinishedPrompts:
     def __init__(self, context: bytes) -> None:
         self._context = context
         self.errors: dict[int, RowError] = {}
+        self.unread = UnreadArguments()
         self._params: dict[SamplingParams, int] = {}
         self._last: tuple[SamplingParams | None, int] = (None, 0)
         self._texts: list[str] = []
@@ -387,7 +391,10 @@ class _FinishedPrompts:
         columns["counts"][self._rows] = np.concatenate(self._counts)
         keys[self._rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
         tokens = np.concatenate(self._tokens)
-        return Prepared(self.errors, self._texts, keys=keys.tobytes(), tokens=tokens, **columns)
+        unread = self.unread.rows
+        return Prepared(
+            self.errors, self._texts, keys=keys.tobytes(), tokens=tokens, unread=unread, **columns
+        )
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.data.input.rows import row_error
+from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import Prepared, PreparedRows, RowPiece
 from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts
@@ -109,8 +110,9 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
     errors: dict[int, RowError] = {}
     numbers: dict[str, int] = {}
     params_of, max_tokens, counts, tokens = ([_EMPTY] for _ in range(4))
-    keys, start = [], 0
+    keys, start, unread = [], 0, UnreadArguments()
     for piece in pieces:
+        unread.join(piece.unread)
         errors |= {start + at: error for at, error in piece.errors.items()}
         params_of.append(_renumbered(piece, numbers))
         max_tokens.append(piece.max_tokens)
@@ -126,6 +128,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         np.concatenate(counts),
         b"".join(keys),
         np.concatenate(tokens),
+        unread.rows,
     )
 
 

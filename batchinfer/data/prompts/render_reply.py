@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.request import RowError
 from batchinfer.data.input.json_kinds import KINDS
+from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import Prepared, PreparedRows
 from batchinfer.data.prompts.row_facts import MOST_NAMES, RowFacts, RowFields
@@ -36,6 +37,7 @@ def packed(done: PreparedRows) -> bytes:
         "rows": len(done),
         "errors": {str(at): asdict(error) for at, error in prompts.errors.items()},
         "params": prompts.params,
+        "unread_arguments": prompts.unread,
         "kinds": [sorted(kinds) for kinds in facts.kinds],
         "unread": facts.unread,
         "names": facts.names,
@@ -135,7 +137,8 @@ def _rows(head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_siz
         raise ValueError("keys or tokens are not those of the rows")
     if np.flatnonzero(counts == 0).tolist() != sorted(errors):
         raise ValueError("a row has both tokens and an error, or neither")
-    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens)
+    ignored = _counts(head["unread_arguments"])
+    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens, ignored)
     return PreparedRows(prompts, _facts(head, parts, fields, size))
 
 
@@ -168,6 +171,14 @@ def _texts(values: Any) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
         raise ValueError("not a list of texts")
     return values
+
+
+def _counts(values: Any) -> dict[str, int]:
+    if not isinstance(values, dict):
+        raise ValueError("not an object of numbers")
+    names = UnreadArguments()
+    names.join({name: _whole(rows) for name, rows in values.items()})
+    return names.rows
 
 
 def _error(values: Any) -> RowError:

@@ -23,6 +23,7 @@ from batchinfer.core.sampling import (
 )
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.constraints.schema_problem import BadSchema
+from batchinfer.data.input.openai import TEMPLATE_FIELDS
 from batchinfer.data.input.rows import RowProblem, kind_of
 
 # What OpenAI requests may carry without changing the answer here.
@@ -79,6 +80,8 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
         name = _RENAMED.get(field, field)
         if value is None or field == prompt_field or field in _HARMLESS or field in logprobs:
             continue
+        if chat and field in TEMPLATE_FIELDS:
+            continue  # what the chat template is told
         if field == "n":
             _check_n(value)
         elif field in ("stream", "stream_options"):

@@ -24,8 +24,9 @@ _IN_CONFIG = f"{_CONFIG} (chat_template)"
 _SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 _STATING_ENDS = ("generation_config.json", "config.json")
 FILES = (_FAST, _CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json", *_SLOW)
+_PROBE = "a"  # a text that shows what the tokenizer puts around texts
 _SHOWN = 80  # characters of a token that a message quotes
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,11 @@ class Tokenizer:
 
     `rust` is the `tokenizers.Tokenizer` itself. `specials` maps the text of each special token to its id.
     `named` holds bos_token, eos_token and so on as the chat template sees them.
-    `template` is None when the checkpoint has no chat template. `definition` is the JSON that makes `rust` again.
+    `template` is None when the checkpoint has no chat template and none is given in its place. `definition` is the JSON
+    that makes `rust` again.
     """
 
-    def __init__(self, folder: Path, definition: str) -> None:
+    def __init__(self, folder: Path, definition: str, template: TemplateSource | None = None) -> None:
         self.folder = folder
         self.rust = _from_json(folder, definition)
         self.definition = definition
@@ -52,19 +54,25 @@ class Tokenizer:
         self._added = {token.content: token for token in added.values() if token.special}
         self.specials = {token.content: number for number, token in added.items() if token.special}
         config = read_object(folder / _CONFIG)
-        self.named = {name: text for name in _NAMED if (text := _token_text(config.get(name))) is not None}
-        self.template = _chat_template(folder, config)
+        self.named = {
+            name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None
+        }
+        self.template = template or _chat_template(folder, config)
+        self._given_template = template
         self.special_pattern = _any_of(self.specials)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Raises JobFileError when the folder has no tokenizer, or one that cannot be read, SecurityRefusal when one of
-        its files is no regular file."""
+    def load(cls, folder: Path, template: TemplateSource | None = None) -> Tokenizer:
+        """`template`: a chat template that takes the place of the checkpoint's.
+
+        Raises JobFileError when the folder has no tokenizer, or one that cannot be read, SecurityRefusal when one of
+        its files is no regular file.
+        """
         there = [name for name in (*FILES, *_STATING_ENDS) if held(folder / name)]
         if _FAST in there:
-            found = cls(folder, read_text(folder / _FAST))
+            found = cls(folder, read_text(folder / _FAST), template)
         elif any(name in there for name in _SLOW):
-            found = cls(folder, converted(folder))
+            found = cls(folder, converted(folder), template)
         else:
             raise wrong_tokenizer(folder, f"{folder} has no tokenizer; {_FAST} is needed")
         _check_ids(found)
@@ -87,13 +95,16 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the tokenizer's files, the chat template among them."""
+        """sha256 over the tokenizer's files, the chat template among them, and the one given in its place."""
         digest = hashlib.sha256()
         for name in FILES:
             path = self.folder / name
             if held(path):
                 digest.update(f"{name}:{path.stat().st_size}:".encode())
                 digest.update(read_bytes(path))
+        if self._given_template is not None:
+            text = self._given_template.text.encode("utf-8", "surrogatepass")
+            digest.update(f"given template:{len(text)}:".encode() + text)
         return digest.hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -146,8 +157,22 @@ class SegmentEncoder:
         self._first = _plain(json.loads(definition), inner=False)
         self._inner = _plain(json.loads(definition), inner=True)
 
-    def encode(self, text: str, masks: dict[str, str]) -> list[int]:
-        """Token ids of `text` in which each mask stands for a literal that is to be plain text."""
+    def encode(self, text: str, masks: dict[str, str], add_special: bool = False) -> list[int]:
+        """Token ids of `text` in which each mask stands for a literal that is to be plain text. `add_special`: with
+        what the tokenizer itself puts around a text, such as its BOS."""
+        ids = self._encoded(text, masks)
+        before, behind = self._around if add_special else ([], [])
+        return [*before, *ids, *behind]
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        plain = self._first.encode(_PROBE, add_special_tokens=False).ids
+        whole = self._first.encode(_PROBE, add_special_tokens=True).ids
+        starts = range(len(whole) - len(plain) + 1)
+        at = next(start for start in starts if whole[start : start + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
+
+    def _encoded(self, text: str, masks: dict[str, str]) -> list[int]:
         ids: list[int] = []
         pieces = self._pattern.split(text)
         for index, piece in enumerate(pieces):

@@ -36,6 +36,8 @@ def read_input(run: OpenRun, context: bytes, store: CompletionStore, checked: Re
         where = {"model": str(run.job.model.path), "completions": str(run.state.completions)}
         write_strings(index.folder / PARTIAL, where, run.state.ops)
     run.report.note(rows=index.rows)
+    for line in index.notices:
+        run.notice(line)
     return index
 
 

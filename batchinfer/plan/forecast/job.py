@@ -101,6 +101,8 @@ def forecast_job(
         notice(f"rows set their own {job.sampling.row_parameters()}")
     with temporary_folder("plan") as scratch:
         known = _planned(job, setup, state, Path(scratch), reading, sample)
+        for line in known.index.notices:
+            notice(line)
         found = _counted(known.job, setup, known.plan, known.index, known.drawn)
         if not known.plan.to_run:
             return found

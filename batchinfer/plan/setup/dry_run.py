@@ -34,6 +34,7 @@ def dry_run(job: Job, setup: Setup) -> list[str]:
     with temporary_folder("validate") as scratch:
         index = first_index(job, setup, Path(scratch), FIRST_ROWS)
         errors = summarise_errors(index.index_parts)
+    told = index.notices
     complete = _is_complete(index, job.input.limit)
     budget = Budget(index.rows, job.on_error.max_error_rate, job.on_error.publish)
     if complete and budget.exceeded(index.error_rows):
@@ -43,8 +44,8 @@ def dry_run(job: Job, setup: Setup) -> list[str]:
         f"all {index.rows:,}" if complete else f"the first {FIRST_ROWS} of each file, {index.rows:,} in all,"
     )
     if not index.error_rows:
-        return [f"rows: {which} can be run"]
-    return [f"rows: {index.error_rows:,} of {which} would become error rows:", errors.text()]
+        return [*told, f"rows: {which} can be run"]
+    return [*told, f"rows: {index.error_rows:,} of {which} would become error rows:", errors.text()]
 
 
 def _is_complete(index: Index, limit: int | None) -> bool:

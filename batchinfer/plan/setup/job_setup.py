@@ -20,7 +20,7 @@ from batchinfer.data.index.ingest import IngestOptions
 from batchinfer.data.input.reader import SampleSize, Strata
 from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.outputs.registry import kind_of
-from batchinfer.data.prompts.mode import check_chat_template, check_templates
+from batchinfer.data.prompts.mode import check_chat_template, check_templates, given_template
 from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ def check_setup(
     setting = resolve(job, checkpoint, hardware)
     if setting.quantization == "stored":
         checkpoint = checkpoint.as_stored()
-    tokenizer = Tokenizer.load(job.model.path)
+    tokenizer = Tokenizer.load(job.model.path, given_template(job))
     check_templates(job)
     check_chat_template(job, tokenizer)
     check_destination(state.results, job.name, replace, ours=state.has_published)

@@ -399,6 +399,10 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
             "text": None,
             "token_ids": None,
             "truncate": "error",
+            "chat": True,
+            "chat_template": None,
+            "template_arguments": None,
+            "template_arguments_from_columns": (),
         },
     ], "a new option is added here; one that is here never changes"
 

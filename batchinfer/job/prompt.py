@@ -1,0 +1,77 @@
+"""The section of a job file that says how a row becomes a prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import Field
+
+from batchinfer.core.sampling import Truncate
+from batchinfer.job.field_types import ArgumentColumns, Column, PathField, TemplateArguments, Text
+from batchinfer.job.section import Section
+
+PROMPT_SOURCES = ("user", "messages", "text", "token_ids")
+
+
+class PromptSection(Section):
+    """The part of a row that the model reads: exactly one of user, messages, text and token_ids."""
+
+    system: Text | None = Field(
+        default=None,
+        description="System message before user or messages. Jinja: {{ column }} is the row's value.",
+    )
+    user: Text | None = Field(
+        default=None,
+        description="User message, put into the chat template. Jinja: {{ column }} is the row's value.",
+    )
+    messages: Column | None = Field(
+        default=None, description="Column with a whole chat: a list of {role, content}."
+    )
+    text: Column | None = Field(
+        default=None, description="Column whose text is continued as it is, without a chat template."
+    )
+    token_ids: Column | None = Field(
+        default=None, description="Column with the prompt's token ids, used as they are."
+    )
+    truncate: Truncate = Field(
+        default="error",
+        description="A prompt that is too long: error makes it an error row; left or right cuts it at that end.",
+    )
+    chat: bool = Field(
+        default=True,
+        description="Whether the chat template is used. false: the text of user is the whole prompt.",
+    )
+    chat_template: PathField | None = Field(
+        default=None,
+        description="File with a chat template (Jinja), instead of the checkpoint's or where it has none.",
+    )
+    template_arguments: TemplateArguments = Field(
+        default=None,
+        description="What the chat template is told besides messages, such as {enable_thinking: false}.",
+    )
+    template_arguments_from_columns: ArgumentColumns = Field(
+        default=(),
+        description="Arguments that a row sets itself: [enable_thinking], or {enable_thinking: think_col} for another "
+        "column.",
+        json_schema_extra={"default": []},
+    )
+
+    @property
+    def source(self) -> str | None:
+        """The key that says where prompts come from; None: they stand in OpenAI requests."""
+        return next((name for name in PROMPT_SOURCES if getattr(self, name) is not None), None)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the chat template that all rows have in common."""
+        found: dict[str, Any] = json.loads(self.template_arguments or "{}")
+        return found
+
+    def argument_keys(self) -> list[tuple[str, str]]:
+        """Return each argument that the section names, with the key that names it."""
+        columns = "template_arguments_from_columns"
+        return [
+            *((name, f"template_arguments.{name}") for name in self.arguments),
+            *((name, columns) for name, _ in self.template_arguments_from_columns),
+        ]

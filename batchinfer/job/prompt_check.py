@@ -1,0 +1,75 @@
+"""Checks of the prompt section: its source, and the options that go with only some sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from batchinfer.job.prompt import PROMPT_SOURCES
+from batchinfer.job.yaml_tree import Finding
+
+SOURCES_TEXT = "user, messages, text and token_ids"
+_AS_IT_IS = ("text", "token_ids")  # prompts that no chat template renders
+_OF_CHATS = ("chat_template", "template_arguments", "template_arguments_from_columns")
+_OF_ROWS = (
+    "system",
+    "chat",
+    "template_arguments_from_columns",
+)  # what requests say themselves, or not at all
+
+
+def prompt_findings(section: Mapping[str, Any], requests: bool) -> Iterator[Finding]:
+    """Every mistake of the section. `requests`: the input is an OpenAI batch file, whose lines hold the prompts."""
+    given = [name for name in PROMPT_SOURCES if section.get(name) is not None]
+    if requests and not given:
+        yield from _for_requests(section)
+        return
+    yield from _source(section, given)
+    if len(given) == 1:
+        yield from _chat(section, given[0])
+
+
+def _source(section: Mapping[str, Any], given: list[str]) -> Iterator[Finding]:
+    if not given:
+        message = f"has none of {SOURCES_TEXT}; give exactly one of them"
+        yield Finding(("prompt",), message, "OpenAI batch files need none: then write input.format: openai")
+    for extra in given[1:]:
+        message = f"is given together with {given[0]}; give exactly one of {SOURCES_TEXT}"
+        yield Finding(("prompt", extra), message, "remove one")
+    if section.get("system") is not None and given and not {"user", "messages"} & set(given):
+        message = (
+            f"is given, but {given[0]} takes the prompt as it is; a system message goes with user or messages"
+        )
+        yield Finding(("prompt", "system"), message, "remove it")
+
+
+def _chat(section: Mapping[str, Any], source: str) -> Iterator[Finding]:
+    """Find options of chat templates where none is used."""
+    if source in _AS_IT_IS:
+        why = f"{source} takes the prompt as it is, without a chat template"
+        unused: tuple[str, ...] = ("chat", *_OF_CHATS)
+    elif section.get("chat") is False and source == "messages":
+        message = "is false, but only a chat template makes a prompt of messages"
+        yield Finding(("prompt", "chat"), message, "write the prompt as a template in user, or remove it")
+        return
+    elif section.get("chat") is False:
+        why, unused = "chat: false uses no chat template", _OF_CHATS
+        if section.get("system") is not None:
+            message = (
+                "is given, but chat: false makes a prompt without messages, so that none is of the system"
+            )
+            yield Finding(("prompt", "system"), message, "put its text at the beginning of user")
+    else:
+        return
+    for name in unused:
+        if section.get(name) not in (None, (), {}):
+            yield Finding(("prompt", name), f"is given, but {why}", "remove it")
+
+
+def _for_requests(section: Mapping[str, Any]) -> Iterator[Finding]:
+    for name in _OF_ROWS:
+        if section.get(name) not in (None, ()):
+            message = (
+                "is not for OpenAI batch files: each request says what it asks, chat_template_kwargs included"
+            )
+            yield Finding(("prompt", name), message, "remove it")

@@ -1,0 +1,340 @@
+"""Chat templates shaped like those of published families: the same arguments, and the same ways to read them.
+
+They are rebuilt and shortened; what they print is not what the models were trained with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_TURNS = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+)
+_OPEN = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A template, the arguments that it reads, and some sets of them."""
+
+    source: str
+    reads: frozenset[str] = frozenset()
+    told: tuple[dict[str, Any], ...] = field(default=({},))
+
+
+QWEN3 = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
+        {%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}{%- set content = message.content %}
+    {%- else %}{%- set content = '' %}{%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+DEEPSEEK_V31 = """
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}
+{% if not thinking is defined %}{% set thinking = false %}{% endif %}
+{% set ns = namespace(is_first=false, system_prompt='', is_first_sp=true, is_last_user=false) %}
+{%- for message in messages %}{%- if message['role'] == 'system' %}
+    {%- if ns.is_first_sp %}{% set ns.system_prompt = ns.system_prompt + message['content'] %}
+    {% set ns.is_first_sp = false %}
+    {%- else %}{% set ns.system_prompt = ns.system_prompt + '\\n\\n' + message['content'] %}{%- endif %}
+{%- endif %}{%- endfor %}
+{{ bos_token }}{{ ns.system_prompt }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}{%- set ns.is_last_user = true -%}{{ '<User>' + message['content'] }}{%- endif %}
+    {%- if message['role'] == 'assistant' %}{%- set ns.is_last_user = false -%}
+        {{ '<Assistant></think>' + message['content'] + '<eos>' }}{%- endif %}
+{%- endfor -%}
+{%- if add_generation_prompt and ns.is_last_user %}{{ '<Assistant>' }}
+    {%- if not thinking %}{{ '</think>' }}{%- else %}{{ '<think>' }}{%- endif %}
+{% endif %}
+"""
+DEEPSEEK_R1 = (
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% set content = message['content'] %}{% if '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}{{ '<Assistant>' + content + eos_token }}"
+    "{% else %}{{ '<User>' + message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<Assistant><think>\\n' }}{% endif %}"
+)
+GPT_OSS = """
+{%- macro render_builtin_tools(browser, python) %}
+    {%- if browser %}{{- "## browser\\n" }}{%- endif %}{%- if python %}{{- "## python\\n" }}{%- endif %}
+{%- endmacro %}
+{%- macro build_system_message() -%}
+    {%- if model_identity is not defined %}
+        {%- set model_identity = "You are ChatGPT, a large language model trained by OpenAI." %}
+    {%- endif %}
+    {{- model_identity + "\\nKnowledge cutoff: 2024-06\\nCurrent date: " + strftime_now("%Y-%m-%d") + "\\n\\n" }}
+    {%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{%- endif %}
+    {{- "Reasoning: " + reasoning_effort + "\\n\\n" }}
+    {%- if builtin_tools %}
+        {{- "# Tools\\n\\n" }}{%- set available = namespace(browser=false, python=false) %}
+        {%- for tool in builtin_tools %}
+            {%- if tool == "browser" %}{%- set available.browser = true %}
+            {%- elif tool == "python" %}{%- set available.python = true %}{%- endif %}
+        {%- endfor %}
+        {{- render_builtin_tools(available.browser, available.python) }}
+    {%- endif -%}
+    {{- "# Valid channels: analysis, commentary, final." }}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>" + build_system_message() + "<|end|>" }}
+{%- if messages[0].role == "developer" or messages[0].role == "system" %}
+    {%- set developer_message = messages[0].content %}{%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set developer_message = "" %}{%- set loop_messages = messages %}
+{%- endif %}
+{%- if developer_message or tools %}{{- "<|start|>developer<|message|>" + developer_message + "<|end|>" }}{%- endif %}
+{%- for message in loop_messages -%}
+    {{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+"""
+MAGISTRAL = """
+{%- set default_system_message = 'First draft your thinking process until you arrive at a response.' %}
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}{%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = default_system_message %}{%- set loop_messages = messages %}
+{%- endif %}
+{{- '[SYSTEM_PROMPT]' + system_message + '[/SYSTEM_PROMPT]' }}
+{%- for message in loop_messages %}
+    {%- if message['role'] == 'user' %}{{- '[INST]' + message['content'] + '[/INST]' }}
+    {%- elif message['role'] == 'assistant' %}{{- message['content'] + eos_token }}
+    {%- else %}{{- raise_exception('Only user, system and assistant roles are supported!') }}{%- endif %}
+{%- endfor %}
+"""
+GRANITE33 = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] %}{%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "Today's Date: " + strftime_now('%B %d, %Y') + ".\\nYou are Granite." %}
+    {%- if available_tools and documents %}{%- set system_message = system_message + " Tools and documents." %}
+    {%- elif available_tools %}{%- set system_message = system_message + " Tools." %}
+    {%- elif documents %}{%- set system_message = system_message + " Use the facts in the documents." %}
+    {%- elif thinking %}{%- set system_message = system_message + " Think in <think></think>." %}{%- endif %}
+    {%- if 'citations' in controls and documents %}{%- set system_message = system_message + ' Cite.' %}{%- endif %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\\n' }}
+{%- if documents %}{%- for document in documents %}
+    {{- '<|start_of_role|>document ' + (document.doc_id | string) + '<|end_of_role|>\\n' + document['text'] }}
+{%- endfor %}{%- endif %}
+{%- for message in loop_messages %}
+    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>\\n' }}
+    {%- if loop.last and add_generation_prompt %}
+        {{- '<|start_of_role|>assistant' }}{%- if controls %}{{- ' ' + controls | tojson() }}{%- endif %}
+        {{- '<|end_of_role|>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+NEMOTRON3 = (
+    "{%- set enable_thinking = enable_thinking if enable_thinking is defined else True %}"
+    "{%- set truncate_history_thinking = truncate_history_thinking if truncate_history_thinking is defined else True %}"
+    "{%- for message in messages %}{%- set content = message.content %}"
+    "{%- if message.role == 'assistant' and truncate_history_thinking and '</think>' in content %}"
+    "{%- set content = content.split('</think>')[-1] %}{%- endif %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{%- endfor %}"
+    f"{_OPEN}{{%- if enable_thinking %}}{{{{- '<think>\\n' }}}}{{%- else %}}{{{{- '<think></think>' }}}}{{%- endif %}}"
+    "{%- endif %}"
+)
+SMOLLM3 = """
+{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
+{%- if enable_thinking -%}{%- set reasoning_mode = "/think" -%}{%- else -%}{%- set reasoning_mode = "/no_think" -%}
+{%- endif -%}
+{{- "<|im_start|>system\\n" -}}
+{%- if messages[0].role == "system" -%}
+    {%- set system_message = messages[0].content -%}
+    {%- if "/no_think" in system_message -%}{%- set reasoning_mode = "/no_think" -%}{%- endif -%}
+    {%- set custom_instructions = system_message.replace("/no_think", "").rstrip() -%}
+{%- endif -%}
+{{- "Reasoning Mode: " + reasoning_mode + "\\n\\n" -}}
+{%- if custom_instructions -%}{{- custom_instructions + "\\n\\n" -}}
+{%- else -%}{{- "You are a helpful AI assistant named SmolLM.\\n\\n" -}}{%- endif -%}
+{%- if xml_tools or python_tools or tools -%}
+    {{- "### Tools\\n\\n" -}}
+    {%- if xml_tools -%}{%- for tool in xml_tools -%}{{- (tool | string) + "\\n" -}}{%- endfor -%}{%- endif -%}
+    {%- if python_tools -%}{%- for tool in python_tools -%}{{- (tool | string) + "\\n" -}}{%- endfor -%}{%- endif -%}
+{%- endif -%}
+{{- "<|im_end|>\\n" -}}
+{%- for message in messages -%}
+    {%- set content = message.content if message.content is string else "" -%}
+    {%- if message.role == "user" -%}{{ "<|im_start|>user\\n" + content + "<|im_end|>\\n" }}
+    {%- elif message.role == "assistant" -%}
+        {% generation %}
+        {%- if reasoning_mode == "/think" -%}{{ "<|im_start|>assistant\\n" + content.lstrip("\\n") + "<|im_end|>\\n" }}
+        {%- else -%}{{ "<|im_start|>assistant\\n<think>\\n\\n</think>\\n" + content + "<|im_end|>\\n" }}{%- endif -%}
+        {% endgeneration %}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {%- if reasoning_mode == "/think" -%}{{ "<|im_start|>assistant\\n" }}
+    {%- else -%}{{ "<|im_start|>assistant\\n<think>\\n\\n</think>\\n" }}{%- endif -%}
+{%- endif -%}
+"""
+HERMES3 = (
+    "{%- macro json_to_python_type(json_spec) %}{%- set basic_type_map = {'string': 'str', 'number': 'float'} %}"
+    "{%- if basic_type_map[json_spec.type] is defined %}{{- basic_type_map[json_spec.type] }}"
+    "{%- elif json_spec.type is iterable %}{%- for type in json_spec.type %}"
+    "{{- json_to_python_type({'type': type}) }}{%- endfor %}{%- endif %}{%- endmacro %}"
+    "{{- bos_token }}{%- if tools is iterable and tools | length > 0 %}{%- for tool in tools %}"
+    "{{- json_to_python_type(tool.function.parameters) }}{%- endfor %}{%- endif %}"
+    f"{_TURNS}{_OPEN}{{%- endif %}}"
+)
+LLAMA31 = """
+{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if not tools_in_user_message is defined %}{%- set tools_in_user_message = true %}{%- endif %}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system_message = "" %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
+{%- if tools is not none and not tools_in_user_message %}
+    {{- "You have access to the following functions.\\n\\n" }}
+    {%- for t in tools %}{{- t | tojson(indent=4) + "\\n\\n" }}{%- endfor %}
+{%- endif %}
+{{- system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+GEMMA3 = """
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set first_user_prefix = messages[0]['content'] + '\\n\\n' -%}{%- set loop_messages = messages[1:] -%}
+{%- else -%}{%- set first_user_prefix = "" -%}{%- set loop_messages = messages -%}{%- endif -%}
+{%- for message in loop_messages -%}
+    {%- if (message['role'] == 'assistant') -%}{%- set role = "model" -%}
+    {%- else -%}{%- set role = message['role'] -%}{%- endif -%}
+    {{ '<start_of_turn>' + role + '\\n' + (first_user_prefix if loop.first else "") }}
+    {%- if message['content'] is string -%}{{ message['content'] | trim }}{%- endif -%}
+    {{ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{'<start_of_turn>model\\n'}}{%- endif -%}
+"""
+PHI4_REASONING = (
+    "<|im_start|>system<|im_sep|>You are Phi, trained to think step by step.<|im_end|>"
+    "{% for message in messages %}{% if (message['role'] == 'user') %}"
+    "{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'assistant') %}"
+    "{{'<|im_start|>assistant<|im_sep|>'}}{% generation %}{{message['content'] + '<|im_end|>'}}{% endgeneration %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
+GLM45 = """[gMASK]<sop>
+{%- macro visible_text(content) -%}
+    {%- if content is string -%}{{- content }}
+    {%- elif content is iterable and content is not mapping -%}{%- for item in content -%}{{- item }}{%- endfor -%}
+    {%- else -%}{{- content }}{%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last_user_index=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{% set ns.last_user_index = loop.index0 -%}{%- endif %}{%- endfor %}
+{% for m in messages %}
+{%- if m.role == 'user' -%}<|user|>
+{{ visible_text(m.content) }}
+{%- set told = visible_text(m.content).endswith("/nothink") %}
+{{- '/nothink' if (enable_thinking is defined and not enable_thinking and not told) else '' -}}
+{%- elif m.role == 'assistant' -%}<|assistant|>
+{{ visible_text(m.content) }}
+{%- elif m.role == 'system' -%}<|system|>
+{{ visible_text(m.content) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    <|assistant|>{{- '\\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' -}}
+{%- endif -%}
+"""
+KIMI_K2 = (
+    "{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}"
+    "{% for message in messages %}{%- if loop.first and messages[0]['role'] != 'system' -%}"
+    "<|im_system|>system<|im_middle|>You are Kimi.<|im_end|>{% endif %}"
+    "<|im_{{ message['role'] }}|>{{ message.get('name') or message['role'] }}<|im_middle|>"
+    "{{ message['content'] }}<|im_end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"
+)
+COMMAND_R7B = """
+{{- bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>
+{%- if safety_mode is defined and safety_mode | upper == 'STRICT' %}# Strict{%- else %}# Contextual{%- endif %}
+{%- if documents %}# Documents
+{% for doc in documents %}{"id": {{ loop.index0 }}
+{%- for name, value in doc.items() %}, {{ name | tojson }}: {{ value | tojson }}{% endfor %}}
+{% endfor %}{%- endif %}<|END_OF_TURN_TOKEN|>
+{%- for message in messages %}<|START_OF_TURN_TOKEN|>{{ message.role | upper }}
+{{- message.content }}<|END_OF_TURN_TOKEN|>{%- endfor %}
+{%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{%- endif %}
+"""
+
+
+def _family(source: str, *told: dict[str, Any], reads: str = "") -> Family:
+    return Family(source, frozenset(reads.split()), ({}, *told))
+
+
+_THINKING = ({"enable_thinking": False}, {"enable_thinking": True})
+FAMILIES = {
+    "qwen3": _family(QWEN3, *_THINKING, {"enable_thinking": 0}, reads="enable_thinking"),
+    "qwen3-thinking": _family(f"{_TURNS}{_OPEN}{{{{- '<think>\\n' }}}}{{%- endif %}}"),
+    "deepseek-v3.1": _family(DEEPSEEK_V31, {"thinking": True}, {"thinking": False}, reads="thinking"),
+    "deepseek-r1": _family(DEEPSEEK_R1),
+    "gpt-oss": _family(
+        GPT_OSS,
+        {"reasoning_effort": "high"},
+        {"builtin_tools": ["python", "browser"], "model_identity": "You are Ä."},
+        reads="reasoning_effort builtin_tools model_identity",
+    ),
+    "magistral": _family(MAGISTRAL),
+    "granite-3.3": _family(
+        GRANITE33,
+        {"thinking": True},
+        {"documents": [{"doc_id": 1, "text": "one"}], "controls": {"citations": True, "length": "short"}},
+        {"documents": [{"doc_id": "a", "text": "Ä"}], "available_tools": [{"name": "f"}]},
+        reads="thinking documents controls available_tools",
+    ),
+    "nemotron-3": _family(
+        NEMOTRON3, *_THINKING, {"truncate_history_thinking": False}, reads="enable_thinking truncate_history_thinking"
+    ),
+    "smollm3": _family(
+        SMOLLM3,
+        *_THINKING,
+        {"xml_tools": [{"name": "f", "size": 1.5}], "custom_instructions": "Be nice."},
+        {"python_tools": ["def f(): ..."]},
+        reads="enable_thinking xml_tools python_tools custom_instructions",
+    ),
+    "hermes-3": _family(HERMES3),
+    "llama-3.1": _family(
+        LLAMA31,
+        {"date_string": "1 Jan 2026"},
+        {"custom_tools": [{"name": "f", "deep": {"b": [1, None]}}], "tools_in_user_message": False},
+        reads="custom_tools tools_in_user_message date_string",
+    ),
+    "gemma-3": _family(GEMMA3),
+    "phi-4-reasoning": _family(PHI4_REASONING),
+    "glm-4.5": _family(GLM45, *_THINKING, reads="enable_thinking"),
+    "kimi-k2": _family(KIMI_K2),
+    "command-r7b": _family(
+        COMMAND_R7B,
+        {"documents": [{"title": "Ä \\ \"", "n": 3}], "safety_mode": "strict"},
+        reads="documents safety_mode",
+    ),
+}  # fmt: skip
