@@ -46,6 +46,23 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
+def attempt_columns(attempt: int) -> tuple[str, str, str]:
+    """Return the columns of an index with the key, the parameters and the most tokens of the rows' answers in their
+    first attempt, or a later one; null where a row has no such attempt."""
+    if attempt == 1:
+        return "key", "params", "expected_tokens"
+    return f"key_{attempt}", f"params_{attempt}", f"expected_tokens_{attempt}"
+
+
+def index_schema(endpoints: bool, attempts: int = 1) -> pa.Schema:
+    """Return the columns of an index of OpenAI requests, or other rows, each of which may run so many times."""
+    fields = [*INDEX_SCHEMA, *([ENDPOINT] if endpoints else [])]
+    for attempt in range(2, attempts + 1):
+        first = zip(attempt_columns(attempt), attempt_columns(1), strict=True)
+        fields += [pa.field(name, INDEX_SCHEMA.field(like).type) for name, like in first]
+    return pa.schema(fields)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The paths of an index's files."""
@@ -94,6 +111,7 @@ class Index:
     # What answers look like; None: the result has no columns of their parts
     answers: AnswerSchema | None = None
     output: str = "tokens"  # the name of the kind of answers (data/outputs)
+    attempts: int = 1  # how many times a row may run: more than once with a ladder (on_invalid)
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -119,7 +137,8 @@ class Index:
         digests = {entry["path"]: entry["sha256"] for entry in value["inputs"] if entry["sha256"]}
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
         asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked)
+        attempts = int(value.get("attempts", 1))
+        return cls(folder, value["identity"], *counts, inputs, digests, *asked, attempts=attempts)
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -143,6 +162,8 @@ class Index:
         }
         if self.output != "tokens":
             value["output"] = self.output
+        if self.attempts > 1:
+            value["attempts"] = self.attempts
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

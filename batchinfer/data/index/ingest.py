@@ -227,7 +227,9 @@ class _Ingest:
         progress: Callable[[IngestProgress], None],
     ) -> IndexWriter:
         spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
-        writer = IndexWriter(self._layout, self._options.max_model_len, mode == "openai", self._ops)
+        writer = IndexWriter(
+            self._layout, self._options.max_model_len, mode == "openai", self._ops, self._job.attempts
+        )
         wanted = _Wanted(reader, columns.read, self._job.input.limit)
         pool: RenderPool[InputChunk] = RenderPool(spec, self._options.workers or usable_cpus())
         with writer, pool:
@@ -257,6 +259,7 @@ class _Ingest:
             one_schema=self._job.output.json_schema is not None,
             now=options.now,
             fits=self._job.sampling.fits,
+            ladder=self._job.on_invalid,
         )
         truncate = prompt.truncate if prompt else "error"
         own = self._job.model.max_model_len is not None
@@ -277,7 +280,7 @@ class _Ingest:
         if self._job.input.unique_ids:
             errors += refuse_repeated_ids(parts, spill, self._ops, threads)
         tokens, context = TokenStore(self._layout.tokens), self._options.context
-        number_equal_samples(parts, tokens, context, spill, self._ops, threads)
+        number_equal_samples(parts, tokens, context, spill, self._ops, threads, attempts=self._job.attempts)
         for rest in (spill, self._spool):
             if rest.exists():
                 shutil.rmtree(rest)
@@ -292,6 +295,7 @@ class _Ingest:
             (writer.logprobs or 0) if self._job.sampling.asks_logprobs else writer.logprobs,
             None if output.json_schema is None else AnswerSchema(output.json_schema, output.column),
             self._options.output,
+            self._job.attempts,
         )
         index.write_marker(self._ops)
         return index

@@ -31,6 +31,7 @@ from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.sampling_fields import from_text, override, override_openai
 from batchinfer.data.prompts.simple_template import SimpleTemplate
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job.ladder import Rung
 
 Mode = Literal["template", "messages", "text", "token_ids", "openai"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -61,6 +62,7 @@ class PromptPlan:
     now: datetime = datetime(1970, 1, 1)
     max_text_bytes: int = MAX_TEXT_BYTES
     fits: bool = False  # max_tokens of a row that has none of its own is what its constraint can need
+    ladder: tuple[Rung, ...] = ()  # parameters with which a row runs again
 
 
 class Draft(NamedTuple):

@@ -90,6 +90,7 @@ output: {path: out/r, columns: [k, b], rows_per_file: 10}
 engine: {device: cpu, max_num_seqs: 1, max_num_batched_tokens: 1, block_size: 16, kv_memory: 0.5,
   enable_prefix_caching: false, threads: 2, deterministic: true}
 on_error: {max_error_rate: 1, publish: true}
+on_invalid: [{temperature: 2, seed: 5}, {max_tokens: 90}]
 cache: {path: shared, keep: 7}
 commit: {rows: 1, seconds: 0.5}
 """,
@@ -107,6 +108,8 @@ commit: {rows: 1, seconds: 0.5}
     assert (job.engine.kv_memory, job.engine.threads, job.engine.block_size) == (0.5, 2, 16)
     assert (job.cache.path, job.cache.keep) == (tmp_path / "shared", 7)
     assert job.commit.seconds == 0.5
+    assert job.on_invalid == ({"temperature": 2.0, "seed": 5}, {"max_tokens": 90})
+    assert isinstance(job.on_invalid[0]["temperature"], float)
 
 
 @pytest.mark.parametrize(
