@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from batchinfer.core import errors
-from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs, Tokens
+from batchinfer.core.request import Completion, FinishReason, Request, RowError, TokenLogprobs, Tokens
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed, alone
 from batchinfer.engine.schedule.constraints import ConstraintsFor
@@ -55,6 +55,17 @@ class BuiltFake:
 def answer(request: Request) -> np.ndarray:
     """The prompt's last tokens backwards, at most max_tokens of them."""
     return request.prompt[::-1][: min(request.params.max_tokens, 8)].copy()
+
+
+def hardness(prompt: Sequence[int], levels: int) -> int:
+    """How hot a prompt wants it, in tenths, before it gets a whole answer: from 0 to levels - 1."""
+    return int(np.sum(np.asarray(prompt, np.int64))) % levels
+
+
+def is_cut(request: Request) -> bool:
+    """With FAKE_ENGINE_LEVELS, whether the answer to a prompt is cut: at a temperature that is too low for it."""
+    levels = _asked("LEVELS", 1)
+    return round(10 * request.params.temperature) < hardness(request.prompt, levels)
 
 
 def logprobs(request: Request) -> TokenLogprobs | None:
@@ -200,12 +211,18 @@ class FakeEngine:
         if self._fail_every and int.from_bytes(request.key[:4], "big") % self._fail_every == 0:
             problem = RowError("fake_failure", "engine", "the fake engine was asked to fail", retryable=True)
             return Completion(request.key, None, "error", problem)
-        return Completion(request.key, Tokens(answer(request), logprobs=logprobs(request)), "stop")
+        output = Tokens(answer(request), logprobs=logprobs(request))
+        if is_cut(request) and request.params.constraint is not None:
+            problem = RowError("incomplete_output", "policy", "the fake engine has cut the answer")
+            return Completion(request.key, output, "error", problem)
+        reason: FinishReason = "length" if is_cut(request) else "stop"
+        return Completion(request.key, output, reason)
 
 
 def _request(request: Request, queued: float, began: float, ended: float) -> RequestSample:
     tokens = len(request.prompt), len(answer(request))
-    return RequestSample(request.key, *tokens, 0, 0, queued, began, ended, ended)
+    cut = is_cut(request)
+    return RequestSample(request.key, *tokens, 0, 0, queued, began, ended, ended, cut=cut)
 
 
 def _step(step: int, times: tuple[float, float], tokens: tuple[int, int, int], waiting: int) -> StepSample:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from batchinfer.core.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "repetition", "error"]
 ErrorClass = Literal["input", "policy", "resource", "engine"]
 TokenIds = NDArray[np.int32]
 Pickled = tuple[Callable[..., Any], tuple[Any, ...]]  # what makes an object again, and of what

@@ -41,6 +41,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "presence_penalty": Bounds(-100, 100),
     "frequency_penalty": Bounds(-100, 100),
     "logprobs": Bounds(0, MAX_LOGPROBS),
+    "repetition_stop": Bounds(0, INT32_MAX),
 }
 
 
@@ -62,6 +63,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None  # None: no log-probabilities; n: of each token, and of the n most likely ones
+    repetition_stop: int = 0  # an answer whose last so many tokens repeat a short cycle ends; 0: off
     # What an answer has to look like; one of them at most
     json_schema: str | None = None  # JSON text of a JSON Schema
     json_object: bool = False
@@ -77,7 +79,8 @@ class SamplingParams:
     @property
     def has_known_length(self) -> bool:
         """Whether nothing but max_tokens, or the model's context, can end an answer."""
-        return self.ignore_eos and not (self.stop or self.stop_token_ids or self.constraint)
+        ends = self.stop or self.stop_token_ids or self.repetition_stop or self.constraint
+        return self.ignore_eos and not ends
 
     @property
     def counted(self) -> SamplingParams:

@@ -40,6 +40,7 @@ RESULT_COLUMNS = (
     "error_message",
     "retryable",
 )
+ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
 LINE_FORMATS = ("jsonl", "openai", "csv")
 CSV_OPTIONS = ("delimiter", "quote")
@@ -59,7 +60,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_from_columns(sections),
         *_constraints(sections),
         *_fit(sections, file),
-        *_columns(sections.get("output", {}), _result_columns(sections.get("sampling", {}))),
+        *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
     ]
@@ -263,11 +264,12 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
         yield Finding(("engine", "deterministic"), f"is true, which is {message}", hint)
 
 
-def _result_columns(sampling: Mapping[str, Any]) -> tuple[str, ...]:
+def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns that the result has of its own."""
     per_row = sampling.get("from_columns")
     named = isinstance(per_row, Mapping | tuple) and LOGPROBS in per_row
-    return (*RESULT_COLUMNS, LOGPROBS) if named or sampling.get(LOGPROBS) is not None else RESULT_COLUMNS
+    ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
+    return (*ours, LOGPROBS) if named or sampling.get(LOGPROBS) is not None else ours
 
 
 def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Finding]:
@@ -280,7 +282,11 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
         folded = column.casefold()
         loc = ("output", "columns", at)
         if folded in taken:
-            whose = "every result" if folded in RESULT_COLUMNS else "a result with log-probabilities"
+            others = {
+                LOGPROBS: "a result with log-probabilities",
+                ATTEMPT: "the result of a job with on_invalid",
+            }
+            whose = others.get(folded, "every result")
             message = f"{shorten(column)} is the name of a column that {whose} has"
             yield Finding(loc, message, "give it another name with a query: input.sql")
         elif folded in seen:

@@ -65,6 +65,10 @@ class SamplingSection(Section):
         default=None,
         description="Log-probabilities of each token of an answer, and of its N most likely alternatives. null: none.",
     )
+    repetition_stop: Annotated[int, bounded("repetition_stop")] = Field(
+        default=0,
+        description="End an answer whose last N tokens repeat a cycle of at most N / 4 tokens. 0: off.",
+    )
 
     json_schema: JsonSchema | None = Field(
         default=None,

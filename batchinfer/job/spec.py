@@ -40,6 +40,7 @@ from batchinfer.job.field_types import (
     Whole,
 )
 from batchinfer.job.file import read_job_file
+from batchinfer.job.ladder import Ladder, ladder_findings
 from batchinfer.job.prompt import PromptSection
 from batchinfer.job.results_root import results_root, trial_results
 from batchinfer.job.sampling import SamplingSection
@@ -240,6 +241,11 @@ class Job(Section):
         default=SamplingSection(),
         description="How tokens are chosen, and which parameters rows set themselves.",
     )
+    on_invalid: Ladder = Field(
+        default=(),
+        description="Parameters with which rows run again, in turn, whose answers were cut, looped or unfit.",
+        json_schema_extra={"default": []},
+    )
     output: OutputSection = Field(description="Where the results go, and which columns they have.")
     engine: EngineSection = Field(
         default=EngineSection(), description="How the engine works; auto fits most machines."
@@ -298,6 +304,11 @@ class Job(Section):
         return self._chat_template
 
     @property
+    def attempts(self) -> int:
+        """How many times a row may run: once, and once for each rung of the ladder."""
+        return 1 + len(self.on_invalid)
+
+    @property
     def source(self) -> Path:
         """The job file, absolute; relative paths start from its folder."""
         return self._source
@@ -354,7 +365,7 @@ class Job(Section):
         """
         dump = self.model_dump(mode="json", exclude_defaults=True)
         identity: dict[str, Any] = {
-            key: dump[key] for key in ("model", "input", "prompt", "sampling") if key in dump
+            key: dump[key] for key in ("model", "input", "prompt", "sampling", "on_invalid") if key in dump
         }
         for name in ("sql_memory", "workers"):
             identity["input"].pop(name, None)
@@ -406,7 +417,8 @@ def load_job(
         context |= {"overrides": tuple(overrides), "date": day if file.dated else None}
         job = Job.model_validate(values, context=context | {"dated_output": file.dated.get(_OUTPUT_PATH)})
         job = _with_template_file(_with_schema_file(job))
-        findings = []
+        alike = not job.requests and not job.sampling.from_columns
+        findings = list(ladder_findings(job.on_invalid, job.params(), alike))
     except ValidationError as error:
         job, findings = None, findings_of(error, Job, values)
     findings += check(values, file)

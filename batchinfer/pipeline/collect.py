@@ -9,6 +9,7 @@ from batchinfer.core.request import Completion, Request
 from batchinfer.data.outputs.kind import Receiver
 from batchinfer.data.results.error_budget import Budget
 from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.data.store.validity import is_invalid
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.forecast.deadline import DeadlineWatch
 from batchinfer.plan.forecast.revised_forecast import RevisedForecast
@@ -23,6 +24,7 @@ class _Expected(NamedTuple):
     tokens: int  # of its answer, at most
     prompt_tokens: int
     users: int  # rows that its answer serves
+    final_users: int  # of these, those that it serves whether it is valid or not
 
 
 class Collector:
@@ -43,15 +45,22 @@ class Collector:
         self._in_flight: dict[bytes, _Expected] = {}
         self._receiver = receiver
         self._errors = budget.already
+        self.invalid = 0  # answers since the last plan
         self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """Expect the answers of these requests, which go to the engine now."""
         self._meter.planned(requests)
         self._receiver.planned(requests)
-        columns = (batch.numbers(name).tolist() for name in ("expected_tokens", "token_count", "users"))
-        for key, tokens, prompt_tokens, users in zip(batch.keys, *columns, strict=True):
-            self._in_flight[key] = _Expected(tokens, prompt_tokens, users)
+        names = ("expected_tokens", "token_count", "users", "final_users")
+        columns = (batch.numbers(name).tolist() for name in names)
+        for key, *known in zip(batch.keys, *columns, strict=True):
+            self._in_flight[key] = _Expected(*known)
+
+    def plans_again(self) -> list[bytes]:
+        """Return the keys whose answers are still to come: what is planned now is planned without them."""
+        self.invalid = 0
+        return [*self._in_flight]
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, count the rest."""
@@ -83,18 +92,20 @@ class Collector:
             self._revised.look(self._progress)
 
     def _count(self, completion: Completion, tokens: int, cut: bool, engine: int) -> None:
-        known = self._in_flight.pop(completion.key)
+        known, invalid = self._in_flight.pop(completion.key), is_invalid(completion)
+        self.invalid += invalid
+        served = known.final_users if invalid else known.users  # the others run again
         if completion.error is not None:
-            self._errors += known.users
+            self._errors += served
         else:
             self.saved_tokens += (known.users - 1) * known.prompt_tokens
             self.saved_output_tokens += (known.users - 1) * tokens
             if self._deadline is not None:
-                self._deadline.answered(known.users, tokens)
+                self._deadline.answered(served, tokens)
         self._progress.finished(
             expected_tokens=known.tokens,
             completion_tokens=tokens,
-            rows=known.users,
+            rows=served,
             error=None if completion.error is None else completion.error.code,
             cut=cut,
             engine=engine,

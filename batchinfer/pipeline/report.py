@@ -12,11 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 import duckdb
+import numpy as np
+from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError, known
 from batchinfer.core.hub import described
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.core.text import json_line
+from batchinfer.data.index.index import attempt_columns
 from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo
 from batchinfer.job import Job
@@ -95,9 +98,14 @@ class RunReport:
         """Note what a process did between two moments of `time.perf_counter`."""
         self._activities.append(Activity(process, activity, self._watch.at(began), self._watch.at(ended)))
 
-    def keep_keys(self, index_parts: Sequence[Path]) -> None:
-        """Write which request answered which row of the result that was just published. Raises OSError."""
-        write_rows(self.folder, self._run_id, index_parts)
+    def keep_keys(self, index_parts: Sequence[Path], attempts: NDArray[np.uint8] | None = None) -> None:
+        """Write which request answered which row of the result that was just published. `attempts`: which of the row's
+        own, by row; None: there is but one. Raises OSError."""
+        if attempts is None:
+            write_rows(self.folder, self._run_id, index_parts)
+            return
+        columns = [attempt_columns(number)[0] for number in range(1, int(attempts.max(initial=1)) + 1)]
+        write_rows(self.folder, self._run_id, index_parts, columns, attempts - 1)
 
     def planned(self, plan: Plan, seen: EngineForecast | None) -> None:
         """Note what the plan has to run, and what the engine is forecast to take for it; None: there is no forecast."""

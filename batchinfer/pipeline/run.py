@@ -87,7 +87,8 @@ def _answer_and_publish(
                 run.launch.end()
     with run.report.timed("publish_s"):
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
-        join = joined(index.index_parts, store.parts(), run.state.staging / "join")
+        spill, attempts = run.state.staging / "join", index.attempts
+        join = joined(index.index_parts, store.parts(), spill, attempts=attempts)
         refuse_to_publish(run, index, join)
         return publish_result(run, context, index, store, join)
 

@@ -46,6 +46,10 @@ class ExpectedOutput:
         # What answers have of their most; how many had ended when that was guessed
         self._share, self._seen = 1.0, 0
 
+    def more(self, most: int) -> None:
+        """Expect further answers, of so many tokens at most."""
+        self._most += most
+
     def step(self, tokens: int, running: int, engine: int) -> None:
         """Count tokens that an engine gave to answers, while it had `running` rows in work."""
         self._said += tokens

@@ -184,6 +184,12 @@ class Progress:
         output = ExpectedOutput(expected_tokens)
         self._begin(_Work("running", total_rows=rows, prompt_tokens=prompt_tokens, output=output))
 
+    def more(self, *, prompt_tokens: int, expected_tokens: int) -> None:
+        """Rows that were counted already run again, with so many more tokens."""
+        work = self._current()
+        work.prompt_tokens = (work.prompt_tokens or 0) + prompt_tokens
+        work.output.more(expected_tokens)
+
     def downloading(self, received: int, total: int) -> None:
         """Begin the phase of a download, some of whose bytes are there already."""
         self._begin(_Work("downloading", bytes=received, total_bytes=total))
@@ -238,7 +244,7 @@ class Progress:
         """A request is done that was expected to have up to `expected_tokens`, and serves `rows` rows. `cut`: it had no
         room for a longer answer."""
         work = self._current()
-        if error is not None:
+        if error is not None and rows:
             self._errors[error] += rows
         work.rows += rows
         work.output.finished(expected_tokens, completion_tokens, cut, engine)

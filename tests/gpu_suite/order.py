@@ -60,6 +60,7 @@ def plan_in_memory(
         columns["prefix_group"].append(None)  # the feeder finds prefixes itself
         columns["prefix_tokens"].append(0)
         columns["users"].append(users[keys[row]])
+        columns["final_users"].append(users[keys[row]])
     path = folder / "plan.parquet"
     pq.write_table(pa.table(columns, schema=PLAN_SCHEMA), path)
     return Planned(keys, _counted(path, columns, len(rows)), MemoryTokens(prepared.tokens))

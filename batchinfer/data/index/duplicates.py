@@ -5,6 +5,7 @@ Both are found by DuckDB within a memory limit; only parts that hold such rows a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.index.index import attempt_columns
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.keys import token_bytes, work_key
@@ -28,6 +31,7 @@ Ids = NDArray[np.int64]
 Change = Callable[[pa.Table, Ids, Ids], pa.Table]
 
 _WORK_COLUMNS = ("key", "token_offset", "token_count", "params", "greedy", "expected_tokens")
+_OF_ATTEMPTS = re.compile(r"(key|params|expected_tokens)_\d+")  # after the first
 
 
 def refuse_repeated_ids(parts: Sequence[Path], spill: Path, ops: FileOps, threads: int = 2) -> int:
@@ -41,9 +45,17 @@ def refuse_repeated_ids(parts: Sequence[Path], spill: Path, ops: FileOps, thread
 
 
 def number_equal_samples(
-    parts: Sequence[Path], tokens: TokenStore, context: bytes, spill: Path, ops: FileOps, threads: int = 2
+    parts: Sequence[Path],
+    tokens: TokenStore,
+    context: bytes,
+    spill: Path,
+    ops: FileOps,
+    threads: int = 2,
+    attempts: int = 1,
 ) -> int:
-    """Give the k-th of otherwise equal sampled rows a key that says k; how many rows were given one."""
+    """Give the k-th of otherwise equal sampled rows a key that says k; how many rows were given one. Its keys of later
+    attempts say so, too, where these are sampled.
+    """
     query = (
         "SELECT row_id, k FROM (SELECT row_id, row_number() OVER (PARTITION BY key ORDER BY row_id) - 1 AS k "
         f"FROM {_repeated(parts, 'key', 'key IS NOT NULL AND NOT greedy')}) "
@@ -51,13 +63,21 @@ def number_equal_samples(
     )
 
     def numbered(table: pa.Table, places: Ids, occurrences: Ids) -> pa.Table:
-        rows = table.select(["token_offset", "token_count", "params"]).take(pa.array(places))
-        columns = [column.to_pylist() for column in rows.columns]
-        keys = [
-            work_key(context, params, token_bytes(tokens.read(offset, count)), occurrence)
-            for offset, count, params, occurrence in zip(*columns, occurrences.tolist(), strict=True)
-        ]
-        return _replaced(table, places, {"key": keys})
+        names = [name for attempt in range(1, attempts + 1) for name in attempt_columns(attempt)[:2]]
+        rows = table.select(["token_offset", "token_count", *names]).take(pa.array(places))
+        prompts = zip(
+            *(rows.column(name).to_pylist() for name in ("token_offset", "token_count")), strict=True
+        )
+        ids = [token_bytes(tokens.read(*place)) for place in prompts]
+        for attempt in range(1, attempts + 1):
+            key, params, _ = attempt_columns(attempt)
+            texts, keys = rows.column(params).to_pylist(), rows.column(key).to_pylist()
+            same = {text for text in {*texts} if text is None or SamplingParams.from_json(text).greedy}
+            for at, (text, prompt, times) in enumerate(zip(texts, ids, occurrences.tolist(), strict=True)):
+                if text not in same:  # greedy work is the same each time, and a row may lack an attempt
+                    keys[at] = work_key(context, text, prompt, times)
+            table = _replaced(table, places, {key: keys})
+        return table
 
     return _patch(parts, query, spill, ops, threads, numbered)
 
@@ -72,7 +92,8 @@ def _repeated(parts: Sequence[Path], column: str, where: str) -> str:
 
 def _as_errors(table: pa.Table, places: Ids, firsts: Ids) -> pa.Table:
     errors = [_error(first) for first in firsts.tolist()]
-    columns: dict[str, list[object]] = {name: [None] * len(errors) for name in _WORK_COLUMNS}
+    later = [name for name in table.schema.names if _OF_ATTEMPTS.fullmatch(name)]
+    columns: dict[str, list[object]] = {name: [None] * len(errors) for name in (*_WORK_COLUMNS, *later)}
     columns["error_code"] = [error.code for error in errors]
     columns["error_class"] = [error.error_class for error in errors]
     columns["error_message"] = [error.message for error in errors]

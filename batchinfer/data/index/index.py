@@ -47,6 +47,23 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
+def attempt_columns(attempt: int) -> tuple[str, str, str]:
+    """Return the columns of an index with the key, the parameters and the most tokens of the rows' answers in their
+    first attempt, or a later one; null where a row has no such attempt."""
+    if attempt == 1:
+        return "key", "params", "expected_tokens"
+    return f"key_{attempt}", f"params_{attempt}", f"expected_tokens_{attempt}"
+
+
+def index_schema(endpoints: bool, attempts: int = 1) -> pa.Schema:
+    """Return the columns of an index of OpenAI requests, or other rows, each of which may run so many times."""
+    fields = [*INDEX_SCHEMA, *([ENDPOINT] if endpoints else [])]
+    for attempt in range(2, attempts + 1):
+        first = zip(attempt_columns(attempt), attempt_columns(1), strict=True)
+        fields += [pa.field(name, INDEX_SCHEMA.field(like).type) for name, like in first]
+    return pa.schema(fields)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The paths of an index's files."""
@@ -97,6 +114,7 @@ class Index:
     output: str = "tokens"  # the name of the kind of answers (data/outputs)
     # Arguments that rows give and the chat template does not read, and how many rows each
     unread_arguments: dict[str, int] = field(default_factory=dict)
+    attempts: int = 1  # how many times a row may run: more than once with a ladder (on_invalid)
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -123,7 +141,8 @@ class Index:
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
         asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
         unread: dict[str, int] = value.get("unread_arguments", {})
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked, unread)
+        attempts = int(value.get("attempts", 1))
+        return cls(folder, value["identity"], *counts, inputs, digests, *asked, unread, attempts)
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -149,6 +168,8 @@ class Index:
             value["output"] = self.output
         if self.unread_arguments:
             value["unread_arguments"] = self.unread_arguments
+        if self.attempts > 1:
+            value["attempts"] = self.attempts
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

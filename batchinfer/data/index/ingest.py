@@ -232,7 +232,9 @@ class _Ingest:
         progress: Callable[[IngestProgress], None],
     ) -> IndexWriter:
         spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
-        writer = IndexWriter(self._layout, self._options.max_model_len, mode == "openai", self._ops)
+        writer = IndexWriter(
+            self._layout, self._options.max_model_len, mode == "openai", self._ops, self._job.attempts
+        )
         wanted = _Wanted(reader, columns.read, self._job.input.limit)
         workers = self._options.workers or usable_cpus()
         pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
@@ -279,6 +281,7 @@ class _Ingest:
             chat_template=self._job.chat_template,
             arguments=prompt.arguments,
             argument_columns=prompt.template_arguments_from_columns,
+            ladder=self._job.on_invalid,
         )
 
     def _by_url(self) -> dict[str, SamplingParams]:
@@ -291,7 +294,7 @@ class _Ingest:
         if self._job.input.unique_ids:
             errors += refuse_repeated_ids(parts, spill, self._ops, threads)
         tokens, context = TokenStore(self._layout.tokens), self._options.context
-        number_equal_samples(parts, tokens, context, spill, self._ops, threads)
+        number_equal_samples(parts, tokens, context, spill, self._ops, threads, attempts=self._job.attempts)
         for rest in (spill, self._spool):
             if rest.exists():
                 shutil.rmtree(rest)
@@ -307,6 +310,7 @@ class _Ingest:
             None if output.json_schema is None else AnswerSchema(output.json_schema, output.column),
             self._options.output,
             writer.unread.rows,
+            self._job.attempts,
         )
         index.write_marker(self._ops)
         return index

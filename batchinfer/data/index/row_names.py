@@ -9,20 +9,25 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.core.errors import OutOfMemory, StorageError
+from batchinfer.data.index.index import attempt_columns
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 
 NAMED = 8  # rows named one by one; of the rest the number
 
 
-def name_rows(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, most: int = NAMED) -> str:
+def name_rows(
+    index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1, most: int = NAMED
+) -> str:
     """`in.jsonl row 3 (id p3), in.jsonl row 7 and 12 more rows`, in input order. Raises StorageError, OutOfMemory."""
     if not index_parts or not keys:
         return "no rows"
     with connection(spill, "256MiB", 1) as database, naming_errors(spill):
         database.register("wanted", pa.table({"key": pa.array(keys, pa.binary())}))
+        columns = (attempt_columns(number)[0] for number in range(1, attempts + 1))
+        wanted = " OR ".join(f"{column} IN (SELECT key FROM wanted)" for column in columns)
         found = database.execute(
             f"SELECT file, row_index, custom_id, count(*) OVER () FROM {parquet(index_parts)} "
-            f"WHERE key IN (SELECT key FROM wanted) ORDER BY row_id LIMIT {most}"
+            f"WHERE {wanted} ORDER BY row_id LIMIT {most}"
         ).fetchall()
     names = [_name(*row[:3]) for row in found]
     more = found[0][3] - len(found) if found else 0
@@ -30,10 +35,10 @@ def name_rows(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, m
     return ", ".join(names) + rest
 
 
-def named_if_found(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path) -> str:
+def named_if_found(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1) -> str:
     """As `name_rows`; where that fails, why it did: what ended the engine must be told all the same."""
     try:
-        return name_rows(index_parts, keys, spill)
+        return name_rows(index_parts, keys, spill, attempts)
     except (OSError, StorageError, OutOfMemory) as error:
         return f"{len(keys)} requests, whose rows cannot be looked up: {error}"
 

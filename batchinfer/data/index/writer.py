@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
-from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, Layout
+from batchinfer.data.index.index import Layout, attempt_columns, index_schema
 from batchinfer.data.index.token_store import TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
@@ -36,9 +36,12 @@ class RowPlace:
 class IndexWriter:
     """Use as a context manager; `commit()` at the end. Rows get their ids in the order of `append`."""
 
-    def __init__(self, layout: Layout, max_model_len: int, endpoints: bool, ops: FileOps) -> None:
+    def __init__(
+        self, layout: Layout, max_model_len: int, endpoints: bool, ops: FileOps, attempts: int = 1
+    ) -> None:
         self._max_model_len = max_model_len
-        self._schema = INDEX_SCHEMA.append(ENDPOINT) if endpoints else INDEX_SCHEMA
+        self._schema = index_schema(endpoints, attempts)
+        self._at_once = max(1, BATCH_ROWS // attempts)
         self._parts = PartWriter(layout.index, self._schema, ops)
         self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
@@ -59,9 +62,10 @@ class IndexWriter:
         params = [SamplingParams.from_json(text) for text in done.params]
         self._note_logprobs(params)
         # some at a time: the text of a schema stands in every row
-        for first in range(0, len(rows), BATCH_ROWS):
-            size = min(BATCH_ROWS, len(rows) - first)
+        for first in range(0, len(rows), self._at_once):
+            size = min(self._at_once, len(rows) - first)
             columns = _work_columns(done, params, ends, slice(first, first + size), self._max_model_len)
+            columns |= _rung_columns(done, slice(first, first + size), self._max_model_len)
             columns |= _error_columns(done.errors, first, size)
             columns |= _fact_columns(rows.facts, first, size)
             columns["row_id"] = _numbers(self.rows + first, size)
@@ -110,6 +114,22 @@ def _work_columns(
         "params": pa.array(done.params, pa.string()).take(numbers),
         "greedy": pa.array([one.greedy for one in params], pa.bool_()).take(numbers),
     }
+
+
+def _rung_columns(done: Prepared, rows: slice, longest: int) -> dict[str, pa.Array]:
+    """Return the columns of the attempts after the first."""
+    columns = {}
+    for attempt, rung in enumerate(done.rungs, 2):
+        none = rung.params_of[rows] < 0
+        valid = pa.py_buffer(np.packbits(~none, bitorder="little"))
+        keys = pa.py_buffer(rung.keys[KEY_BYTES * rows.start : KEY_BYTES * rows.stop])
+        most = np.minimum(rung.max_tokens[rows], longest - done.counts[rows])
+        key, params, expected = attempt_columns(attempt)
+        columns[key] = pa.Array.from_buffers(pa.binary(KEY_BYTES), len(none), [valid, keys])
+        numbers = _int32s(np.maximum(rung.params_of[rows], 0), valid)
+        columns[params] = pa.array(done.params, pa.string()).take(numbers)
+        columns[expected] = _int32s(most, valid)
+    return columns
 
 
 def _fact_columns(facts: RowFacts, first: int, size: int) -> dict[str, pa.Array]:

@@ -183,7 +183,8 @@ def _distinct(column: pa.ListArray) -> tuple[list[Sequence[int]], NDArray[np.int
 
 def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
     logprobs = (chat_logprobs if chat else text_logprobs)(row.get(COLUMN), tokens)
-    end = {"logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    reason = row["finish_reason"]
+    end = {"logprobs": logprobs, "finish_reason": "length" if reason == "repetition" else reason}
     if chat:
         message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
         return {"index": 0, "message": message, **end}

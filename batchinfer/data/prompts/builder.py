@@ -33,6 +33,7 @@ from batchinfer.data.prompts.sampling_fields import from_text, override, overrid
 from batchinfer.data.prompts.simple_template import SimpleTemplate
 from batchinfer.data.tokenizer.masks import masked, masks_for, texts_of
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job.ladder import Rung
 
 Mode = Literal["template", "messages", "text", "token_ids", "openai"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -67,6 +68,7 @@ class PromptPlan:
     chat_template: str | None = None  # None: the checkpoint's
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, for all rows
     argument_columns: tuple[tuple[str, str], ...] = ()  # an argument, and the column that sets it
+    ladder: tuple[Rung, ...] = ()  # parameters with which a row runs again
 
 
 class Draft(NamedTuple):

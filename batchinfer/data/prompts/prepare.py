@@ -21,10 +21,12 @@ from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFacts, RowFields
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job.ladder import Rung, with_rung
 
 _BULK_ROWS = 512
 _BULK_CHARACTERS = 1 << 20
 _NO_TOKENS: TokenIds = np.zeros(0, np.int32)
+_NO_KEY = bytes(KEY_BYTES)
 BULK = -1  # what the worker reports while it tokenises a whole batch at once
 
 
@@ -77,11 +79,22 @@ class Limits:
 
 
 @dataclass(slots=True)
+class PreparedRungs:
+    """The work of n rows on one rung of the job's ladder, as Prepared has that of their first attempts. A row without
+    such work has parameter -1."""
+
+    params_of: NDArray[np.int32]
+    max_tokens: NDArray[np.int32]
+    keys: bytes
+
+
+@dataclass(slots=True)
 class Prepared:
     """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
 
     `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
-    `max_tokens` (n,), `counts` (n,). `unread` are arguments that the chat template does not read, and in how many rows.
+    `max_tokens` (n,), `counts` (n,). `unread` are arguments that the chat template does not read, and in how many rows;
+    `rungs` the further attempts.
     """
 
     errors: dict[int, RowError]
@@ -92,6 +105,7 @@ class Prepared:
     keys: bytes
     tokens: TokenIds
     unread: dict[str, int] = field(default_factory=dict)
+    rungs: Sequence[PreparedRungs] = ()
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -129,13 +143,14 @@ class Preparer:
         self._tokenizer = tokenizer
         self._segments = tokenizer.segments()
         self._plain = plan.params  # of most rows; their constraint was checked before
+        self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._report = report
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
         """Prepare the rows of a chunk; of a piece of it, if there is one."""
         piece = piece or RowPiece(0, chunk.most_rows)
-        facts, work = FactsOfRows(self._fields), _FinishedPrompts(self._limits.context)
+        facts, work = FactsOfRows(self._fields), _FinishedPrompts(self._limits.context, self._ladder)
         held = _Drafts()
         rows = chunk.read(piece.start, piece.stop, self._fields.values)
         index = -1
@@ -340,8 +355,9 @@ class _Drafts:
 class _FinishedPrompts:
     """Collects finished prompts, in the order of their rows."""
 
-    def __init__(self, context: bytes) -> None:
+    def __init__(self, context: bytes, ladder: Sequence[Rung] = ()) -> None:
         self._context = context
+        self._rungs = [_FinishedRung(rung) for rung in ladder]
         self.errors: dict[int, RowError] = {}
         self.unread = UnreadArguments()
         self._params: dict[SamplingParams, int] = {}
@@ -364,9 +380,30 @@ class _FinishedPrompts:
             self._params_of.append(number)
             self._max_tokens.append(draft.params.max_tokens)
             self._keys.append(self._makers[number].key(data[start:end]))
+            if self._rungs:
+                self._climb(draft.params, number, data[start:end])
         self._rows += held.rows
         self._counts.append(counts)
         self._tokens.append(tokens)
+
+    def _climb(self, params: SamplingParams, number: int, tokens: bytes) -> None:
+        """Take the row's work on each rung. One that asks for what an earlier attempt asks for, or for more tokens than
+        it allows, has none: it would give the same answer, or none."""
+        asked = {self._texts[number]}
+        for rung in self._rungs:
+            if number not in rung.numbers:
+                rung.numbers[number] = self._laid_over(params, rung.rung)
+            at, most = rung.numbers[number]
+            if at is None or self._texts[at] in asked:
+                rung.add(-1, 0, _NO_KEY)
+            else:
+                asked.add(self._texts[at])
+                rung.add(at, most, self._makers[at].key(tokens))
+
+    def _laid_over(self, params: SamplingParams, rung: Rung) -> tuple[int | None, int]:
+        """Return the number of a row's parameters on a rung, if it can have any, and max_tokens of them."""
+        found = with_rung(params, rung)
+        return self._number(found) if found.min_tokens <= found.max_tokens else None, found.max_tokens
 
     def _number(self, params: SamplingParams) -> int:
         last, number = self._last
@@ -391,10 +428,37 @@ class _FinishedPrompts:
         columns["counts"][self._rows] = np.concatenate(self._counts)
         keys[self._rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
         tokens = np.concatenate(self._tokens)
-        unread = self.unread.rows
-        return Prepared(
-            self.errors, self._texts, keys=keys.tobytes(), tokens=tokens, unread=unread, **columns
-        )
+        rungs = [rung.finished(size, self._rows) for rung in self._rungs]
+        found = Prepared(self.errors, self._texts, keys=keys.tobytes(), tokens=tokens, rungs=rungs, **columns)
+        found.unread = self.unread.rows
+        return found
+
+
+class _FinishedRung:
+    """Collects the work of finished prompts on one rung. `numbers`: by the number of a row's parameters that of its
+    parameters on the rung, if there are any, and max_tokens of them."""
+
+    def __init__(self, rung: Rung) -> None:
+        self.rung = rung
+        self.numbers: dict[int, tuple[int | None, int]] = {}
+        self._params_of: list[int] = []
+        self._max_tokens: list[int] = []
+        self._keys: list[bytes] = []
+
+    def add(self, number: int, max_tokens: int, key: bytes) -> None:
+        """Take the next row."""
+        self._params_of.append(number)
+        self._max_tokens.append(max_tokens)
+        self._keys.append(key)
+
+    def finished(self, size: int, rows: Sequence[int]) -> PreparedRungs:
+        """Return the work of all rows, of which these are the finished ones."""
+        found = PreparedRungs(np.full(size, -1, np.int32), np.zeros(size, np.int32), b"")
+        found.params_of[rows], found.max_tokens[rows] = self._params_of, self._max_tokens
+        keys = np.zeros((size, KEY_BYTES), np.uint8)
+        keys[rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
+        found.keys = keys.tobytes()
+        return found
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:

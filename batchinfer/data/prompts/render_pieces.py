@@ -11,7 +11,7 @@ from batchinfer.core.request import RowError, TokenIds
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows, RowPiece
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows, PreparedRungs, RowPiece
 from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts
 
 # What a row gets that found no memory: rows before it may have taken it.
@@ -110,7 +110,8 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
     errors: dict[int, RowError] = {}
     numbers: dict[str, int] = {}
     params_of, max_tokens, counts, tokens = ([_EMPTY] for _ in range(4))
-    keys, start, unread = [], 0, UnreadArguments()
+    keys, start, pieces, unread = [], 0, list(pieces), UnreadArguments()
+    rungs = [_JoinedRung() for _ in range(max((len(piece.rungs) for piece in pieces), default=0))]
     for piece in pieces:
         unread.join(piece.unread)
         errors |= {start + at: error for at, error in piece.errors.items()}
@@ -119,6 +120,8 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         counts.append(piece.counts)
         tokens.append(piece.tokens)
         keys.append(piece.keys)
+        for at, rung in enumerate(rungs):
+            rung.add(piece, at, numbers)
         start += len(piece)
     return Prepared(
         errors,
@@ -129,7 +132,32 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         b"".join(keys),
         np.concatenate(tokens),
         unread.rows,
+        [rung.joined() for rung in rungs],
     )
+
+
+class _JoinedRung:
+    """One rung of all rows, in order."""
+
+    def __init__(self) -> None:
+        self._params_of, self._max_tokens, self._keys = [_EMPTY], [_EMPTY], list[bytes]()
+
+    def add(self, piece: Prepared, at: int, numbers: dict[str, int]) -> None:
+        """Take the rung `at` of a piece; an error row that nothing is known of has none."""
+        if at >= len(piece.rungs):
+            rung = PreparedRungs(np.full(len(piece), -1, np.int32), np.zeros(len(piece), np.int32), b"")
+            rung.keys = bytes(KEY_BYTES * len(piece))
+        else:
+            rung = piece.rungs[at]
+        own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
+        self._params_of.append(np.where(rung.params_of < 0, -1, own[rung.params_of]).astype(np.int32))
+        self._max_tokens.append(rung.max_tokens)
+        self._keys.append(rung.keys)
+
+    def joined(self) -> PreparedRungs:
+        """Return the rung of all rows."""
+        params_of, most = np.concatenate(self._params_of), np.concatenate(self._max_tokens)
+        return PreparedRungs(params_of, most, b"".join(self._keys))
 
 
 def _renumbered(piece: Prepared, numbers: dict[str, int]) -> TokenIds:

@@ -19,7 +19,7 @@ from batchinfer.core.request import RowError
 from batchinfer.data.input.json_kinds import KINDS
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.row_facts import MOST_NAMES, RowFacts, RowFields
 
 _SIZE = 8  # bytes of the number before each part
@@ -46,6 +46,8 @@ def packed(done: PreparedRows) -> bytes:
     parts = [json.dumps(head).encode()]
     parts += [column.tobytes() for column in (prompts.params_of, prompts.max_tokens, prompts.counts)]
     parts += [prompts.keys, prompts.tokens.tobytes()]
+    for rung in prompts.rungs:
+        parts += [(rung.params_of + 1).tobytes(), rung.max_tokens.tobytes(), rung.keys]
     for column in _text_columns(facts):
         parts += _packed_texts(column)
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
@@ -75,8 +77,8 @@ def _packed_texts(column: pa.StringArray) -> list[bytes]:
     return [valid.tobytes(), (ends - ends[0]).astype(np.int32).tobytes(), texts]
 
 
-def unpacked(data: bytes, fields: RowFields, vocab_size: int) -> PreparedRows:
-    """The rows of a reply, whose token ids are below `vocab_size`.
+def unpacked(data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0) -> PreparedRows:
+    """The rows of a reply, whose token ids are below `vocab_size`, with the `rungs` of the job's ladder.
 
     Raises BadReply, and Unavailable where the worker could not prepare anything.
     """
@@ -85,7 +87,7 @@ def unpacked(data: bytes, fields: RowFields, vocab_size: int) -> PreparedRows:
         head = json.loads(parts.next())
         if _FAILED in head:
             raise Unavailable(str(head[_FAILED]))
-        return _rows(head, parts, fields, vocab_size)
+        return _rows(head, parts, fields, vocab_size, rungs)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, pa.ArrowException) as error:
         raise BadReply(str(error)) from error
 
@@ -126,7 +128,9 @@ class _ReplyParts:
         return column
 
 
-def _rows(head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_size: int) -> PreparedRows:
+def _rows(
+    head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_size: int, rungs: int
+) -> PreparedRows:
     size = _whole(head["rows"])
     errors = {_row(int(at), size): _error(error) for at, error in head["errors"].items()}
     params = _texts(head["params"])
@@ -138,8 +142,17 @@ def _rows(head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_siz
     if np.flatnonzero(counts == 0).tolist() != sorted(errors):
         raise ValueError("a row has both tokens and an error, or neither")
     ignored = _counts(head["unread_arguments"])
-    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens, ignored)
+    ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
+    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens, ignored, ladder)
     return PreparedRows(prompts, _facts(head, parts, fields, size))
+
+
+def _rung(parts: _ReplyParts, counts: NDArray[np.int32], params: int) -> PreparedRungs:
+    size = len(counts)
+    numbers, max_tokens, keys = parts.numbers(size, below=params + 1), parts.numbers(size), parts.next()
+    if len(keys) != KEY_BYTES * size or numbers[counts == 0].any():
+        raise ValueError("the keys of a rung are not those of the rows")
+    return PreparedRungs(numbers - 1, max_tokens, keys)
 
 
 def _facts(head: dict[str, Any], parts: _ReplyParts, fields: RowFields, size: int) -> RowFacts:

@@ -189,7 +189,9 @@ class RenderWorker:
         """Raises BadReply."""
         if size > self._spec.memory_bytes:
             raise BadReply(f"{size} bytes are more than such a process may have")
-        reply = unpacked(take(self._shared, size), self._spec.fields, self._spec.limits.vocab_size)
+        spec = self._spec
+        vocab, rungs = spec.limits.vocab_size, len(spec.plan.ladder)
+        reply = unpacked(take(self._shared, size), spec.fields, vocab, rungs)
         if not pieces.fits(len(reply)):
             raise BadReply(f"{len(reply)} rows for {len(pieces.present)}")
         return reply

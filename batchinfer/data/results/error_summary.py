@@ -36,11 +36,11 @@ class ErrorSummary:
 
 
 def summarise_all_errors(
-    index_parts: Sequence[Path], completion_parts: Sequence[Path], spill: Path
+    index_parts: Sequence[Path], completion_parts: Sequence[Path], spill: Path, attempts: int = 1
 ) -> ErrorSummary:
-    """Over the rows that could not become requests and those whose completion is an error."""
+    """Over the rows that could not become requests and those whose completion, of `attempts` ones, is an error."""
     found = summarise_errors(index_parts)
-    for code, rows, example in engine_errors(index_parts, completion_parts, spill):
+    for code, rows, example in engine_errors(index_parts, completion_parts, spill, attempts=attempts):
         found.codes[code] += rows
         found.examples.setdefault(code, example)
     return found

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from batchinfer.data.results.attempts import (
+    PART_SHIFT,
+    POSITION,
+    WITH_RANK,
+    CountedAttempts,
+    Numbers,
+    counted_attempts,
+    load_chosen,
+    placed,
+)
 from batchinfer.data.storage.duck import Watched, connection, naming_errors, parquet
 
-PART_SHIFT = 36  # of a position: the part's number, from the oldest, above the row's number in it
-_RANK_SHIFT = 60  # of a place, which is a position with its rank above it
-_POSITION, _ROW = (1 << _RANK_SHIFT) - 1, (1 << PART_SHIFT) - 1
-# answers before errors, lasting errors before retryable ones, and then the part that was committed first
-_RANK = "CASE WHEN error_code IS NULL THEN 0 WHEN retryable IS NOT TRUE THEN 1 ELSE 2 END::BIGINT"
-_BATCH = 1 << 16
-Numbers = NDArray[np.int64]
+_ROW = (1 << PART_SHIFT) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,10 @@ class Join:
     positions: Numbers
     rows: Numbers
     counts: ErrorCounts
+    # By row of the index: which attempt its completion is of; None: the job has no ladder
+    attempts: NDArray[np.uint8] | None = None
+    # Positions of completions of other attempts
+    others: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def missing(self) -> int:
@@ -56,15 +65,21 @@ class Join:
 
     def of_part(self, number: int) -> slice:
         """Return the part's share of `positions` and `rows`."""
-        ends = np.array([number, number + 1], np.int64) << PART_SHIFT
-        return slice(*np.searchsorted(self.positions, ends).tolist())
+        return _of_part(self.positions, number)
 
     def used(self) -> Iterator[tuple[str, Numbers]]:
-        """Yield the parts that the rows are made of, each with the numbers of its rows that they use."""
+        """Yield the parts that the rows are made of, each with the numbers of its rows that they use: invalid answers,
+        too, without which further attempts would not have been made."""
+        used = np.union1d(self.positions, self.others) if len(self.others) else self.positions
         for number, part in enumerate(self.parts):
-            found = self.positions[self.of_part(number)] & _ROW
+            found = used[_of_part(used, number)] & _ROW
             if len(found):
                 yield part.name, found
+
+
+def _of_part(positions: Numbers, number: int) -> slice:
+    ends = np.array([number, number + 1], np.int64) << PART_SHIFT
+    return slice(*np.searchsorted(positions, ends).tolist())
 
 
 def joined(
@@ -72,11 +87,13 @@ def joined(
     completion_parts: Sequence[Path],
     spill: Path,
     *,
+    attempts: int = 1,
     memory_limit: str | None = None,
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> Join:
-    """Join the rows of an index with the completions of their keys.
+    """Join the rows of an index with the completions of their keys, `attempts` of which a row may have. A row has no
+    completion while one of its attempts is still to be made.
 
     Beside what it returns it takes `memory_limit`; what is larger goes to the folder `spill`. Raises StorageError,
     OutOfMemory. `watched`: see `duck.connection`.
@@ -90,30 +107,26 @@ def joined(
             f"SELECT count(*), count(*) FILTER ({bad}), count(*) FILTER ({bad} AND retryable) "
             f"FROM {parquet(index_parts)}"
         ).fetchall()
-        places = np.full(rows, -1, np.int64)
-        if parts:
-            _load_chosen(database, parts)
-            with naming_errors(spill):
-                _fill(places, database, index_parts)
-    found = np.flatnonzero(places >= 0)
-    places = places[found]
-    ranks = places >> _RANK_SHIFT
+        counted = _counted(database, index_parts, parts, rows, attempts, spill)
+    found = np.flatnonzero(counted.places >= 0)
+    places, ranks = counted.places[found], counted.ranks[found]
     counts = ErrorCounts(
         rows, errors, int(np.count_nonzero(ranks)), retryable + int(np.count_nonzero(ranks == 2))
     )
     del ranks
-    places &= _POSITION
+    places &= POSITION
     order = np.argsort(places)
-    return Join(parts, places[order], found[order], counts)
+    return Join(parts, places[order], found[order], counts, counted.numbers, counted.others)
 
 
-def _fill(places: Numbers, database: Any, index_parts: Sequence[Path]) -> None:
-    """Write the place of each row's completion to its number."""
-    query = database.sql(
-        f"SELECT i.row_id, c.place FROM {parquet(index_parts)} i JOIN chosen c ON i.key = c.key"
-    )
-    for batch in query.to_arrow_reader(_BATCH):
-        places[batch.column(0).to_numpy()] = batch.column(1).to_numpy()
+def _counted(
+    database: Any, index: Sequence[Path], parts: Sequence[Path], rows: int, attempts: int, spill: Path
+) -> CountedAttempts:
+    if not parts:
+        return CountedAttempts(np.full(rows, -1, np.int64), None, np.empty(0, np.int64))
+    load_chosen(database, parts, attempts)
+    with naming_errors(spill):
+        return counted_attempts(database, index, rows, attempts)
 
 
 def engine_errors(
@@ -121,6 +134,7 @@ def engine_errors(
     completion_parts: Sequence[Path],
     spill: Path,
     *,
+    attempts: int = 1,
     memory_limit: str | None = None,
     threads: int = 2,
 ) -> list[tuple[str, int, str]]:
@@ -128,26 +142,16 @@ def engine_errors(
     if not index_parts or not completion_parts:
         return []
     with connection(spill, memory_limit, threads) as database:
-        _load_chosen(database, completion_parts)
-        failed = f"({_placed(completion_parts, 'error_code AS code, error_message AS message')})"
-        rows = database.execute(
+        ((rows,),) = database.execute(f"SELECT count(*) FROM {parquet(index_parts)}").fetchall()
+        counted = _counted(database, index_parts, completion_parts, rows, attempts, spill)
+        bad = np.flatnonzero((counted.places >= 0) & (counted.ranks > 0))
+        places = counted.places[bad] & WITH_RANK
+        database.register("bad", pa.table({"row_id": bad, "place": places}))
+        failed = f"({placed(completion_parts, 'error_code AS code, error_message AS message')})"
+        found = database.execute(
             "SELECT e.code, count(*), "
             "arg_min(i.file || ' row ' || i.row_index || ': ' || coalesce(e.message, ''), i.row_id) "
-            f"FROM {parquet(index_parts)} i JOIN chosen c ON i.key = c.key JOIN {failed} e ON c.place = e.place "
-            f"WHERE c.place >> {_RANK_SHIFT} > 0 GROUP BY e.code ORDER BY e.code"
+            f"FROM {parquet(index_parts)} i JOIN bad c ON i.row_id = c.row_id JOIN {failed} e ON c.place = e.place "
+            "GROUP BY e.code ORDER BY e.code"
         ).fetchall()
-    return [(str(code), int(count), str(first)) for code, count, first in rows]
-
-
-def _load_chosen(database: Any, parts: Sequence[Path]) -> None:
-    """Table `chosen`: each key with the place of the one completion that counts, wherever else it stands."""
-    database.execute(
-        f"CREATE TEMP TABLE chosen AS SELECT key, min(place) AS place FROM ({_placed(parts, 'key')}) GROUP BY key"
-    )
-
-
-def _placed(parts: Sequence[Path], columns: str) -> str:
-    """Completions with their `place`: rank, part and row in one number, smaller is better."""
-    source = parquet(sorted(parts), ", file_row_number = true")
-    position = f"(file_index::BIGINT << {PART_SHIFT}) + file_row_number"
-    return f"SELECT {columns}, (({_RANK}) << {_RANK_SHIFT}) + {position} AS place FROM {source}"
+    return [(str(code), int(count), str(first)) for code, count, first in found]

@@ -45,6 +45,7 @@ def partial_reader(
             index.index_parts,
             sorted(records),
             spill / "join",
+            attempts=index.attempts,
             memory_limit=memory_limit,
             threads=threads,
             watched=watched,

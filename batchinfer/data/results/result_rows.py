@@ -30,6 +30,7 @@ from batchinfer.data.store.parts import COMPLETION_SCHEMA
 # files of 5.5, 5.3 and 5.3 MB: small enough for long rows, large enough for the compression.
 BATCH_ROWS = 4096
 _ROW_ID = pa.field("row_id", pa.int64())
+ATTEMPT = pa.field("attempt", pa.int32())
 # The columns of the index that results are made of
 _READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", *(name for name, _ in TAIL)]
 
@@ -64,14 +65,18 @@ class IndexView(Protocol):
         """The name of the kind of answers."""
 
     @property
+    def attempts(self) -> int:
+        """How many times a row may run; the result has a column for it where that is more than once."""
+
+    @property
     def rows(self) -> int:
         """Rows of the input, bad ones included."""
 
 
 def result_schema(index: IndexView) -> pa.Schema:
     """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
-    ours = KINDS[index.output].schema(index)
-    clash = sorted(set(index.passthrough_schema.names) & set(ours.names))
+    ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
+    clash = sorted(set(index.passthrough_schema.names) & {field.name for field in ours})
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
     return pa.schema([*ours, *index.passthrough_schema])  # without metadata: it may name tools and hosts
@@ -90,7 +95,9 @@ class ResultRows:
         spans: Sequence[tuple[int, int]],
         detokenizer: Detokenizer,
         partial: bool,
+        attempts: NDArray[np.uint8] | None = None,
     ) -> None:
+        self._attempts = attempts  # by row
         self._index, self._answers, self._spans = index, answers, spans
         self._detokenizer, self._partial = detokenizer, partial
         self._kind, self._schema = KINDS[index.output], result_schema(index)
@@ -106,14 +113,24 @@ class ResultRows:
         for batch, (rows, values) in enumerate(self._zipped(*self._spans[span]), self._first[span]):
             _check_order(rows.column("row_id").to_numpy(), first)
             matched = _matching(first, rows.num_rows, self._answers.of(batch))
-            first += rows.num_rows
             table = self._kind.table(self._index, rows, matched, self._detokenizer)
+            if self._index.attempts > 1:
+                table = table.append_column(ATTEMPT, self._numbers(first, matched))
+            first += rows.num_rows
             for field in self._index.passthrough_schema:
                 table = table.append_column(field, values.column(field.name))
             if self._partial:
                 finished = pc.or_(pc.is_null(rows.column("key")), pc.is_valid(matched.column("row_id")))
                 table = table.filter(finished)
             yield table.cast(self._schema)
+
+    def _numbers(self, first: int, matched: pa.Table) -> pa.Array:
+        """Return the number of the attempt that each row's completion is of; null where it has none."""
+        numbers = np.ones(matched.num_rows, np.int32)
+        if self._attempts is not None:
+            numbers[:] = self._attempts[first : first + len(numbers)]
+        made = matched.column("row_id").is_valid().to_numpy(zero_copy_only=False)
+        return pa.array(numbers, ATTEMPT.type, mask=~made)
 
     def _zipped(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:
         """Yield rows of the index and their passthrough values, side by side."""
@@ -148,7 +165,7 @@ def result_rows(
     schema = pa.schema([_ROW_ID, *COMPLETION_SCHEMA, *KINDS[index.output].read(index)])
     wanted = schema.remove(schema.get_field_index("key"))
     with SortedAnswers(join, wanted, starts, size, spill, working_memory() // 2) as answers:
-        yield ResultRows(index, answers, spans, detokenizer, partial)
+        yield ResultRows(index, answers, spans, detokenizer, partial, join.attempts)
 
 
 def batch_rows(index: IndexView) -> int:

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchinfer.data.results.join import PART_SHIFT, Join
+from batchinfer.data.results.attempts import PART_SHIFT
+from batchinfer.data.results.join import Join
 from batchinfer.data.storage.durable import storage
 from batchinfer.data.store.parts import damaged, padded
 

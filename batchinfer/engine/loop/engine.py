@@ -441,6 +441,11 @@ class Engine:
 
 
 _NO_WORK = ConstraintWork()
+_ENDED_BY: Mapping[FinishReason, str] = {
+    "length": "max_tokens or the model's context ended",
+    "repetition": "a loop (sampling.repetition_stop) ended",
+    "stop": "a stop string or token ended",
+}
 
 
 def _work_of(masks: ConstraintMasks | None) -> ConstraintWork:
@@ -476,8 +481,7 @@ def _constrained_end(
         return End("stop")
     if reason is None:
         return None
-    cut = "max_tokens or the model's context ended" if reason == "length" else "a stop string or token ended"
-    text = f"{cut} the answer before it was complete under its constraint"
+    text = f"{_ENDED_BY[reason]} the answer before it was complete under its constraint"
     return End("error", kept, RowError("incomplete_output", "policy", text), cut=reason == "length")
 
 

@@ -14,6 +14,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import FinishReason, Request, TokenLogprobs
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.schedule.constraints import Constraint
+from batchinfer.engine.schedule.loops import LoopDetector
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
 StopStream = Callable[[int], int | None]
@@ -92,6 +93,7 @@ class Sequence:
     # Written by the Engine
     tokens: array[int]  # the prompt, then the output
     logprobs: CollectedLogprobs | None  # of the output tokens; None: the request does not ask for them
+    loops: LoopDetector | None  # of the output tokens; None: the answer may run in circles
     watched: bool  # whether a token has to be looked at for more than `stop_token_ids` and the length
     queued_s: float
     scheduled_s: float | None = None
@@ -136,6 +138,7 @@ class Sequence:
         params, prompt = request.params, array("i", request.prompt.tobytes())
         logprobs = None if params.logprobs is None else CollectedLogprobs()
         reshaped = params.penalised or params.min_tokens > 0
+        loops = LoopDetector(params.repetition_stop, len(prompt)) if params.repetition_stop else None
         return cls(
             request=request,
             prompt_length=len(prompt),
@@ -147,7 +150,8 @@ class Sequence:
             rope_offset=roots.rope_offset(len(prompt), params),
             tokens=prompt,
             logprobs=logprobs,
-            watched=stop_stream is not None or logprobs is not None,
+            loops=loops,
+            watched=stop_stream is not None or logprobs is not None or loops is not None,
             queued_s=now,
         )
 
@@ -203,11 +207,16 @@ class Sequence:
             self.status = SequenceStatus.RUNNING
 
     def ends_with(self, token: int) -> FinishReason | None:
-        """Say why the sequence ends with its newest known token, if it does."""
+        """Say why the sequence ends with its newest known token, if it does. To be asked of every token of a sequence
+        that is watched, once."""
         length = self.known_length
-        if token in self.stop_token_ids and length - self.prompt_length >= self.request.params.min_tokens:
-            return "stop"
+        looped = self.loops is not None and self.loops.closes(self.tokens, length)
+        if (looped or token in self.stop_token_ids) and self._may_end(length):
+            return "stop" if token in self.stop_token_ids else "repetition"
         return "length" if length >= self.max_length else None
+
+    def _may_end(self, length: int) -> bool:
+        return length - self.prompt_length >= self.request.params.min_tokens
 
     def take_none(self) -> None:
         """Remove the first placeholder: its step gave no token."""

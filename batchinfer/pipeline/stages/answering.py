@@ -12,6 +12,7 @@ from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.collect import Collector
+from batchinfer.pipeline.further_attempts import FurtherAttempts
 from batchinfer.pipeline.stages.open_run import OpenRun
 from batchinfer.pipeline.stages.planning import PlannedRun
 from batchinfer.pipeline.stages.verdict import error_budget
@@ -50,7 +51,8 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
             _begin(run, plan, pool)
             with run.report.timed("engine_s"):
                 batches = planned_requests(plan, index.tokens, REQUEST_BATCH, run.setup.roots)
-                run_plan(batches, pool, collector, run.interrupts, partial(_tell_draining, run))
+                further = FurtherAttempts(run, index, store, collector, pool)
+                run_plan(batches, pool, collector, run.interrupts, partial(_tell_draining, run), further)
         finally:
             store.commit()
             _note_figures(run, planned, pool, collector)
@@ -89,7 +91,7 @@ def _collector(
 
 def _engines(run: OpenRun, setting: Setting, plan: Plan, index: Index) -> ReplicaPool:
     def named(keys: Sequence[bytes]) -> str:
-        return named_if_found(index.index_parts, keys, run.state.staging / "names")
+        return named_if_found(index.index_parts, keys, run.state.staging / "names", index.attempts)
 
     specs = worker_specs(run.job, setting, run.options.engine)
     whole = run.setup.setting

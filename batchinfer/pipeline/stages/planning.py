@@ -62,7 +62,14 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
         retry, where, roots = run.options.retry_errors, index.folder / folder, run.setup.roots
         threads, parts = usable_cpus(), store.parts()
         plan = plan_job(
-            index.index_dir, index.tokens, parts, where, roots, retry_errors=retry, threads=threads
+            index.index_dir,
+            index.tokens,
+            parts,
+            where,
+            roots,
+            attempts=index.attempts,
+            retry_errors=retry,
+            threads=threads,
         )
         forecast = forecast_run(run.job, run.setup, plan, index.tokens)
     run.report.planned(plan, forecast.engine)
@@ -72,6 +79,8 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     revised = RevisedForecast(forecast.engine is None or forecast.engine.upper_bound, run.notice)
     deadline = _deadline(run, plan, forecast.engine)
     run.report.note(**({} if deadline is None else deadline.facts))
+    if index.attempts > 1 and plan.to_run:
+        run.notice(f"on_invalid: a row runs up to {index.attempts} times; planned is what is due now")
     if run.job.sampling.from_columns:
         run.notice(f"rows set their own {run.job.sampling.row_parameters()}")
     return PlannedRun(plan, deadline, revised)
@@ -80,7 +89,8 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
 def _tell_of_retries(run: OpenRun, index: Index, store: CompletionStore) -> None:
     if not run.options.retry_errors:
         return
-    if not joined(index.index_parts, store.parts(), run.state.staging / "join").counts.retryable:
+    spill, attempts = run.state.staging / "join", index.attempts
+    if not joined(index.index_parts, store.parts(), spill, attempts=attempts).counts.retryable:
         run.notice("--retry-errors: no row has an error that is marked retryable; none is run again")
 
 

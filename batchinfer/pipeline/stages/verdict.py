@@ -32,7 +32,8 @@ def refuse_to_publish(run: OpenRun, index: Index, join: Join) -> None:
     """Raise ErrorBudgetExceeded for too many error rows, unless the job publishes its result all the same."""
     budget = error_budget(run, index.rows)
     if budget.exceeded(join.counts.errors) and not budget.publish:
-        errors = summarise_all_errors(index.index_parts, join.parts, run.state.staging / "errors")
+        spill = run.state.staging / "errors"
+        errors = summarise_all_errors(index.index_parts, join.parts, spill, index.attempts)
         raise _too_many(run, join.counts, budget, errors)
 
 

@@ -47,14 +47,21 @@ class Sink(Protocol):
         """Do what is due, as time has passed."""
 
 
+Batches = Iterator[tuple[PlanBatch, list[Request]]]
+
+
 def run_plan(
-    batches: Iterator[tuple[PlanBatch, list[Request]]],
+    batches: Batches,
     engines: Engines,
     sink: Sink,
     interrupts: Interrupts,
     draining: Callable[[float], None],
+    further: Callable[[bool], Batches | None] = lambda _: None,
 ) -> None:
     """Feed a plan's batches (`planned_requests`) in order until all is answered, `sink` has enough, or a signal comes.
+
+    Once all are handed out, `further` is asked for those that follow from the answers; the last time when it is told
+    that nothing is in flight.
 
     After a signal what runs may finish for DRAIN_S seconds; `draining` hears of it. Raises what ended the engine.
     """
@@ -81,6 +88,8 @@ def run_plan(
             in_flight -= len(done.completions)
             sink.take(done)
         sink.tick()
+        if not more and (following := further(in_flight == 0)) is not None:
+            batches, more = following, True
     _drain(engines, sink)
 
 

@@ -119,6 +119,15 @@ class ReplicaPool:
             return True
         return self.info is not None and not self._divisible and self._next() is not None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is an engine that could run more than it has."""
+        return self.info is not None and self._next() is not None
+
+    def expect(self, rows: int) -> None:
+        """Take note that the plan has so many more rows."""
+        self._left += rows
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Take the next rows of the plan."""
         self._backlog.append(requests)

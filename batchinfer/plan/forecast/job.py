@@ -144,7 +144,10 @@ def _planned(
     read = time.perf_counter()
     stored = sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
     folder = scratch / "plan"
-    plan = plan_job(index.index_dir, index.tokens, stored, folder, setup.roots, threads=usable_cpus())
+    cores, attempts = usable_cpus(), index.attempts
+    plan = plan_job(
+        index.index_dir, index.tokens, stored, folder, setup.roots, attempts=attempts, threads=cores
+    )
     planned = time.perf_counter()
     drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
     times = 1.0 if drawn is None else drawn.times

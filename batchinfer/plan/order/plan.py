@@ -26,6 +26,7 @@ PLAN_SCHEMA = pa.schema(
         ("prefix_group", pa.int64()),
         ("prefix_tokens", pa.int32()),
         ("users", pa.int32()),
+        ("final_users", pa.int32()),  # of these, those that do not run again, whatever the answer is
     ]
 )
 
@@ -53,7 +54,7 @@ class PlanBatch:
 
     def numbers(self, column: str) -> NDArray[Any]:
         """A numeric column without nulls: seq, token_offset, token_count, expected_tokens, bucket,
-        prefix_tokens or users."""
+        prefix_tokens, users or final_users."""
         values: NDArray[Any] = self.table.column(column).to_numpy()
         return values
 
@@ -83,7 +84,7 @@ class Plan:
     prompt_tokens: int
     expected_tokens: int  # output tokens, at most
     shared_prefix_tokens: int  # prompt tokens that need not run, as an earlier row has them, too
-    longest: int  # largest token_count + expected_tokens; 0 if nothing is to run
+    longest: int  # largest token_count + expected_tokens of an attempt to come; 0 if nothing is to run
 
     def batches(self, rows_per_batch: int, every: int = 1) -> Iterator[PlanBatch]:
         """The plan in order, `rows_per_batch` requests at a time (the last batch may be shorter); `every`: only the

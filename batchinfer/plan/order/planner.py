@@ -16,8 +16,10 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
+from batchinfer.data.results.attempts import load_chosen
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
+from batchinfer.plan.order.attempts_due import distinct_sql
 from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.order.prefixes import write_prefixes
 from batchinfer.plan.order.requests import Prompts
@@ -26,7 +28,7 @@ from batchinfer.plan.order.sorted_prompts import sorted_prompts
 from batchinfer.plan.order.work_roots import work_roots
 
 _ROWS_PER_GROUP = 65_536
-_REPEATED = ["params", "expected_tokens", "token_count", "bucket", "prefix_tokens", "users"]
+_REPEATED = ["params", "expected_tokens", "token_count", "bucket", "prefix_tokens", "users", "final_users"]
 _PARAMS_BYTES = 256 << 20  # that a batch of rows holds, of which a row's schema may make a megabyte
 
 
@@ -37,11 +39,16 @@ def plan_job(
     out_dir: Path,
     roots: ContentRoots,
     *,
+    attempts: int = 1,
+    in_flight: Sequence[bytes] = (),
     retry_errors: bool = False,
     memory_limit: str | None = None,
     threads: int = 2,
 ) -> Plan:
     """Plan every distinct key of the index that the completion parts lack, once each.
+
+    Of the keys of a row's `attempts`, only the first one counts whose completion is not invalid, or is missing. Those
+    that are `in_flight` are not planned.
 
     Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`), at each node by descending
     effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
@@ -52,7 +59,10 @@ def plan_job(
     """
     index = sorted(index_dir.glob("part-*.parquet"))
     with connection(out_dir / "spill", memory_limit, threads) as database:
-        _load_work(database, index, completion_parts, retry_errors)
+        if completion_parts and attempts > 1:
+            load_chosen(database, completion_parts, attempts)
+        _load_wanted(database, index, attempts if completion_parts else 1, attempts)
+        _load_work(database, completion_parts, retry_errors, in_flight)
         forest, rows = sorted_prompts(database, prompts, work_roots(database, roots))
         _place(database, forest, rows)
         path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
@@ -63,29 +73,32 @@ def plan_job(
         return Plan(path=path, prefixes=prefixes, shared_prefix_tokens=saved, **_counts(database))
 
 
-def _load_work(database: Any, index: Sequence[Path], completions: Sequence[Path], retry_errors: bool) -> None:
+def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int) -> None:
+    """Create the table `wanted`: the distinct keys of rows, of each row that of the attempt that it is at. `reached`:
+    the last one that a row may be at. With more than one the table `chosen` is loaded."""
     database.execute(
         "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
-        "expected_tokens INTEGER, users INTEGER)"
+        "expected_tokens INTEGER, users INTEGER, final_users INTEGER, longest INTEGER)"
     )
-    database.execute("CREATE TEMP TABLE present(key BLOB)")
     database.execute("CREATE TEMP TABLE tally(rows BIGINT, error_rows BIGINT)")
     if index:
-        database.execute(f"INSERT INTO wanted {_distinct_sql(index)}")
+        database.execute(f"INSERT INTO wanted {distinct_sql(index, reached, attempts)}")
         database.execute(f"INSERT INTO tally SELECT count(*), count(*) - count(key) FROM {parquet(index)}")
+
+
+def _load_work(
+    database: Any, completions: Sequence[Path], retry_errors: bool, in_flight: Sequence[bytes]
+) -> None:
+    database.execute("CREATE TEMP TABLE present(key BLOB)")
     if completions:
         usable = "WHERE error_code IS NULL OR retryable IS NOT TRUE" if retry_errors else ""
         database.execute(f"INSERT INTO present SELECT DISTINCT key FROM {parquet(completions)} {usable}")
+    if in_flight:
+        database.register("flying", pa.table({"key": pa.array(in_flight, pa.binary())}))
+        database.execute("INSERT INTO present SELECT key FROM flying")
+        database.unregister("flying")
     database.execute(
         "CREATE TEMP TABLE work AS SELECT * FROM wanted ANTI JOIN present USING (key) ORDER BY token_offset, key"
-    )
-
-
-def _distinct_sql(index: Sequence[Path]) -> str:
-    # equal keys mean equal tokens and parameters: only the offset differs, and the smallest is as good as any
-    return (
-        "SELECT key, min(token_offset), min(token_count), min(params), min(expected_tokens), count(*) "
-        f"FROM {parquet(index)} WHERE key IS NOT NULL GROUP BY key"
     )
 
 
@@ -143,7 +156,7 @@ def _ordered_sql() -> str:
     return (
         "SELECT key, token_offset, token_count, params, expected_tokens, "
         "ceil(log2(greatest(token_count + expected_tokens, 1)))::INTEGER AS bucket, "
-        f"nullif(prefix_group, {ROOT}) AS prefix_group, prefix_tokens, users "
+        f"nullif(prefix_group, {ROOT}) AS prefix_group, prefix_tokens, users, final_users "
         "FROM work POSITIONAL JOIN place ORDER BY seq"
     )
 
@@ -164,7 +177,7 @@ def _counts(database: Any) -> dict[str, int]:
         "WITH t AS (SELECT coalesce(sum(rows), 0) r, coalesce(sum(error_rows), 0) e FROM tally), "
         "w AS (SELECT count(*) n FROM wanted), "
         "k AS (SELECT count(*) n, coalesce(sum(token_count::BIGINT), 0) p, "
-        "coalesce(sum(expected_tokens::BIGINT), 0) o, coalesce(max(token_count + expected_tokens), 0) l FROM work) "
+        "coalesce(sum(expected_tokens::BIGINT), 0) o, coalesce(max(longest), 0) l FROM work) "
         "SELECT t.r, t.e, w.n, t.r - t.e - w.n, w.n - k.n, k.n, k.p, k.o, k.l FROM t, w, k"
     ).fetchall()
     return {name: int(value) for name, value in zip(names, values[0], strict=True)}

@@ -25,7 +25,7 @@ from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.job.check import LOGPROBS, RESULT_COLUMNS
+from batchinfer.job.check import ATTEMPT, LOGPROBS, RESULT_COLUMNS
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
 from batchinfer.machine.memory import available_memory
@@ -159,7 +159,8 @@ def _columns(job: Job, tokenizer: Tokenizer) -> SchemaColumns | None:
         columns = schema_columns(parsed_schema(job.output.json_schema), job.output.column)
     except NoColumns as error:
         raise job.mistake(where, str(error)) from None
-    taken = {name.casefold(): name for name in (*RESULT_COLUMNS, LOGPROBS, *job.output.columns)}
+    ours = (*RESULT_COLUMNS, LOGPROBS, *([ATTEMPT] if job.on_invalid else []))
+    taken = {name.casefold(): name for name in (*ours, *job.output.columns)}
     for name in columns.schema.names:
         if name.casefold() in taken:
             text = f"its property {name!r} has the name of another column of the result; give output.column a name"

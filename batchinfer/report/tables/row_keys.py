@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from batchinfer.report.tables.columns import ROWS, SCHEMAS
 from batchinfer.report.tables.folder import table_path
@@ -18,22 +19,38 @@ BATCH_ROWS = 65_536  # 4 MiB of keys as text
 KEY_BYTES = 32
 
 
-def write_rows(folder: Path, run_id: str, parts: Sequence[Path]) -> Path:
+def write_rows(
+    folder: Path,
+    run_id: str,
+    parts: Sequence[Path],
+    columns: Sequence[str] = ("key",),
+    which: NDArray[np.uint8] | None = None,
+) -> Path:
     """Write the table, whole or not at all. Raises OSError.
 
-    `parts` are Parquet files with `row_id` and `key` (binary); rows without a key became no request and are left out.
+    `parts` are Parquet files with `row_id` and keys (binary); rows without a key became no request and are left out. A
+    row's key stands in the first of the `columns`, or in the one that `which` says, by row.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with Spool(table_path(folder, ROWS, run_id), SCHEMAS[ROWS], dictionary=["run_id"]) as spool:
-        for batch in _batches(parts):
+        for batch in _batches(parts, columns):
+            batch = batch if which is None else _of_columns(batch, columns, which)
             spool.write(pa.Table.from_batches([_row_batch(run_id, batch)]))
         return spool.finish()
 
 
-def _batches(parts: Sequence[Path]) -> Iterator[pa.RecordBatch]:
+def _batches(parts: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     for part in parts:
         with pq.ParquetFile(part) as file:
-            yield from file.iter_batches(BATCH_ROWS, columns=["row_id", "key"])
+            yield from file.iter_batches(BATCH_ROWS, columns=["row_id", *columns])
+
+
+def _of_columns(batch: pa.RecordBatch, columns: Sequence[str], which: NDArray[np.uint8]) -> pa.RecordBatch:
+    rows = batch.column("row_id")
+    keys = pc.choose(
+        pa.array(which[rows.to_numpy()].astype(np.int64)), *(batch.column(name) for name in columns)
+    )
+    return pa.RecordBatch.from_arrays([rows, keys], names=["row_id", "key"])
 
 
 def _row_batch(run_id: str, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -61,6 +61,7 @@ def test_the_defaults_stay() -> None:
         "regex": None,
         "choice": (),
         "grammar": None,
+        "repetition_stop": 0,
     }, "a new parameter is added here; one that is here never changes"
 
 

@@ -75,6 +75,7 @@ def make_job(
     prompt: dict[str, Any] | None,
     columns: tuple[str, ...] = (),
     sampling: dict[str, Any] | None = None,
+    on_invalid: tuple[dict[str, Any], ...] = (),
     **source: Any,
 ) -> Job:
     """A job in `folder`, its checkpoint in `folder/model`."""
@@ -84,6 +85,7 @@ def make_job(
         input=InputSection.model_construct(**{**_INPUT, **source}),
         prompt=PromptSection(**prompt) if prompt is not None else None,
         sampling=SamplingSection(**(sampling or {})),
+        on_invalid=on_invalid,
         output=OutputSection.model_construct(path=folder / "results", columns=columns, rows_per_file=100),
     )
     job.model_post_init({"source": folder / "job.yaml"})

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, AnswerSchema
+from batchinfer.data.index.index import AnswerSchema, index_schema
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.prompts.keys import token_bytes
 
@@ -57,6 +57,7 @@ class SmallIndex:
     logprobs: int | None = None
     answers: AnswerSchema | None = None
     output: str = "tokens"
+    attempts: int = 1
 
     @property
     def tokens(self) -> TokenStore:
@@ -76,6 +77,7 @@ def write_index(
     rows: Sequence[dict[str, Any]],
     passthrough: pa.Table | None = None,
     rows_per_part: int = 1000,
+    attempts: int = 1,
 ) -> SmallIndex:
     (folder / "index").mkdir(parents=True)
     (folder / "passthrough").mkdir()
@@ -86,7 +88,7 @@ def write_index(
         {**row, "token_offset": offset} if "tokens" in row else row
         for row, offset in zip(rows, offsets, strict=False)
     ]
-    table = pa.Table.from_pylist(placed, schema=INDEX_SCHEMA.append(ENDPOINT))
+    table = pa.Table.from_pylist(placed, schema=index_schema(True, attempts))
     values = pa.table({"row_id": table["row_id"]})
     for name in passthrough.column_names if passthrough else []:
         values = values.append_column(passthrough.schema.field(name), passthrough[name])
@@ -94,7 +96,8 @@ def write_index(
         name = f"part-{number:05d}.parquet"
         pq.write_table(table.slice(start, rows_per_part), folder / "index" / name)
         pq.write_table(values.slice(start, rows_per_part), folder / "passthrough" / name)
-    return SmallIndex(folder, len(rows), pa.schema([]) if passthrough is None else passthrough.schema)
+    types = pa.schema([]) if passthrough is None else passthrough.schema
+    return SmallIndex(folder, len(rows), types, attempts=attempts)
 
 
 def answer(key: bytes, length: int | None = None) -> Completion:

@@ -53,6 +53,7 @@ def _requests(draw: Any, row: int, shared: list[int], constrained: bool) -> Requ
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.4])),
         logprobs=draw(st.sampled_from([None, None, 0, 3])),
+        repetition_stop=draw(st.sampled_from([0, 0, 4])),
     )
 
 

@@ -42,6 +42,7 @@ class Speculating:
     random: random.Random | None = None  # None: as many tokens as drafts are right, and one more
     most_tokens: None = None
     windows: tuple[int | None, ...] = (None,)  # of cache groups
+    model: Callable[[Seq[int], int], int] = next_token
     cost: Any = SHAPE
     ran: int = 0  # positions
     accepted: int = 0
@@ -104,11 +105,11 @@ class Speculating:
 
     def _next(self, sequence: Sequence) -> list[int]:
         known = self._tokens[sequence.request.key]
-        given = [next_token(known, self.nan_every)]
+        given = [self.model(known, self.nan_every)]
         for draft in sequence.tokens[len(sequence) - sequence.drafts :]:
             if given[-1] != draft or (self.random and self.random.random() < 0.2):
                 break
-            given.append(next_token(known + given, self.nan_every))
+            given.append(self.model(known + given, self.nan_every))
         self.accepted += len(given) - 1
         self.rejected += sequence.drafts - len(given) + 1
         if self.random and (sequence.needs_sync or not self.looks_ahead):
@@ -124,5 +125,5 @@ class Speculating:
         if kind < 0.25:
             return given[: self.random.randrange(len(given) + 1)]
         while kind > 0.7 and len(given) < 5:
-            given = [*given, next_token(known + given, self.nan_every)]
+            given = [*given, self.model(known + given, self.nan_every)]
         return given

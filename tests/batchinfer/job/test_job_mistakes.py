@@ -202,7 +202,8 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "out of range": (
         GOOD
         + "sampling:\n  max_tokens: 0\n  min_tokens: -1\n  temperature: -0.1\n  top_p: 0\n  top_k: -1\n  min_p: 1.1\n"
-        + "  repetition_penalty: 0\n  presence_penalty: 101\n  frequency_penalty: .inf\n  seed: 9223372036854775808\n",
+        + "  repetition_penalty: 0\n  presence_penalty: 101\n  frequency_penalty: .inf\n  seed: 9223372036854775808\n"
+        + "  repetition_stop: -1\n",
         [
             (7, "sampling.max_tokens", ("number 0", "from 1 to 2,147,483,647")),
             (8, "sampling.min_tokens", ("number -1", "from 0")),
@@ -214,6 +215,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
             (14, "sampling.presence_penalty", ("from -100 to 100",)),
             (15, "sampling.frequency_penalty", ("inf", "from -100 to 100")),
             (16, "sampling.seed", ("9223372036854775808", "whole number")),
+            (17, "sampling.repetition_stop", ("-1", "from 0 to 2,147,483,647")),
         ],
     ),
     "min above max": (
@@ -295,6 +297,48 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
             (7, "commit.rows", ("number 0",)),
             (7, "commit.seconds", ("above 0 and up to 3,600",)),
         ],
+    ),
+    "a ladder that is no list": (
+        GOOD + "on_invalid: {temperature: 1}\n",
+        [(6, "on_invalid", ("a mapping", "[{temperature: 0.7, seed: 1}"))],
+    ),
+    "an unknown parameter of a rung": (
+        GOOD + "on_invalid: [{temprature: 1}]\n",
+        [(6, "on_invalid", ('"temprature" in item 1', "did you mean temperature?"))],
+    ),
+    "a rung that says what an answer looks like": (
+        GOOD + "on_invalid: [{temperature: 1}, {choice: [a]}]\n",
+        [(6, "on_invalid", ('"choice" in item 2', "there are max_tokens"))],
+    ),
+    "an empty rung": (
+        GOOD + "on_invalid: [{}]\n",
+        [(6, "on_invalid", ("an empty mapping as item 1", "{temperature: 0.7}"))],
+    ),
+    "a value of a rung": (
+        GOOD + "on_invalid: [{max_tokens: 2.5}]\n",
+        [(6, "on_invalid", ("number 2.5 for max_tokens in item 1", "a whole number from 1"))],
+    ),
+    "too many rungs": (
+        GOOD + "on_invalid:\n" + "".join(f"  - {{max_tokens: {300 + n}}}\n" for n in range(9)),
+        [(6, "on_invalid", ("has 9 items", "8 are the most"))],
+    ),
+    "rungs that change nothing": (
+        GOOD + "sampling: {min_tokens: 5}\non_invalid: [{seed: 3}, {max_tokens: 2}, {max_tokens: 2}]\n",
+        [
+            (7, "on_invalid", ("in item 1 for what attempt 1 asks for", "a seed")),
+            (7, "on_invalid", ("min_tokens 5 in item 2", "which is 2")),
+            (7, "on_invalid", ("min_tokens 5 in item 3", "which is 2")),
+            (7, "on_invalid", ("in item 3 for what attempt 3 asks for",)),
+        ],
+    ),
+    "answers that are cut whatever a rung says": (
+        GOOD + "sampling: {ignore_eos: true}\non_invalid: [{temperature: 1}]\n",
+        [(7, "on_invalid", ("sampling.ignore_eos", "all are cut"))],
+    ),
+    "the column of a ladder": (
+        GOOD.replace("{path: results}", "{path: results, columns: [Attempt]}") + "on_invalid: [{seed: 1}]\n"
+        "sampling: {temperature: 1}\n",
+        [(5, "output.columns", ("the result of a job with on_invalid",))],
     ),
     "model values": (
         instead(

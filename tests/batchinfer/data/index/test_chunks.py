@@ -72,7 +72,7 @@ class LocalWorker:
         if self._reply is None or selectors_ready(self._read):
             return None
         reply, self._reply = self._reply, None
-        return unpacked(reply, self._spec.fields, self._spec.limits.vocab_size)
+        return unpacked(reply, self._spec.fields, self._spec.limits.vocab_size, len(self._spec.plan.ladder))
 
     def look(self) -> None:
         """It never hangs."""

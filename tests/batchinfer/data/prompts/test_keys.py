@@ -14,7 +14,8 @@ from tests.batchinfer.data.ingest_kit import checkpoint, make_job, rows_of, run,
 
 CONTEXT = bytes(range(32))
 OWN = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-       "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs")  # fmt: skip
+       "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
+       "repetition_stop")  # fmt: skip
 
 # Each of these digests stands for stored answers, so none may ever change: a new option is absent from the key at its
 # default. New rows are added at the end.
@@ -49,6 +50,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1}, "7a05ee4db9c2e89f380a86ba8727d147465590ba1c443f0a84b9d98a32e8067b"),
     ({"logprobs": 0}, "a7608609b55a559fd60644a94425c34cdae2a9163f287e2dc78a186b078f6c4b"),
     ({"logprobs": 5, "temperature": 0}, "7eed6f2fc13c5793676a5639f84e573a45e05aaef310df19f6f7db76111928c4"),
+    ({"repetition_stop": 0}, "af83b9d7e434ef6c8d3bc0d6b3bf3ec3135ac37ee88f2a0d7d27d5ab7b7e35d4"),
+    ({"repetition_stop": 64}, "3d339c268d74c586d3d06a06dde0748e946a16a94fd46dd23f234b5d410cb6dd"),
 ]
 # These may change with CONSTRAINT_RULES, and only with them.
 CONSTRAINED: list[tuple[dict[str, Any], str]] = [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.request import RowError
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.render_pieces import RowPieces, joined
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 
@@ -35,6 +35,9 @@ def prepared(rows: list[str]) -> PreparedRows:
         b"".join(bytes(32) if row == "!" else row.encode().ljust(32) for row in rows),
         np.frombuffer("".join(good).encode(), np.uint8).astype(np.int32),
     )
+    keys = b"".join(row.upper().encode().ljust(32) for row in rows)
+    params_of = np.array([params.index(row[0]) if len(row) > 1 else -1 for row in rows], np.int32)
+    prompts.rungs = [PreparedRungs(params_of, lengths + 1, keys)]
     facts = FactsOfRows(FIELDS)
     for row in rows:
         facts.note({"id": row})
@@ -46,7 +49,14 @@ def same(one: PreparedRows, other: PreparedRows) -> bool:
     first, second = one.prompts, other.prompts
     equal = all(getattr(first, name) == getattr(second, name) for name in plain)
     alike = all(np.array_equal(getattr(first, name), getattr(second, name)) for name in arrays)
-    return equal and alike and bool(one.facts.ids.equals(other.facts.ids))
+    rungs = zip(first.rungs, second.rungs, strict=True)
+    climbed = all(
+        np.array_equal(a.params_of, b.params_of)
+        and np.array_equal(a.max_tokens, b.max_tokens)
+        and a.keys == b.keys
+        for a, b in rungs
+    )
+    return equal and alike and climbed and bool(one.facts.ids.equals(other.facts.ids))
 
 
 ROWS = st.lists(st.sampled_from(["!", "a", "ab", "b", "bcd", "c"]), max_size=12)

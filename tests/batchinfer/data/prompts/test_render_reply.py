@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.request import RowError
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows
+from batchinfer.data.prompts.prepare import Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.render_reply import BadReply, packed, packed_failure, unpacked
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 
@@ -25,7 +25,11 @@ def some_rows() -> PreparedRows:
     int32s = [np.array(column, np.int32) for column in ([0, 0, 1], [9, 0, 4], [2, 0, 1])]
     errors = {1: RowError("bad_json", "input", "line 2")}
     tokens = np.array([1, 99, 3], np.int32)
-    return PreparedRows(Prepared(errors, ["{}", '{"seed":1}'], *int32s, bytes(96), tokens), facts.finished())
+    rung = PreparedRungs(
+        np.array([1, -1, -1], np.int32), np.array([7, 0, 0], np.int32), b"k" * 32 + bytes(64)
+    )
+    params = ["{}", '{"seed":1}']
+    return PreparedRows(Prepared(errors, params, *int32s, bytes(96), tokens, [rung]), facts.finished())
 
 
 def consistent(rows: PreparedRows) -> bool:
@@ -38,14 +42,21 @@ def consistent(rows: PreparedRows) -> bool:
     assert len(prompts.tokens) == prompts.counts.sum()
     assert not len(prompts.tokens) or 0 <= prompts.tokens.min() <= prompts.tokens.max() < VOCAB
     assert len(prompts.keys) == 32 * len(rows)
+    (rung,) = prompts.rungs
+    assert set(rung.params_of.tolist()) <= {-1, *range(len(prompts.params))}
+    assert (len(rung.keys), len(rung.max_tokens)) == (32 * len(rows), len(rows))
+    assert (rung.params_of[prompts.counts == 0] == -1).all()
     return set(prompts.errors) == set(np.flatnonzero(prompts.counts == 0).tolist())
 
 
 def test_a_reply_holds_what_was_prepared() -> None:
-    made, found = some_rows(), unpacked(packed(some_rows()), FIELDS, VOCAB)
+    made, found = some_rows(), unpacked(packed(some_rows()), FIELDS, VOCAB, 1)
     assert consistent(found)
     assert found.prompts.errors == made.prompts.errors
     assert found.prompts.tokens.tolist() == made.prompts.tokens.tolist()
+    (rung,) = found.prompts.rungs
+    assert (rung.params_of.tolist(), rung.max_tokens.tolist()) == ([1, -1, -1], [7, 0, 0])
+    assert rung.keys == made.prompts.rungs[0].keys
     assert found.facts.ids.to_pylist() == ["ä", None, None]
     assert found.facts.endpoints is not None
     assert found.facts.endpoints.to_pylist() == ["/v1", None, None]
@@ -67,7 +78,7 @@ def test_a_forged_reply_is_refused_or_consistent(changes: list[tuple[int, int]],
     for at, byte in changes:
         data[at % len(data)] = byte
     try:
-        rows = unpacked(bytes(data[: len(data) - cut]), FIELDS, VOCAB)
+        rows = unpacked(bytes(data[: len(data) - cut]), FIELDS, VOCAB, 1)
     except (BadReply, Unavailable):
         return
     assert consistent(rows)

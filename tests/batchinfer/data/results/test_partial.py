@@ -41,7 +41,7 @@ def test_a_signal_ends_the_join_of_a_users_query(tmp_path: Path, monkeypatch: py
     databases: list[Any] = []
     late: list[bool] = []
 
-    def endless(database: Any, parts: Any) -> None:
+    def endless(database: Any, *_: Any) -> None:
         databases.append(database)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         database.execute(
@@ -57,7 +57,7 @@ def test_a_signal_ends_the_join_of_a_users_query(tmp_path: Path, monkeypatch: py
     with CompletionStore(tmp_path / "c") as store:
         store.append(answer(key) for key in keys_in(rows))
         store.commit()
-    monkeypatch.setattr("batchinfer.data.results.join._load_chosen", endless)
+    monkeypatch.setattr("batchinfer.data.results.join.load_chosen", endless)
     watchdog = threading.Timer(PATIENCE_S, give_up)
     watchdog.start()
     interrupts = Interrupts()

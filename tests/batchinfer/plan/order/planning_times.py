@@ -46,7 +46,7 @@ VOCABULARY = 50_000
 ROOTS = ContentRoots(1 << 20)
 # Functions whose times are told, where the code has them
 PHASES = {
-    planner: ("_load_work", "sorted_prompts", "_place", "write_plan", "write_prefixes"),
+    planner: ("_load_wanted", "_load_work", "sorted_prompts", "_place", "write_plan", "write_prefixes"),
     sorted_prompts: ("_by_blocks", "_by_tails", "_refined"),
 }
 

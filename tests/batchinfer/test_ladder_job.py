@@ -1,0 +1,242 @@
+"""Whole jobs with `on_invalid`: rows whose answers are cut or unfit run again, as the ladder says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.core.errors import BatchInferError, ErrorBudgetExceeded
+from batchinfer.data.index.index import Index
+from batchinfer.data.results.partial import partial_reader
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job import load_job
+from batchinfer.pipeline.clean import clean_job
+from batchinfer.pipeline.options import RunOptions
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
+from tests.batchinfer.test_nightly import aged
+from tests.batchinfer.test_to_openai import batch, bodies, completion, to
+from tests.checkpoints import make_model_folder
+
+LADDER = [{"temperature": 0.1}, {"temperature": 0.2, "seed": 4}]
+LONGER = [*LADDER, {"temperature": 0.3}]
+LEVELS = 4  # of hardness, as often each: a fourth fits at each attempt, and a fourth at none
+COUNT = 80
+PROMPT = {"system": None, "user": None, "token_ids": "ids"}
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The keys of the requests that were computed."""
+    monkeypatch.setenv("FAKE_ENGINE_LEVELS", str(LEVELS))
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
+    return tmp_path / "log"
+
+
+def rows(count: int = COUNT) -> list[dict[str, Any]]:
+    """Row n has the hardness n % LEVELS."""
+    return [{"id": f"r{n}", "ids": [20 + n, 20]} for n in range(count)]
+
+
+def job(folder: Path, model: Path, given: list[dict[str, Any]] | None = None, **sections: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    sections = {"on_invalid": LADDER, "prompt": PROMPT, "input": {"path": "in.jsonl", "id": "id"}, **sections}
+    return write_job(folder, model, rows() if given is None else given, **sections)
+
+
+def computed(log: Path) -> list[str]:
+    found = log.read_text().split() if log.exists() else []
+    log.unlink(missing_ok=True)
+    assert len(found) == len(set(found)), "something was computed twice"
+    return found
+
+
+def attempts(path: Path) -> list[tuple[int, str]]:
+    return [(row["attempt"], row["finish_reason"]) for row in table(path)]
+
+
+def wanted(hardness: int, most: int) -> tuple[int, str]:
+    return (hardness + 1, "stop") if hardness < most else (most, "length")
+
+
+def published(path: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))]
+
+
+def report(path: Path, name: str) -> list[dict[str, Any]]:
+    newest = sorted((path.parent / "out/res-report").glob(f"{name}-*.parquet"))[-1]
+    return list(pq.read_table(newest).to_pylist())
+
+
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rows_run_again_until_they_fit(
+    tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch, engines: int
+) -> None:
+    """The first of them run again before the last has run once, and the report knows which request answered."""
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.02")
+    path = job(tmp_path / "j", model, engine={"data_parallel": engines})
+    assert run(path).exit_code == 0
+    assert attempts(path) == [wanted(n % LEVELS, 3) for n in range(COUNT)]
+    assert len(computed(log)) == COUNT // LEVELS * (1 + 2 + 3 + 3)
+    answered, requests = report(path, "rows"), {one["key"]: one for one in report(path, "requests")}
+    assert len(answered) == COUNT
+    assert Counter(requests[one["key"]]["cut"] for one in answered) == {False: 60, True: 20}
+    if engines == 1:
+        queued = sorted(requests.values(), key=lambda one: float(one["queued_s"]))
+        assert queued[COUNT]["queued_s"] < max(one["finished_s"] for one in queued[:COUNT])
+
+
+def test_equal_rows_run_again_together_and_equal_samples_apart(
+    tmp_path: Path, model: Path, log: Path
+) -> None:
+    twice = [*rows(8), *rows(8)]
+    path = job(tmp_path / "a", model, twice)
+    run(path)
+    assert len(computed(log)) == 2 * (1 + 2 + 3 + 3)
+    path = job(
+        tmp_path / "b",
+        model,
+        twice,
+        sampling={"temperature": 0.05},
+        on_invalid=[{"temperature": 0.1}, {"temperature": 0}],
+    )
+    run(path)
+    # a row that is sampled and its equal are different work; with temperature 0 they are the same
+    assert len(computed(log)) == 16 + 12 + 4
+    assert attempts(path) == [(1, "stop"), (2, "stop"), (3, "length"), (3, "length")] * 4
+
+
+def test_a_run_that_was_killed_goes_on_where_it_was(
+    tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died in the middle of the ladder: no answer is computed twice, and the bytes are the same."""
+    whole, cut = job(tmp_path / "whole", model), job(tmp_path / "cut", model, commit={"rows": 5})
+    run(whole)
+    everything = set(computed(log))
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "110")
+    with pytest.raises(BatchInferError, match="same command resumes"):
+        run(cut)
+    monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")
+    assert run(cut).exit_code == 0
+    assert set(computed(log)) == everything
+    assert published(cut) == published(whole)
+
+
+def test_a_second_night_runs_what_is_new(tmp_path: Path, model: Path, log: Path) -> None:
+    path = job(tmp_path / "j", model, rows(40))
+    run(path)
+    before = set(computed(log))
+    job(tmp_path / "j", model, rows(44), on_invalid=LONGER)
+    run(path)
+    last = computed(log)
+    assert len(last) == 10 + 1 + 2 + 3 + 4
+    assert not before & set(last)
+    assert attempts(path) == [(n % LEVELS + 1, "stop") for n in range(44)]
+    job(tmp_path / "j", model, rows(44), on_invalid=[LONGER[2]])
+    run(path)
+    assert len(computed(log)) == 22, "of the others, the answers are stored"
+    assert attempts(path) == [(1, "stop"), (2, "stop"), (2, "stop"), (2, "stop")] * 11
+    job(tmp_path / "j", model, rows(44), on_invalid=None)
+    assert run(path, NO_ENGINE).exit_code == 0
+    assert "attempt" not in table(path)[0]
+
+
+def test_only_rows_without_a_rung_left_are_errors(tmp_path: Path, model: Path, log: Path) -> None:
+    sampling = {"regex": "[a-z]*"}
+    path = job(tmp_path / "a", model, sampling=sampling, on_error={"max_error_rate": 0.25})
+    assert run(path).exit_code == 0
+    assert Counter((row["attempt"], row["error_code"]) for row in table(path)) == {
+        (1, None): 20, (2, None): 20, (3, None): 20, (3, "incomplete_output"): 20,
+    }  # fmt: skip
+    path = job(tmp_path / "b", model, sampling=sampling, on_error={"max_error_rate": 0.2})
+    with pytest.raises(ErrorBudgetExceeded, match=r"of 80 rows are errors.*\n.*incomplete_output"):
+        run(path)
+
+
+@pytest.mark.slow
+def test_errors_of_engines_are_not_the_ladders(
+    tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what --retry-errors is for, on any rung; where an earlier attempt has an answer, that is published."""
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "3")
+    path = job(tmp_path / "j", model, on_error={"max_error_rate": 1})
+    run(path)
+    computed(log)
+    failed = [row for row in table(path) if row["status"] == "error"]
+    assert failed
+    assert {row["attempt"] for row in failed} == {1}
+    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
+    run(path, RunOptions(engine=FAKE.engine, transport=FAKE.transport, retry_errors=True))
+    assert attempts(path) == [wanted(n % LEVELS, 3) for n in range(COUNT)]
+
+
+def test_partial_results_have_the_rows_that_run_no_more(
+    tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = job(tmp_path / "j", model, commit={"rows": 5})
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
+    monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "110")
+    with pytest.raises(BatchInferError):
+        run(path)
+    state = path.parent / "out/.batchinfer-res"
+    (marker,) = state.glob("**/index.json")
+    tokenizer = Tokenizer.load(model)
+    reader = partial_reader(Index.open(marker.parent), state / "completions", tokenizer, tmp_path / "spill")
+    found = reader.read_all().to_pylist()
+    assert 20 < len(found) < COUNT
+    for row in found:
+        assert (row["attempt"], row["finish_reason"]) == wanted(row["row_id"] % LEVELS, 3)
+
+
+def test_answers_that_led_to_others_are_kept(tmp_path: Path, model: Path, log: Path) -> None:
+    path = job(tmp_path / "j", model)
+    run(path)
+    assert clean_job(load_job(path), dry_run=True).answers.rows_dropped == 0
+    state = path.parent / "out/.batchinfer-res"
+    aged(state, 20)
+    run(path, NO_ENGINE)
+    aged(state, 20)
+    assert clean_job(load_job(path), dry_run=True).answers.rows_dropped == 0
+
+
+@pytest.mark.slow
+def test_openai_lines_have_the_answer_that_counts(tmp_path: Path, model: Path) -> None:
+    requests = [completion(f"c{n}", prompt=[20 + n, 20], temperature=0) for n in range(8)]
+    path = batch(tmp_path, model, *requests, on_invalid=LADDER)
+    run(path, to(tmp_path / "out.jsonl"))
+    reasons = [body["choices"][0]["finish_reason"] for body in bodies(tmp_path / "out.jsonl")]
+    assert reasons == ["stop", "stop", "stop", "length"] * 2
+
+
+def test_a_tiny_model_climbs_as_its_job_says(tmp_path: Path) -> None:
+    """Answers loop or are cut; those of a rung are the ones of a job that asks for the same at once."""
+    model, store = tmp_path / "model", {"path": str(tmp_path / "store")}
+    make_model_folder(model, seed=3)
+    given = [{"text": f"number {n} " * (n % 5 + 1)} for n in range(24)]
+    sampling = {"max_tokens": 40, "frequency_penalty": -2, "repetition_stop": 8}
+    rung = {"frequency_penalty": 0.0, "temperature": 0.9, "max_tokens": 60}
+    shared: dict[str, Any] = {"cache": store, "engine": {"deterministic": True}}
+    both = [rung, {**rung, "seed": 3, "max_tokens": 120}]
+    path = job(
+        tmp_path / "a", model, given, on_invalid=both, prompt={}, input={}, sampling=sampling, **shared
+    )
+    assert run(path, RunOptions()).exit_code == 0
+    found = table(path)
+    assert {row["attempt"] for row in found} == {1, 2, 3}
+    for number, changes in enumerate(({}, rung), 1):
+        asked = {**sampling, **changes}
+        alone = job(
+            tmp_path / "b", model, given, on_invalid=None, prompt={}, input={}, sampling=asked, **shared
+        )
+        run(alone, RunOptions() if number > 1 else NO_ENGINE)
+        for row, other in zip(found, table(alone), strict=True):
+            if row["attempt"] == number:
+                assert row["generated_text"] == other["generated_text"]
+                assert other["finish_reason"] == "stop"
+            elif row["attempt"] > number:
+                assert other["finish_reason"] in ("length", "repetition")
