@@ -427,11 +427,10 @@ class _FinishedPrompts:
         columns["max_tokens"][self._rows] = self._max_tokens
         columns["counts"][self._rows] = np.concatenate(self._counts)
         keys[self._rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
-        tokens = np.concatenate(self._tokens)
         rungs = [rung.finished(size, self._rows) for rung in self._rungs]
-        found = Prepared(self.errors, self._texts, keys=keys.tobytes(), tokens=tokens, rungs=rungs, **columns)
-        found.unread = self.unread.rows
-        return found
+        numbers = columns["params_of"], columns["max_tokens"], columns["counts"]
+        work = keys.tobytes(), np.concatenate(self._tokens), self.unread.rows
+        return Prepared(self.errors, self._texts, *numbers, *work, rungs)
 
 
 class _FinishedRung:

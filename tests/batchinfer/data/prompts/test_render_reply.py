@@ -29,7 +29,9 @@ def some_rows() -> PreparedRows:
         np.array([1, -1, -1], np.int32), np.array([7, 0, 0], np.int32), b"k" * 32 + bytes(64)
     )
     params = ["{}", '{"seed":1}']
-    return PreparedRows(Prepared(errors, params, *int32s, bytes(96), tokens, [rung]), facts.finished())
+    return PreparedRows(
+        Prepared(errors, params, *int32s, bytes(96), tokens, {"unread": 2}, [rung]), facts.finished()
+    )
 
 
 def consistent(rows: PreparedRows) -> bool:
