@@ -57,7 +57,8 @@ class Tokenizer:
         self.named = {
             name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None
         }
-        self.template = template or _chat_template(folder, config)
+        own = _chat_template(folder, config)
+        self.template = template or own
         self._given_template = template
         self.special_pattern = _any_of(self.specials)
 
