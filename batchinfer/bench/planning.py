@@ -81,6 +81,7 @@ def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
         counts=np.array([len(prompt) for prompt in prompts], np.int32),
         keys=bytes(keys),
         tokens=np.concatenate(prompts),
+        openings=np.zeros(len(prompts), np.int8),
     )
 
 

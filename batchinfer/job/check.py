@@ -39,9 +39,12 @@ RESULT_COLUMNS = (
     "retryable",
 )
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
+REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
 LINE_FORMATS = ("jsonl", "openai", "csv")
 CSV_OPTIONS = ("delimiter", "quote")
 PROMPT_SOURCES = ("user", "messages", "text", "token_ids")
+# What a prompt section may say of OpenAI requests, which hold their prompts
+OF_REQUESTS = ("reasoning",)
 _SOURCES_TEXT = "user, messages, text and token_ids"
 _OPENAI_KEYS = {"custom_id", "method", "url", "body"}
 _PEEK_BYTES = 1 << 20  # a first line longer than this is not looked at: then the format has to be named
@@ -121,13 +124,16 @@ def _prompt(
 ) -> Iterator[Finding]:
     openai = sections.get("input", {}).get("format") == "openai"
     section = values.get("prompt")
-    if openai and section is not None:
+    others = sorted(section.keys() - set(OF_REQUESTS)) if isinstance(section, dict) else []
+    if openai and others:
         message = "is given, but the lines of an OpenAI batch file (input.format: openai) hold the prompts"
-        yield Finding(("prompt",), message, "remove the section or the format")
+        yield Finding(("prompt", others[0]), message, "remove it or the format")
     elif section is None and not openai and not _is_openai(sections.get("input", {}), file):
         message = f"is missing; it must be a section with exactly one of {_SOURCES_TEXT}"
         yield Finding(("prompt",), message, "OpenAI batch files need none: then write input.format: openai")
-    elif not openai and isinstance(section, dict):
+    elif isinstance(section, dict) and (
+        others or not (openai or _is_openai(sections.get("input", {}), file))
+    ):
         yield from _prompt_source(section)
 
 

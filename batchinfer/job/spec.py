@@ -19,7 +19,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from batchinfer.core.errors import JobFileError, Mistake
 from batchinfer.core.sampling import SamplingParams, Truncate
-from batchinfer.job.check import check
+from batchinfer.job.check import PROMPT_SOURCES, check
 from batchinfer.job.field_types import (
     Auto,
     Bytes,
@@ -35,6 +35,7 @@ from batchinfer.job.field_types import (
     OneOrMorePaths,
     PathField,
     Quote,
+    ReasoningMarks,
     SqlMemory,
     Text,
     Whole,
@@ -152,6 +153,16 @@ class PromptSection(Section):
         default="error",
         description="A prompt that is too long: error makes it an error row; left or right cuts it at that end.",
     )
+    reasoning: ReasoningMarks = Field(
+        default="auto",
+        description="How answers mark reasoning, which gets columns of its own: {begin: text, end: text}. auto: as the "
+        "chat template shows. none: it stays in generated_text.",
+    )
+
+    @property
+    def has_source(self) -> bool:
+        """Whether it says where prompts come from; OpenAI requests hold theirs."""
+        return any(getattr(self, name) is not None for name in PROMPT_SOURCES)
 
 
 class OutputSection(Section):
@@ -311,6 +322,11 @@ class Job(Section):
         return self.sampling.given_params() | ({} if schema is None else {"json_schema": schema})
 
     @property
+    def holds_prompts(self) -> bool:
+        """Whether the job says what its prompts are; otherwise its rows are OpenAI requests, which hold theirs."""
+        return self.prompt is not None and self.prompt.has_source
+
+    @property
     def source(self) -> Path:
         """The job file, absolute; relative paths start from its folder."""
         return self._source
@@ -377,7 +393,7 @@ class Job(Section):
             del identity["model"]["quantization"]
         output = dump["output"]
         identity |= {key: output[key] for key in ("columns", "json_schema", "column") if output.get(key)}
-        if self.prompt is None:  # a parameter that is written out counts there, even with its default
+        if not self.holds_prompts:  # a parameter that is written out counts there, even with its default
             identity["sampling"] = self.sampling.given()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
@@ -385,7 +401,7 @@ class Job(Section):
         """Describe the job for people, one line per option; `defaults`: also options that have their default value."""
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
-            if section == "sampling" and self.prompt is None:
+            if section == "sampling" and not self.holds_prompts:
                 said = [f"    {key}: {shown(key, value)}" for key, value in self.sampling.given().items()]
                 lines += ["  sampling", *said, "    the rest: as each request says, or as OpenAI's API does"]
             elif isinstance(spec, Section):

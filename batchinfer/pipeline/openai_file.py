@@ -21,10 +21,10 @@ def openai_file(
         if timestamps:
             raise UsageError("--openai-timestamps says what --to-openai FILE writes; give that, too")
         return None
-    if job.prompt is not None:
+    if job.holds_prompts:
         raise UsageError(
-            "--to-openai: the job has a prompt section, so its input is no OpenAI batch file, which the option "
-            "needs; leave the option out"
+            "--to-openai: the job's prompt section says what prompts are, so its input is no OpenAI batch file, which "
+            "the option needs; leave the option out"
         )
     file = OutputFile(path, "--to-openai", Protected.by(job, state, whole), state, replace=replace)
     file.check()

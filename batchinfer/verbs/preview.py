@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.sampling import DERIVED, SamplingParams
 from batchinfer.data.index.index import Index
 from batchinfer.data.storage.rebatch import parquet_batches
 from batchinfer.data.storage.state import state_of
@@ -76,12 +76,12 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
 
 def _shared_sampling(job: Job) -> SamplingParams:
     """Return the parameters of a row that sets none itself. OpenAI requests are compared with the plain defaults."""
-    return SamplingParams() if job.prompt is None else job.params()
+    return job.params() if job.holds_prompts else SamplingParams()
 
 
 def sampling_of_all(job: Job) -> list[str]:
     """Say how the rows of a job are sampled, for people, before the rows themselves are shown."""
-    if job.prompt is None:
+    if not job.holds_prompts:
         return ["sampling: each request sets its own"]
     given = _parameters(_differences(job.params(), SamplingParams()))
     lines = [f"sampling: {given or 'all parameters have their default values'}"]
@@ -93,7 +93,12 @@ def sampling_of_all(job: Job) -> list[str]:
 def _differences(params: SamplingParams, others: SamplingParams) -> dict[str, Any]:
     """Return the parameters in which `params` differs from `others`."""
     usual = asdict(others)
-    return {key: value for key, value in asdict(params).items() if value != usual[key]}
+    return {key: value for key, value in _set_by_people(params).items() if value != usual[key]}
+
+
+def _set_by_people(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters by name, without those that follow from a row's prompt."""
+    return {name: value for name, value in asdict(params).items() if name not in DERIVED}
 
 
 def _parameters(values: dict[str, Any]) -> str:
@@ -109,4 +114,4 @@ def _previewed(
     ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
     text = tokenizer.rust.decode(ids, skip_special_tokens=False)
     params = SamplingParams.from_json(row["params"])
-    return PreviewedRow(*place, text, ids, asdict(params), own_sampling=_differences(params, shared))
+    return PreviewedRow(*place, text, ids, _set_by_people(params), own_sampling=_differences(params, shared))

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import StorageError
+from batchinfer.core.reasoning import Reasoning
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.storage.durable import FileOps, write_json
@@ -26,6 +27,8 @@ from batchinfer.data.storage.durable import FileOps, write_json
 INDEX_FORMAT = 3
 MARKER = "index.json"
 ENDPOINT = pa.field("endpoint", pa.string())  # of OpenAI requests: an index of other input has no such column
+# How a prompt ends, of UNSAID, OPEN and CLOSED: an index of a checkpoint without reasoning has no such column
+OPENING = pa.field("reasoning_opening", pa.int8())
 INDEX_SCHEMA = pa.schema(
     [
         ("row_id", pa.int64()),
@@ -94,6 +97,8 @@ class Index:
     # What answers look like; None: the result has no columns of their parts
     answers: AnswerSchema | None = None
     output: str = "tokens"  # the name of the kind of answers (data/outputs)
+    # How answers mark their reasoning; None: the result has no columns for it
+    reasoning: Reasoning | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -119,7 +124,7 @@ class Index:
         digests = {entry["path"]: entry["sha256"] for entry in value["inputs"] if entry["sha256"]}
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
         asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked)
+        return cls(folder, value["identity"], *counts, inputs, digests, *asked, reasoning=_reasoning(value))
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -143,6 +148,8 @@ class Index:
         }
         if self.output != "tokens":
             value["output"] = self.output
+        if self.reasoning is not None:
+            value["reasoning"] = self.reasoning.to_json()
         write_json(Layout(self.folder).marker, value, ops)
 
     @property
@@ -181,3 +188,8 @@ class Index:
 def _answers(value: dict[str, Any]) -> AnswerSchema | None:
     found = value.get("answers")
     return None if found is None else AnswerSchema(**found)
+
+
+def _reasoning(value: dict[str, Any]) -> Reasoning | None:
+    found = value.get("reasoning")
+    return None if found is None else Reasoning.from_json(found)

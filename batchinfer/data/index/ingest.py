@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
 from batchinfer.data.index.index import AnswerSchema, Index, Layout
@@ -65,6 +66,7 @@ class IngestOptions:
     sample: SampleSize | None = None  # only the first rows of each file, to look at them
     strata: Strata | None = None  # only a part of the rows, from everywhere
     output: str = "tokens"  # the name of the kind of answers
+    reasoning: Reasoning | None = None  # how the checkpoint marks it
     chunk: ChunkSize = DEFAULT_SIZE
 
 
@@ -137,6 +139,8 @@ def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Seq
         ],
         "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
     }
+    if options.reasoning is not None:
+        value["reasoning"] = options.reasoning.to_json()
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -227,7 +231,8 @@ class _Ingest:
         progress: Callable[[IngestProgress], None],
     ) -> IndexWriter:
         spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
-        writer = IndexWriter(self._layout, self._options.max_model_len, mode == "openai", self._ops)
+        longest, openings = self._options.max_model_len, self._options.reasoning is not None
+        writer = IndexWriter(self._layout, longest, mode == "openai", self._ops, openings)
         wanted = _Wanted(reader, columns.read, self._job.input.limit)
         pool: RenderPool[InputChunk] = RenderPool(spec, self._options.workers or usable_cpus())
         with writer, pool:
@@ -257,6 +262,7 @@ class _Ingest:
             one_schema=self._job.output.json_schema is not None,
             now=options.now,
             fits=self._job.sampling.fits,
+            reasoning=options.reasoning,
         )
         truncate = prompt.truncate if prompt else "error"
         own = self._job.model.max_model_len is not None
@@ -292,6 +298,7 @@ class _Ingest:
             (writer.logprobs or 0) if self._job.sampling.asks_logprobs else writer.logprobs,
             None if output.json_schema is None else AnswerSchema(output.json_schema, output.column),
             self._options.output,
+            self._options.reasoning,
         )
         index.write_marker(self._ops)
         return index

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
-from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, Layout
+from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, OPENING, Layout
 from batchinfer.data.index.token_store import TokenWriter
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import Prepared, PreparedRows
@@ -35,9 +35,12 @@ class RowPlace:
 class IndexWriter:
     """Use as a context manager; `commit()` at the end. Rows get their ids in the order of `append`."""
 
-    def __init__(self, layout: Layout, max_model_len: int, endpoints: bool, ops: FileOps) -> None:
+    def __init__(
+        self, layout: Layout, max_model_len: int, endpoints: bool, ops: FileOps, openings: bool = False
+    ) -> None:
         self._max_model_len = max_model_len
-        self._schema = INDEX_SCHEMA.append(ENDPOINT) if endpoints else INDEX_SCHEMA
+        more = [*([ENDPOINT] if endpoints else []), *([OPENING] if openings else [])]
+        self._schema = pa.schema([*INDEX_SCHEMA, *more])
         self._parts = PartWriter(layout.index, self._schema, ops)
         self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
@@ -62,6 +65,7 @@ class IndexWriter:
             columns = _work_columns(done, params, ends, slice(first, first + size), self._max_model_len)
             columns |= _error_columns(done.errors, first, size)
             columns |= _fact_columns(rows.facts, first, size)
+            columns[OPENING.name] = _int8s(done.openings[first : first + size])
             columns["row_id"] = _numbers(self.rows + first, size)
             columns["file"] = pa.repeat(place.file, size)
             columns["row_index"] = _numbers(place.first_row + first, size)
@@ -143,6 +147,10 @@ def _int64s(values: Int64s, valid: pa.Buffer | None = None) -> pa.Array:
     return pa.Array.from_buffers(
         pa.int64(), len(values), [valid, pa.py_buffer(_contiguous(values, np.int64))]
     )
+
+
+def _int8s(values: NDArray[np.int8]) -> pa.Array:
+    return pa.Array.from_buffers(pa.int8(), len(values), [None, pa.py_buffer(_contiguous(values, np.int8))])
 
 
 def _contiguous(values: NDArray[Any], kind: type) -> NDArray[Any]:

@@ -26,9 +26,9 @@ def choose_mode(job: Job, tokenizer: Tokenizer, shape: Callable[[], Shape]) -> M
 
     Raises JobFileError for an input without prompts, and for a checkpoint that lacks the chat template.
     """
-    if job.input.format == "openai" or (job.prompt is None and shape() == "openai"):
+    if job.input.format == "openai" or (not job.holds_prompts and shape() == "openai"):
         return "openai"
-    if job.prompt is None:
+    if not job.holds_prompts:
         raise _mistake(job, "prompt", "is missing, and the input is no OpenAI batch file")
     check_chat_template(job, tokenizer)
     return next((name for name in _COLUMNS if getattr(job.prompt, name) is not None), "template")
@@ -38,7 +38,7 @@ def check_chat_template(job: Job, tokenizer: Tokenizer) -> None:
     """Raises JobFileError for a prompt that needs a chat template where the checkpoint has none, or one that cannot be
     compiled."""
     asking = next((name for name in _CHATS if getattr(job.prompt, name, None) is not None), None)
-    if asking is None and job.prompt is not None:
+    if asking is None and job.holds_prompts:
         return
     template = tokenizer.template
     if template is None:

@@ -18,12 +18,15 @@ from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
+from batchinfer.data.prompts.reasoned import ReasonedRows
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFacts, RowFields
+from batchinfer.data.tokenizer.reasoning_styles import Openings
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 _BULK_ROWS = 512
 _BULK_CHARACTERS = 1 << 20
 _NO_TOKENS: TokenIds = np.zeros(0, np.int32)
+_NO_OPENINGS: Openings = np.zeros(0, np.int8)
 BULK = -1  # what the worker reports while it tokenises a whole batch at once
 
 
@@ -80,7 +83,7 @@ class Prepared:
     """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
 
     `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
-    `max_tokens` (n,), `counts` (n,).
+    `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers.
     """
 
     errors: dict[int, RowError]
@@ -90,6 +93,7 @@ class Prepared:
     counts: TokenIds
     keys: bytes
     tokens: TokenIds
+    openings: Openings
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -128,12 +132,13 @@ class Preparer:
         self._segments = tokenizer.segments()
         self._plain = plan.params  # of most rows; their constraint was checked before
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
+        self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
         self._report = report
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
         """Prepare the rows of a chunk; of a piece of it, if there is one."""
         piece = piece or RowPiece(0, chunk.most_rows)
-        facts, work = FactsOfRows(self._fields), _FinishedPrompts(self._limits.context)
+        facts, work = FactsOfRows(self._fields), _FinishedPrompts(self._limits.context, self._reasoned)
         held = _Drafts()
         rows = chunk.read(piece.start, piece.stop, self._fields.values)
         index = -1
@@ -337,8 +342,8 @@ class _Drafts:
 class _FinishedPrompts:
     """Collects finished prompts, in the order of their rows."""
 
-    def __init__(self, context: bytes) -> None:
-        self._context = context
+    def __init__(self, context: bytes, reasoned: ReasonedRows) -> None:
+        self._context, self._reasoned = context, reasoned
         self.errors: dict[int, RowError] = {}
         self._params: dict[SamplingParams, int] = {}
         self._last: tuple[SamplingParams | None, int] = (None, 0)
@@ -348,19 +353,22 @@ class _FinishedPrompts:
         self._params_of: list[int] = []
         self._max_tokens: list[int] = []
         self._keys: list[bytes] = []
+        self._openings: list[Openings] = [_NO_OPENINGS]
         self._counts: list[TokenIds] = [_NO_TOKENS]
         self._tokens: list[TokenIds] = [_NO_TOKENS]
 
     def add(self, held: _Drafts, tokens: TokenIds, counts: TokenIds) -> None:
         """Take prompts that fit, end to end."""
-        data, end = token_bytes(tokens), 0
-        for draft, size in zip(held.drafts, counts.tolist(), strict=True):
+        data, end, openings = token_bytes(tokens), 0, self._reasoned.openings(tokens, counts)
+        for draft, size, opening in zip(held.drafts, counts.tolist(), openings.tolist(), strict=True):
             start, end = end, end + TOKEN_BYTES * size
-            number = self._number(draft.params)
+            params = self._reasoned.params(draft.params, opening)
+            number = self._number(params)
             self._params_of.append(number)
-            self._max_tokens.append(draft.params.max_tokens)
+            self._max_tokens.append(params.max_tokens)
             self._keys.append(self._makers[number].key(data[start:end]))
         self._rows += held.rows
+        self._openings.append(openings)
         self._counts.append(counts)
         self._tokens.append(tokens)
 
@@ -385,9 +393,13 @@ class _FinishedPrompts:
         columns["params_of"][self._rows] = self._params_of
         columns["max_tokens"][self._rows] = self._max_tokens
         columns["counts"][self._rows] = np.concatenate(self._counts)
+        openings = np.zeros(size, np.int8)
+        openings[self._rows] = np.concatenate(self._openings)
         keys[self._rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
         tokens = np.concatenate(self._tokens)
-        return Prepared(self.errors, self._texts, keys=keys.tobytes(), tokens=tokens, **columns)
+        return Prepared(
+            self.errors, self._texts, keys=keys.tobytes(), tokens=tokens, openings=openings, **columns
+        )
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from batchinfer.core.reasoning import UNSAID
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.keys import KEY_BYTES
@@ -16,6 +17,7 @@ from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts
 # What a row gets that found no memory: rows before it may have taken it.
 _OF_MEMORY = "template_memory"
 _EMPTY = np.zeros(0, np.int32)
+_UNSAID = np.full(1, UNSAID, np.int8)
 _ONE = np.zeros(1, np.int32)
 
 
@@ -95,7 +97,7 @@ class RowPieces:
 
 
 def _error_row(error: RowError) -> Prepared:
-    return Prepared({0: error}, [], _ONE, _ONE, _ONE, bytes(KEY_BYTES), _EMPTY)
+    return Prepared({0: error}, [], _ONE, _ONE, _ONE, bytes(KEY_BYTES), _EMPTY, _UNSAID)
 
 
 def joined(pieces: Sequence[PreparedRows]) -> PreparedRows:
@@ -109,13 +111,14 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
     errors: dict[int, RowError] = {}
     numbers: dict[str, int] = {}
     params_of, max_tokens, counts, tokens = ([_EMPTY] for _ in range(4))
-    keys, start = [], 0
+    openings, keys, start = [_UNSAID[:0]], [], 0
     for piece in pieces:
         errors |= {start + at: error for at, error in piece.errors.items()}
         params_of.append(_renumbered(piece, numbers))
         max_tokens.append(piece.max_tokens)
         counts.append(piece.counts)
         tokens.append(piece.tokens)
+        openings.append(piece.openings)
         keys.append(piece.keys)
         start += len(piece)
     return Prepared(
@@ -126,6 +129,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         np.concatenate(counts),
         b"".join(keys),
         np.concatenate(tokens),
+        np.concatenate(openings),
     )
 
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import Unavailable
+from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
 from batchinfer.data.input.json_kinds import KINDS
 from batchinfer.data.prompts.keys import KEY_BYTES
@@ -43,7 +44,7 @@ def packed(done: PreparedRows) -> bytes:
     }
     parts = [json.dumps(head).encode()]
     parts += [column.tobytes() for column in (prompts.params_of, prompts.max_tokens, prompts.counts)]
-    parts += [prompts.keys, prompts.tokens.tobytes()]
+    parts += [prompts.keys, prompts.tokens.tobytes(), prompts.openings.tobytes()]
     for column in _text_columns(facts):
         parts += _packed_texts(column)
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
@@ -111,6 +112,13 @@ class _ReplyParts:
             raise ValueError("a number is out of its range")
         return found
 
+    def openings(self, count: int) -> NDArray[np.int8]:
+        """Return how `count` prompts end."""
+        found = np.frombuffer(self.next(), np.int8)
+        if len(found) != count or not np.isin(found, (UNSAID, OPEN, CLOSED)).all():
+            raise ValueError("the ends of prompts are not those of the rows")
+        return found
+
     def texts(self, count: int) -> pa.StringArray:
         valid, ends, texts = self.next(), self.next(), self.next()
         if not count:
@@ -130,12 +138,12 @@ def _rows(head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_siz
     params = _texts(head["params"])
     params_of = parts.numbers(size, below=max(1, len(params)))
     max_tokens, counts = parts.numbers(size), parts.numbers(size)
-    keys, tokens = parts.next(), parts.numbers(below=vocab_size)
+    keys, tokens, openings = parts.next(), parts.numbers(below=vocab_size), parts.openings(size)
     if len(keys) != KEY_BYTES * size or len(tokens) != int(counts.sum(dtype=np.int64)):
         raise ValueError("keys or tokens are not those of the rows")
     if np.flatnonzero(counts == 0).tolist() != sorted(errors):
         raise ValueError("a row has both tokens and an error, or neither")
-    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens)
+    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens, openings)
     return PreparedRows(prompts, _facts(head, parts, fields, size))
 
 

@@ -61,6 +61,8 @@ def test_the_defaults_stay() -> None:
         "regex": None,
         "choice": (),
         "grammar": None,
+        "thinking_budget": None,
+        "after_reasoning": (),
     }, "a new parameter is added here; one that is here never changes"
 
 

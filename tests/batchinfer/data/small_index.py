@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import ENDPOINT, INDEX_SCHEMA, AnswerSchema
@@ -57,6 +58,7 @@ class SmallIndex:
     logprobs: int | None = None
     answers: AnswerSchema | None = None
     output: str = "tokens"
+    reasoning: Reasoning | None = None
 
     @property
     def tokens(self) -> TokenStore:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import Unavailable
+from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
 from batchinfer.data.prompts.prepare import Prepared, PreparedRows
 from batchinfer.data.prompts.render_reply import BadReply, packed, packed_failure, unpacked
@@ -24,8 +25,10 @@ def some_rows() -> PreparedRows:
     facts.note({"id": None, "label": None, "text": ""})
     int32s = [np.array(column, np.int32) for column in ([0, 0, 1], [9, 0, 4], [2, 0, 1])]
     errors = {1: RowError("bad_json", "input", "line 2")}
-    tokens = np.array([1, 99, 3], np.int32)
-    return PreparedRows(Prepared(errors, ["{}", '{"seed":1}'], *int32s, bytes(96), tokens), facts.finished())
+    tokens, openings = np.array([1, 99, 3], np.int32), np.array([OPEN, UNSAID, CLOSED], np.int8)
+    return PreparedRows(
+        Prepared(errors, ["{}", '{"seed":1}'], *int32s, bytes(96), tokens, openings), facts.finished()
+    )
 
 
 def consistent(rows: PreparedRows) -> bool:
@@ -38,6 +41,8 @@ def consistent(rows: PreparedRows) -> bool:
     assert len(prompts.tokens) == prompts.counts.sum()
     assert not len(prompts.tokens) or 0 <= prompts.tokens.min() <= prompts.tokens.max() < VOCAB
     assert len(prompts.keys) == 32 * len(rows)
+    assert set(prompts.openings.tolist()) <= {UNSAID, OPEN, CLOSED}
+    assert len(prompts.openings) == len(rows)
     return set(prompts.errors) == set(np.flatnonzero(prompts.counts == 0).tolist())
 
 
