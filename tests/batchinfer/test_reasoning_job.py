@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command, make_place
-from tests.reasoning_models import make_reasoning_model
+from tests.reasoning_models import REASONING_FAMILIES, make_reasoning_model
 
 REAL = "batchinfer.engine.load.build:load_weights"
 DYING = "tests.batchinfer.dying_engine:build"
@@ -76,6 +76,7 @@ def check(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_schema_follows_the_reasoning_and_a_killed_job_ends_with_the_same_bytes(
     place: Place,
     tmp_path: Path,
@@ -130,6 +131,30 @@ def test_the_columns_come_and_go_without_computing_anything(
             assert (before.strip(), behind.lstrip()) == (inside, (text or "").lstrip())
     assert again("run", job).code == 0
     assert place.table() == split
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REASONING_FAMILIES)
+def test_every_family_answers_under_a_schema_and_a_budget(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Granite writes its markers as text: its answers are constrained from their first token, without a budget."""
+    make_reasoning_model(tmp_path / "model", name)
+    place = make_place(tmp_path / "job", tmp_path / "model")
+    place.rows(*ROWS)
+    sampling = {"max_tokens": 150, "temperature": 1.0} | (
+        {} if name == "granite" else {"thinking_budget": 15}
+    )
+    done = command(capsys, monkeypatch, REAL)("run", write(place, sampling=sampling))
+    assert done.code == 0, done.err
+    rows = place.table()
+    assert {row["status"] for row in rows} == {"ok"}
+    for row in rows:
+        jsonschema.validate(json.loads(row["generated_text"]), SCHEMA)
+        assert 0 <= row["reasoning_tokens"] <= 15
+        assert "analysis" not in (row["reasoning"] or "")
+    if name in ("deepseek-r1", "nemotron"):
+        assert any(row["reasoning"] for row in rows)
 
 
 def chat(name: str, content: str, **body: Any) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from batchinfer.core.reasoning import WHOLE, Reasoning, ReasoningCut, cut
+from batchinfer.core.reasoning import WHOLE, Reasoning, ReasoningCut, ReasoningTokens, cut, find
 from batchinfer.data.columns.logprob_column import Detokenizer
 
 REASONING_FIELDS = (pa.field("reasoning", pa.string()), pa.field("reasoning_tokens", pa.int32()))
@@ -37,16 +38,28 @@ def told_apart(
     """Split answers into their reasoning and the text behind it."""
     if reasoning.tokens is None:
         return _by_text(answers, reasoning, detokenizer)
-    cuts = [_cut(answer, reasoning) for answer in answers]
-    rows: list[Sequence[int]] = []
+    cuts, inside, behind = [_cut(answer, reasoning) for answer in answers], [], list[Sequence[int]]()
     for (ids, *_), (start, end, first, _) in zip(answers, cuts, strict=True):
-        rows += [ids[start:end], ids[len(ids) if first is None else first :]]
-    texts = iter(detokenizer.decode_batch(rows))
-    told = [_told(found, next(texts), next(texts), reasoning) for found in cuts]
+        inside.append(_messages(ids[start:end], reasoning.tokens))
+        behind.append(ids[len(ids) if first is None else first :])
+    texts = iter(detokenizer.decode_batch([*chain.from_iterable(inside), *behind]))
+    thoughts = ["\n".join(islice(texts, len(messages))) for messages in inside]
+    told = [_told(*one, reasoning) for one in zip(cuts, thoughts, texts, strict=True)]
     for number, answer in enumerate(answers):
         if answer.limit is not None:
             told[number] = _limited(answer, cuts[number], reasoning, detokenizer)
     return told
+
+
+def _messages(ids: list[int], marks: ReasoningTokens) -> list[list[int]]:
+    """Return the messages that the reasoning consists of where a model writes several: without the headers between
+    them, from the token that ends one to the token behind which the next one begins."""
+    found, at = [], 0
+    while marks.answer and (end := find(ids, marks.end[:1], at)) >= 0:
+        found.append(ids[at:end])
+        behind = find(ids, marks.answer[-1:], end)
+        at = len(ids) if behind < 0 else behind + 1
+    return [*found, ids[at:]]
 
 
 def _cut(answer: StoredAnswer, reasoning: Reasoning) -> ReasoningCut:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +51,7 @@ def _made(number: int, kind: str, wish: str, marks: ReasoningTokens, budget: int
     rng = np.random.default_rng(number)
     shared = np.random.default_rng(3).integers(0, 256, 40)
     prompt = np.append(shared if number % 3 else shared[:0], rng.integers(0, 256, 1 + number % 5))
-    given = {"max_tokens": 120, **KINDS[kind].params, **WISHES[wish], "thinking_budget": budget}
+    given = {"max_tokens": 80, **KINDS[kind].params, **WISHES[wish], "thinking_budget": budget}
     params = SamplingParams(**given, after_reasoning=tuple(marks))
     return Thinker(Row(kind, wish, Request(rng.bytes(32), prompt.astype(np.int32), params)), marks, budget)
 
@@ -61,7 +60,7 @@ def _with_budgets() -> Iterator[Thinker]:
     number = 0
     for name, marks in MARKS.items():
         for kind in ("schema", "choice", "free"):
-            for wish in WISHES:
+            for wish in list(WISHES)[number % 2 :]:
                 budget = BUDGETS[number % 3] if name == "opened" else BUDGETS[1 + number % 2]
                 number += 1
                 yield _made(number, kind, wish, marks, budget)
@@ -78,7 +77,7 @@ def work() -> list[Thinker]:
         said = ran.completions[one.request.key].tokens.token_ids.tolist()
         marks = ReasoningTokens((), (said[said.index(said[NATURAL])],), gap=GAP)
         for kind in ("regex", "free"):
-            params = {**KINDS[kind].params, **WISHES[one.row.wish], "max_tokens": 120}
+            params = {**KINDS[kind].params, **WISHES[one.row.wish], "max_tokens": 80}
             request = Request(
                 one.request.key[:31] + kind[:1].encode(),
                 one.request.prompt,
@@ -90,7 +89,7 @@ def work() -> list[Thinker]:
 
 def _without(request: Request) -> Request:
     params = {
-        "max_tokens": 120,
+        "max_tokens": 80,
         "temperature": request.params.temperature,
         "logprobs": request.params.logprobs,
     }
@@ -133,15 +132,14 @@ def test_rows_alone_reason_and_then_obey() -> None:
     ran, found = alone(), Counter[str]()
     for one in work():
         found[check(one, ran.completions[one.request.key])] += 1
-    assert found["thought"] > 8, found
+    assert found["thought"] > 5, found
     assert found["direct"] + found["cut"] > 0, found
     ended = [one for one in work() if one.row.kind == "regex"]
     assert all(ran.requests[one.request.key].forced_tokens for one in ended if one.row.wish != "logprobs")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_batch_changes_nothing(way: str) -> None:
-    limits = WAYS[way]
+def test_the_batch_changes_nothing() -> None:
+    limits = WAYS["in small pieces"]
     ran = run(cpu_runner(limits), limits)
     assert ran.answers == alone().answers
 

@@ -38,6 +38,10 @@ def split(name: str, text: str, opening: int = UNSAID, limit: int | None = None)
 
 
 THINK = "<think>\nA\nhm\n</think>\n\n"
+TWO_MESSAGES = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>so"
+    "<|end|><|start|>assistant<|channel|>final<|message|>Two<|return|>"
+)
 HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
@@ -53,6 +57,7 @@ HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>f
         ("deepseek-r1", "</think>", OPEN, ("", "", 0)),
         ("deepseek-r1", "hm", OPEN, (None, "hm", 2)),
         ("gpt-oss", HARMONY + "Two<|return|>", UNSAID, ("Two", "hm", 2)),
+        ("gpt-oss", TWO_MESSAGES, UNSAID, ("Two", "hm\nso", 4 + len("assistantcommentary") + 4)),
         ("gpt-oss", "<|channel|>final<|message|>Two", UNSAID, ("Two", None, 0)),
         ("gpt-oss", HARMONY[: -len("<|message|>")], UNSAID, (None, "hm", 2)),
         ("magistral", "[THINK]hm[/THINK]Two", UNSAID, ("Two", "hm", 2)),
