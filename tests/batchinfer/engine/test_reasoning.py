@@ -134,8 +134,9 @@ def test_rows_alone_reason_and_then_obey() -> None:
         found[check(one, ran.completions[one.request.key])] += 1
     assert found["thought"] > 5, found
     assert found["direct"] + found["cut"] > 0, found
-    ended = [one for one in work() if one.row.kind == "regex"]
-    assert all(ran.requests[one.request.key].forced_tokens for one in ended if one.row.wish != "logprobs")
+    (ended,) = (one for one in work() if (one.row.kind, one.row.wish) == ("regex", "greedy"))
+    assert cut(ran.completions[ended.request.key].tokens.token_ids.tolist(), ended.marks).end == NATURAL
+    assert ran.requests[ended.request.key].forced_tokens >= len(GAP)
 
 
 def test_the_batch_changes_nothing() -> None:
