@@ -16,7 +16,7 @@ from batchinfer.bench.workloads import Row
 from batchinfer.core.request import RowError
 from batchinfer.core.samples import ConstraintWork
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.constraints.constrained import GrammarConstraint, GrammarConstraints
+from batchinfer.data.constraints.constrained import GrammarConstraints, RowConstraint
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.schedule.constraints import ConstraintMasks
@@ -70,11 +70,19 @@ def _tokenizer(options: BenchOptions) -> tuple[str, int]:
 class SampledConstraint:
     """Its forced tokens are found, but sampled: so each row takes as many steps as without a constraint."""
 
-    grammar: GrammarConstraint
+    grammar: RowConstraint
+
+    @property
+    def needs_end(self) -> bool:
+        return self.grammar.needs_end
 
     @property
     def ended(self) -> bool:
         return self.grammar.ended
+
+    @property
+    def over(self) -> bool:
+        return self.grammar.over
 
     @property
     def failure(self) -> RowError | None:

@@ -11,7 +11,7 @@ import numpy as np
 from batchinfer.bench.workloads import Row
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.index.index import Layout
+from batchinfer.data.index.index import Layout, index_schema
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter, RowPlace
 from batchinfer.data.prompts.keys import token_bytes, work_key
@@ -48,7 +48,7 @@ def plan_rows(
     for path in (layout.tokens.parent, layout.index):
         path.mkdir()
     longest = max(row.length for row in rows)
-    with IndexWriter(layout, longest, endpoints=False, ops=FileOps()) as writer:
+    with IndexWriter(layout, longest, index_schema(endpoints=False), FileOps()) as writer:
         facts = no_facts(RowFields(()), len(rows))
         writer.append(RowPlace("bench", 0), PreparedRows(prepared, facts))
         writer.commit()
@@ -81,6 +81,7 @@ def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
         counts=np.array([len(prompt) for prompt in prompts], np.int32),
         keys=bytes(keys),
         tokens=np.concatenate(prompts),
+        openings=np.zeros(len(prompts), np.int8),
     )
 
 

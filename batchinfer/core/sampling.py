@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from typing import Any, Literal, Self
 
+from batchinfer.core.reasoning import ReasoningTokens
+
 Truncate = Literal["error", "left", "right"]  # what is done with a prompt too long for the model
 
 
@@ -42,7 +44,10 @@ BOUNDS: Mapping[str, Bounds] = {
     "frequency_penalty": Bounds(-100, 100),
     "logprobs": Bounds(0, MAX_LOGPROBS),
     "repetition_stop": Bounds(0, INT32_MAX),
+    "thinking_budget": Bounds(0, INT32_MAX),
 }
+# Parameters that nobody sets: they follow from a row's prompt
+DERIVED = ("after_reasoning",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,15 @@ class SamplingParams:
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None  # Lark, or GBNF
+    thinking_budget: int | None = None  # most tokens of reasoning: then its end is forced
+    # The tokens around the reasoning that the budget limits, and behind which the constraint begins: those of
+    # ReasoningTokens; (): there is no reasoning, or nothing asks for its end
+    after_reasoning: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def reasoning(self) -> ReasoningTokens | None:
+        """Return the tokens around the reasoning that a budget limits, or behind which a constraint begins."""
+        return ReasoningTokens(*self.after_reasoning) if self.after_reasoning else None
 
     @property
     def constraint(self) -> str | None:
@@ -79,7 +93,13 @@ class SamplingParams:
     @property
     def has_known_length(self) -> bool:
         """Whether nothing but max_tokens, or the model's context, can end an answer."""
-        ends = self.stop or self.stop_token_ids or self.repetition_stop or self.constraint
+        ends = (
+            self.stop
+            or self.stop_token_ids
+            or self.repetition_stop
+            or self.constraint
+            or self.after_reasoning
+        )
         return self.ignore_eos and not ends
 
     @property
@@ -122,5 +142,9 @@ class SamplingParams:
     @classmethod
     def from_json(cls, text: str) -> Self:
         values: dict[str, Any] = json.loads(text)
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**values)
+        return cls(**{name: _frozen(value) for name, value in values.items()})
+
+
+def _frozen(value: Any) -> Any:
+    """Return tuples for lists, also within them."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -42,6 +42,7 @@ RESULT_COLUMNS = (
 )
 ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
+REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
 LINE_FORMATS = ("jsonl", "openai", "csv")
 CSV_OPTIONS = ("delimiter", "quote")
 _OPENAI_KEYS = {"custom_id", "method", "url", "body"}

@@ -17,7 +17,7 @@ from pydantic import ValidationInfo as Info
 from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
-from batchinfer.core.sampling import BOUNDS, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
+from batchinfer.core.sampling import BOUNDS, DERIVED, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
@@ -54,7 +54,7 @@ ENCODING_NAMES = (
     *(f"cp{page}" for page in _PAGES),
 )  # fmt: skip
 
-SAMPLING_PARAMETERS = tuple(field.name for field in fields(SamplingParams))
+SAMPLING_PARAMETERS = tuple(field.name for field in fields(SamplingParams) if field.name not in DERIVED)
 
 MAX_ARGUMENT = 1 << 20  # characters; a job file is no larger
 _RIGHT_ARGUMENTS = "it must be a mapping from arguments to values, as in {enable_thinking: false}"
@@ -157,6 +157,22 @@ def _checked_pairs(value: object, check: Callable[[object], None]) -> object:
         if name in [earlier for earlier, _ in given[:at]]:
             raise ValueError(f"names {name} twice; give one column for each parameter")
     return tuple((name, column) for name, column in given)
+
+
+def _marks(value: object) -> object:
+    """{begin: <think>, end: </think>} → (<think>, </think>)."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() != {"begin", "end"}:
+        given = ", ".join(map(str, value)) or "no keys"
+        raise ValueError(f"found a mapping with {given}; it must have the two keys begin and end")
+    return value["begin"], value["end"]
+
+
+def _distinct_marks(value: Any) -> Any:
+    if not isinstance(value, str) and value[0] == value[1]:
+        raise ValueError(f"found {found(value[0])} as begin and as end; give two different texts")
+    return value
 
 
 def _is_pair(value: object) -> bool:
@@ -357,6 +373,14 @@ Quote = Annotated[
     Text,
     BeforeValidator(_quote),
     Right("none, or one ASCII character that ends no line, such as \" or '"),
+]
+ReasoningMarks = Annotated[
+    Literal["auto", "none"] | tuple[Text, Text],
+    AfterValidator(_distinct_marks),
+    BeforeValidator(
+        _marks, json_schema_input_type=Literal["auto", "none"] | dict[Literal["begin", "end"], Text]
+    ),
+    Right("auto, none, or the texts around the reasoning, as in {begin: <think>, end: </think>}"),
 ]
 _NAMES = {"enum": list(SAMPLING_PARAMETERS)}
 _Parameters = tuple[Annotated[str, Field(json_schema_extra={**_NAMES})], ...]

@@ -8,7 +8,14 @@ from typing import Any
 from pydantic import Field
 
 from batchinfer.core.sampling import Truncate
-from batchinfer.job.field_types import ArgumentColumns, Column, PathField, TemplateArguments, Text
+from batchinfer.job.field_types import (
+    ArgumentColumns,
+    Column,
+    PathField,
+    ReasoningMarks,
+    TemplateArguments,
+    Text,
+)
 from batchinfer.job.section import Section
 
 PROMPT_SOURCES = ("user", "messages", "text", "token_ids")
@@ -37,6 +44,11 @@ class PromptSection(Section):
     truncate: Truncate = Field(
         default="error",
         description="A prompt that is too long: error makes it an error row; left or right cuts it at that end.",
+    )
+    reasoning: ReasoningMarks = Field(
+        default="auto",
+        description="How answers mark reasoning, which gets columns of its own: {begin: text, end: text}. auto: as the "
+        "chat template shows. none: it stays in generated_text.",
     )
     chat: bool = Field(
         default=True,

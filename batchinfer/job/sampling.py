@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from batchinfer.core.sampling import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
-from batchinfer.job.field_types import Choice, FromColumns, JsonSchema, Stops, Text, bounded
+from batchinfer.job.field_types import (
+    SAMPLING_PARAMETERS,
+    Choice,
+    FromColumns,
+    JsonSchema,
+    Stops,
+    Text,
+    bounded,
+)
 from batchinfer.job.section import Section
 
 
@@ -80,6 +87,10 @@ class SamplingSection(Section):
     grammar: Text | None = Field(
         default=None, description="Grammar that answers follow, in Lark's notation or in GBNF (with ::=)."
     )
+    thinking_budget: Annotated[int, bounded("thinking_budget")] | None = Field(
+        default=None,
+        description="Most tokens of reasoning: then its end is forced, and the answer follows. null: no such limit.",
+    )
     from_columns: FromColumns = Field(
         default=(),
         description="Parameters that a row sets itself: [max_tokens], or {temperature: temp_col} for another column.",
@@ -93,7 +104,7 @@ class SamplingSection(Section):
 
     def params(self) -> SamplingParams:
         """Return the parameters of a row without values of its own. Where max_tokens is fit, they have no limit."""
-        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
+        given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
         return SamplingParams(**self._limited(given))
 
     def given_params(self) -> dict[str, Any]:
@@ -117,6 +128,4 @@ class SamplingSection(Section):
 
     def given(self) -> dict[str, Any]:
         """Only what the job file says itself: the rest of an OpenAI request's parameters is not ours to choose."""
-        return {
-            f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in self.model_fields_set
-        }
+        return {name: getattr(self, name) for name in SAMPLING_PARAMETERS if name in self.model_fields_set}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.sampling import DERIVED, SamplingParams
 from batchinfer.data.index.index import Index
 from batchinfer.data.storage.rebatch import parquet_batches
 from batchinfer.data.storage.state import state_of
@@ -95,7 +95,12 @@ def sampling_of_all(job: Job) -> list[str]:
 def _differences(params: SamplingParams, others: SamplingParams) -> dict[str, Any]:
     """Return the parameters in which `params` differs from `others`."""
     usual = asdict(others)
-    return {key: value for key, value in asdict(params).items() if value != usual[key]}
+    return {key: value for key, value in _set_by_people(params).items() if value != usual[key]}
+
+
+def _set_by_people(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters by name, without those that follow from a row's prompt."""
+    return {name: value for name, value in asdict(params).items() if name not in DERIVED}
 
 
 def _parameters(values: dict[str, Any]) -> str:
@@ -111,4 +116,4 @@ def _previewed(
     ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
     text = tokenizer.rust.decode(ids, skip_special_tokens=False)
     params = SamplingParams.from_json(row["params"])
-    return PreviewedRow(*place, text, ids, asdict(params), own_sampling=_differences(params, shared))
+    return PreviewedRow(*place, text, ids, _set_by_people(params), own_sampling=_differences(params, shared))

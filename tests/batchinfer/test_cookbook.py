@@ -14,7 +14,9 @@ from batchinfer.verbs.query import opened_result
 from tests.batchinfer.wrong_jobs import Place
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text("utf-8")
-QUERIES = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
+ALL_QUERIES = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
+# Those of reasoning are answered over the result of a job that reasons, in test_reasoning_job.py
+QUERIES = [sql for sql in ALL_QUERIES if "reasoning" not in sql]
 FEWEST = 12
 # What a run without any of it has no row for
 MAY_BE_EMPTY = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from batchinfer.core.reasoning import ReasoningTokens, cut
 from batchinfer.core.request import Completion, RowError
 from batchinfer.data.columns.column_kinds import Unfit
 from batchinfer.data.columns.logprob_column import Detokenizer
@@ -52,6 +53,12 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _answer(completion: Completion, marks: ReasoningTokens | None) -> Sequence[int]:
+    """Return the tokens behind the reasoning."""
+    ids: list[int] = completion.tokens.token_ids.tolist()
+    return ids if marks is None else ids[cut(ids, marks).answer or 0 :]
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerCheck:
     """Turns answers that are no JSON of the one meaning, or that their columns cannot hold, into errors.
@@ -62,10 +69,16 @@ class AnswerCheck:
     columns: SchemaColumns | None
     detokenizer: Detokenizer
 
-    def checked(self, completions: Sequence[Completion]) -> list[Completion]:
-        """The completions, those that do not fit with an error."""
-        texts = self.detokenizer.decode_batch([c.tokens.token_ids.tolist() for c in completions])
-        return [self._checked(c, text) for c, text in zip(completions, texts, strict=True)]
+    def checked(
+        self, completions: Sequence[Completion], marks: Mapping[bytes, ReasoningTokens] | None = None
+    ) -> list[Completion]:
+        """The completions, those that do not fit with an error. `marks`: by key, the tokens around the reasoning that
+        comes first."""
+        ids = [_answer(c, (marks or {}).get(c.key)) for c in completions]
+        return [
+            self._checked(c, text)
+            for c, text in zip(completions, self.detokenizer.decode_batch(ids), strict=True)
+        ]
 
     def _checked(self, completion: Completion, text: str) -> Completion:
         if completion.error is not None:

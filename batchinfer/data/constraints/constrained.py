@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from functools import cached_property
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import ConstraintFailed, RowError
+from batchinfer.core.request import ConstraintFailed
 from batchinfer.core.samples import ConstraintWork
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.constraints.after_reasoning import FreeMasks, ReasonedConstraint
+from batchinfer.data.constraints.grammar_constraint import GrammarConstraint, row_error
 from batchinfer.data.constraints.kept_grammars import KeptGrammars
 from batchinfer.machine.cpus import usable_cpus
 
@@ -37,55 +38,7 @@ def grammar_constraints(tokenizer: Tokenizer) -> Callable[[Collection[int], int]
     )
 
 
-class GrammarConstraint:
-    """One answer's state. It copies its grammar with its first token: many rows wait for their turn."""
-
-    __slots__ = ("_matcher", "_own", "_problem", "_tokenizer", "begun")
-
-    def __init__(self, compiled: LLMatcher, tokenizer: GrammarTokenizer) -> None:
-        self._matcher, self._own, self._tokenizer = compiled, False, tokenizer
-        self._problem: str | None = None
-        self.begun = False  # whether it has taken a token
-
-    @property
-    def ended(self) -> bool:
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
-
-    @property
-    def failure(self) -> RowError | None:
-        if self._matcher.is_error():
-            return _row_error(self._matcher.get_error())
-        return _row_error(self._problem) if self._problem is not None else None
-
-    def take(self, token: int) -> None:
-        if not self.matcher.consume_token(token):
-            raise ConstraintFailed(self.failure or _row_error("a token came that may not come next"))
-        self.begun = True
-
-    def allows(self, token: int) -> bool:
-        # to ask for a token that the tokenizer lacks would end the answer
-        return self._tokenizer.asks_one(token, self.begun) and bool(self._matcher.validate_tokens([token]))
-
-    def jump_forward(self) -> Seq[int]:
-        tokens = self._matcher.compute_ff_tokens()
-        if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):
-            return ()
-        return list(takewhile(self._tokenizer.gives, tokens))
-
-    def end_here(self) -> None:
-        """No token of the model may come next."""
-        self._problem = "no token of the model can continue the answer"
-        if not self.begun and self._tokenizer.drops_space:
-            self._problem += (
-                "; it may have to begin with a space, which decoding leaves out with this tokenizer"
-            )
-
-    @property
-    def matcher(self) -> LLMatcher:
-        """Its own, which may be changed."""
-        if not self._own:
-            self._matcher, self._own = self._matcher.deep_copy(), True
-        return self._matcher
+RowConstraint = GrammarConstraint | ReasonedConstraint
 
 
 class GrammarConstraints:
@@ -95,6 +48,7 @@ class GrammarConstraints:
     def __init__(self, definition: str, eos: Collection[int], vocab: int, threads: int) -> None:
         self.work = ConstraintWork()
         self._definition, self._eos, self._vocab, self._threads = definition, eos, vocab, threads
+        self._free = FreeMasks(vocab, eos)
         self._kept = KeptGrammars()
 
     @cached_property
@@ -109,26 +63,41 @@ class GrammarConstraints:
 
         return LLExecutor(self._threads)
 
-    def start(self, params: SamplingParams) -> GrammarConstraint:
+    def start(self, params: SamplingParams) -> RowConstraint:
         began = time.perf_counter()
-        constraint = GrammarConstraint(self._grammar(params), self._tokenizer)
-        self.work.compile_s += time.perf_counter() - began
-        return constraint
+        marks, budget, grammar = params.reasoning, params.thinking_budget, None
+        if params.constraint is not None or marks is None:
+            grammar = GrammarConstraint(self._grammar(params), self._tokenizer)
+            self.work.compile_s += time.perf_counter() - began
+            if marks is None:
+                return grammar
+        return ReasonedConstraint(marks, grammar, self._free, budget)
 
-    def fill(self, constraints: Seq[GrammarConstraint], bits: NDArray[np.int32]) -> None:
+    def fill(self, constraints: Seq[RowConstraint], bits: NDArray[np.int32]) -> None:
         began = time.perf_counter()
+        followed = [
+            (row, found) for row, one in enumerate(constraints) if (found := one.followed) is not None
+        ]
+        if followed:
+            masks = self._masks([one for _, one in followed], bits.shape[1])
+            bits[[row for row, _ in followed]] = masks
+        for row, one in enumerate(constraints):
+            if isinstance(one, ReasonedConstraint):
+                one.write(bits[row])
+        self.work.mask_s += time.perf_counter() - began
+
+    def _masks(self, constraints: Seq[GrammarConstraint], words: int) -> NDArray[np.int32]:
+        """Return the masks of constraints, of so many words."""
         # a model may have more logits than its tokenizer has tokens
         known = self._tokenizer.words
         masks = np.zeros((len(constraints), known), np.int32)
         rows = [(constraint.matcher, row) for row, constraint in enumerate(constraints)]
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
         self._narrow(constraints, masks)
-        words = min(known, bits.shape[1])
-        bits[:, :words], bits[:, words:] = masks[:, :words], 0
         for row, constraint in enumerate(constraints):
             if constraint.failure is not None:
-                bits[row] = 0
-        self.work.mask_s += time.perf_counter() - began
+                masks[row] = 0
+        return masks[:, :words] if known >= words else np.pad(masks, ((0, 0), (0, words - known)))
 
     def _narrow(self, constraints: Seq[GrammarConstraint], masks: NDArray[np.int32]) -> None:
         """Leave out what the model does not give, and what would not be read as it stands in the grammar."""
@@ -151,12 +120,6 @@ class GrammarConstraints:
             try:
                 found = compiled(params, self._tokenizer.library)
             except BadConstraint as error:
-                raise ConstraintFailed(_row_error(str(error))) from None
+                raise ConstraintFailed(row_error(str(error))) from None
             self._kept.add(params, found)
         return found
-
-
-def _row_error(problem: str) -> RowError:
-    from batchinfer.data.constraints.constraint_wording import shown
-
-    return RowError("constraint_failed", "policy", f"the constraint cannot be followed: {shown(problem)}")

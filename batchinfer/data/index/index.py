@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import StorageError
+from batchinfer.core.reasoning import Reasoning
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.prompts.arguments.unread import unread_text
@@ -27,6 +28,8 @@ from batchinfer.data.storage.durable import FileOps, write_json
 INDEX_FORMAT = 3
 MARKER = "index.json"
 ENDPOINT = pa.field("endpoint", pa.string())  # of OpenAI requests: an index of other input has no such column
+# How a prompt ends, of UNSAID, OPEN and CLOSED: an index of a checkpoint without reasoning has no such column
+OPENING = pa.field("reasoning_opening", pa.int8())
 INDEX_SCHEMA = pa.schema(
     [
         ("row_id", pa.int64()),
@@ -55,9 +58,10 @@ def attempt_columns(attempt: int) -> tuple[str, str, str]:
     return f"key_{attempt}", f"params_{attempt}", f"expected_tokens_{attempt}"
 
 
-def index_schema(endpoints: bool, attempts: int = 1) -> pa.Schema:
-    """Return the columns of an index of OpenAI requests, or other rows, each of which may run so many times."""
-    fields = [*INDEX_SCHEMA, *([ENDPOINT] if endpoints else [])]
+def index_schema(endpoints: bool, attempts: int = 1, openings: bool = False) -> pa.Schema:
+    """Return the columns of an index of OpenAI requests, or other rows, each of which may run so many times.
+    `openings`: their answers may reason first."""
+    fields = [*INDEX_SCHEMA, *([ENDPOINT] if endpoints else []), *([OPENING] if openings else [])]
     for attempt in range(2, attempts + 1):
         first = zip(attempt_columns(attempt), attempt_columns(1), strict=True)
         fields += [pa.field(name, INDEX_SCHEMA.field(like).type) for name, like in first]
@@ -115,6 +119,8 @@ class Index:
     # Arguments that rows give and the chat template does not read, and how many rows each
     unread_arguments: dict[str, int] = field(default_factory=dict)
     attempts: int = 1  # how many times a row may run: more than once with a ladder (on_invalid)
+    # How answers mark their reasoning; None: the result has no columns for it
+    reasoning: Reasoning | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -141,8 +147,8 @@ class Index:
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
         asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
         unread: dict[str, int] = value.get("unread_arguments", {})
-        attempts = int(value.get("attempts", 1))
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked, unread, attempts)
+        more = unread, int(value.get("attempts", 1)), _reasoning(value)
+        return cls(folder, value["identity"], *counts, inputs, digests, *asked, *more)
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -170,6 +176,8 @@ class Index:
             value["unread_arguments"] = self.unread_arguments
         if self.attempts > 1:
             value["attempts"] = self.attempts
+        if self.reasoning is not None:
+            value["reasoning"] = self.reasoning.to_json()
         write_json(Layout(self.folder).marker, value, ops)
 
     @property
@@ -214,3 +222,8 @@ class Index:
 def _answers(value: dict[str, Any]) -> AnswerSchema | None:
     found = value.get("answers")
     return None if found is None else AnswerSchema(**found)
+
+
+def _reasoning(value: dict[str, Any]) -> Reasoning | None:
+    found = value.get("reasoning")
+    return None if found is None else Reasoning.from_json(found)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
-from batchinfer.data.index.index import AnswerSchema, Index, Layout
+from batchinfer.data.index.index import AnswerSchema, Index, Layout, index_schema
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter, RowPlace
@@ -66,6 +67,7 @@ class IngestOptions:
     sample: SampleSize | None = None  # only the first rows of each file, to look at them
     strata: Strata | None = None  # only a part of the rows, from everywhere
     output: str = "tokens"  # the name of the kind of answers
+    reasoning: Reasoning | None = None  # how the checkpoint marks it
     chunk: ChunkSize = DEFAULT_SIZE
     checked: Reader | None = None  # has read headers and footers of the same files
 
@@ -140,6 +142,8 @@ def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Seq
         ],
         "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
     }
+    if options.reasoning is not None:
+        value["reasoning"] = options.reasoning.to_json()
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -232,9 +236,10 @@ class _Ingest:
         progress: Callable[[IngestProgress], None],
     ) -> IndexWriter:
         spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
-        writer = IndexWriter(
-            self._layout, self._options.max_model_len, mode == "openai", self._ops, self._job.attempts
-        )
+        attempts, reasons = self._job.attempts, self._options.reasoning is not None
+        index_columns = index_schema(mode == "openai", attempts, reasons)
+        longest = self._options.max_model_len
+        writer = IndexWriter(self._layout, longest, index_columns, self._ops, attempts)
         wanted = _Wanted(reader, columns.read, self._job.input.limit)
         workers = self._options.workers or usable_cpus()
         pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
@@ -282,6 +287,7 @@ class _Ingest:
             arguments=prompt.arguments,
             argument_columns=prompt.template_arguments_from_columns,
             ladder=self._job.on_invalid,
+            reasoning=self._options.reasoning,
         )
 
     def _by_url(self) -> dict[str, SamplingParams]:
@@ -311,6 +317,7 @@ class _Ingest:
             self._options.output,
             writer.unread.rows,
             self._job.attempts,
+            self._options.reasoning,
         )
         index.write_marker(self._ops)
         return index

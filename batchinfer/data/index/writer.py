@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
-from batchinfer.data.index.index import Layout, attempt_columns, index_schema
+from batchinfer.data.index.index import OPENING, Layout, attempt_columns
 from batchinfer.data.index.token_store import TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
@@ -37,10 +37,10 @@ class IndexWriter:
     """Use as a context manager; `commit()` at the end. Rows get their ids in the order of `append`."""
 
     def __init__(
-        self, layout: Layout, max_model_len: int, endpoints: bool, ops: FileOps, attempts: int = 1
+        self, layout: Layout, max_model_len: int, schema: pa.Schema, ops: FileOps, attempts: int = 1
     ) -> None:
-        self._max_model_len = max_model_len
-        self._schema = index_schema(endpoints, attempts)
+        """schema: of the index, see `index_schema`."""
+        self._max_model_len, self._schema = max_model_len, schema
         self._at_once = max(1, BATCH_ROWS // attempts)
         self._parts = PartWriter(layout.index, self._schema, ops)
         self._even = EvenBatches(self._parts, self._schema)
@@ -68,6 +68,7 @@ class IndexWriter:
             columns |= _rung_columns(done, slice(first, first + size), self._max_model_len)
             columns |= _error_columns(done.errors, first, size)
             columns |= _fact_columns(rows.facts, first, size)
+            columns[OPENING.name] = _int8s(done.openings[first : first + size])
             columns["row_id"] = _numbers(self.rows + first, size)
             columns["file"] = pa.repeat(place.file, size)
             columns["row_index"] = _numbers(place.first_row + first, size)
@@ -166,6 +167,10 @@ def _int64s(values: Int64s, valid: pa.Buffer | None = None) -> pa.Array:
     return pa.Array.from_buffers(
         pa.int64(), len(values), [valid, pa.py_buffer(_contiguous(values, np.int64))]
     )
+
+
+def _int8s(values: NDArray[np.int8]) -> pa.Array:
+    return pa.Array.from_buffers(pa.int8(), len(values), [None, pa.py_buffer(_contiguous(values, np.int8))])
 
 
 def _contiguous(values: NDArray[Any], kind: type) -> NDArray[Any]:

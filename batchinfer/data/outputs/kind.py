@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, Output, Request
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.columns.schema_columns import SchemaColumns
@@ -25,6 +26,10 @@ class AskedOutputs(Protocol):
     @property
     def logprobs(self) -> int | None:
         """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
+
+    @property
+    def reasoning(self) -> Reasoning | None:
+        """How answers mark their reasoning; None: the result has no columns for it."""
 
 
 class TokenBytes(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from batchinfer.core.reasoning import Reasoning, ReasoningTokens
 from batchinfer.core.request import Completion, Output, Request, Tokens
 from batchinfer.core.sampling import JSON_CONSTRAINTS
 from batchinfer.data.columns.answer_check import AnswerCheck, parsed_answer
@@ -23,10 +25,11 @@ from batchinfer.data.columns.logprob_column import (
 )
 from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
 from batchinfer.data.constraints.generated_schema import parsed_schema
-from batchinfer.data.index.index import AnswerSchema
+from batchinfer.data.index.index import OPENING, AnswerSchema
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs, Receiver, TokenBytes
 from batchinfer.data.outputs.openai_logprobs import chat_logprobs, text_logprobs
+from batchinfer.data.outputs.reasoning_columns import REASONING_FIELDS, StoredAnswer, told_apart
 from batchinfer.data.outputs.stored_logprobs import LOGPROB_SCHEMA, logprob_columns
 
 RESULT_SCHEMA = framed(
@@ -42,6 +45,7 @@ LOGPROB_ROWS, _LOGPROB_LINES = 128, 16
 TEXT_IS_KEPT = ("incomplete_output", "unfit_output", "constraint_failed")
 _ID_BYTES = 4
 _OPENAI = ("generated_text", "finish_reason", "prompt_tokens", "completion_tokens")
+_REASONING = tuple(field.name for field in REASONING_FIELDS)
 
 
 class TokensKind:
@@ -66,8 +70,9 @@ class TokensKind:
         return None if asked.logprobs is None else LOGPROB_ROWS
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return RESULT_SCHEMA, then log-probabilities and the columns of answers' parts, if there are any."""
-        ours = RESULT_SCHEMA if asked.logprobs is None else RESULT_SCHEMA.append(LOGPROBS_FIELD)
+        """Return RESULT_SCHEMA, then what there is of reasoning, log-probabilities and columns of answers' parts."""
+        ours = RESULT_SCHEMA if asked.reasoning is None else pa.schema([*RESULT_SCHEMA, *REASONING_FIELDS])
+        ours = ours if asked.logprobs is None else ours.append(LOGPROBS_FIELD)
         columns = _answer_columns(asked.answers)
         return ours if columns is None else pa.schema([*ours, *columns.schema])
 
@@ -77,12 +82,19 @@ class TokensKind:
         """Return the texts of answers, and what follows from them."""
         frame = Frame(rows, matched)
         told = pc.or_(frame.answered, pc.is_in(matched.column("error_code"), pa.array(TEXT_IS_KEPT)))
+        texts = (
+            _AnswerTexts(_texts(matched, told.to_numpy(), detokenizer))
+            if asked.reasoning is None
+            else _split_texts(rows, matched, frame, told.to_numpy(), asked.reasoning, detokenizer)
+        )
         table = frame.around(
-            generated_text=_texts(matched, told.to_numpy(), detokenizer),
+            generated_text=texts.generated,
             finish_reason=frame.when_answered(matched.column("finish_reason")),
             prompt_tokens=rows.column("token_count"),
             completion_tokens=frame.when_answered(pc.list_value_length(matched.column("token_ids"))),
         ).cast(RESULT_SCHEMA)
+        for field, array in zip(REASONING_FIELDS, texts.reasoning, strict=False):
+            table = table.append_column(field, array)
         if asked.logprobs is not None:
             found = logprob_column(matched, frame.answered.to_numpy(), detokenizer)
             table = table.append_column(LOGPROBS_FIELD, found)
@@ -94,19 +106,15 @@ class TokensKind:
         return logprob_entries(table)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        return ([*_OPENAI, COLUMN], _LOGPROB_LINES) if COLUMN in names else ([*_OPENAI], None)
+        ours = [*_OPENAI, *_REASONING] if set(_REASONING) <= set(names) else [*_OPENAI]
+        return ([*ours, COLUMN], _LOGPROB_LINES) if COLUMN in names else (ours, None)
 
     def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
         """Return a chat completion, or a text completion."""
-        prompt, output = row["prompt_tokens"], row["completion_tokens"]
         return {
             "object": "chat.completion" if chat else "text_completion",
             "choices": [_choice(row, chat, tokens)],
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": output,
-                "total_tokens": prompt + output,
-            },
+            "usage": _usage(row),
             "system_fingerprint": None,
         }
 
@@ -116,17 +124,21 @@ class JsonAnswers:
 
     def __init__(self, check: AnswerCheck) -> None:
         self._check = check
-        self._of_json: set[bytes] = set()  # requests in flight whose answers are JSON
+        # Requests in flight whose answers are JSON, and the reasoning that may come before it
+        self._of_json: dict[bytes, ReasoningTokens | None] = {}
 
     def planned(self, requests: Iterable[Request]) -> None:
         """Expect the answers of these requests."""
-        self._of_json.update(one.key for one in requests if one.params.constraint in JSON_CONSTRAINTS)
+        for one in requests:
+            if one.params.constraint in JSON_CONSTRAINTS:
+                self._of_json[one.key] = one.params.reasoning
 
     def received(self, completions: Sequence[Completion]) -> list[Completion]:
         """Return the completions; those that are JSON have been checked."""
         of_json = [one for one in completions if one.key in self._of_json]
-        checked = {one.key: one for one in self._check.checked(of_json)} if of_json else {}
-        self._of_json.difference_update(checked)
+        found = ((one.key, self._of_json.pop(one.key)) for one in of_json)
+        marks = {key: reasoning for key, reasoning in found if reasoning is not None}
+        checked = {one.key: one for one in self._check.checked(of_json, marks)} if of_json else {}
         return [checked.get(one.key, one) for one in completions]
 
 
@@ -146,6 +158,38 @@ def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
     for field, array in zip(columns.schema, columns.arrays(answers), strict=True):
         table = table.append_column(field, array)
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerTexts:
+    """The texts of answers, and the columns of their reasoning where the result has them."""
+
+    generated: pa.Array
+    reasoning: tuple[pa.Array, ...] = ()
+
+
+def _split_texts(
+    rows: pa.Table,
+    matched: pa.Table,
+    frame: Frame,
+    told: NDArray[np.bool_],
+    reasoning: Reasoning,
+    detokenizer: Detokenizer,
+) -> _AnswerTexts:
+    """Return the texts of all rows of `told`, told apart from their reasoning; null elsewhere."""
+    places = pa.array(np.flatnonzero(told))
+    given = [matched.column(name).take(places).to_pylist() for name in ("token_ids", "text_length")]
+    openings = rows.column(OPENING.name).take(places).to_pylist()
+    answers = [StoredAnswer(ids or [], *rest) for ids, *rest in zip(*given, openings, strict=True)]
+    split = told_apart(answers, reasoning, detokenizer)
+    back = np.full(len(told), -1, np.int64)
+    back[told] = np.arange(len(split))
+    where = pa.array(back, mask=back < 0)
+    texts, inside, counts = (
+        pa.array([getattr(one, name) for one in split], kind).take(where)
+        for name, kind in (("text", pa.string()), ("reasoning", pa.string()), ("tokens", pa.int32()))
+    )
+    return _AnswerTexts(texts, (inside, frame.when_answered(pa.chunked_array([counts]))))
 
 
 def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
@@ -181,11 +225,21 @@ def _distinct(column: pa.ListArray) -> tuple[list[Sequence[int]], NDArray[np.int
     return lists, found.indices.to_numpy()
 
 
+def _usage(row: dict[str, Any]) -> dict[str, Any]:
+    prompt, output = row["prompt_tokens"], row["completion_tokens"]
+    usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    if "reasoning_tokens" not in row:
+        return usage
+    return {**usage, "completion_tokens_details": {"reasoning_tokens": row["reasoning_tokens"]}}
+
+
 def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
     logprobs = (chat_logprobs if chat else text_logprobs)(row.get(COLUMN), tokens)
     reason = row["finish_reason"]
     end = {"logprobs": logprobs, "finish_reason": "length" if reason == "repetition" else reason}
     if chat:
         message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
+        if "reasoning" in row:
+            message["reasoning_content"] = row["reasoning"]
         return {"index": 0, "message": message, **end}
-    return {"index": 0, "text": row["generated_text"], **end}
+    return {"index": 0, "text": row["generated_text"] or "", **end}

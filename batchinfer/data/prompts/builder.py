@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jinja2
 from jinja2 import nodes
 
+from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, openai_request
@@ -69,6 +70,7 @@ class PromptPlan:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, for all rows
     argument_columns: tuple[tuple[str, str], ...] = ()  # an argument, and the column that sets it
     ladder: tuple[Rung, ...] = ()  # parameters with which a row runs again
+    reasoning: Reasoning | None = None  # how the checkpoint marks it
 
 
 class Draft(NamedTuple):
@@ -103,7 +105,7 @@ class PromptBuilder:
 
     def __init__(self, plan: PromptPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
-        self._fits = Fits()
+        self._fits = Fits(plan.reasoning)
         self._specials = tokenizer.special_pattern if tokenizer.specials else None
         self._own = None if plan.chat else OwnSpecials(tokenizer.special_pattern)
         self._system = _RowTemplate("prompt.system", plan.system) if plan.system is not None else None
@@ -186,6 +188,12 @@ class PromptBuilder:
         if self._plan.one_schema and params.json_schema != self._plan.params.json_schema:
             raise RowProblem(
                 "bad_parameter", "the request asks for other answers than output.schema of the job describes"
+            )
+        if params.thinking_budget is not None and (
+            self._plan.reasoning is None or not self._plan.reasoning.tokens
+        ):
+            raise RowProblem(
+                "bad_parameter", "thinking_budget: this checkpoint has no tokens that mark reasoning"
             )
         params = self._fitted(params, body)
         if url == CHAT_URL:

@@ -20,6 +20,8 @@ from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFacts, RowFields
+from batchinfer.data.tokenizer.reasoned_rows import ReasonedRows
+from batchinfer.data.tokenizer.reasoning_styles import Openings
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job.ladder import Rung, with_rung
 
@@ -27,6 +29,7 @@ _BULK_ROWS = 512
 _BULK_CHARACTERS = 1 << 20
 _NO_TOKENS: TokenIds = np.zeros(0, np.int32)
 _NO_KEY = bytes(KEY_BYTES)
+_NO_OPENINGS: Openings = np.zeros(0, np.int8)
 BULK = -1  # what the worker reports while it tokenises a whole batch at once
 
 
@@ -93,8 +96,8 @@ class Prepared:
     """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
 
     `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
-    `max_tokens` (n,), `counts` (n,). `unread` are arguments that the chat template does not read, and in how many rows;
-    `rungs` the further attempts.
+    `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers;
+    `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts.
     """
 
     errors: dict[int, RowError]
@@ -104,6 +107,7 @@ class Prepared:
     counts: TokenIds
     keys: bytes
     tokens: TokenIds
+    openings: Openings
     unread: dict[str, int] = field(default_factory=dict)
     rungs: Sequence[PreparedRungs] = ()
 
@@ -145,12 +149,14 @@ class Preparer:
         self._plain = plan.params  # of most rows; their constraint was checked before
         self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
+        self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
         self._report = report
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
         """Prepare the rows of a chunk; of a piece of it, if there is one."""
         piece = piece or RowPiece(0, chunk.most_rows)
-        facts, work = FactsOfRows(self._fields), _FinishedPrompts(self._limits.context, self._ladder)
+        facts = FactsOfRows(self._fields)
+        work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
         held = _Drafts()
         rows = chunk.read(piece.start, piece.stop, self._fields.values)
         index = -1
@@ -355,8 +361,8 @@ class _Drafts:
 class _FinishedPrompts:
     """Collects finished prompts, in the order of their rows."""
 
-    def __init__(self, context: bytes, ladder: Sequence[Rung] = ()) -> None:
-        self._context = context
+    def __init__(self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung] = ()) -> None:
+        self._context, self._reasoned = context, reasoned
         self._rungs = [_FinishedRung(rung) for rung in ladder]
         self.errors: dict[int, RowError] = {}
         self.unread = UnreadArguments()
@@ -368,41 +374,44 @@ class _FinishedPrompts:
         self._params_of: list[int] = []
         self._max_tokens: list[int] = []
         self._keys: list[bytes] = []
+        self._openings: list[Openings] = [_NO_OPENINGS]
         self._counts: list[TokenIds] = [_NO_TOKENS]
         self._tokens: list[TokenIds] = [_NO_TOKENS]
 
     def add(self, held: _Drafts, tokens: TokenIds, counts: TokenIds) -> None:
         """Take prompts that fit, end to end."""
-        data, end = token_bytes(tokens), 0
-        for draft, size in zip(held.drafts, counts.tolist(), strict=True):
+        data, end, openings = token_bytes(tokens), 0, self._reasoned.openings(tokens, counts)
+        for draft, size, opening in zip(held.drafts, counts.tolist(), openings.tolist(), strict=True):
             start, end = end, end + TOKEN_BYTES * size
-            number = self._number(draft.params)
+            params = self._reasoned.params(draft.params, opening)
+            number = self._number(params)
             self._params_of.append(number)
-            self._max_tokens.append(draft.params.max_tokens)
+            self._max_tokens.append(params.max_tokens)
             self._keys.append(self._makers[number].key(data[start:end]))
             if self._rungs:
-                self._climb(draft.params, number, data[start:end])
+                self._climb(draft.params, opening, number, data[start:end])
         self._rows += held.rows
+        self._openings.append(openings)
         self._counts.append(counts)
         self._tokens.append(tokens)
 
-    def _climb(self, params: SamplingParams, number: int, tokens: bytes) -> None:
+    def _climb(self, params: SamplingParams, opening: int, number: int, tokens: bytes) -> None:
         """Take the row's work on each rung. One that asks for what an earlier attempt asks for, or for more tokens than
         it allows, has none: it would give the same answer, or none."""
         asked = {self._texts[number]}
         for rung in self._rungs:
-            if number not in rung.numbers:
-                rung.numbers[number] = self._laid_over(params, rung.rung)
-            at, most = rung.numbers[number]
+            if (number, opening) not in rung.numbers:
+                rung.numbers[number, opening] = self._laid_over(params, opening, rung.rung)
+            at, most = rung.numbers[number, opening]
             if at is None or self._texts[at] in asked:
                 rung.add(-1, 0, _NO_KEY)
             else:
                 asked.add(self._texts[at])
                 rung.add(at, most, self._makers[at].key(tokens))
 
-    def _laid_over(self, params: SamplingParams, rung: Rung) -> tuple[int | None, int]:
+    def _laid_over(self, params: SamplingParams, opening: int, rung: Rung) -> tuple[int | None, int]:
         """Return the number of a row's parameters on a rung, if it can have any, and max_tokens of them."""
-        found = with_rung(params, rung)
+        found = self._reasoned.params(with_rung(params, rung), opening)
         return self._number(found) if found.min_tokens <= found.max_tokens else None, found.max_tokens
 
     def _number(self, params: SamplingParams) -> int:
@@ -426,20 +435,23 @@ class _FinishedPrompts:
         columns["params_of"][self._rows] = self._params_of
         columns["max_tokens"][self._rows] = self._max_tokens
         columns["counts"][self._rows] = np.concatenate(self._counts)
+        openings = np.zeros(size, np.int8)
+        openings[self._rows] = np.concatenate(self._openings)
         keys[self._rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
         rungs = [rung.finished(size, self._rows) for rung in self._rungs]
         numbers = columns["params_of"], columns["max_tokens"], columns["counts"]
-        work = keys.tobytes(), np.concatenate(self._tokens), self.unread.rows
-        return Prepared(self.errors, self._texts, *numbers, *work, rungs)
+        tokens, unread = np.concatenate(self._tokens), self.unread.rows
+        packed = keys.tobytes()
+        return Prepared(self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs)
 
 
 class _FinishedRung:
-    """Collects the work of finished prompts on one rung. `numbers`: by the number of a row's parameters that of its
-    parameters on the rung, if there are any, and max_tokens of them."""
+    """Collects the work of finished prompts on one rung. `numbers`: by the number of a row's parameters and by
+    how its prompt ends, the number of its parameters on the rung, if there are any, and max_tokens of them."""
 
     def __init__(self, rung: Rung) -> None:
         self.rung = rung
-        self.numbers: dict[int, tuple[int | None, int]] = {}
+        self.numbers: dict[tuple[int, int], tuple[int | None, int]] = {}
         self._params_of: list[int] = []
         self._max_tokens: list[int] = []
         self._keys: list[bytes] = []

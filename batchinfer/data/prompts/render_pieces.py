@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from batchinfer.core.reasoning import UNSAID
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
@@ -17,6 +18,7 @@ from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts
 # What a row gets that found no memory: rows before it may have taken it.
 _OF_MEMORY = "template_memory"
 _EMPTY = np.zeros(0, np.int32)
+_UNSAID = np.full(1, UNSAID, np.int8)
 _ONE = np.zeros(1, np.int32)
 
 
@@ -96,7 +98,7 @@ class RowPieces:
 
 
 def _error_row(error: RowError) -> Prepared:
-    return Prepared({0: error}, [], _ONE, _ONE, _ONE, bytes(KEY_BYTES), _EMPTY)
+    return Prepared({0: error}, [], _ONE, _ONE, _ONE, bytes(KEY_BYTES), _EMPTY, _UNSAID)
 
 
 def joined(pieces: Sequence[PreparedRows]) -> PreparedRows:
@@ -110,7 +112,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
     errors: dict[int, RowError] = {}
     numbers: dict[str, int] = {}
     params_of, max_tokens, counts, tokens = ([_EMPTY] for _ in range(4))
-    keys, start, pieces, unread = [], 0, list(pieces), UnreadArguments()
+    openings, keys, start, pieces, unread = [_UNSAID[:0]], [], 0, list(pieces), UnreadArguments()
     rungs = [_JoinedRung() for _ in range(max((len(piece.rungs) for piece in pieces), default=0))]
     for piece in pieces:
         unread.join(piece.unread)
@@ -119,6 +121,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         max_tokens.append(piece.max_tokens)
         counts.append(piece.counts)
         tokens.append(piece.tokens)
+        openings.append(piece.openings)
         keys.append(piece.keys)
         for at, rung in enumerate(rungs):
             rung.add(piece, at, numbers)
@@ -131,6 +134,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         np.concatenate(counts),
         b"".join(keys),
         np.concatenate(tokens),
+        np.concatenate(openings),
         unread.rows,
         [rung.joined() for rung in rungs],
     )

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import Unavailable
+from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
 from batchinfer.data.input.json_kinds import KINDS
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
@@ -45,7 +46,7 @@ def packed(done: PreparedRows) -> bytes:
     }
     parts = [json.dumps(head).encode()]
     parts += [column.tobytes() for column in (prompts.params_of, prompts.max_tokens, prompts.counts)]
-    parts += [prompts.keys, prompts.tokens.tobytes()]
+    parts += [prompts.keys, prompts.tokens.tobytes(), prompts.openings.tobytes()]
     for rung in prompts.rungs:
         parts += [(rung.params_of + 1).tobytes(), rung.max_tokens.tobytes(), rung.keys]
     for column in _text_columns(facts):
@@ -115,6 +116,13 @@ class _ReplyParts:
             raise ValueError("a number is out of its range")
         return found
 
+    def openings(self, count: int) -> NDArray[np.int8]:
+        """Return how `count` prompts end."""
+        found = np.frombuffer(self.next(), np.int8)
+        if len(found) != count or not np.isin(found, (UNSAID, OPEN, CLOSED)).all():
+            raise ValueError("the ends of prompts are not those of the rows")
+        return found
+
     def texts(self, count: int) -> pa.StringArray:
         valid, ends, texts = self.next(), self.next(), self.next()
         if not count:
@@ -136,14 +144,14 @@ def _rows(
     params = _texts(head["params"])
     params_of = parts.numbers(size, below=max(1, len(params)))
     max_tokens, counts = parts.numbers(size), parts.numbers(size)
-    keys, tokens = parts.next(), parts.numbers(below=vocab_size)
+    keys, tokens, openings = parts.next(), parts.numbers(below=vocab_size), parts.openings(size)
     if len(keys) != KEY_BYTES * size or len(tokens) != int(counts.sum(dtype=np.int64)):
         raise ValueError("keys or tokens are not those of the rows")
     if np.flatnonzero(counts == 0).tolist() != sorted(errors):
         raise ValueError("a row has both tokens and an error, or neither")
     ignored = _counts(head["unread_arguments"])
     ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
-    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens, ignored, ladder)
+    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens, openings, ignored, ladder)
     return PreparedRows(prompts, _facts(head, parts, fields, size))
 
 

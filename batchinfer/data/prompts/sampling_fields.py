@@ -14,6 +14,7 @@ from batchinfer.core.exact_json import written
 from batchinfer.core.sampling import (
     BOUNDS,
     CONSTRAINTS,
+    DERIVED,
     INT32_MAX,
     MAX_STOP_CHARS,
     MAX_STOP_TOKENS,
@@ -275,4 +276,6 @@ def _check_of(parameter: Field[Any]) -> Callable[[str, Any], Any]:
 _NO_CONSTRAINT: dict[str, Any] = {
     one.name: one.default for one in fields(SamplingParams) if one.name in CONSTRAINTS
 }
-CHECKS: Mapping[str, Callable[[str, Any], Any]] = {one.name: _check_of(one) for one in fields(SamplingParams)}
+CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    one.name: _check_of(one) for one in fields(SamplingParams) if one.name not in DERIVED
+}

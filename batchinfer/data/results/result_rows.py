@@ -14,8 +14,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError
+from batchinfer.core.reasoning import Reasoning
 from batchinfer.data.columns.logprob_column import Detokenizer
-from batchinfer.data.index.index import AnswerSchema
+from batchinfer.data.index.index import OPENING, AnswerSchema
 from batchinfer.data.outputs.frame import HEAD, TAIL
 from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.results.join import Join
@@ -59,6 +60,10 @@ class IndexView(Protocol):
     @property
     def logprobs(self) -> int | None:
         """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
+
+    @property
+    def reasoning(self) -> Reasoning | None:
+        """How answers mark their reasoning; None: the result has no columns for it."""
 
     @property
     def output(self) -> str:
@@ -135,7 +140,8 @@ class ResultRows:
     def _zipped(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:
         """Yield rows of the index and their passthrough values, side by side."""
         size = self._batch_rows
-        rows = rebatch(self._rows.batches(start, stop, size, _READ), size)
+        read = _READ if self._index.reasoning is None else [*_READ, OPENING.name]
+        rows = rebatch(self._rows.batches(start, stop, size, read), size)
         if not len(self._index.passthrough_schema):
             yield from ((table, table) for table in rows)
             return

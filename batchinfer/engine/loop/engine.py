@@ -14,16 +14,16 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import (
     Completion,
     ConstraintFailed,
-    FinishReason,
     Request,
     RowError,
     TokenLogprobs,
     Tokens,
 )
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
+from batchinfer.engine.loop.constrained_end import constrained_end, without_token
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
 from batchinfer.engine.runner.runner import Runner
-from batchinfer.engine.schedule.constraints import Constraint, ConstraintMasks
+from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus, StopStream, StopStreams
@@ -111,7 +111,7 @@ class Engine:
             if len(request.prompt) + min(1, request.params.max_tokens) > (most := roots.max_model_len):
                 raise ValueError(f"a prompt of {len(request.prompt)} tokens, and positions for {most}")
             watch = self._watch(request)
-            if request.params.constraint is not None and self._masks is None:
+            if _is_guided(request) and self._masks is None:
                 raise ValueError(
                     "this engine was built without a tokenizer, so it cannot follow a constraint"
                 )
@@ -176,7 +176,7 @@ class Engine:
     def _constrain(self, sequence: Sequence) -> End | None:
         """Give a sequence its constraint, and the tokens that every such answer begins with; how they end it, if they
         do. Raises ConstraintFailed."""
-        if sequence.request.params.constraint is None or self._masks is None:
+        if self._masks is None or not _is_guided(sequence.request):
             return None
         constraint = self._masks.constraints.start(sequence.request.params)
         sequence.constraint, sequence.watched = constraint, True
@@ -332,7 +332,7 @@ class Engine:
         """Append a token and its own of the `logprobs` to its sequence; how the sequence ends, if the token ends it."""
         if token == NO_TOKEN:
             sequence.take_none()
-            return _without_token(sequence)
+            return without_token(sequence)
         sequence.take(token)
         if sequence.logprobs is not None and logprobs is not None:
             sequence.logprobs.append(logprobs, at)
@@ -341,8 +341,18 @@ class Engine:
         kept = sequence.stop_stream(token) if sequence.stop_stream else None
         reason = sequence.ends_with(token) if kept is None else "stop"
         if sequence.constraint is not None:
-            return _constrained_end(sequence.constraint, token, reason, kept)
+            end = constrained_end(sequence.constraint, token, reason, kept)
+            if end is None and sequence.constraint.over:
+                self._release(sequence)
+            return end
         return End(reason, kept) if reason else None
+
+    def _release(self, sequence: Sequence) -> None:
+        """Let a sequence go on without its constraint, which bars nothing any more: steps may look ahead of it."""
+        self._drop_mask(sequence)
+        sequence.constraint = sequence.mask = None
+        sequence.watched = sequence.stop_stream is not None or sequence.logprobs is not None
+        sequence.needs_sync = self._draft is not None
 
     def _take_back(self, taken: AcceptedTokens) -> None:
         """Give up the positions that were computed for rejected tokens."""
@@ -441,11 +451,6 @@ class Engine:
 
 
 _NO_WORK = ConstraintWork()
-_ENDED_BY: Mapping[FinishReason, str] = {
-    "length": "max_tokens or the model's context ended",
-    "repetition": "a loop (sampling.repetition_stop) ended",
-    "stop": "a stop string or token ended",
-}
 
 
 def _work_of(masks: ConstraintMasks | None) -> ConstraintWork:
@@ -460,29 +465,9 @@ def _completion(sequence: Sequence, end: End) -> Completion:
     return Completion(sequence.request.key, output, end.reason, end.error)
 
 
-def _without_token(sequence: Sequence) -> End:
-    """Say how a sequence ends for which no token was found."""
-    constraint = sequence.constraint
-    if constraint is not None and constraint.failure is not None:
-        return End("error", error=constraint.failure)
-    text = "the model's logits are not finite numbers"
-    return End("error", error=RowError("nan_logits", "engine", text, retryable=True))
-
-
-def _constrained_end(
-    constraint: Constraint, token: int, reason: FinishReason | None, kept: int | None
-) -> End | None:
-    """Say how a token ends an answer with a constraint: whole, or as an error."""
-    try:
-        constraint.take(token)
-    except ConstraintFailed as failed:
-        return End("error", error=failed.error)
-    if constraint.ended and kept is None:
-        return End("stop")
-    if reason is None:
-        return None
-    text = f"{_ENDED_BY[reason]} the answer before it was complete under its constraint"
-    return End("error", kept, RowError("incomplete_output", "policy", text), cut=reason == "length")
+def _is_guided(request: Request) -> bool:
+    """Whether the request's answer follows a constraint, or has reasoning with an end that may be forced."""
+    return request.params.constraint is not None or request.params.reasoning is not None
 
 
 def _request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
@@ -497,7 +482,7 @@ def _request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
         scheduled_s=sequence.scheduled_s if sequence.scheduled_s is not None else now,
         first_token_s=sequence.first_token_s if sequence.first_token_s is not None else now,
         finished_s=now,
-        constrained=sequence.constraint is not None,
+        constrained=sequence.request.params.constraint is not None,
         steered=sequence.masking.ever_steered,
         forced_tokens=sequence.jump_forward_tokens,
         unrun_tokens=sequence.output_length - ran,

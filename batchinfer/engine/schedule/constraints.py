@@ -23,6 +23,14 @@ class Constraint(Protocol):
         """Whether the answer is whole and nothing may follow it."""
 
     @property
+    def needs_end(self) -> bool:
+        """Whether an answer that something else ends is incomplete."""
+
+    @property
+    def over(self) -> bool:
+        """Whether any tokens may follow, and it is not to be asked any more."""
+
+    @property
     def failure(self) -> RowError | None:
         """The reason why it cannot be followed any further."""
 

@@ -106,4 +106,5 @@ def awaited_from(waiting: list[Sequence], before: list[Sequence]) -> Ints:
 
 def _bans(sequence: Sequence) -> bool:
     """Whether it may not end yet. Its constraint alone says when an answer may, where it has one."""
-    return sequence.constraint is None and sequence.output_length < sequence.request.params.min_tokens
+    params = sequence.request.params
+    return params.constraint is None and sequence.output_length < params.min_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]])
 
 def _columns(run: OpenRun) -> str:
     """Return the version of the columns of the job's kind of answers: nothing of the first one of texts, so that
-    results of before there were kinds keep their identity."""
-    kind = run.setup.output
-    return "" if (kind.name, kind.version) == (USUAL, 0) else f" {kind.name} {kind.version}"
+    results of before there were kinds keep their identity. How answers mark reasoning decides columns, too."""
+    kind, reasoning = run.setup.output, run.setup.reasoning
+    version = "" if (kind.name, kind.version) == (USUAL, 0) else f" {kind.name} {kind.version}"
+    return version if reasoning is None else f"{version} {json.dumps(reasoning.to_json(), sort_keys=True)}"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import Unavailable
+from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.sampling import INT32_MAX
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.constraint_check import constraint_problem
@@ -20,12 +22,14 @@ from batchinfer.data.index.ingest import IngestOptions
 from batchinfer.data.input.reader import SampleSize, Strata
 from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.outputs.registry import kind_of
+from batchinfer.data.prompts.fits import with_reasoning
 from batchinfer.data.prompts.mode import check_chat_template, check_templates, given_template
 from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.storage.state import StateFolder
+from batchinfer.data.tokenizer.reasoning_styles import find_reasoning
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.job.check import ATTEMPT, LOGPROBS, RESULT_COLUMNS
+from batchinfer.job.check import ATTEMPT, LOGPROBS, REASONING_COLUMNS, RESULT_COLUMNS
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
 from batchinfer.machine.memory import available_memory
@@ -47,6 +51,9 @@ class Setup:
     output: OutputKind  # of its answers
     most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
     workers: int = 1  # processes that read, render and tokenise rows
+    reasoning: Reasoning | None = (
+        None  # how its answers mark it; None: they have none, or keep it in their text
+    )
 
     @property
     def roots(self) -> ContentRoots:
@@ -74,6 +81,7 @@ class Setup:
             sample=sample,
             strata=strata,
             output=self.output.name,
+            reasoning=self.reasoning,
         )
 
 
@@ -96,10 +104,13 @@ def check_setup(
     state.check_writable()
     state.refuse_newer()
     _check_followed(job, tokenizer)
-    kind = kind_of(job)
-    _check_names(job, kind)
-    columns, workers = _columns(job, tokenizer), ingest_workers(job, setting)
-    return Setup(checkpoint, setting, tokenizer, columns, kind, _most_tokens(job), workers)
+    kind, reasoning = kind_of(job), _reasoning(job, tokenizer)
+    _check_names(job, kind, reasoning)
+    _check_budget(job, reasoning)
+    columns, workers = _columns(job, tokenizer, reasoning), ingest_workers(job, setting)
+    return Setup(
+        checkpoint, setting, tokenizer, columns, kind, _most_tokens(job, reasoning), workers, reasoning
+    )
 
 
 def ingest_workers(job: Job, setting: Setting) -> int:
@@ -111,20 +122,32 @@ def ingest_workers(job: Job, setting: Setting) -> int:
     return max(1, min(cores, available_memory() // WORKER_BYTES))
 
 
-@dataclass(frozen=True, slots=True)
-class _Nothing:
-    """Rows that ask for nothing beside their answers."""
+def _reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
+    """Return how the job's answers mark their reasoning."""
+    return find_reasoning("auto" if job.prompt is None else job.prompt.reasoning, tokenizer)
 
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Rows that ask for nothing beside their answers, which may have reasoning."""
+
+    reasoning: Reasoning | None
     answers: None = None
     logprobs: None = None
 
 
-def _check_names(job: Job, kind: OutputKind) -> None:
+def _check_names(job: Job, kind: OutputKind, reasoning: Reasoning | None) -> None:
     """Raises JobFileError for a column that the job passes through under the name of one of its kind of answers."""
-    ours = {name.casefold() for name in kind.schema(_Nothing()).names}
+    ours = {name.casefold() for name in kind.schema(_Asked(reasoning)).names}
     for name in job.output.columns:
         if name.casefold() in ours:
-            raise job.mistake("output.columns", f"{name!r} is a column of the result; name it differently")
+            better = f"name it differently{_or_without(name)}"
+            raise job.mistake("output.columns", f"{name!r} is a column of the result; {better}")
+
+
+def _or_without(name: str) -> str:
+    """Return how a result comes without the column of that name, if it may."""
+    return ", or set prompt.reasoning to none" if name.casefold() in REASONING_COLUMNS else ""
 
 
 def _check_followed(job: Job, tokenizer: Tokenizer) -> None:
@@ -137,18 +160,29 @@ def _check_followed(job: Job, tokenizer: Tokenizer) -> None:
         raise job.mistake(_constraint_key(job), problem)
 
 
-def _most_tokens(job: Job) -> int | None:
-    """Raises JobFileError where the job's constraint has no bound to fit."""
+def _check_budget(job: Job, reasoning: Reasoning | None) -> None:
+    """Raises JobFileError for a budget of reasoning that has no tokens to end it with."""
+    limited = job.sampling.thinking_budget is not None or "thinking_budget" in dict(job.sampling.from_columns)
+    if limited and (reasoning is None or reasoning.tokens is None):
+        where = "thinking_budget" if job.sampling.thinking_budget is not None else "from_columns"
+        text = "thinking_budget: the checkpoint's chat template names no tokens around reasoning"
+        raise job.mistake(f"sampling.{where}", f"{text}; name them in prompt.reasoning, or remove it")
+
+
+def _most_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
+    """Return the most tokens of an answer, where they are known. Raises JobFileError where the job's constraint has no
+    bound to fit."""
     params = job.params()
     if not job.sampling.fits or params.constraint is None:
         return None
     try:
-        return most_tokens(params)
+        most = with_reasoning(most_tokens(params), params.thinking_budget, reasoning)
+        return most if most < INT32_MAX else None
     except Unbounded as error:
         raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
 
 
-def _columns(job: Job, tokenizer: Tokenizer) -> SchemaColumns | None:
+def _columns(job: Job, tokenizer: Tokenizer, reasoning: Reasoning | None) -> SchemaColumns | None:
     """The columns of the job's schema, which can be followed. Raises JobFileError."""
     where = _constraint_key(job)
     if (problem := constraint_problem(job.params(), tokenizer.definition)) is not None:
@@ -159,12 +193,13 @@ def _columns(job: Job, tokenizer: Tokenizer) -> SchemaColumns | None:
         columns = schema_columns(parsed_schema(job.output.json_schema), job.output.column)
     except NoColumns as error:
         raise job.mistake(where, str(error)) from None
-    ours = (*RESULT_COLUMNS, LOGPROBS, *([ATTEMPT] if job.on_invalid else []))
+    reasons = REASONING_COLUMNS if reasoning is not None else ()
+    ours = (*RESULT_COLUMNS, LOGPROBS, *([ATTEMPT] if job.on_invalid else []), *reasons)
     taken = {name.casefold(): name for name in (*ours, *job.output.columns)}
     for name in columns.schema.names:
         if name.casefold() in taken:
             text = f"its property {name!r} has the name of another column of the result; give output.column a name"
-            raise job.mistake(where, text)
+            raise job.mistake(where, text + _or_without(name))
     return columns
 
 

@@ -62,6 +62,8 @@ def test_the_defaults_stay() -> None:
         "choice": (),
         "grammar": None,
         "repetition_stop": 0,
+        "thinking_budget": None,
+        "after_reasoning": (),
     }, "a new parameter is added here; one that is here never changes"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import AnswerSchema, index_schema
@@ -58,6 +59,7 @@ class SmallIndex:
     answers: AnswerSchema | None = None
     output: str = "tokens"
     attempts: int = 1
+    reasoning: Reasoning | None = None
 
     @property
     def tokens(self) -> TokenStore:

@@ -42,6 +42,14 @@ class WordConstraint:
         return self.closed or self.next == {self.eos}
 
     @property
+    def needs_end(self) -> bool:
+        return True
+
+    @property
+    def over(self) -> bool:
+        return False
+
+    @property
     def failure(self) -> RowError | None:
         return None
 

@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from batchinfer.job import (
     load_job,
 )
 from batchinfer.job.check import RESULT_COLUMNS
+from batchinfer.job.field_types import SAMPLING_PARAMETERS
 
 MINIMAL = """\
 name: triage
@@ -407,6 +407,7 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
             "chat_template": None,
             "template_arguments": None,
             "template_arguments_from_columns": (),
+            "reasoning": "auto",
         },
     ], "a new option is added here; one that is here never changes"
 
@@ -444,7 +445,7 @@ def test_describe_says_every_option_where_that_is_asked_for(tmp_path: Path) -> N
 
 
 def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
-    assert list(SamplingSection.model_fields) == [*(f.name for f in fields(SamplingParams)), "from_columns"]
+    assert list(SamplingSection.model_fields) == [*SAMPLING_PARAMETERS, "from_columns"]
     assert SamplingSection().params() == SamplingParams()
     given = SamplingSection().model_dump(
         exclude={"from_columns", "choice"}

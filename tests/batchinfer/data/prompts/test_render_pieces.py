@@ -34,6 +34,7 @@ def prepared(rows: list[str]) -> PreparedRows:
         lengths,
         b"".join(bytes(32) if row == "!" else row.encode().ljust(32) for row in rows),
         np.frombuffer("".join(good).encode(), np.uint8).astype(np.int32),
+        (lengths % 3).astype(np.int8),
     )
     keys = b"".join(row.upper().encode().ljust(32) for row in rows)
     params_of = np.array([params.index(row[0]) if len(row) > 1 else -1 for row in rows], np.int32)
@@ -45,7 +46,7 @@ def prepared(rows: list[str]) -> PreparedRows:
 
 
 def same(one: PreparedRows, other: PreparedRows) -> bool:
-    plain, arrays = ("errors", "params", "keys"), ("counts", "tokens", "params_of", "max_tokens")
+    plain, arrays = ("errors", "params", "keys"), ("counts", "tokens", "params_of", "max_tokens", "openings")
     first, second = one.prompts, other.prompts
     equal = all(getattr(first, name) == getattr(second, name) for name in plain)
     alike = all(np.array_equal(getattr(first, name), getattr(second, name)) for name in arrays)

@@ -1,0 +1,61 @@
+"""Where the tokens of an answer are its reasoning, for any tokens and any markers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core.reasoning import WHOLE, ReasoningTokens, cut, find
+
+tokens = st.integers(0, 3)
+marks = st.lists(tokens, min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def reasonings(draw: st.DrawFn) -> ReasoningTokens:
+    """Markers that may begin alike or hold each other; an answer's header ends the marker before it."""
+    begin, end = draw(st.one_of(st.just(()), marks)), draw(marks)
+    answer = draw(st.one_of(st.just(()), marks))
+    return ReasoningTokens(begin, (*end, *answer), answer)
+
+
+@given(st.lists(tokens, max_size=20), reasonings())
+def test_a_cut_names_places_of_the_answer(ids: list[int], given: ReasoningTokens) -> None:
+    start, end, answer, reasons = cut(ids, given)
+    assert 0 <= start <= end <= len(ids)
+    assert answer is None or end <= answer <= len(ids)
+    assert reasons or start == end == 0
+    if not reasons and not given.answer:
+        assert answer == 0
+    if reasons and answer is not None:
+        assert tuple(ids[answer - len(given.closing) : answer]) == given.closing
+        assert find(ids[start : answer - 1], given.closing) < 0  # it is the first one
+    if reasons and given.begin and answer is not None:
+        assert tuple(ids[:start]) == given.begin
+
+
+@given(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 12)), st.booleans())
+def test_what_stands_between_the_markers_is_the_reasoning(
+    inside: list[int], behind: list[int], opened: bool
+) -> None:
+    given = ReasoningTokens(() if opened else (11,), (10,))
+    start = 0 if opened else 1
+    ids = [*([] if opened else [11]), *inside, 10, *behind]
+    assert cut(ids, given) == (start, start + len(inside), start + len(inside) + 1, True)
+    assert cut(ids[: start + len(inside)], given)[:2] == (
+        (start, start + len(inside)) if ids[:start] or opened else (0, 0)
+    )
+
+
+def test_an_answer_may_do_without_reasoning() -> None:
+    given = ReasoningTokens((5, 6), (7, 8, 9), (8, 9))
+    assert cut([1, 5, 6, 2], given) == WHOLE
+    assert cut([8, 9, 5, 6], given) == (0, 0, 2, False)  # it says so itself
+    assert cut([5], given) == (1, 1, None, True)  # it ended within its marker
+
+
+def test_a_marker_that_is_not_whole_is_no_reasoning() -> None:
+    given = ReasoningTokens((5, 6), (7, 8, 9), (8, 9))
+    assert cut([5, 6, 1, 7, 8], given) == (2, 3, None, True)
+    assert cut([5, 6, 1, 8, 9, 2], given) == (2, 3, 5, True)  # the header alone ends it
+    assert cut([5, 6, 1, 7, 8, 9, 2], given) == (2, 3, 6, True)

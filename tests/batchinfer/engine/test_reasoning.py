@@ -1,0 +1,200 @@
+"""Constraints that begin behind the reasoning, and budgets of it, in one batch with rows that have neither."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core.reasoning import ReasoningTokens, cut
+from batchinfer.core.request import Completion, Request
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.constraints.after_reasoning import FreeMasks, ReasonedConstraint
+from tests.batchinfer.engine import guided_rows
+from tests.batchinfer.engine.guided_rows import KINDS, Row, tokenizer
+from tests.batchinfer.engine.small_engine import Limits, Ran, looking_ahead
+from tests.batchinfer.engine.test_guided import ALONE, WAYS, cpu_runner
+from tests.checkpoints import EOS, IM_START, PAD, VOCAB
+
+GAP = tuple(tokenizer().rust.encode("\n\n", add_special_tokens=False).ids)
+HEADER = (PAD, IM_START)
+# Ways in which prompts and models mark reasoning
+MARKS = {
+    "opened": ReasoningTokens((), (PAD,), gap=GAP),
+    "unsaid": ReasoningTokens((IM_START,), (PAD,), gap=GAP),
+    "channels": ReasoningTokens((IM_START, 5, PAD), (IM_START, 7, *HEADER), answer=HEADER),
+}
+BUDGETS = (None, 0, 9)
+WISHES = {"greedy": {}, "sampled": {"temperature": 1.5}, "logprobs": {"temperature": 1.0, "logprobs": 1}}
+NATURAL = 6  # tokens before a marker that the model writes of itself
+
+
+@dataclass(frozen=True)
+class Thinker:
+    """A row that may reason."""
+
+    row: Row
+    marks: ReasoningTokens
+    budget: int | None
+
+    @property
+    def request(self) -> Request:
+        return self.row.request
+
+
+def _made(number: int, kind: str, wish: str, marks: ReasoningTokens, budget: int | None) -> Thinker:
+    rng = np.random.default_rng(number)
+    shared = np.random.default_rng(3).integers(0, 256, 40)
+    prompt = np.append(shared if number % 3 else shared[:0], rng.integers(0, 256, 1 + number % 5))
+    given = {"max_tokens": 80, **KINDS[kind].params, **WISHES[wish], "thinking_budget": budget}
+    params = SamplingParams(**given, after_reasoning=tuple(marks))
+    return Thinker(Row(kind, wish, Request(rng.bytes(32), prompt.astype(np.int32), params)), marks, budget)
+
+
+def _with_budgets() -> Iterator[Thinker]:
+    number = 0
+    for name, marks in MARKS.items():
+        for kind in ("schema", "choice", "free"):
+            for wish in list(WISHES)[number % 2 :]:
+                budget = BUDGETS[number % 3] if name == "opened" else BUDGETS[1 + number % 2]
+                number += 1
+                yield _made(number, kind, wish, marks, budget)
+
+
+@cache
+def work() -> list[Thinker]:
+    """Rows with a budget, rows whose model ends its reasoning of itself, and rows that have nothing to do with it."""
+    made = list(_with_budgets())
+    plain = [_made(100 + n, "free", wish, MARKS["opened"], None) for n, wish in enumerate(WISHES)]
+    free = [Row("free", one.row.wish, _without(one.request)) for one in plain]
+    ran = guided_rows.run(cpu_runner(ALONE), ALONE, free)
+    for one in plain:
+        said = ran.completions[one.request.key].tokens.token_ids.tolist()
+        marks = ReasoningTokens((), (said[said.index(said[NATURAL])],), gap=GAP)
+        for kind in ("regex", "free"):
+            params = {**KINDS[kind].params, **WISHES[one.row.wish], "max_tokens": 80}
+            request = Request(
+                one.request.key[:31] + kind[:1].encode(),
+                one.request.prompt,
+                SamplingParams(**params, after_reasoning=tuple(marks)),
+            )
+            made.append(Thinker(Row(kind, one.row.wish, request), marks, None))
+    return [*made, *(Thinker(row, MARKS["opened"], None) for row in free)]
+
+
+def _without(request: Request) -> Request:
+    params = {
+        "max_tokens": 80,
+        "temperature": request.params.temperature,
+        "logprobs": request.params.logprobs,
+    }
+    return Request(request.key, request.prompt, SamplingParams(**params))
+
+
+def run(runner: object, limits: Limits) -> Ran:
+    return guided_rows.run(runner, limits, [one.row for one in work()])
+
+
+@cache
+def alone() -> Ran:
+    return run(cpu_runner(ALONE), ALONE)
+
+
+def check(one: Thinker, completion: Completion) -> str:
+    """What became of a row. A whole answer obeys its constraint, behind reasoning that keeps to its budget."""
+    params, ids = one.request.params, completion.tokens.token_ids.tolist()
+    if params.reasoning is None:
+        return "plain"
+    start, end, answer, reasons = cut(ids, one.marks)
+    assert one.budget is None or end - start <= one.budget
+    assert (completion.tokens.logprobs is not None) == (params.logprobs is not None)
+    if params.constraint is None:
+        assert completion.error is None
+        return "free"
+    assert reasons or answer == len(one.marks.answer)
+    if completion.error is not None:
+        assert completion.error.code == "incomplete_output"
+        return "cut"
+    assert EOS not in ids[:end]
+    gap = len(one.marks.gap) if reasons else 0
+    assert tuple(ids[answer : answer + gap]) == one.marks.gap[:gap]
+    text = tokenizer().decode(ids[answer + gap :])
+    assert KINDS[one.row.kind].obeyed(text), (one.row, text)
+    return "thought" if reasons else "direct"
+
+
+def test_rows_alone_reason_and_then_obey() -> None:
+    ran, found = alone(), Counter[str]()
+    for one in work():
+        found[check(one, ran.completions[one.request.key])] += 1
+    assert found["thought"] > 5, found
+    assert found["direct"] + found["cut"] > 0, found
+    (ended,) = (one for one in work() if (one.row.kind, one.row.wish) == ("regex", "greedy"))
+    assert cut(ran.completions[ended.request.key].tokens.token_ids.tolist(), ended.marks).end == NATURAL
+    assert ran.requests[ended.request.key].forced_tokens >= len(GAP)
+
+
+def test_the_batch_changes_nothing() -> None:
+    limits = WAYS["in small pieces"]
+    ran = run(cpu_runner(limits), limits)
+    assert ran.answers == alone().answers
+
+
+def test_looking_ahead_changes_nothing() -> None:
+    """Rows whose reasoning is over, and that have no constraint, are looked ahead of again."""
+    limits = WAYS["preempted"]
+    ran = run(looking_ahead(cpu_runner(limits)), limits)
+    assert ran.answers == alone().answers
+    assert ran.total("preemptions") > 0
+
+
+def test_nothing_ends_an_answer_that_is_to_follow_a_constraint_yet() -> None:
+    _, _, followed = guided_rows.constrained(cpu_runner(ALONE))
+    for constraint, ends in ({"choice": ("yes",)}, False), ({"thinking_budget": 3}, True):
+        params = SamplingParams(**constraint, after_reasoning=tuple(MARKS["opened"]))
+        one, bits = followed.start(params), np.zeros((1, -(-VOCAB // 32)), np.int32)
+        for token in (1, 2):
+            followed.fill([one], bits)
+            allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB]
+            assert (one.allows(EOS), allowed[EOS]) == (ends, ends)
+            assert allowed.sum() == VOCAB - 1 + ends
+            one.take(token)
+
+
+tokens = st.integers(0, 3)
+markers = st.lists(tokens, min_size=1, max_size=3).map(tuple)
+
+
+@given(
+    st.lists(tokens, max_size=30),
+    st.one_of(st.just(()), markers),
+    markers,
+    st.one_of(st.just(()), markers),
+    st.one_of(st.none(), st.integers(0, 6)),
+)
+def test_the_engine_and_the_result_cut_at_the_same_place(
+    wanted: list[int],
+    begin: tuple[int, ...],
+    end: tuple[int, ...],
+    answer: tuple[int, ...],
+    budget: int | None,
+) -> None:
+    """Whatever tokens come, and whatever markers there are: behind the one where the answer begins, all may come."""
+    marks = ReasoningTokens(begin, (*end, *answer), answer)
+    one, ids = ReasonedConstraint(marks, None, FreeMasks(8, [7]), budget), list[int]()
+    for token in wanted:
+        forced = one.jump_forward()
+        place, bits = forced[0] if forced else token, np.zeros(1, np.int32)
+        one.write(bits)
+        assert bits.tolist() == [1 << place if forced else 0xFF]
+        assert one.allows(place)
+        one.take(place)
+        ids.append(place)
+        assert one.over == (cut(ids, marks).answer is not None), (ids, marks)
+    found = cut(ids, marks)
+    assert budget is None or found.end - found.start <= budget
