@@ -13,7 +13,6 @@ from pathlib import Path
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.sampling import INT32_MAX
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.constraint_check import constraint_problem
@@ -22,11 +21,9 @@ from batchinfer.data.index.ingest import IngestOptions
 from batchinfer.data.input.reader import SampleSize, Strata
 from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.outputs.registry import kind_of
-from batchinfer.data.prompts.fits import with_reasoning
 from batchinfer.data.prompts.mode import check_chat_template, check_templates, given_template
 from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.data.tokenizer.reasoning_styles import find_reasoning
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.job.check import ATTEMPT, LOGPROBS, REASONING_COLUMNS, RESULT_COLUMNS
@@ -34,6 +31,7 @@ from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.opening import StoredModel, open_checkpoint
+from batchinfer.plan.setup.job_reasoning import job_reasoning, most_with_reasoning
 from batchinfer.plan.setup.resolve import Setting, resolve
 
 # Of one process that reads rows. Measured: 135 MiB with a vocabulary of 32,000 tokens.
@@ -104,9 +102,8 @@ def check_setup(
     state.check_writable()
     state.refuse_newer()
     _check_followed(job, tokenizer)
-    kind, reasoning = kind_of(job), _reasoning(job, tokenizer)
+    kind, reasoning = kind_of(job), job_reasoning(job, tokenizer)
     _check_names(job, kind, reasoning)
-    _check_budget(job, reasoning)
     columns, workers = _columns(job, tokenizer, reasoning), ingest_workers(job, setting)
     return Setup(
         checkpoint, setting, tokenizer, columns, kind, _most_tokens(job, reasoning), workers, reasoning
@@ -120,11 +117,6 @@ def ingest_workers(job: Job, setting: Setting) -> int:
         return job.input.workers
     cores = usable_cpus() - (setting.replicas if setting.device == "cuda" else 0)
     return max(1, min(cores, available_memory() // WORKER_BYTES))
-
-
-def _reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return how the job's answers mark their reasoning."""
-    return find_reasoning("auto" if job.prompt is None else job.prompt.reasoning, tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +152,6 @@ def _check_followed(job: Job, tokenizer: Tokenizer) -> None:
         raise job.mistake(_constraint_key(job), problem)
 
 
-def _check_budget(job: Job, reasoning: Reasoning | None) -> None:
-    """Raises JobFileError for a budget of reasoning that has no tokens to end it with."""
-    limited = job.sampling.thinking_budget is not None or "thinking_budget" in dict(job.sampling.from_columns)
-    if limited and (reasoning is None or reasoning.tokens is None):
-        where = "thinking_budget" if job.sampling.thinking_budget is not None else "from_columns"
-        text = "thinking_budget: the checkpoint's chat template names no tokens around reasoning"
-        raise job.mistake(f"sampling.{where}", f"{text}; name them in prompt.reasoning, or remove it")
-
-
 def _most_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
     """Return the most tokens of an answer, where they are known. Raises JobFileError where the job's constraint has no
     bound to fit."""
@@ -176,8 +159,7 @@ def _most_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
     if not job.sampling.fits or params.constraint is None:
         return None
     try:
-        most = with_reasoning(most_tokens(params), params.thinking_budget, reasoning)
-        return most if most < INT32_MAX else None
+        return most_with_reasoning(most_tokens(params), params, reasoning)
     except Unbounded as error:
         raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
 

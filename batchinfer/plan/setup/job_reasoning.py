@@ -1,0 +1,29 @@
+"""The reasoning of a job's answers: how they mark it, and what the job asks of it."""
+
+from __future__ import annotations
+
+from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.sampling import INT32_MAX, SamplingParams
+from batchinfer.data.prompts.fits import with_reasoning
+from batchinfer.data.tokenizer.reasoning_styles import find_reasoning
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job import Job
+
+
+def job_reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
+    """Return how the job's answers mark their reasoning; None: they have none, or keep it in their text. Raises
+    JobFileError for a budget of reasoning that has no tokens to end it with."""
+    found = find_reasoning("auto" if job.prompt is None else job.prompt.reasoning, tokenizer)
+    said = job.sampling.thinking_budget is not None
+    limited = said or "thinking_budget" in dict(job.sampling.from_columns)
+    if limited and (found is None or found.tokens is None):
+        text = "thinking_budget: the checkpoint's chat template names no tokens around reasoning"
+        where = "sampling.thinking_budget" if said else "sampling.from_columns"
+        raise job.mistake(where, f"{text}; name them in prompt.reasoning, or remove it")
+    return found
+
+
+def most_with_reasoning(most: int, params: SamplingParams, reasoning: Reasoning | None) -> int | None:
+    """Return the most tokens of an answer of at most `most` tokens with its reasoning; None: it has no bound."""
+    found = with_reasoning(most, params.thinking_budget, reasoning)
+    return found if found < INT32_MAX else None
