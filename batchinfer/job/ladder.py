@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from batchinfer.core.rung import Rung, with_rung
 from batchinfer.core.sampling import BOUNDS, SamplingParams
 from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import Finding
 
-Rung = dict[str, int | float]
 MOST_RUNGS = 8
 # What says how tokens are chosen, and how many. What an answer has to look like, and where it is whole, stays.
 LADDER_PARAMETERS = tuple(name for name in BOUNDS if name != "logprobs")
@@ -85,8 +85,3 @@ def ladder_findings(ladder: Sequence[Rung], params: SamplingParams, alike: bool)
                 "change another parameter; with temperature 0 a seed, top_p, top_k and min_p change nothing"
             )
             yield Finding(("on_invalid",), message, hint)
-
-
-def with_rung(params: SamplingParams, rung: Rung) -> SamplingParams:
-    """Return a row's parameters with those of a rung laid over them."""
-    return replace(params, **rung)  # type: ignore[arg-type]

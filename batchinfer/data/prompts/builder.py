@@ -15,6 +15,7 @@ import jinja2
 from jinja2 import nodes
 
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.rung import Rung
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, openai_request
@@ -34,7 +35,6 @@ from batchinfer.data.prompts.sampling_fields import from_text, override, overrid
 from batchinfer.data.prompts.simple_template import SimpleTemplate
 from batchinfer.data.tokenizer.masks import masked, masks_for, texts_of
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from batchinfer.job.ladder import Rung
 
 Mode = Literal["template", "messages", "text", "token_ids", "openai"]
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError, TokenIds
+from batchinfer.core.rung import Rung, with_rung
 from batchinfer.core.sampling import SamplingParams, Truncate
 from batchinfer.data.constraints.constraint_check import ConstraintChecker
 from batchinfer.data.constraints.per_constraint import PerConstraint
@@ -23,7 +24,6 @@ from batchinfer.data.prompts.row_facts import FactsOfRows, RowFacts, RowFields
 from batchinfer.data.tokenizer.reasoned_rows import ReasonedRows
 from batchinfer.data.tokenizer.reasoning_styles import Openings
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from batchinfer.job.ladder import Rung, with_rung
 
 _BULK_ROWS = 512
 _BULK_CHARACTERS = 1 << 20

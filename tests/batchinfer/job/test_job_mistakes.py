@@ -391,7 +391,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     ),
     "a prompt for OpenAI files": (
         instead("input", "input: {path: a.jsonl, format: openai, id: x}"),
-        [(3, "input.id", ("custom_id",)), (4, "prompt.user", ("input.format: openai",))],
+        [(3, "input.id", ("custom_id",)), (4, "prompt", ("input.format: openai",))],
     ),
     "no prompt source": (
         instead("prompt", "prompt: {system: hi}"),
