@@ -232,6 +232,7 @@ def test_a_budget_ends_the_reasoning_of_the_job_and_of_rows(
             "names no tokens around reasoning; name them in prompt.reasoning",
         ),
         ({"sampling": {"from_columns": ["thinking_budget"]}}, "sampling.from_columns: thinking_budget"),
+        ({"on_invalid": [{"thinking_budget": 9}]}, "on_invalid: thinking_budget"),
         (
             {"prompt": {"user": "x", "reasoning": "never"}},
             'found the text "never"; it must be auto, none, or',

@@ -14,13 +14,20 @@ def job_reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
     """Return how the job's answers mark their reasoning; None: they have none, or keep it in their text. Raises
     JobFileError for a budget of reasoning that has no tokens to end it with."""
     found = find_reasoning("auto" if job.prompt is None else job.prompt.reasoning, tokenizer)
-    said = job.sampling.thinking_budget is not None
-    limited = said or "thinking_budget" in dict(job.sampling.from_columns)
-    if limited and (found is None or found.tokens is None):
+    where = _limited_by(job)
+    if where is not None and (found is None or found.tokens is None):
         text = "thinking_budget: the checkpoint's chat template names no tokens around reasoning"
-        where = "sampling.thinking_budget" if said else "sampling.from_columns"
         raise job.mistake(where, f"{text}; name them in prompt.reasoning, or remove it")
     return found
+
+
+def _limited_by(job: Job) -> str | None:
+    """Return the key of the job file that limits reasoning, if one does."""
+    if job.sampling.thinking_budget is not None:
+        return "sampling.thinking_budget"
+    if "thinking_budget" in dict(job.sampling.from_columns):
+        return "sampling.from_columns"
+    return "on_invalid" if any("thinking_budget" in rung for rung in job.on_invalid) else None
 
 
 def most_with_reasoning(most: int, params: SamplingParams, reasoning: Reasoning | None) -> int | None:

@@ -1,0 +1,89 @@
+"""One batch with everything that reasoning rows may ask for: arguments of the chat template by row, a budget, a schema
+behind the reasoning, an end of loops, and further attempts; killed, resumed, and changed on the second night."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.batchinfer.test_reasoning_job import DYING, REAL, SCHEMA, tables_of
+from tests.batchinfer.wrong_jobs import Place, command, make_place
+from tests.reasoning_models import make_reasoning_model
+
+SHARED = "You count what the customer says, and tell whether you are sure of it. "
+ROWS = [
+    {"id": f"r{n}", "text": f"word {n // 2}", "think": (None, False, True)[n % 3]}
+    | ({"most": 6} if n % 4 == 1 else {})
+    for n in range(12)
+]
+
+
+def write(place: Place, **arguments: Any) -> Path:
+    sections = {
+        "prompt": {
+            "system": SHARED * 3,
+            "user": "{{ text }}",
+            "template_arguments": arguments or None,
+            "template_arguments_from_columns": {"enable_thinking": "think"},
+        },
+        "sampling": {
+            "max_tokens": 60,
+            "temperature": 1.0,
+            "seed": 4,
+            "thinking_budget": 12,
+            "repetition_stop": 16,
+            "from_columns": {"max_tokens": "most"},
+        },
+        "on_invalid": [{"temperature": 0.7, "seed": 1}, {"max_tokens": 400}],
+        "output": {"path": "out/res", "schema": SCHEMA, "columns": ["think"]},
+        "engine": {"max_num_seqs": 4, "block_size": 8, "deterministic": True},
+        "on_error": {"max_error_rate": 0.9},
+    }
+    return place.job(**{name: f"{name}: {json.dumps(value)}" for name, value in sections.items()})
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert 0 <= row["reasoning_tokens"] <= 12
+        if row["status"] == "ok":
+            jsonschema.validate(json.loads(row["generated_text"]), SCHEMA)
+        if row["think"] is False:
+            assert row["reasoning"] is None
+    assert {row["status"] for row in rows} == {"ok"}, "the last attempt has room for all"
+    short = [row for row in rows if int(row["custom_id"][1:]) % 4 == 1]
+    assert {row["attempt"] for row in short} == {3}, "six tokens are too few"
+    assert 1 in {row["attempt"] for row in rows}
+
+
+def test_all_of_it_in_one_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_reasoning_model(tmp_path / "model", "qwen3")
+    whole, killed = (make_place(tmp_path / name, tmp_path / "model") for name in ("whole", "killed"))
+    for place in (whole, killed):
+        place.rows(*ROWS)
+    run = command(capsys, monkeypatch, REAL)
+    done = run("run", write(whole))
+    assert done.code == 0, done.err
+    first = whole.table()
+    check(first)
+
+    monkeypatch.setenv("DIES_AFTER", "4")
+    monkeypatch.setenv("DIED", str(killed.folder / "died"))
+    assert command(capsys, monkeypatch, DYING)("run", write(killed)).code == 71
+    run = command(capsys, monkeypatch, REAL)
+    assert run("run", write(killed)).code == 0
+    assert tables_of(killed) == tables_of(whole)
+
+    told = run("run", write(whole, enable_thinking=False), "--json")
+    assert told.code == 0, told.err
+    second = whole.table()
+    check(second)
+    changed = [one["custom_id"] for one, other in zip(first, second, strict=True) if one != other]
+    unsaid = [row["id"] for row in ROWS if row["think"] is None]
+    assert set(changed) <= set(unsaid)
+    assert json.loads(told.out)["reused_requests"] >= len(ROWS) - len(unsaid)
