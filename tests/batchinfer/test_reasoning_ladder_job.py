@@ -16,7 +16,7 @@ from tests.reasoning_models import make_reasoning_model
 
 SHARED = "You count what the customer says, and tell whether you are sure of it. "
 ROWS = [
-    {"id": f"r{n}", "text": f"word {n // 2}", "think": (None, False, True)[n % 3]}
+    {"id": f"r{n}", "text": f"word {n}", "think": (None, False, True)[n % 3]}
     | ({"most": 6} if n % 4 == 1 else {})
     for n in range(12)
 ]
