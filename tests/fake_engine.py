@@ -65,7 +65,7 @@ def hardness(prompt: Sequence[int], levels: int) -> int:
 def is_cut(request: Request) -> bool:
     """With FAKE_ENGINE_LEVELS, whether the answer to a prompt is cut: at a temperature that is too low for it."""
     levels = _asked("LEVELS", 1)
-    return round(10 * request.params.temperature) < hardness(request.prompt, levels)
+    return levels > 1 and round(10 * request.params.temperature) < hardness(request.prompt, levels)
 
 
 def logprobs(request: Request) -> TokenLogprobs | None:
