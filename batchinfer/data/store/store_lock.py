@@ -16,7 +16,8 @@ _LONGEST = 64  # bytes of what the lock of the order holds
 
 class PartOrder:
     """The number of the last part, kept in the lock of those who add parts: a store of ten million answers has twenty
-    thousand files, and listing them for each commit took a third of a run.
+    thousand files. When they were listed for each commit, ten million rows took 13.4 times the CPU time of a million,
+    and 11.0 times without.
 
     With it stands when the store's folder last changed. Where that is another moment now, somebody has added a part
     without noting it, or died before, and the number is not known.
