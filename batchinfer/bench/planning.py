@@ -53,7 +53,9 @@ def plan_rows(
         writer.append(RowPlace("bench", 0), PreparedRows(prepared, facts))
         writer.commit()
     tokens = TokenStore(layout.tokens)
-    plan = plan_job(layout.index, tokens, [], folder / "plan", roots, threads=threads)
+    plan = plan_job(
+        sorted(layout.index.glob("part-*.parquet")), tokens, [], folder / "plan", roots, threads=threads
+    )
     return Planned(row_keys(prepared), plan, tokens)
 
 

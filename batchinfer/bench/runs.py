@@ -86,6 +86,9 @@ class InProcessHost:
     def submit(self, requests: Sequence[Request]) -> None:
         self._engine.add(requests)
 
+    def exhausted(self) -> None:
+        """A single engine has all that was submitted."""
+
     def receive(self, timeout_s: float) -> list[WorkDone]:
         if not self._engine.unfinished:
             return []

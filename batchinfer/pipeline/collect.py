@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from batchinfer.core.request import Completion, Request
@@ -10,6 +11,7 @@ from batchinfer.data.outputs.kind import Receiver
 from batchinfer.data.results.error_budget import Budget
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.data.store.validity import is_invalid
+from batchinfer.pipeline.plans.snapshot import HandedOut, Snapshot
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.forecast.deadline import DeadlineWatch
 from batchinfer.plan.forecast.revised_forecast import RevisedForecast
@@ -35,16 +37,19 @@ class Collector:
         store: CompletionStore,
         meter: Meter,
         progress: Progress,
-        budget: Budget,
         receiver: Receiver,
         deadline: DeadlineWatch | None = None,
+        budget: Budget | None = None,
         revised: RevisedForecast | None = None,
     ) -> None:
+        """budget: None: how many rows there are is not known yet. So with `revised`, which looks at what is done of
+        them."""
         self._deadline, self._revised = deadline, revised
         self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
         self._in_flight: dict[bytes, _Expected] = {}
+        self._handed_out = HandedOut(keys=[] if budget is None else None)
         self._receiver = receiver
-        self._errors = budget.already
+        self._errors = 0  # of requests that engines have answered
         self.invalid = 0  # answers since the last plan
         self.saved_tokens = self.saved_output_tokens = 0  # not run, not sampled: the rows were duplicates
 
@@ -53,14 +58,39 @@ class Collector:
         self._meter.planned(requests)
         self._receiver.planned(requests)
         names = ("expected_tokens", "token_count", "users", "final_users")
-        columns = (batch.numbers(name).tolist() for name in names)
+        columns = [batch.numbers(name).tolist() for name in names]
+        self._handed_out.add(batch.keys, columns[1], columns[0])
         for key, *known in zip(batch.keys, *columns, strict=True):
             self._in_flight[key] = _Expected(*known)
 
-    def plans_again(self) -> list[bytes]:
-        """Return the keys whose answers are still to come: what is planned now is planned without them."""
-        self.invalid = 0
-        return [*self._in_flight]
+    def snapshot(self, parts: Sequence[Path]) -> Snapshot:
+        """Return what is known now, where the store has these parts: what is planned now is planned without it."""
+        self.invalid, given = 0, self._handed_out
+        return Snapshot(
+            parts,
+            [*self._in_flight],
+            [*(given.keys or ())],
+            given.requests,
+            given.prompt_tokens,
+            given.expected_tokens,
+            sum(known.users for known in self._in_flight.values()),
+        )
+
+    def given_since(self, known: Snapshot) -> frozenset[bytes]:
+        """Return the keys that engines were given since then. While the input is read, a plan takes the place of
+        another that has more; later there is nothing else to give."""
+        if self._handed_out.keys is None:
+            assert self._handed_out.requests == known.requests, "requests of an older plan were given"
+            return frozenset()
+        return frozenset(self._handed_out.keys[known.requests :])
+
+    def all_known(self, budget: Budget, revised: RevisedForecast) -> None:
+        """Take note that the input was read to its end, so that the number of rows is known."""
+        self._budget, self._revised = budget, revised
+
+    def plans_no_rows(self) -> None:
+        """Forget which requests were given: what is planned from now on follows from answers."""
+        self._handed_out.keys = None
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, count the rest."""
@@ -80,7 +110,8 @@ class Collector:
 
     def enough(self) -> bool:
         """Whether going on is pointless: too many rows are errors, and the job publishes no such result."""
-        return not self._budget.publish and self._budget.exceeded(self._errors)
+        budget = self._budget
+        return budget is not None and not budget.publish and budget.exceeded(budget.already + self._errors)
 
     def tick(self) -> None:
         """Commit, show progress and look at the deadline, where these are due."""

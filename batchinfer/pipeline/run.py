@@ -7,24 +7,23 @@ from dataclasses import replace
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.input.job_input import input_files
-from batchinfer.data.input.reader import Reader
 from batchinfer.data.results.join import joined
 from batchinfer.data.results.manifest import Manifest
-from batchinfer.data.results.openai import LINE_BYTES
 from batchinfer.data.storage.durable import storage
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.job import Job
+from batchinfer.pipeline.open_run import OpenRun, opened
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.stages.answering import answer
+from batchinfer.pipeline.stages.answering_in_waves import answer_in_waves
 from batchinfer.pipeline.stages.earlier_result import earlier_result
-from batchinfer.pipeline.stages.open_run import OpenRun, opened
 from batchinfer.pipeline.stages.planning import planned
 from batchinfer.pipeline.stages.publishing import publish_result, tidy, write_openai_file
 from batchinfer.pipeline.stages.reading import check, read_input
 from batchinfer.pipeline.stages.reporting import reported
 from batchinfer.pipeline.stages.storing import open_store
-from batchinfer.pipeline.stages.verdict import judged, refuse_hopeless, refuse_to_publish
+from batchinfer.pipeline.stages.verdict import judged, refuse_to_publish
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.setup.work_context import work_context
 from batchinfer.report.progress import Progress
@@ -46,8 +45,11 @@ def run_job(
             return _nothing_to_do(run, earlier)
         checked = check(run)
         with open_store(run) as store:
-            index = _read(run, context, store, checked)
-            manifest, changed = _answer_and_publish(run, context, index, store)
+            found = read_input(run, context, store, checked)
+            index = found if isinstance(found, Index) else answer_in_waves(run, found, store)
+            if index is found:
+                _answer(run, index, store)
+            manifest, changed = _publish(run, context, index, store)
         return _finish(run, index, manifest, changed)
 
 
@@ -67,24 +69,18 @@ def _nothing_to_do(run: OpenRun, manifest: Manifest) -> Outcome:
     return _unreported(run, judged(run, manifest, ALREADY_PUBLISHED))
 
 
-def _read(run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None) -> Index:
-    index = read_input(run, context, store, checked)
-    if run.openai is not None:
-        run.openai.check_space(index.rows * LINE_BYTES)
-    refuse_hopeless(run, index)
-    return index
-
-
-def _answer_and_publish(
-    run: OpenRun, context: bytes, index: Index, store: CompletionStore
-) -> tuple[Manifest, bool]:
-    """Compute what the store lacks, and publish; return the manifest, and whether this run changed anything."""
+def _answer(run: OpenRun, index: Index, store: CompletionStore) -> None:
+    """Compute what the store lacks."""
     with planned(run, index, store) as work:
         if work.plan.to_run:
             answer(run, work, index, store)
         else:
             with run.report.timed("close_s"):
                 run.launch.end()
+
+
+def _publish(run: OpenRun, context: bytes, index: Index, store: CompletionStore) -> tuple[Manifest, bool]:
+    """Publish the answers; return the manifest, and whether this run changed anything."""
     with run.report.timed("publish_s"):
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
         spill, attempts = run.state.staging / "join", index.attempts

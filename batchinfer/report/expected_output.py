@@ -50,6 +50,10 @@ class ExpectedOutput:
         """Expect further answers, of so many tokens at most."""
         self._most += most
 
+    def expect(self, most: int) -> None:
+        """Expect answers of so many tokens in all, at most."""
+        self._most = most
+
     def step(self, tokens: int, running: int, engine: int) -> None:
         """Count tokens that an engine gave to answers, while it had `running` rows in work."""
         self._said += tokens

@@ -28,6 +28,7 @@ FIRST_LINE_S = 5.0
 LINE_EVERY_S = 30.0
 BAR_EVERY_S = 0.1
 SPARE_COLUMNS = 3  # right of the bar: the terminal writes ^C there without breaking the line
+_SO_FAR = " read so far"
 ERASE_LINE = "\r\x1b[2K"
 BLOCKS, ASCII_BLOCKS = " ▏▎▍▌▋▊▉█", " 123456789#"  # what a bar ends with, from nothing to a whole column
 # The rate is that of the last seconds: a mixed job's first steps say little about its last
@@ -73,6 +74,7 @@ class _Work:
     prompt_tokens: int | None = None  # None: not a phase of tokens
     ran_tokens: int = 0
     output: ExpectedOutput = field(default_factory=ExpectedOutput)
+    more: bool = False  # there may be more rows than are known
     marks: deque[tuple[float, int]] = field(default_factory=deque)  # (time, done) within the rate's window
 
     @property
@@ -93,6 +95,8 @@ class _Work:
     @property
     def share(self) -> float | None:
         """How much of the phase is done, 0 … 1. Reading ends with the files or at the row limit."""
+        if self.more:
+            return None
         parts = ((self.done, self.total), (self.bytes, self.total_bytes))
         shares = [done / total for done, total in parts if total]
         return min(1.0, max(shares)) if shares else None
@@ -179,10 +183,17 @@ class Progress:
         """Begin a phase that is counted in rows, or not at all (planning, loading model)."""
         self._begin(_Work(name, total_rows=total_rows))
 
-    def running(self, *, rows: int, prompt_tokens: int, expected_tokens: int) -> None:
-        """Begin the phase of tokens. `expected_tokens` is the upper bound of the output."""
+    def running(self, *, rows: int, prompt_tokens: int, expected_tokens: int, more: bool = False) -> None:
+        """Begin the phase of tokens. `expected_tokens` is the upper bound of the output; `more`: there may be more rows
+        than these."""
         output = ExpectedOutput(expected_tokens)
-        self._begin(_Work("running", total_rows=rows, prompt_tokens=prompt_tokens, output=output))
+        self._begin(_Work("running", total_rows=rows, prompt_tokens=prompt_tokens, output=output, more=more))
+
+    def known(self, *, rows: int, done: int, prompt_tokens: int, expected_tokens: int, more: bool) -> None:
+        """Take note of how many rows there are by now, how many of them have their answers, and of all their tokens."""
+        work = self._current()
+        work.total_rows, work.rows, work.prompt_tokens, work.more = rows, done, prompt_tokens, more
+        work.output.expect(expected_tokens)
 
     def more(self, *, prompt_tokens: int, expected_tokens: int) -> None:
         """Rows that were counted already run again, with so many more tokens."""
@@ -268,6 +279,12 @@ class Progress:
     def left_s(self) -> float | None:
         """Seconds to the end of the phase at its present rate; None: not known."""
         return None if self._work is None else self._work.left_s(self._clock())
+
+    def left_of_known_s(self) -> float | None:
+        """Seconds until all that is known by now is done, at the present rate; None: the rate is not known."""
+        work = self._work
+        rate = None if work is None else work.rate(self._clock())
+        return None if work is None or rate is None else max(0, (work.total or 0) - work.done) / rate
 
     @property
     def share(self) -> float | None:
@@ -359,12 +376,16 @@ def _amount(work: _Work) -> str:
     if work.phase == "downloading":
         return f"{size(done)} of {size(total or 0)}"
     if work.prompt_tokens is not None:
-        return f"{short(done)} of {short(total)} tokens"
+        return f"{short(done)} of {short(total)} tokens{_SO_FAR if work.more else ''}"
     return (
         f"{count(done)} rows"
         if total is None or work.total_bytes
         else f"{count(done)} of {count(total)} rows"
     )
+
+
+def _rows(work: _Work) -> str:
+    return f"{count(work.rows)} of {count(work.total_rows)} rows{_SO_FAR if work.more else ''}"
 
 
 def _percent(share: float) -> str:
@@ -379,7 +400,7 @@ def line_of(work: _Work, now: float) -> str:
     share = work.share
     parts = [work.phase if share is None else f"{work.phase} {_percent(share)}"]
     if work.prompt_tokens is not None:
-        parts += [_amount(work), *_details(work, now), f"{count(work.rows)} of {count(work.total_rows)} rows"]
+        parts += [_amount(work), *_details(work, now), _rows(work)]
     else:
         parts += [*_details(work, now), _amount(work)]
     return " · ".join(parts)

@@ -303,7 +303,7 @@ def test_what_a_long_run_published_was_used_when_it_published(
         def now() -> datetime:
             return datetime.fromtimestamp(time.time() - 3 * DAY)
 
-    monkeypatch.setattr("batchinfer.pipeline.stages.open_run.datetime", LongAgo)
+    monkeypatch.setattr("batchinfer.pipeline.open_run.datetime", LongAgo)
     run(job)
     (uses,) = (tmp_path / "out/.batchinfer-res/completions/uses").glob("*.parquet")
     (times,) = pq.read_table(uses)["used_at"].to_pylist()

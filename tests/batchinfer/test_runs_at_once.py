@@ -88,7 +88,7 @@ def test_the_second_run_takes_the_answers_of_the_first(job: Path, store: Path, t
     """It starts no engine."""
     Run(job, NIGHT, FAKE).ended()
     keys, put_back = hidden(store, tmp_path / "aside")
-    with announced(store, planned(tmp_path, keys), FileOps()):
+    with announced(store, [planned(tmp_path, keys)], FileOps()):
         second = Run(job, OTHER, NO_ENGINE)
         assert second.waits()
         put_back()
@@ -99,7 +99,7 @@ def test_the_second_run_takes_the_answers_of_the_first(job: Path, store: Path, t
 def test_what_the_first_run_leaves_the_second_one_computes(job: Path, store: Path, tmp_path: Path) -> None:
     Run(job, NIGHT, FAKE).ended()
     keys, _ = hidden(store, tmp_path / "aside")
-    with announced(store, planned(tmp_path, keys), FileOps()):
+    with announced(store, [planned(tmp_path, keys)], FileOps()):
         second = Run(job, OTHER, FAKE)
         assert second.waits()
     assert [second.ended().row[name] for name in ("computed_requests", "reused_requests")] == [6, 0]
@@ -148,9 +148,10 @@ def test_only_runs_that_do_mostly_the_same_wait(
     """A trial of a few rows does not wait for the whole job."""
     keys = [number.to_bytes(32, "big") for number in range(mine + theirs)]
     (tmp_path / "mine").mkdir()
-    with announced(tmp_path, planned(tmp_path, keys[mine - same : mine - same + theirs]), FileOps()):
+    with announced(tmp_path, [planned(tmp_path, keys[mine - same : mine - same + theirs])], FileOps()):
         plan = planned(tmp_path / "mine", keys[:mine])
-        with announced(tmp_path, plan, FileOps()) as others:
+        with announced(tmp_path, [plan], FileOps()) as mine_too:
+            others = mine_too.others
             assert len(others) == 1
             assert bool(alike(plan, others, tmp_path / "spill")) == waits
             (tmp_path / "plan.parquet").unlink()

@@ -91,5 +91,6 @@ def _counted(path: Path, columns: dict[str, list[Any]], rows: int) -> Plan:
         prompt_tokens=sum(columns["token_count"]),
         expected_tokens=sum(columns["expected_tokens"]),
         shared_prefix_tokens=0,  # what forecasts need, and no benchmark
+        rows_to_run=rows,
         longest=max(totals),
     )

@@ -1,6 +1,7 @@
-"""Repeated custom ids and equal sampled rows are found once all rows are known.
+"""Repeated custom ids and equal sampled rows are found among all rows that were read so far.
 
-Both are found by DuckDB within a memory limit; only parts that hold such rows are written again.
+What becomes of a row depends on the rows before it alone, so that it does not matter how many were known when it was
+settled. Both are found by DuckDB within a memory limit; only parts that hold such rows are written again.
 """
 
 from __future__ import annotations
@@ -23,71 +24,158 @@ from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.keys import token_bytes, work_key
 from batchinfer.data.storage.duck import connection, parquet
-from batchinfer.data.storage.durable import FileOps
-from batchinfer.data.storage.part_writer import PART_ROWS, rewrite_part
+from batchinfer.data.storage.durable import FileOps, storage
+from batchinfer.data.storage.part_writer import rewrite_part
 
 Ids = NDArray[np.int64]
 # What a part becomes, whose rows at these places are to change. The third is what the query found of each
 Change = Callable[[pa.Table, Ids, Ids], pa.Table]
 
+_AT_ONCE = 100_000  # rows that are changed together
 _WORK_COLUMNS = ("key", "token_offset", "token_count", "params", "greedy", "expected_tokens")
 _OF_ATTEMPTS = re.compile(r"(key|params|expected_tokens)_\d+")  # after the first
 
 
-def refuse_repeated_ids(parts: Sequence[Path], spill: Path, ops: FileOps, threads: int = 2) -> int:
+class EqualRows:
+    """Settles the rows of an index, a stretch of its parts after another."""
+
+    def __init__(
+        self,
+        folder: Path,
+        context: bytes,
+        ops: FileOps,
+        *,
+        unique_ids: bool,
+        attempts: int = 1,
+        threads: int = 2,
+    ) -> None:
+        """folder: for what is kept meanwhile. unique_ids: a row whose custom id an earlier row has is an error row."""
+        self._folder, self._context, self._ops = folder, context, ops
+        self._unique_ids, self._attempts, self._threads = unique_ids, attempts, threads
+        self._settled = 0  # parts
+        self._kept: list[Path] = []  # of rows that were given another key: their first one
+
+    def settle(self, parts: Sequence[Path], tokens: TokenStore) -> int:
+        """Settle the rows of those of these parts, in row order, that were not here the last time. Return how many
+        became error rows. Raises StorageError, OutOfMemory."""
+        new = _Stretch(parts, self._settled, self._folder / "spill", self._ops, self._threads)
+        errors = refuse_repeated_ids(new) if self._unique_ids else 0
+        kept = self._folder / f"equal-{len(self._kept)}.parquet"
+        self._kept += number_equal_samples(new, tokens, self._context, self._attempts, self._kept, kept)
+        self._settled = len(parts)
+        return errors
+
+
+class _Stretch:
+    """The parts of an index, of which those behind the first `settled` ones are to be settled."""
+
+    def __init__(self, parts: Sequence[Path], settled: int, spill: Path, ops: FileOps, threads: int) -> None:
+        self.parts, self._spill, self._ops, self._threads = parts, spill, ops, threads
+        rows = [pq.read_metadata(part).num_rows for part in parts]
+        self._ends = np.cumsum(rows, dtype=np.int64)
+        self.first_row = sum(rows[:settled])
+
+    def patch(self, query: str, change: Change) -> int:
+        """Change the rows that a query finds, which are of this stretch; how many there were."""
+        count = 0
+        with connection(self._spill, threads=self._threads) as database:
+            found = database.sql(f"{query} AND row_id >= {self.first_row} ORDER BY row_id")
+            for number, rows, details in self._by_part(found.to_arrow_reader(_AT_ONCE)):
+                with pq.ParquetFile(self.parts[number], page_checksum_verification=True) as file:
+                    table = file.read()
+                first = table.column("row_id")[0].as_py()
+                rewrite_part(self.parts[number], change(table, rows - first, details), self._ops)
+                count += len(rows)
+        return count
+
+    def _by_part(self, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Ids, Ids]]:
+        """Yield the number of each part, its rows and what was found of them. The rows come in their order."""
+        number, held = 0, list[NDArray[np.int64]]()
+        for batch in batches:
+            found = np.stack([column.to_numpy() for column in batch.columns])
+            parts = np.searchsorted(self._ends, found[0], side="right")
+            cuts = np.flatnonzero(np.diff(parts, prepend=number))
+            for start, end in pairwise([0, *cuts.tolist(), len(parts)]):
+                if start in cuts and held:
+                    yield number, *np.concatenate(held, axis=1)
+                    held = []
+                if start < end:
+                    number = int(parts[start])
+                    held.append(found[:, start:end])
+        if held:
+            yield number, *np.concatenate(held, axis=1)
+
+
+def refuse_repeated_ids(new: _Stretch) -> int:
     """Turn every row whose custom_id an earlier row has into an error row; how many became one."""
+    if not new.parts:
+        return 0
+    rows = f"SELECT row_id, custom_id, error_code FROM {parquet(new.parts)} WHERE custom_id IS NOT NULL"
     query = (
         "SELECT row_id, first FROM (SELECT row_id, error_code, min(row_id) OVER (PARTITION BY custom_id) AS first "
-        f"FROM {_repeated(parts, 'custom_id', 'custom_id IS NOT NULL')}) "
-        "WHERE row_id > first AND error_code IS NULL ORDER BY row_id"
+        f"FROM {_repeated(rows, 'custom_id')}) WHERE row_id > first AND error_code IS NULL"
     )
-    return _patch(parts, query, spill, ops, threads, _as_errors)
+    return new.patch(query, _as_errors)
 
 
 def number_equal_samples(
-    parts: Sequence[Path],
+    new: _Stretch,
     tokens: TokenStore,
     context: bytes,
-    spill: Path,
-    ops: FileOps,
-    threads: int = 2,
-    attempts: int = 1,
-) -> int:
-    """Give the k-th of otherwise equal sampled rows a key that says k; how many rows were given one. Its keys of later
-    attempts say so, too, where these are sampled.
+    attempts: int,
+    earlier: Sequence[Path],
+    kept: Path,
+) -> list[Path]:
+    """Give the k-th of otherwise equal sampled rows a key that says k. Its keys of later attempts say so, too, where
+    these are sampled. `earlier`: files like `kept`, which is written with the first keys of these rows; it is returned
+    if there are some.
     """
+    if not new.parts:
+        return []
+    rows = f"SELECT row_id, key FROM {parquet(new.parts)} WHERE key IS NOT NULL AND NOT greedy"
+    if earlier:
+        rows += f" UNION ALL SELECT row_id, key FROM {parquet(earlier)}"
     query = (
         "SELECT row_id, k FROM (SELECT row_id, row_number() OVER (PARTITION BY key ORDER BY row_id) - 1 AS k "
-        f"FROM {_repeated(parts, 'key', 'key IS NOT NULL AND NOT greedy')}) "
-        "WHERE k > 0 ORDER BY row_id"
+        f"FROM {_repeated(rows, 'key')}) WHERE k > 0"
     )
+    before: list[pa.Table] = []
 
     def numbered(table: pa.Table, places: Ids, occurrences: Ids) -> pa.Table:
-        names = [name for attempt in range(1, attempts + 1) for name in attempt_columns(attempt)[:2]]
-        rows = table.select(["token_offset", "token_count", *names]).take(pa.array(places))
-        prompts = zip(
-            *(rows.column(name).to_pylist() for name in ("token_offset", "token_count")), strict=True
-        )
-        ids = [token_bytes(tokens.read(*place)) for place in prompts]
-        for attempt in range(1, attempts + 1):
-            key, params, _ = attempt_columns(attempt)
-            texts, keys = rows.column(params).to_pylist(), rows.column(key).to_pylist()
-            same = {text for text in {*texts} if text is None or SamplingParams.from_json(text).greedy}
-            for at, (text, prompt, times) in enumerate(zip(texts, ids, occurrences.tolist(), strict=True)):
-                if text not in same:  # greedy work is the same each time, and a row may lack an attempt
-                    keys[at] = work_key(context, text, prompt, times)
-            table = _replaced(table, places, {key: keys})
-        return table
+        before.append(table.select(["row_id", "key"]).take(pa.array(places)))
+        return _numbered(table, places, occurrences, tokens, context, attempts)
 
-    return _patch(parts, query, spill, ops, threads, numbered)
+    if not new.patch(query, numbered):
+        return []
+    with storage(kept, "write"):
+        pq.write_table(pa.concat_tables(before), kept)
+    return [kept]
 
 
-def _repeated(parts: Sequence[Path], column: str, where: str) -> str:
+def _numbered(
+    table: pa.Table, places: Ids, occurrences: Ids, tokens: TokenStore, context: bytes, attempts: int
+) -> pa.Table:
+    """Return the rows with other keys at these places: those of an occurrence of their work."""
+    names = [name for attempt in range(1, attempts + 1) for name in attempt_columns(attempt)[:2]]
+    rows = table.select(["token_offset", "token_count", *names]).take(pa.array(places))
+    prompts = zip(*(rows.column(name).to_pylist() for name in ("token_offset", "token_count")), strict=True)
+    ids = [token_bytes(tokens.read(*place)) for place in prompts]
+    for attempt in range(1, attempts + 1):
+        key, params, _ = attempt_columns(attempt)
+        texts, keys = rows.column(params).to_pylist(), rows.column(key).to_pylist()
+        same = {text for text in {*texts} if text is None or SamplingParams.from_json(text).greedy}
+        for at, (text, prompt, times) in enumerate(zip(texts, ids, occurrences.tolist(), strict=True)):
+            if text not in same:  # greedy work is the same each time, and a row may lack an attempt
+                keys[at] = work_key(context, text, prompt, times)
+        table = _replaced(table, places, {key: keys})
+    return table
+
+
+def _repeated(rows: str, column: str) -> str:
     """Return the rows that may have a value which another row has, too, as SQL reads them: mostly none. Hashes say so,
     which take a part of the memory that the values take."""
-    rows = f"{parquet(parts)} WHERE {where}"
-    hashes = f"SELECT hash({column}) AS hashed FROM {rows} GROUP BY hashed HAVING count(*) > 1"
-    return f"{rows} AND hash({column}) IN ({hashes})"
+    hashes = f"SELECT hash({column}) AS hashed FROM ({rows}) GROUP BY hashed HAVING count(*) > 1"
+    return f"({rows}) WHERE hash({column}) IN ({hashes})"
 
 
 def _as_errors(table: pa.Table, places: Ids, firsts: Ids) -> pa.Table:
@@ -119,35 +207,3 @@ def _replaced(
         found = pc.replace_with_mask(column, pa.array(changed), pa.array(values, field.type))
         table = table.set_column(position, field, found)
     return table
-
-
-def _patch(parts: Sequence[Path], query: str, spill: Path, ops: FileOps, threads: int, change: Change) -> int:
-    if not parts:
-        return 0
-    count = 0
-    with connection(spill, threads=threads) as database:
-        for number, rows, details in _by_part(database.sql(query).to_arrow_reader(PART_ROWS)):
-            with pq.ParquetFile(parts[number], page_checksum_verification=True) as file:
-                table = file.read()
-            first = table.column("row_id")[0].as_py()
-            rewrite_part(parts[number], change(table, rows - first, details), ops)
-            count += len(rows)
-    return count
-
-
-def _by_part(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Ids, Ids]]:
-    """Yield the number of each part, its rows and what was found of them. The rows come in their order."""
-    number, held = 0, list[NDArray[np.int64]]()
-    for batch in batches:
-        found = np.stack([column.to_numpy() for column in batch.columns])
-        parts = found[0] // PART_ROWS
-        cuts = np.flatnonzero(np.diff(parts, prepend=number))
-        for start, end in pairwise([0, *cuts.tolist(), len(parts)]):
-            if start in cuts and held:
-                yield number, *np.concatenate(held, axis=1)
-                held = []
-            if start < end:
-                number = int(parts[start])
-                held.append(found[:, start:end])
-    if held:
-        yield number, *np.concatenate(held, axis=1)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -22,11 +23,11 @@ import pyarrow as pa
 
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
+from batchinfer.data.index.duplicates import EqualRows
 from batchinfer.data.index.index import AnswerSchema, Index, Layout, index_schema
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.token_store import TokenStore
-from batchinfer.data.index.writer import IndexWriter, RowPlace
+from batchinfer.data.index.writer import IndexWriter, RowPlace, RowsSoFar
 from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.job_input import input_files, open_input
@@ -97,14 +98,32 @@ def ingest(
     Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
     StorageError (74). A bad row raises nothing: it is an error row of the index.
     """
+    found = index_or_ingestion(job, tokenizer, options, scratch, ops, happened)
+    if isinstance(found, Index):
+        return found
+    with closing(found.steps()) as steps:
+        for at in steps:
+            if progress is not None:
+                progress(at)
+    return found.finish()
+
+
+def index_or_ingestion(
+    job: Job,
+    tokenizer: Tokenizer,
+    options: IngestOptions,
+    scratch: Path,
+    ops: FileOps | None = None,
+    happened: Happened | None = None,
+) -> Index | Ingestion:
+    """Return the complete index of the job's input, if `scratch` has it, else what makes it; see `ingest`."""
     files = job_files(job, scratch)
     identity = _identity(job, options, tokenizer, files)
     folder = scratch / identity[:16]
     found = Index.find(folder, identity)
     if found is not None:
         return found
-    new = _Ingest(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened)
-    return new.run(progress or _silent)
+    return Ingestion(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened)
 
 
 def job_files(job: Job, scratch: Path) -> list[InputFile]:
@@ -147,12 +166,10 @@ def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Seq
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _silent(_: IngestProgress) -> None:
-    """Ignore progress, for callers that do not show it."""
-
-
-class _Ingest:
-    """One run of ingest."""
+class Ingestion:
+    """The making of an index: `steps` reads the input, then `finish` completes the index. Between two steps `cut` gives
+    the rows so far, which can be planned while the rest is read. No two of the three at once; any thread may go on with
+    what another has begun."""
 
     def __init__(
         self,
@@ -172,15 +189,35 @@ class _Ingest:
         self._identity = identity
         self._layout = Layout(folder)
         self._ops = ops
+        self._reader: Reader | None = None
+        self._writer: IndexWriter | None = None  # once there is a row
+        self._refused = 0  # rows that became error rows because of the rows before them
+        self._equal = EqualRows(
+            self._spill,
+            options.context,
+            ops,
+            unique_ids=job.input.unique_ids,
+            attempts=job.attempts,
+            threads=max(2, usable_cpus()),
+        )
 
-    def run(self, progress: Callable[[IngestProgress], None]) -> Index:
+    @property
+    def folder(self) -> Path:
+        return self._layout.folder
+
+    @property
+    def job(self) -> Job:
+        return self._job
+
+    def steps(self) -> Generator[IngestProgress, None, None]:
+        """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
         self._start_over()
-        reader = self._opened()
+        reader = self._reader = self._opened()
         schema = reader.schema()
         mode, columns = choose_prompts(self._job, self._tokenizer, schema, reader.shape)
         carried = self._carried(schema)
         try:
-            writer = self._write(reader, schema, columns, mode, carried, progress)
+            writer = yield from self._write(reader, schema, columns, mode, carried)
             if reader.complete:
                 columns.check_all_seen(failed=writer.error_rows)
             if carried is not None:
@@ -188,7 +225,17 @@ class _Ingest:
         finally:
             if carried is not None:
                 carried.close()
-        return self._finish(writer, reader)
+
+    def cut(self) -> RowsSoFar:
+        """Return the rows so far, which are still to be settled (`settle`). Raises StorageError."""
+        assert self._writer is not None, "no step was taken yet"
+        return self._writer.cut()
+
+    def settle(self, rows: RowsSoFar) -> RowsSoFar:
+        """Settle the rows of a cut: an id of theirs may be repeated, and equal ones are numbered. In the order of the
+        cuts, and in any thread: the input may be read meanwhile. Raises StorageError, OutOfMemory."""
+        self._refused += self._equal.settle(rows.parts, rows.tokens)
+        return replace(rows, error_rows=rows.error_rows + self._refused)
 
     def _opened(self) -> Reader:
         options, files, known = self._options, self._inputs(), self._options.checked
@@ -204,6 +251,10 @@ class _Ingest:
             if self._job.output.columns:
                 self._ops.mkdir(self._layout.passthrough)
                 self._ops.mkdir(self._spool)
+
+    @property
+    def _spill(self) -> Path:
+        return self._layout.folder / "spill"
 
     @property
     def _spool(self) -> Path:
@@ -233,13 +284,12 @@ class _Ingest:
         columns: Columns,
         mode: Mode,
         carried: JsonSpool | TypedColumns | None,
-        progress: Callable[[IngestProgress], None],
-    ) -> IndexWriter:
+    ) -> Generator[IngestProgress, None, IndexWriter]:
         spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
         attempts, reasons = self._job.attempts, self._options.reasoning is not None
         index_columns = index_schema(mode == "openai", attempts, reasons)
         longest = self._options.max_model_len
-        writer = IndexWriter(self._layout, longest, index_columns, self._ops, attempts)
+        writer = self._writer = IndexWriter(self._layout, longest, index_columns, self._ops, attempts)
         wanted = _Wanted(reader, columns.read, self._job.input.limit)
         workers = self._options.workers or usable_cpus()
         pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
@@ -250,7 +300,7 @@ class _Ingest:
                     carried.append(writer.rows, chunk, rows.facts)
                 writer.append(wanted.place(chunk, len(rows)), rows)
                 keys = rows.prompts.keys_of_work()
-                progress(IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys))
+                yield IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys)
             writer.commit()
         return writer
 
@@ -294,14 +344,15 @@ class _Ingest:
         given, length = self._job.given_params(), self._options.max_model_len
         return {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
 
-    def _finish(self, writer: IndexWriter, reader: Reader) -> Index:
-        spill, parts, output = self._layout.folder / "spill", writer.parts, self._job.output
-        errors, threads = writer.error_rows, max(2, usable_cpus())
-        if self._job.input.unique_ids:
-            errors += refuse_repeated_ids(parts, spill, self._ops, threads)
-        tokens, context = TokenStore(self._layout.tokens), self._options.context
-        number_equal_samples(parts, tokens, context, spill, self._ops, threads, attempts=self._job.attempts)
-        for rest in (spill, self._spool):
+    def finish(self) -> Index:
+        """Complete the index of an input that was read to its end. Raises StorageError, OutOfMemory."""
+        writer, reader, output = self._writer, self._reader, self._job.output
+        assert writer is not None, "no step was taken yet"
+        assert reader is not None, "no step was taken yet"
+        tokens = TokenStore(self._layout.tokens)
+        read = RowsSoFar(tuple(writer.parts), writer.rows, writer.error_rows, writer.logprobs, tokens)
+        errors = self.settle(read).error_rows
+        for rest in (self._spill, self._spool):
             if rest.exists():
                 shutil.rmtree(rest)
         index = Index(

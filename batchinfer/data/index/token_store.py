@@ -65,6 +65,12 @@ class TokenWriter:
         self.tokens += len(tokens)
         return offset
 
+    def written(self) -> Path:
+        """Return the file in which all prompts so far can be read: its name is not its final one. Raises
+        StorageError."""
+        self._file.drain()
+        return self._file.temporary
+
     def commit(self) -> None:
         """Make the file complete and durable. Raises StorageError."""
         self._file.commit()

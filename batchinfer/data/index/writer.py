@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
 from batchinfer.data.index.index import OPENING, Layout, attempt_columns
-from batchinfer.data.index.token_store import TokenWriter
+from batchinfer.data.index.token_store import TokenStore, TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import Prepared, PreparedRows
@@ -31,6 +32,17 @@ class RowPlace:
 
     file: str
     first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsSoFar:
+    """The rows that were read so far of an input, part of which is still to be read."""
+
+    parts: tuple[Path, ...]  # of the index, in row order
+    rows: int
+    error_rows: int
+    logprobs: int | None
+    tokens: TokenStore  # of these rows' prompts
 
 
 class IndexWriter:
@@ -81,6 +93,12 @@ class IndexWriter:
         asked = [p.logprobs for p in params if p.logprobs is not None]
         if asked:
             self.logprobs = max(*asked, self.logprobs or 0)
+
+    def cut(self) -> RowsSoFar:
+        """End the part that is being written, and return what there is so far; the next rows begin another one. Raises
+        StorageError."""
+        parts = tuple(self._even.commit())
+        return RowsSoFar(parts, self.rows, self.error_rows, self.logprobs, TokenStore(self._tokens.written()))
 
     def commit(self) -> None:
         """Everything on disk. Raises StorageError."""

@@ -166,7 +166,7 @@ class DurableFile:
             return len(data)
         self._buffer += data
         if len(self._buffer) >= _WRITE_BYTES:
-            self._drain()
+            self.drain()
         return len(data)
 
     def tell(self) -> int:
@@ -191,7 +191,7 @@ class DurableFile:
 
     def flush_to_disk(self) -> Digest:
         """Everything that was written so far is on the disk, under the temporary name."""
-        self._drain()
+        self.drain()
         with storage(self.temporary, "fsync"):
             self._ops.fsync(self._fd)
         return Digest(self._bytes, self._hash.hexdigest())
@@ -245,7 +245,7 @@ class DurableFile:
             except StorageError:  # the error that led here is the one to report; a leftover .tmp is swept
                 continue
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Write the buffer, however many system calls it takes."""
         data, self._buffer = bytes(self._buffer), bytearray()
         self._hash.update(data)

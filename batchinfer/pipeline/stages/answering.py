@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.row_names import named_if_found
@@ -12,11 +15,12 @@ from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.collect import Collector
-from batchinfer.pipeline.further_attempts import FurtherAttempts
-from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
+from batchinfer.pipeline.plans.run_plans import RunPlans
 from batchinfer.pipeline.stages.planning import PlannedRun
 from batchinfer.pipeline.stages.verdict import error_budget
-from batchinfer.pipeline.workers.feed import run_plan
+from batchinfer.pipeline.workers.feed import Batches, run_plan
 from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.forecast.longest_step import longest_step_s
@@ -26,6 +30,17 @@ from batchinfer.plan.setup.resolve import Setting
 from batchinfer.report.tables.meter import Meter
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The needs of a run say what its engines have to be ready for."""
+
+    setting: Setting
+    longest: int  # tokens of a sequence
+    logprobs: int | None  # the most that a row asks for
+    requests: int  # that are planned by now
+    index_parts: Callable[[], Sequence[Path]]  # of the rows that are planned by now
+
+
 def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionStore) -> None:
     """Run the plan. After a signal, what runs may finish, and all that is finished is committed.
 
@@ -33,10 +48,44 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
     """
     plan = planned.plan
     setting = run.setup.setting.for_rows(plan.to_run)
-    meter = run.report.open_meter(setting, setting.model_cost(run.setup.checkpoint))
+    needs = Needs(setting, plan.longest, index.logprobs, plan.to_run, lambda: index.index_parts)
+    meter = open_meter(run, setting)
     if index.error_rows:
         run.progress.failed(dict(summarise_errors(index.index_parts).codes))
-    collector = _collector(run, planned, index, store, meter)
+    budget = error_budget(run, index.rows).starting_at(index.error_rows)
+    receiver = run.setup.output.receiver(run.setup.columns, run.setup.tokenizer)
+    collector = Collector(store, meter, run.progress, receiver, planned.deadline, budget, planned.revised)
+    with engines(run, needs) as pool:
+        sources = [FurtherAttempts(run, index, collector, pool)]
+        with RunPlans(run, store, collector, pool, sources) as plans:
+            try:
+                _wait_until_ready(run, pool)
+                _begin(run, plan, pool)
+                batches = planned_requests(plan, index.tokens, REQUEST_BATCH, run.setup.roots)
+                feed(run, batches, pool, collector, plans)
+            finally:
+                store.commit()
+                facts = planned.revised.facts | ({} if planned.deadline is None else planned.deadline.facts)
+                note_figures(run, pool, collector, facts)
+    raise_pending(run, store)
+
+
+def raise_pending(run: OpenRun, store: CompletionStore) -> None:
+    """Raises Interrupted after a signal."""
+    run.interrupts.raise_pending(
+        f"interrupted; {len(store)} answers are stored and the same command continues from there"
+    )
+
+
+def open_meter(run: OpenRun, setting: Setting) -> Meter:
+    """Return the meter of the engines' samples."""
+    return run.report.open_meter(setting, setting.model_cost(run.setup.checkpoint))
+
+
+@contextmanager
+def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
+    """Start the engines, and end them when the block is left. A signal is left to the block, which ends without
+    losing anything."""
     for line in run.setup.checkpoint.notices:
         run.notice(line)
     run.progress.phase("loading model")
@@ -44,21 +93,15 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
     with (
         run.interrupts.deferred(),
         run.report.timed("close_s"),
-        _ended(run, _engines(run, setting, plan, index)) as pool,
+        _ended(run, _engines(run, needs)) as pool,
     ):
-        try:
-            _wait_until_ready(run, pool)
-            _begin(run, plan, pool)
-            with run.report.timed("engine_s"):
-                batches = planned_requests(plan, index.tokens, REQUEST_BATCH, run.setup.roots)
-                further = FurtherAttempts(run, index, store, collector, pool)
-                run_plan(batches, pool, collector, run.interrupts, partial(_tell_draining, run), further)
-        finally:
-            store.commit()
-            _note_figures(run, planned, pool, collector)
-    run.interrupts.raise_pending(
-        f"interrupted; {len(store)} answers are stored and the same command continues from there"
-    )
+        yield pool
+
+
+def feed(run: OpenRun, batches: Batches, pool: ReplicaPool, collector: Collector, plans: RunPlans) -> None:
+    """Have the engines run these requests, and those of the plans that follow."""
+    with run.report.timed("engine_s"):
+        run_plan(batches, pool, collector, run.interrupts, partial(_tell_draining, run), plans)
 
 
 @contextmanager
@@ -81,25 +124,18 @@ def _close(run: OpenRun, pool: ReplicaPool) -> None:
         pool.close()
 
 
-def _collector(
-    run: OpenRun, planned: PlannedRun, index: Index, store: CompletionStore, meter: Meter
-) -> Collector:
-    budget = error_budget(run, index.rows).starting_at(index.error_rows)
-    receiver = run.setup.output.receiver(run.setup.columns, run.setup.tokenizer)
-    return Collector(store, meter, run.progress, budget, receiver, planned.deadline, planned.revised)
-
-
-def _engines(run: OpenRun, setting: Setting, plan: Plan, index: Index) -> ReplicaPool:
+def _engines(run: OpenRun, needs: Needs) -> ReplicaPool:
     def named(keys: Sequence[bytes]) -> str:
-        return named_if_found(index.index_parts, keys, run.state.staging / "names", index.attempts)
+        spill, attempts = run.state.staging / "names", run.job.attempts
+        return named_if_found(needs.index_parts(), keys, spill, attempts)
 
-    specs = worker_specs(run.job, setting, run.options.engine)
+    specs = worker_specs(run.job, needs.setting, run.options.engine)
     whole = run.setup.setting
-    step_s = partial(longest_step_s, whole, whole.model_cost(run.setup.checkpoint), plan.longest)
+    step_s = partial(longest_step_s, whole, whole.model_cost(run.setup.checkpoint), needs.longest)
     return ReplicaPool(
         specs,
-        setting.engine_config(run.job, plan.longest, index.logprobs),
-        plan.to_run,
+        needs.setting.engine_config(run.job, needs.longest, needs.logprobs),
+        needs.requests,
         run.interrupts,
         name_rows=named,
         notice=run.notice,
@@ -132,8 +168,9 @@ def _tell_draining(run: OpenRun, within_s: float) -> None:
     )
 
 
-def _note_figures(run: OpenRun, planned: PlannedRun, pool: ReplicaPool, collector: Collector) -> None:
-    """Note for the run's report what the engines turned out to be, and what running the plan took and saved."""
+def note_figures(run: OpenRun, pool: ReplicaPool, collector: Collector, facts: Mapping[str, Any]) -> None:
+    """Note for the run's report what the engines turned out to be, what running the plan took and saved, and these
+    facts."""
     for engine, activity, began, ended in pool.activities:
         run.report.happened(f"engine {engine}", activity, began, ended)
     run.report.ran(pool.infos, pool.peak_rss, pool.other_cores, pool.expert_tokens)
@@ -141,7 +178,6 @@ def _note_figures(run: OpenRun, planned: PlannedRun, pool: ReplicaPool, collecto
         worker_restarts=pool.restarts,
         duplicate_saved_tokens=collector.saved_tokens,
         duplicate_saved_output_tokens=collector.saved_output_tokens,
-        **planned.revised.facts,
+        **facts,
         **run.operators.facts,
-        **({} if planned.deadline is None else planned.deadline.facts),
     )

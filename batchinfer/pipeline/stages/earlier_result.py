@@ -6,8 +6,8 @@ from batchinfer.data.input.job_input import input_files
 from batchinfer.data.results.manifest import Manifest, is_published
 from batchinfer.data.results.published import published_or_told
 from batchinfer.data.results.published_inputs import published_inputs
+from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.identity import publish_spec
-from batchinfer.pipeline.stages.open_run import OpenRun
 from batchinfer.pipeline.stages.storing import open_store
 
 

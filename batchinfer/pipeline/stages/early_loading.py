@@ -6,9 +6,10 @@ from batchinfer.data.index.index import Index
 from batchinfer.data.results.planned_work import is_another_at_work
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.data.store.lacking_keys import LackingKeys, key_batches
-from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.pipeline.workers.places import worker_specs
+from batchinfer.plan.forecast.engine import fits
 
 
 class EarlyLoading:
@@ -21,6 +22,7 @@ class EarlyLoading:
     def __init__(self, run: OpenRun, store: CompletionStore) -> None:
         self._run, self._store = run, store
         self._lacking: LackingKeys | None = None  # once the first keys are read
+        self._begins: bool | None = None  # whether rows may run before all are read; None: not known yet
         self._waits = not is_another_at_work(store.path)  # for keys
         if self._waits and run.setup.setting.replicas == 1:
             self._open()
@@ -40,6 +42,15 @@ class EarlyLoading:
             if not self._waits:
                 return
             self.read(keys)
+
+    def waits_for(self, left_s: float) -> bool:
+        """Whether engines have loaded, and would wait for too long until the rest of the input is read, `left_s`
+        seconds from now: where they can be made ready for any row of the job, they run what was read already."""
+        if self._waits or not self._run.launch.loaded or left_s < self._run.options.waves_from_s:
+            return False
+        if self._begins is None:
+            self._begins = not self._run.options.retry_errors and fits(self._run.job, self._run.setup)
+        return self._begins
 
     def _watched(self) -> LackingKeys:
         if self._lacking is None:

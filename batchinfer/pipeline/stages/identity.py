@@ -11,7 +11,7 @@ from batchinfer.data.index.ingest import INGEST_FORMAT
 from batchinfer.data.outputs.registry import USUAL
 from batchinfer.data.results.manifest import PublishSpec
 from batchinfer.engine.config import NUMERICS_VERSION
-from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.pipeline.open_run import OpenRun
 
 
 def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]]) -> PublishSpec:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.results.join import joined
-from batchinfer.data.results.planned_work import OtherRun, alike, announced, wait_for
+from batchinfer.data.results.planned_work import Announcement, alike, announced, wait_for
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.machine.cpus import usable_cpus
-from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.forecast.revised_forecast import RevisedForecast
-from batchinfer.plan.forecast.run import forecast_run
+from batchinfer.plan.forecast.run import RunForecast, forecast_run
 from batchinfer.plan.forecast.text import plan_line
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
@@ -37,14 +37,15 @@ def planned(run: OpenRun, index: Index, store: CompletionStore) -> Iterator[Plan
     What others computed already when this run began to plan, they finish first.
     """
     first = _plan(run, index, store, "plan")
-    with announced(store.path, first.plan.path, run.state.ops) as others:
-        yield _without_others(run, first, others if first.plan.to_run else [], index, store)
+    with announced(store.path, [first.plan.path], run.state.ops) as announcement:
+        yield _without_others(run, first, announcement, index, store)
 
 
 def _without_others(
-    run: OpenRun, first: PlannedRun, others: Sequence[OtherRun], index: Index, store: CompletionStore
+    run: OpenRun, first: PlannedRun, announcement: Announcement, index: Index, store: CompletionStore
 ) -> PlannedRun:
     """Wait for the other runs' answers to the same requests, and plan what is left after them."""
+    others = announcement.others if first.plan.to_run else []
     known, same = store.parts(), alike(first.plan.path, others, run.state.staging / "others")
     if same:
         run.progress.phase("waiting")
@@ -59,31 +60,38 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     run.progress.phase("planning")
     with run.report.timed("plan_s"):
         _tell_of_retries(run, index, store)
-        retry, where, roots = run.options.retry_errors, index.folder / folder, run.setup.roots
-        threads, parts = usable_cpus(), store.parts()
         plan = plan_job(
-            index.index_dir,
+            index.index_parts,
             index.tokens,
-            parts,
-            where,
-            roots,
+            store.parts(),
+            index.folder / folder,
+            run.setup.roots,
             attempts=index.attempts,
-            retry_errors=retry,
-            threads=threads,
+            retry_errors=run.options.retry_errors,
+            threads=usable_cpus(),
         )
         forecast = forecast_run(run.job, run.setup, plan, index.tokens)
     run.report.planned(plan, forecast.engine)
     run.progress.close()
-    for line in (plan_line(plan), *forecast.lines):
-        run.notice(line)
-    revised = RevisedForecast(forecast.engine is None or forecast.engine.upper_bound, run.notice)
+    tell(run, plan, forecast)
     deadline = _deadline(run, plan, forecast.engine)
     run.report.note(**({} if deadline is None else deadline.facts))
-    if index.attempts > 1 and plan.to_run:
-        run.notice(f"on_invalid: a row runs up to {index.attempts} times; planned is what is due now")
+    return PlannedRun(plan, deadline, revised_forecast(run, forecast))
+
+
+def tell(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:
+    """Say what was planned of all rows, and what is forecast of it."""
+    for line in (plan_line(plan), *forecast.lines):
+        run.notice(line)
+    if run.job.attempts > 1 and plan.to_run:
+        run.notice(f"on_invalid: a row runs up to {run.job.attempts} times; planned is what is due now")
     if run.job.sampling.from_columns:
         run.notice(f"rows set their own {run.job.sampling.row_parameters()}")
-    return PlannedRun(plan, deadline, revised)
+
+
+def revised_forecast(run: OpenRun, forecast: RunForecast) -> RevisedForecast:
+    """Return what forecasts the run once more, from its first answers."""
+    return RevisedForecast(forecast.engine is None or forecast.engine.upper_bound, run.notice)
 
 
 def _tell_of_retries(run: OpenRun, index: Index, store: CompletionStore) -> None:

@@ -17,9 +17,9 @@ from batchinfer.data.results.published_inputs import identities, remember_inputs
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.clean import clean_after_run, note_use
+from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.report import told_by
 from batchinfer.pipeline.stages.identity import publish_spec
-from batchinfer.pipeline.stages.open_run import OpenRun
 
 
 def publish_result(

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, replace
 
 from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import IngestProgress, ingest
+from batchinfer.data.index.ingest import Ingestion, IngestProgress, index_or_ingestion
 from batchinfer.data.input.reader import Reader
+from batchinfer.data.results.openai import LINE_BYTES
 from batchinfer.data.results.partial import PARTIAL
 from batchinfer.data.storage.remembered import write_strings
 from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.stages.early_loading import EarlyLoading
-from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.pipeline.stages.verdict import refuse_hopeless
 from batchinfer.plan.setup.input_check import check_input
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadInput:
+    """An input that was read in part."""
+
+    ingestion: Ingestion
+    steps: Generator[IngestProgress, None, None]  # those that are still to be taken
+    at: IngestProgress
 
 
 def check(run: OpenRun) -> Reader | None:
@@ -27,32 +40,57 @@ def check(run: OpenRun) -> Reader | None:
     return facts.reader
 
 
-def read_input(run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None) -> Index:
-    """Return the complete index of the input's rows; the scratch of other inputs is deleted. Engines load meanwhile, if
-    the store lacks a key. `checked`: what `check` returned."""
+def read_input(
+    run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None
+) -> Index | UnreadInput:
+    """Return the complete index of the input's rows. Engines load meanwhile, if the store lacks a key; once they could
+    run what was read, and reading the rest takes long, the rest is left unread. `checked`: what `check` returned."""
     with run.report.timed("ingest_s"):
-        index = _index(run, context, EarlyLoading(run, store), checked)
-        run.state.purge_scratch(keep=index.folder.name)
-        where = {"model": str(run.job.model.path), "completions": str(run.state.completions)}
-        write_strings(index.folder / PARTIAL, where, run.state.ops)
+        options = replace(run.setup.ingest_options(context, run.now), checked=checked)
+        found = index_or_ingestion(
+            run.job, run.setup.tokenizer, options, run.state.scratch, run.state.ops, run.report.happened
+        )
+        early = EarlyLoading(run, store)
+        if isinstance(found, Index):
+            early.found(found)
+            return complete(run, found)
+        unread = _read(run, found, early)
+        return unread or complete(run, found.finish())
+
+
+def complete(run: OpenRun, index: Index) -> Index:
+    """Take note of an index that is complete; the scratch of other inputs is deleted. Raises ErrorBudgetExceeded where
+    too many rows are errors already, and StorageError where there is too little space for what they give."""
+    run.state.purge_scratch(keep=index.folder.name)
+    where = {"model": str(run.job.model.path), "completions": str(run.state.completions)}
+    write_strings(index.folder / PARTIAL, where, run.state.ops)
     run.report.note(rows=index.rows)
     for line in index.notices:
         run.notice(line)
+    if run.openai is not None:
+        run.openai.check_space(index.rows * LINE_BYTES)
+    refuse_hopeless(run, index)
     return index
 
 
-def _index(run: OpenRun, context: bytes, early: EarlyLoading, checked: Reader | None) -> Index:
-    options, rows = replace(run.setup.ingest_options(context, run.now), checked=checked), 0
+def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:
+    """Read the input; None: to its end."""
+    steps, began = ingestion.steps(), time.monotonic()
+    try:
+        for at in steps:
+            run.progress.read(at.rows, at.bytes_read, at.bytes_total)
+            early.read(at.keys)
+            if early.waits_for(_left_s(run, at, time.monotonic() - began)):
+                return UnreadInput(ingestion, steps, at)
+    except BaseException:
+        steps.close()
+        raise
+    return None
 
-    def read(at: IngestProgress) -> None:
-        nonlocal rows
-        rows = at.rows
-        run.progress.read(at.rows, at.bytes_read, at.bytes_total)
-        early.read(at.keys)
 
-    index = ingest(
-        run.job, run.setup.tokenizer, options, run.state.scratch, read, run.state.ops, run.report.happened
-    )
-    if not rows:
-        early.found(index)
-    return index
+def _left_s(run: OpenRun, at: IngestProgress, passed_s: float) -> float:
+    """Return in how many seconds the input is read, at the rate so far."""
+    share, limit = at.bytes_read / max(1, at.bytes_total), run.job.input.limit
+    if limit is not None:
+        share = max(share, at.rows / limit)
+    return passed_s * (1 - share) / share if 0 < share < 1 else 0.0

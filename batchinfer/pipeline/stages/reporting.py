@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.progress_file import ProgressFile
 from batchinfer.pipeline.report import told_by
-from batchinfer.pipeline.stages.open_run import OpenRun
 from batchinfer.report.tables.folder import writing
 
 

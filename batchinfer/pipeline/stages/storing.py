@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import NUMERICS_VERSION
-from batchinfer.pipeline.stages.open_run import OpenRun
+from batchinfer.pipeline.open_run import OpenRun
 
 
 def open_store(run: OpenRun) -> CompletionStore:

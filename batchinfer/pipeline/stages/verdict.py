@@ -10,8 +10,8 @@ from batchinfer.data.results.join import ErrorCounts, Join
 from batchinfer.data.results.made_by import MadeBy, note_made_by
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.published import published
+from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.report import Outcome
-from batchinfer.pipeline.stages.open_run import OpenRun
 from batchinfer.report.tables.exit_status import over_budget
 
 

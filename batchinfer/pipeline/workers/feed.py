@@ -27,6 +27,7 @@ class Engines(Protocol):
     @property
     def wants_more(self) -> bool: ...
     def submit(self, requests: Sequence[Request]) -> None: ...
+    def exhausted(self) -> None: ...
     def receive(self, timeout_s: float) -> list[WorkDone]: ...
     def finish(self, within_s: float) -> None: ...
 
@@ -50,23 +51,42 @@ class Sink(Protocol):
 Batches = Iterator[tuple[PlanBatch, list[Request]]]
 
 
+class Plans(Protocol):
+    """The plans that follow the first one."""
+
+    @property
+    def to_come(self) -> bool:
+        """Whether one may come, whatever becomes of what is in flight."""
+
+    def next(self, exhausted: bool, idle: bool) -> Batches | None:
+        """Return the batches that take the place of those of the present plan; None: they stay. `exhausted`: all of
+        them were handed out; `idle`: and nothing is in flight."""
+
+
+class OnePlan:
+    """No plans follow the first one."""
+
+    to_come = False
+
+    def next(self, exhausted: bool, idle: bool) -> None:
+        """Keep to the present plan."""
+
+
 def run_plan(
     batches: Batches,
     engines: Engines,
     sink: Sink,
     interrupts: Interrupts,
     draining: Callable[[float], None],
-    further: Callable[[bool], Batches | None] = lambda _: None,
+    plans: Plans | None = None,
 ) -> None:
-    """Feed a plan's batches (`planned_requests`) in order until all is answered, `sink` has enough, or a signal comes.
-
-    Once all are handed out, `further` is asked for those that follow from the answers; the last time when it is told
-    that nothing is in flight.
+    """Feed a plan's batches (`planned_requests`) in order until all is answered, `sink` has enough, or a signal comes;
+    and those of the plans that follow it.
 
     After a signal what runs may finish for DRAIN_S seconds; `draining` hears of it. Raises what ended the engine.
     """
-    in_flight, more = 0, True
-    while more or in_flight:
+    in_flight, more, plans = 0, True, plans or OnePlan()
+    while more or in_flight or plans.to_come:
         if interrupts.pending is not None:
             # Without an engine nothing runs: a model may be loading, again perhaps
             if in_flight and engines.info is not None:
@@ -79,6 +99,7 @@ def run_plan(
             read = next(batches, None)
             if read is None:
                 more = False
+                engines.exhausted()
                 break
             batch, requests = read
             sink.planned(batch, requests)
@@ -88,7 +109,7 @@ def run_plan(
             in_flight -= len(done.completions)
             sink.take(done)
         sink.tick()
-        if not more and (following := further(in_flight == 0)) is not None:
+        if (following := plans.next(not more, not more and not in_flight)) is not None:
             batches, more = following, True
     _drain(engines, sink)
 

@@ -54,6 +54,11 @@ class Launch:
         for worker in self._workers:
             worker.load()
 
+    @property
+    def loaded(self) -> bool:
+        """Whether there are workers, and all have loaded their weights: they wait to be told what they are to run."""
+        return bool(self._workers) and all(worker.loaded for worker in self._workers)
+
     def look(self) -> None:
         """Hear what workers that load have to say. Raises the error of one that cannot load, if no other engine could.
         Whatever else has ended a worker is found again by the pool."""

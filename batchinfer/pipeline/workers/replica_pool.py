@@ -125,8 +125,12 @@ class ReplicaPool:
         return self.info is not None and self._next() is not None
 
     def expect(self, rows: int) -> None:
-        """Take note that the plan has so many more rows."""
-        self._left += rows
+        """Take note that so many rows are to come, in place of all that were to come before."""
+        self._left = len(self._backlog) + max(0, rows)
+
+    def exhausted(self) -> None:
+        """Take note that nothing of the plan is to come that was not submitted."""
+        self._left = len(self._backlog)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take the next rows of the plan."""
@@ -234,7 +238,8 @@ class ReplicaPool:
         return self._suspects.take(one=replica.doubted, not_of=another)
 
     def _give(self, replica: Replica, requests: list[Request]) -> None:
-        self._left -= len(requests)
+        # another run may have stored answers that were counted: there is no less than what is known
+        self._left = max(self._left - len(requests), len(self._backlog))
         if requests:
             replica.submit(requests)
 

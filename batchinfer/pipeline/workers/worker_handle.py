@@ -112,6 +112,11 @@ class WorkerHandle:
             self._begins("loading")
             self.link.send(Load())
 
+    @property
+    def loaded(self) -> bool:
+        """Whether its weights are loaded."""
+        return self._loaded
+
     def configure(self, config: EngineConfig) -> None:
         """Tell the worker what to make of its weights."""
         self.load()

@@ -95,6 +95,10 @@ class DeadlineWatch:
             "deadline_output_tokens": self.output_tokens,
         }
 
+    def forecast(self, deadline: Deadline) -> None:
+        """Take note of what the forecast says, which came during the run."""
+        self._told |= deadline.is_missed
+
     def answered(self, rows: int, output_tokens: int) -> None:
         """Count an answer of `output_tokens` tokens that serves `rows` rows."""
         if self._clock() <= self._at:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import Request
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, REQUEST_BATCH
-from batchinfer.engine.kv.cache_layout import cache_layout
+from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
@@ -161,18 +162,25 @@ def half_of(requests: Sequence[T]) -> list[T]:
     return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
 
 
-def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
-    """Return the engine that would run the plan, which is not empty. Raises OutOfMemory where its longest row does not
-    fit."""
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The room that an engine has for sequences."""
+
+    limits: SchedulerConfig
+    layout: CacheLayout
+    blocks: int
+
+
+def _room(job: Job, setup: Setup, longest: int) -> _Room:
+    """Return what an engine would have for sequences of up to `longest` tokens. Raises OutOfMemory where not even one
+    of them fits."""
     setting = setup.setting
-    config = setting.engine_config(job, plan.longest)
+    config = setting.engine_config(job, longest)
     cost = setting.model_cost(setup.checkpoint)
     limits = scheduler_config(config, cost, setup.checkpoint.modelling == OWN)
     block_size = config.block_size or DEFAULT_BLOCK_SIZE
-    layout = cache_layout(
-        [CacheSpec(1, 1, window=window) for window in cost.windows], block_size, plan.longest
-    )
-    size = JobSize(plan.longest, limits.max_num_seqs, limits.max_num_batched_tokens)
+    layout = cache_layout([CacheSpec(1, 1, window=window) for window in cost.windows], block_size, longest)
+    size = JobSize(longest, limits.max_num_seqs, limits.max_num_batched_tokens)
     on_gpu = setting.device == "cuda"
     free = setting.hardware.memory_bytes if on_gpu else config.memory or setting.memory()
     free = free or 1 << 62
@@ -180,13 +188,30 @@ def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
     blocks = cache_blocks(
         block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, setting.device
     )
+    return _Room(limits, layout, blocks)
+
+
+def fits(job: Job, setup: Setup) -> bool:
+    """Whether an engine would have room for the longest sequence that any row of the job may come to."""
+    try:
+        _room(job, setup, setup.setting.max_model_len)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
+    """Return the engine that would run the plan, which is not empty. Raises OutOfMemory where its longest row does not
+    fit."""
+    setting, room = setup.setting, _room(job, setup, plan.longest)
+    cost = setting.model_cost(setup.checkpoint)
     times = step_times(setting, cost, earlier_steps(report_folder(job.results_root), alike(job, setting)))
-    captures = _captures(setup, cost, limits, plan.longest) if on_gpu else None
+    captures = _captures(setup, cost, room.limits, plan.longest) if setting.device == "cuda" else None
     machine = SimulatedEngine(
         cost=cost,
-        layout=layout,
-        blocks=blocks,
-        scheduler=limits,
+        layout=room.layout,
+        blocks=room.blocks,
+        scheduler=room.limits,
         roots=replace(setup.roots, max_model_len=plan.longest),
         time=times.time,
         looks_ahead=captures is not None,

@@ -146,7 +146,7 @@ def _planned(
     folder = scratch / "plan"
     cores, attempts = usable_cpus(), index.attempts
     plan = plan_job(
-        index.index_dir, index.tokens, stored, folder, setup.roots, attempts=attempts, threads=cores
+        index.index_parts, index.tokens, stored, folder, setup.roots, attempts=attempts, threads=cores
     )
     planned = time.perf_counter()
     drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])

@@ -129,7 +129,12 @@ class Linter:
 
     def _planned(self, index: Index) -> Looked:
         plan = plan_job(
-            index.index_dir, index.tokens, [], index.folder / "plan", self.setup.roots, threads=usable_cpus()
+            index.index_parts,
+            index.tokens,
+            [],
+            index.folder / "plan",
+            self.setup.roots,
+            threads=usable_cpus(),
         )
         return Looked(plan, index, self._seconds(plan, index))
 

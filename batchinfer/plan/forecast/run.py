@@ -25,8 +25,9 @@ class RunForecast:
     lines: tuple[str, ...] = ()  # for people
 
 
-def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> RunForecast:
-    """Settle the order, and forecast the engine. A defect of the forecast's arithmetic costs the forecast alone.
+def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, settles: bool = True) -> RunForecast:
+    """Settle the order, if the plan may have another one (`settles`), and forecast the engine. A defect of the
+    forecast's arithmetic costs the forecast alone.
 
     There is none where nothing would come of it: nothing is to run, the machine's peaks are not known, or the engine
     will find too little memory; and where even the least part that tells anything would take long to simulate, as
@@ -35,7 +36,7 @@ def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> RunFor
     if setup.setting.peaks is None or not plan.to_run:
         return RunForecast()
     try:
-        return _forecast(forecast_engine(job, setup, plan), prompts)
+        return _forecast(forecast_engine(job, setup, plan), prompts, settles)
     except OutOfMemory:  # estimated from here; the engine's own process knows better, and says so
         return RunForecast()
     except MemoryError:
@@ -44,11 +45,11 @@ def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts) -> RunFor
         return RunForecast(None, (f"no forecast: {type(error).__name__}: {error}; please report it",))
 
 
-def _forecast(engine: ForecastEngine, prompts: Prompts) -> RunForecast:
+def _forecast(engine: ForecastEngine, prompts: Prompts, settles: bool) -> RunForecast:
     budget_s = engine.run_budget_s()
     known = engine.lengths()[1] > 0  # then answers are simulated as long as they become, not as they may
     if not known and simulation_s(engine, engine.every(budget_s)) > max(MOST_S, TOO_MUCH * budget_s):
-        return RunForecast(None, order_line(settle_order(engine, prompts)))
-    found = settled_forecast(engine, prompts, budget_s)
+        return RunForecast(None, order_line(settle_order(engine, prompts)) if settles else ())
+    found = settled_forecast(engine, prompts, budget_s) if settles else engine.forecast(prompts, budget_s)
     lines = () if found.seconds is None else (f"forecast: {engine_text(found)}",)
     return RunForecast(found, (*lines, *order_line(found.order)))

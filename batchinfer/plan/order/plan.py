@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ class PlanBatch:
         texts = found.dictionary.to_pylist()
         return [texts[place] for place in found.indices.to_pylist()]
 
+    def without(self, keys: AbstractSet[bytes]) -> PlanBatch:
+        """Return the stretch but for the requests of these keys."""
+        kept = [key not in keys for key in self.keys] if keys else ()
+        return self if all(kept) else PlanBatch(self.table.filter(pa.array(kept)).combine_chunks())
+
     def numbers(self, column: str) -> NDArray[Any]:
         """A numeric column without nulls: seq, token_offset, token_count, expected_tokens, bucket,
         prefix_tokens, users or final_users."""
@@ -84,7 +90,12 @@ class Plan:
     prompt_tokens: int
     expected_tokens: int  # output tokens, at most
     shared_prefix_tokens: int  # prompt tokens that need not run, as an earlier row has them, too
+    rows_to_run: int  # rows that the answers of `to_run` serve
     longest: int  # largest token_count + expected_tokens of an attempt to come; 0 if nothing is to run
+    # Of the shared ones, those of prefixes that rows in both halves of the input have; and those of prefixes that this
+    # run had begun to use before it knew all of these rows: so many it may have to run once more
+    spread_tokens: int = 0
+    again_tokens: int = 0
 
     def batches(self, rows_per_batch: int, every: int = 1) -> Iterator[PlanBatch]:
         """The plan in order, `rows_per_batch` requests at a time (the last batch may be shorter); `every`: only the

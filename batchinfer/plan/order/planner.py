@@ -7,12 +7,14 @@ an equal plan, however the rows are split into parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
@@ -29,11 +31,12 @@ from batchinfer.plan.order.work_roots import work_roots
 
 _ROWS_PER_GROUP = 65_536
 _REPEATED = ["params", "expected_tokens", "token_count", "bucket", "prefix_tokens", "users", "final_users"]
+_BEFORE_ALL = 40  # bits: no effort is so large
 _PARAMS_BYTES = 256 << 20  # that a batch of rows holds, of which a row's schema may make a megabyte
 
 
 def plan_job(
-    index_dir: Path,
+    index_parts: Sequence[Path],
     prompts: Prompts,
     completion_parts: Sequence[Path],
     out_dir: Path,
@@ -41,6 +44,7 @@ def plan_job(
     *,
     attempts: int = 1,
     in_flight: Sequence[bytes] = (),
+    begun: Sequence[bytes] = (),
     retry_errors: bool = False,
     memory_limit: str | None = None,
     threads: int = 2,
@@ -50,6 +54,10 @@ def plan_job(
     Of the keys of a row's `attempts`, only the first one counts whose completion is not invalid, or is missing. Those
     that are `in_flight` are not planned.
 
+    `begun`: keys that the same run was given before, in their order, when it did not know all rows yet. They are not
+    planned either. But their prompts count where prefixes are looked for: rows that share one with those in flight run
+    first, while the cache holds it.
+
     Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`), at each node by descending
     effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
     the token ids that the index points to. `roots`: rows whose content roots differ share nothing.
@@ -57,20 +65,23 @@ def plan_job(
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
     which spills into `out_dir`. Raises StorageError, OutOfMemory.
     """
-    index = sorted(index_dir.glob("part-*.parquet"))
     with connection(out_dir / "spill", memory_limit, threads) as database:
         if completion_parts and attempts > 1:
             load_chosen(database, completion_parts, attempts)
-        _load_wanted(database, index, attempts if completion_parts else 1, attempts)
-        _load_work(database, completion_parts, retry_errors, in_flight)
+        _load_wanted(database, index_parts, attempts if completion_parts else 1, attempts)
+        _load_work(database, completion_parts, retry_errors, in_flight, begun)
         forest, rows = sorted_prompts(database, prompts, work_roots(database, roots))
-        _place(database, forest, rows)
+        sharing = _place(database, forest, rows)
         path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
         write_plan(database.sql(_ordered_sql()), path, longest_params(database, "work"))
         offsets = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
         write_prefixes(prefixes, forest, offsets[rows[forest.first]])
-        saved = int(forest.saved.sum())
-        return Plan(path=path, prefixes=prefixes, shared_prefix_tokens=saved, **_counts(database))
+        shares = {
+            "shared_prefix_tokens": sharing.saved,
+            "spread_tokens": sharing.spread,
+            "again_tokens": sharing.again,
+        }
+        return Plan(path=path, prefixes=prefixes, **shares, **_counts(database))
 
 
 def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int) -> None:
@@ -87,33 +98,83 @@ def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: i
 
 
 def _load_work(
-    database: Any, completions: Sequence[Path], retry_errors: bool, in_flight: Sequence[bytes]
+    database: Any,
+    completions: Sequence[Path],
+    retry_errors: bool,
+    in_flight: Sequence[bytes],
+    begun: Sequence[bytes],
 ) -> None:
+    """Create the table `work`: what is to run, and what was `begun`, by where it stands there; null: it was not. The
+    last of it, those in flight, count from one; the others are 0."""
     database.execute("CREATE TEMP TABLE present(key BLOB)")
     if completions:
         usable = "WHERE error_code IS NULL OR retryable IS NOT TRUE" if retry_errors else ""
         database.execute(f"INSERT INTO present SELECT DISTINCT key FROM {parquet(completions)} {usable}")
-    if in_flight:
-        database.register("flying", pa.table({"key": pa.array(in_flight, pa.binary())}))
-        database.execute("INSERT INTO present SELECT key FROM flying")
-        database.unregister("flying")
-    database.execute(
-        "CREATE TEMP TABLE work AS SELECT * FROM wanted ANTI JOIN present USING (key) ORDER BY token_offset, key"
-    )
+    _load_keys(database, "flying", in_flight)
+    _load_keys(database, "started", begun)
+    database.execute("INSERT INTO present SELECT key FROM flying UNION ALL SELECT key FROM started")
+    rest = "SELECT *, NULL::INTEGER AS begun FROM wanted ANTI JOIN present USING (key)"
+    flies = "CASE WHEN key IN (SELECT key FROM flying) THEN place ELSE 0 END"
+    before = f"SELECT wanted.*, {flies} AS begun FROM wanted JOIN started USING (key)"
+    database.execute(f"CREATE TEMP TABLE work AS {rest} UNION ALL {before} ORDER BY token_offset, key")
 
 
-def _place(database: Any, forest: PrefixForest, rows: Ints) -> None:
+def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
+    """Create a table of keys, and their places, which count from 1."""
+    places = np.arange(1, len(keys) + 1, dtype=np.int32)
+    database.register("given", pa.table({"key": pa.array(keys, pa.binary()), "place": places}))
+    database.execute(f"CREATE TEMP TABLE {name} AS SELECT * FROM given")
+    database.unregister("given")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """What prompts share, in tokens."""
+
+    saved: int  # need not run, as another row to run has them, too
+    spread: int  # of prefixes that have users in both halves of the rows
+    again: int  # of prefixes that rows begun before have, and rows to run
+
+
+def _place(database: Any, forest: PrefixForest, rows: Ints) -> _Sharing:
     """Create the table `place`: where each row of `work` runs, in which node, and how much of it is shared."""
-    numbers = database.sql("SELECT token_count, expected_tokens FROM work").fetchnumpy()
-    effort = efforts(numbers["token_count"], numbers["expected_tokens"])
+    numbers = database.sql(
+        "SELECT token_count, expected_tokens, token_offset, begun IS NULL AS runs, coalesce(begun, 0) AS begun "
+        "FROM work"
+    ).fetchnumpy()
+    runs = numbers["runs"][rows]
+    effort = efforts(numbers["token_count"], numbers["expected_tokens"])[rows]
+    effort[~runs] = 0
+    # what was handed out last is in the cache longest: its neighbours come first of all
+    effort += numbers["begun"][rows].astype(np.int64) << _BEFORE_ALL
     deepest = forest.node_of
     depths = np.append(forest.depth, np.int32(0))  # behind the last, where ROOT points
-    columns = depth_first(kept_together(forest), effort[rows]), deepest, depths[deepest]
+    columns = depth_first(kept_together(forest), effort), deepest, depths[deepest]
     names = ("seq", "prefix_group", "prefix_tokens")
     placed = {name: _by_row(column, rows) for name, column in zip(names, columns, strict=True)}
     database.register("placed", pa.table(placed))
     database.execute("CREATE TEMP TABLE place AS SELECT * FROM placed")
     database.unregister("placed")
+    return _sharing(forest, runs, numbers["token_offset"][rows])
+
+
+def _sharing(forest: PrefixForest, runs: NDArray[np.bool_], offsets: NDArray[np.int64]) -> _Sharing:
+    """Return what prompts share, which are given in sorted order: whether each is to run, and where in the input its
+    row stands, compared to others."""
+    left, own = _users(forest, runs), forest.own.astype(np.int64)
+    late = _users(forest, runs & (offsets > np.median(offsets))) if len(offsets) else left
+    return _Sharing(
+        saved=int((own * np.maximum(left - 1, 0)).sum()),
+        spread=int(own[(late > 0) & (late < left)].sum()),
+        again=int(own[(left > 0) & (left < forest.users)].sum()),
+    )
+
+
+def _users(forest: PrefixForest, counted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Count the prompts of each node that are to be counted."""
+    before = np.append(0, np.cumsum(counted))
+    found: NDArray[np.int64] = before[forest.first + forest.users] - before[forest.first]
+    return found
 
 
 def _by_row(values: Ints, rows: Ints) -> Ints:
@@ -157,7 +218,7 @@ def _ordered_sql() -> str:
         "SELECT key, token_offset, token_count, params, expected_tokens, "
         "ceil(log2(greatest(token_count + expected_tokens, 1)))::INTEGER AS bucket, "
         f"nullif(prefix_group, {ROOT}) AS prefix_group, prefix_tokens, users, final_users "
-        "FROM work POSITIONAL JOIN place ORDER BY seq"
+        "FROM work POSITIONAL JOIN place WHERE begun IS NULL ORDER BY seq"
     )
 
 
@@ -172,12 +233,14 @@ def _counts(database: Any) -> dict[str, int]:
         "prompt_tokens",
         "expected_tokens",
         "longest",
+        "rows_to_run",
     ]
     values = database.execute(
         "WITH t AS (SELECT coalesce(sum(rows), 0) r, coalesce(sum(error_rows), 0) e FROM tally), "
         "w AS (SELECT count(*) n FROM wanted), "
         "k AS (SELECT count(*) n, coalesce(sum(token_count::BIGINT), 0) p, "
-        "coalesce(sum(expected_tokens::BIGINT), 0) o, coalesce(max(longest), 0) l FROM work) "
-        "SELECT t.r, t.e, w.n, t.r - t.e - w.n, w.n - k.n, k.n, k.p, k.o, k.l FROM t, w, k"
+        "coalesce(sum(expected_tokens::BIGINT), 0) o, coalesce(max(longest), 0) l, coalesce(sum(users), 0) u "
+        "FROM work WHERE begun IS NULL) "
+        "SELECT t.r, t.e, w.n, t.r - t.e - w.n, w.n - k.n, k.n, k.p, k.o, k.l, k.u FROM t, w, k"
     ).fetchall()
     return {name: int(value) for name, value in zip(names, values[0], strict=True)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -55,15 +56,21 @@ def read_together(
 
 
 def planned_requests(
-    plan: Plan, prompts: Prompts, rows: int, roots: ContentRoots, every: int = 1
+    plan: Plan,
+    prompts: Prompts,
+    rows: int,
+    roots: ContentRoots,
+    every: int = 1,
+    without: AbstractSet[bytes] = frozenset(),
 ) -> Iterator[tuple[PlanBatch, list[Request]]]:
     """Yield the plan's batches of `rows` rows, and their requests, each of which knows what it shares with the next
     one. A batch is held back until the next one is read, for its last request.
 
-    `every`: only the middle one of this many batches is read, as if the plan had no others.
+    `every`: only the middle one of this many batches is read, as if the plan had no others. `without`: keys that are
+    left out.
     """
     held: tuple[PlanBatch, list[Request]] | None = None
-    for batch in plan.batches(rows, every):
+    for batch in filter(len, (batch.without(without) for batch in plan.batches(rows, every))):
         requests = _read(batch, prompts, roots)
         if held is not None:
             before = held[1]

@@ -156,6 +156,14 @@ RUN_COLUMNS: tuple[Column, ...] = (
     Column("error_codes", COUNTS, "rows", "error rows by `error_code`"),
     count("distinct_requests", "requests", "distinct requests of the rows without an input error"),
     count("duplicate_rows", "rows", "rows that got the answer of an equal row"),
+    count(
+        "waves", "plans", "plans that the engines followed while the input was read; null: it was read before"
+    ),
+    count(
+        "again_tokens",
+        "tokens",
+        "prompt tokens of beginnings that rows of several waves share: at most so many were run again",
+    ),
     count("reused_requests", "requests", "requests whose answer was already in the completion store"),
     count(
         "computed_requests",

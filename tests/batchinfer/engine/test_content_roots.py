@@ -71,7 +71,7 @@ def planned(rows: list[tuple[list[int], int, int]], folder: Path) -> tuple[Plan,
         for number, (prompt, (_, _, most)) in enumerate(zip(prompts_of(rows), rows, strict=True))
     ]
     index = write_index(folder / "x", work)
-    plan = plan_job(index.folder / "index", index.tokens, [], folder / "plan", ROOTS)
+    plan = plan_job(index.index_parts, index.tokens, [], folder / "plan", ROOTS)
     read = planned_requests(plan, index.tokens, REQUEST_BATCH, ROOTS)
     return plan, [request for _, some in read for request in some]
 

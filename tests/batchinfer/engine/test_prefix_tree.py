@@ -52,7 +52,7 @@ def plan_of(rows: list[list[int]], folder: Path) -> tuple[Plan, TokenStore]:
         folder / "x",
         [good_row(i, row, 12 if i % 5 else 11, params=text) for i, row in enumerate(rows)],
     )
-    return plan_job(index.folder / "index", index.tokens, [], folder / "plan", ROOTS), index.tokens
+    return plan_job(index.index_parts, index.tokens, [], folder / "plan", ROOTS), index.tokens
 
 
 def planned(rows: list[list[int]], folder: Path, batch: int = REQUEST_BATCH) -> Iterator[list[Request]]:

@@ -224,7 +224,7 @@ def test_nothing_is_started_early_beside_a_run_that_may_compute_the_same(tmp_pat
     joined_anew(path)
     write_job(tmp_path, model, people(21))
     store = tmp_path / "out/.batchinfer-res/completions"
-    with announced(store, tmp_path / "no plan", FileOps()):
+    with announced(store, [tmp_path / "no plan"], FileOps()):
         os.link(next(store.glob("part-*.parquet")), tmp_path / "no plan")
         seen.run(path)
     assert seen.order("21 rows", "planning", "open", "Load", "Configure")

@@ -448,4 +448,4 @@ def at_noon(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
         def now(cls, tz: Any = None) -> datetime:
             return datetime(2026, 1, day, 12, tzinfo=tz or UTC)
 
-    monkeypatch.setattr("batchinfer.pipeline.stages.open_run.datetime", Clock)
+    monkeypatch.setattr("batchinfer.pipeline.open_run.datetime", Clock)

@@ -46,7 +46,7 @@ def run_job(folder: Path, index: SmallIndex, ops: FileOps, threads: int = 1) -> 
     state = StateFolder(folder / "res", ops=ops)
     with state.lock(), CompletionStore(state.completions, rows=COMMIT, ops=ops) as store:
         plan = plan_job(
-            index.folder / "index",
+            index.index_parts,
             index.tokens,
             store.parts(),
             index.folder / "plan",

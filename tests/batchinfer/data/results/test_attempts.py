@@ -152,9 +152,7 @@ def test_the_store_says_which_attempt_counts_and_which_is_next(given: list[Row],
             join = joined(index.index_parts, store.parts(), folder / "join", attempts=ATTEMPTS)
             check_join(join, given, stored, places)
             roots, where = ContentRoots(1 << 20), folder / "plan"
-            plan = plan_job(
-                index.folder / "index", index.tokens, store.parts(), where, roots, attempts=ATTEMPTS
-            )
+            plan = plan_job(index.index_parts, index.tokens, store.parts(), where, roots, attempts=ATTEMPTS)
             check_plan(plan, given, stored)
             errors = summarise_all_errors(index.index_parts, store.parts(), folder / "errors", ATTEMPTS)
             assert errors.rows == join.counts.errors

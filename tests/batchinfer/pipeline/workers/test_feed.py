@@ -33,6 +33,9 @@ class SilentHost:
     def submit(self, requests: list[Request]) -> None:
         """It reads them later."""
 
+    def exhausted(self) -> None:
+        """It has not read what was submitted."""
+
     def finish(self, within_s: float) -> None:
         self.told.append(within_s)
 

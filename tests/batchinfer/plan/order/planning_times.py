@@ -164,7 +164,7 @@ def measure(layout: Layout, threads: int, out: Path) -> dict[str, Any]:
     with watch.timed("number_equal_samples"):
         duplicates.number_equal_samples(parts, tokens, b"", out / "spill", FileOps())
     with watch.timed("plan_job"):
-        plan = planner.plan_job(layout.index, tokens, [], out / "plan", ROOTS, threads=threads)
+        plan = planner.plan_job(parts, tokens, [], out / "plan", ROOTS, threads=threads)
     with watch.timed("requests, every 50th batch"):
         for _ in planned_requests(plan, tokens, REQUEST_BATCH, ROOTS, 50):
             pass

@@ -52,7 +52,7 @@ def plan_rows(
     with CompletionStore(folder / "completions") as store:
         store.append(answer(key) for key in present)
         store.commit()
-        return plan_job(index.folder / "index", index.tokens, store.parts(), folder / "plan", ROOTS, **more)
+        return plan_job(index.index_parts, index.tokens, store.parts(), folder / "plan", ROOTS, **more)
 
 
 def test_counts(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_retryable_errors_are_run_again_only_when_asked(tmp_path: Path) -> None:
     with CompletionStore(tmp_path / "completions") as store:
         store.append([answer(keys[0]), failure(keys[1], retryable=True), failure(keys[2], retryable=False)])
         store.commit()
-        work = index.folder / "index", index.tokens
+        work = index.index_parts, index.tokens
         usual = plan_job(*work, store.parts(), tmp_path / "a", ROOTS)
         again = plan_job(*work, store.parts(), tmp_path / "b", ROOTS, retry_errors=True)
     assert {row["key"] for row in planned(usual)} == {keys[3]}

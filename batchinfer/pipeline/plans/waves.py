@@ -1,0 +1,134 @@
+"""Waves: rows that were read are planned and run while the rest of the input is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from batchinfer.core.wording import counted, percent
+from batchinfer.data.index.index import Index
+from batchinfer.data.index.token_store import TokenStore
+from batchinfer.data.results.planned_work import Announcement
+from batchinfer.machine.cpus import usable_cpus
+from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.plans.reading_on import ReadingOn
+from batchinfer.pipeline.plans.run_plans import Replanned
+from batchinfer.pipeline.plans.snapshot import Snapshot
+from batchinfer.plan.forecast.run import RunForecast, forecast_run
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.planner import plan_job
+
+# A wave is planned when what is known takes so many times as long as the last plan took to make, or so many seconds
+LEAD, LEAD_S = 4.0, 2.0
+PAUSE = 5  # times as long as it took passes before the next one
+# Rows that share prefixes with others far away run once all rows are known, where running some before would cost such
+# a part of the job's prompt tokens: a wave computes the prefixes of its rows, and a later one computes them again.
+MOST_AGAIN = 0.05
+
+
+class Waves:
+    """Plans the rows so far, again and again, until all are known. What engines were not given yet is planned together
+    with the rows that were read since; so the last plan is that of the whole rest of the job."""
+
+    def __init__(
+        self,
+        run: OpenRun,
+        reading: ReadingOn,
+        announcement: Announcement,
+        told: Callable[[Replanned, Snapshot, Index | None], None],
+    ) -> None:
+        """told: hears of each plan when engines follow it, with the whole index once it is complete."""
+        self._run, self._reading, self._announcement, self._told = run, reading, announcement, told
+        self._parts: Sequence[Path] = ()  # of the index, as far as it is planned
+        self._index: Index | None = None  # once all rows are planned
+        self._followed = self._is_spread = False
+        self._not_before, self._took_s = 0.0, 0.0
+        self.count = 0  # plans that engines were given
+        self.forecast = RunForecast()  # of the last of them
+
+    @property
+    def to_come(self) -> bool:
+        """Whether there will be a plan: as long as none has all rows."""
+        return not (self._followed and self._index is not None)
+
+    @property
+    def index(self) -> Index | None:
+        """The index, once all rows are planned."""
+        return self._index
+
+    @property
+    def parts(self) -> Sequence[Path]:
+        """The parts of the index whose rows are planned."""
+        return self._parts
+
+    def is_due(self, exhausted: bool, idle: bool) -> bool:
+        """Whether to plan the rows so far: all of them, or because engines will soon have run what was planned. Raises
+        what ended the reading."""
+        self._reading.check()
+        if not self.to_come:
+            return False
+        if self._reading.ended:
+            return True
+        if self._is_spread or time.monotonic() < self._not_before:
+            return False
+        left_s = self._run.progress.left_of_known_s()
+        return exhausted if left_s is None else left_s <= max(LEAD_S, LEAD * self._took_s)
+
+    def plan(self, known: Snapshot) -> Replanned | None:
+        """Plan the rows so far; None: engines are to wait for more of them. Raises as `Ingestion.finish` and
+        `plan_job` do."""
+        began = time.monotonic()
+        rows = self._reading.rows_so_far()
+        if rows is None:
+            self._index = self._reading.finish()
+            parts, tokens = self._index.index_parts, self._index.tokens
+        else:
+            parts, tokens = rows.parts, rows.tokens
+        plan = self._planned(parts, tokens, known)
+        if self._index is not None:
+            # what was begun is gone on with: its order stays as it is
+            settles = not known.requests
+            self.forecast = forecast_run(self._run.job, self._run.setup, plan, tokens, settles)
+        self._parts, ended = parts, time.monotonic()
+        self._took_s, self._not_before = ended - began, ended + PAUSE * (ended - began)
+        if self._index is None and (not plan.to_run or self._is_too_spread(plan)):
+            return None
+        self._announcement.add(plan.path)
+        return Replanned(plan, tokens)
+
+    def follows(self, found: Replanned, known: Snapshot) -> None:
+        """Take note that engines follow this plan from now on."""
+        self.count += 1
+        self._followed = True
+        self._told(found, known, self._index)
+
+    def _planned(self, parts: Sequence[Path], tokens: TokenStore, known: Snapshot) -> Plan:
+        ingestion = self._reading.ingestion
+        return plan_job(
+            parts,
+            tokens,
+            known.parts,
+            ingestion.folder / f"plan-{self.count}",
+            self._run.setup.roots,
+            attempts=ingestion.job.attempts,
+            in_flight=known.in_flight,
+            begun=known.begun,
+            threads=usable_cpus(),
+        )
+
+    def _is_too_spread(self, plan: Plan) -> bool:
+        """Whether so many prefixes are shared by rows far from each other that all are to be planned at once."""
+        if self.count:
+            return False
+        at = self._reading.at
+        whole = at.bytes_total / max(1, at.bytes_read)  # times as many rows as there are by now
+        alone = plan.prompt_tokens - plan.shared_prefix_tokens - plan.spread_tokens
+        again = plan.spread_tokens / max(1.0, whole * alone + plan.spread_tokens)
+        self._is_spread = again > MOST_AGAIN
+        if self._is_spread:
+            self._run.notice(
+                f"the engines wait until all rows are read: beginning with the first {counted(plan.to_run, 'request')} "
+                f"would compute {percent(again)} more prompt tokens, because rows that share a beginning lie far apart"
+            )
+        return self._is_spread

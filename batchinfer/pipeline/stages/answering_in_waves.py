@@ -1,0 +1,195 @@
+"""The engines' stage where the input is still being read: rows run as they are planned, in waves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchinfer.core.sampling import MAX_LOGPROBS
+from batchinfer.data.index.index import Index
+from batchinfer.data.results.error_summary import summarise_errors
+from batchinfer.data.results.planned_work import announced
+from batchinfer.data.results.shared_answers import saved_tokens
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.pipeline.collect import Collector
+from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
+from batchinfer.pipeline.plans.reading_on import ReadingOn
+from batchinfer.pipeline.plans.run_plans import Replanned, RunPlans
+from batchinfer.pipeline.plans.snapshot import Snapshot
+from batchinfer.pipeline.plans.waves import Waves
+from batchinfer.pipeline.stages.answering import (
+    Needs,
+    engines,
+    feed,
+    note_figures,
+    open_meter,
+    raise_pending,
+)
+from batchinfer.pipeline.stages.planning import revised_forecast, tell
+from batchinfer.pipeline.stages.reading import UnreadInput, complete
+from batchinfer.pipeline.stages.verdict import error_budget
+from batchinfer.pipeline.workers.feed import Batches
+from batchinfer.pipeline.workers.replica_pool import ReplicaPool
+from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
+from batchinfer.plan.forecast.run import RunForecast
+from batchinfer.plan.forecast.text import plan_line
+from batchinfer.plan.order.plan import Plan
+
+
+def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -> Index:
+    """Run the rows that were read while the others are, until there is an answer to all. After a signal, what runs may
+    finish, and all that is finished is committed. Return the complete index.
+
+    Raises Interrupted after a signal, what ended the engines or the reading, and what `complete` raises.
+    """
+    before = set(store.parts())
+    with (
+        ReadingOn(unread.ingestion, unread.steps, unread.at) as reading,
+        announced(store.path, (), run.state.ops) as announcement,
+    ):
+        answering = _Answering(run, store)
+        waves = answering.waves = Waves(run, reading, announcement, answering.follows)
+        answering.run_all()
+    raise_pending(run, store)
+    index = waves.index
+    assert index is not None, "engines follow plans until one has all rows"
+    new = [part for part in store.parts() if part not in before]
+    saved = saved_tokens(index.index_parts, new, run.state.staging / "shared")
+    run.report.note(duplicate_saved_tokens=saved[0], duplicate_saved_output_tokens=saved[1])
+    return index
+
+
+class _Answering:
+    """One run of engines over an input that is being read."""
+
+    waves: Waves
+    _pool: ReplicaPool
+    _plans: RunPlans
+
+    def __init__(self, run: OpenRun, store: CompletionStore) -> None:
+        self._run, self._store = run, store
+        receiver = run.setup.output.receiver(run.setup.columns, run.setup.tokenizer)
+        deadline = Deadline.of(run.job, run.now, None)
+        self._deadline = None if deadline is None else DeadlineWatch(deadline, run.notice)
+        meter = open_meter(run, run.setup.setting)
+        self._collector = Collector(store, meter, run.progress, receiver, self._deadline)
+        self._began: float | None = None  # when engines began to run rows
+        self._known: _Known | None = None  # by the plan that they follow
+        self._parts_told = 0  # of the index, whose error rows are told
+        self._facts: dict[str, Any] = {"waves": 0, "again_tokens": 0}
+
+    def run_all(self) -> None:
+        """Run the rows of all waves, until the last one is answered, or a signal comes."""
+        run = self._run
+        longest, logprobs = run.setup.setting.max_model_len, _most_logprobs(run)
+        needs = Needs(run.setup.setting, longest, logprobs, 0, lambda: self.waves.parts)
+        with (
+            engines(run, needs) as pool,
+            RunPlans(run, self._store, self._collector, pool, [self.waves]) as plans,
+        ):
+            self._pool, self._plans = pool, plans
+            try:
+                first = self._wait_until_ready()
+                feed(run, first, pool, self._collector, plans)
+            finally:
+                self._store.commit()
+                deadline = {} if self._deadline is None else self._deadline.facts
+                note_figures(run, pool, self._collector, self._facts | deadline)
+
+    def _wait_until_ready(self) -> Batches:
+        """Wait for the engines, and return what is planned meanwhile."""
+        run, pool, found = self._run, self._pool, None
+        while pool.info is None and run.interrupts.pending is None:
+            pool.receive(0.1)
+            run.progress.tick()
+            run.operators.look()
+            found = self._plans.next(found is None, found is None) or found
+        run.report.began(pool.infos)
+        self._began = time.monotonic()
+        run.progress.running(rows=0, prompt_tokens=0, expected_tokens=0, more=True)
+        self._show()
+        return iter(()) if found is None else found
+
+    def follows(self, found: Replanned, known: Snapshot, index: Index | None) -> None:
+        """Take note of a plan that engines follow, and of the whole input once it is read. Raises as `complete`."""
+        plan = found.plan
+        self._known = _Known(plan, known, index is None)
+        self._facts["waves"] += 1
+        self._facts["again_tokens"] += plan.again_tokens
+        self._show()
+        self._tell_errors()
+        if index is None:
+            self._run.notice(f"{plan_line(self._known.own)}; the input is still being read")
+        else:
+            self._all_known(plan, index)
+
+    def _show(self) -> None:
+        """Show what is known by now, once engines run it."""
+        if self._began is None or self._known is None:
+            return
+        plan, given = self._known.plan, self._known.given
+        rows = plan.rows - plan.error_rows
+        self._run.progress.known(
+            rows=rows,
+            done=rows - plan.rows_to_run - given.rows_in_flight,
+            prompt_tokens=given.prompt_tokens + plan.prompt_tokens,
+            expected_tokens=given.expected_tokens + plan.expected_tokens,
+            more=self._known.more,
+        )
+
+    def _tell_errors(self) -> None:
+        """Count the error rows of what was planned since."""
+        new = self.waves.parts[self._parts_told :]
+        self._parts_told += len(new)
+        self._run.progress.failed(dict(summarise_errors(new).codes))
+
+    def _all_known(self, plan: Plan, index: Index) -> None:
+        run, forecast, collector = self._run, self.waves.forecast, self._collector
+        complete(run, index)
+        assert self._known is not None
+        run.report.planned(self._known.own, None)
+        tell(run, self._known.own, forecast)
+        self._note_forecast(forecast)
+        budget = error_budget(run, index.rows).starting_at(index.error_rows)
+        collector.all_known(budget, revised_forecast(run, forecast))
+        collector.plans_no_rows()
+        self._plans.add(FurtherAttempts(run, index, collector, self._pool))
+
+    def _note_forecast(self, forecast: RunForecast) -> None:
+        """Note what the whole run will take: what it took so far, and what the rest is forecast to take."""
+        found, run = forecast.engine, self._run
+        if found is not None and found.seconds is not None:
+            passed_s = 0.0 if self._began is None else time.monotonic() - self._began
+            self._facts |= {
+                "forecast_s": passed_s + found.seconds,
+                "forecast_basis": found.times.known,
+                "forecast_answers_from": found.answers_from,
+            }
+        deadline = Deadline.of(run.job, run.now, found)
+        if deadline is not None and self._deadline is not None:
+            run.notice(f"deadline: {deadline.text}")
+            self._deadline.forecast(deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Keeps what is known of the input: the plan that engines follow, and what they had been given when it was made."""
+
+    plan: Plan
+    given: Snapshot
+    more: bool  # whether there may be more rows
+
+    @property
+    def own(self) -> Plan:
+        """Return the plan, in which only answers of earlier runs count as stored."""
+        return replace(self.plan, present=self.plan.present - self.given.requests)
+
+
+def _most_logprobs(run: OpenRun) -> int | None:
+    """Return the most log-probabilities that a row of the job may ask for; None: none can ask for any."""
+    sampling = run.job.sampling
+    if run.job.requests or "logprobs" in dict(sampling.from_columns):
+        return MAX_LOGPROBS
+    return sampling.logprobs

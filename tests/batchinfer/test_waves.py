@@ -1,0 +1,210 @@
+"""Whole jobs whose rows run while the input is read: what they publish is what one plan of all rows publishes."""
+
+from __future__ import annotations
+
+import gzip
+import time
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.core.errors import ErrorBudgetExceeded, InputCorrupt, Interrupted
+from batchinfer.data.index import ingest
+from batchinfer.data.index.ingest import Ingestion, IngestProgress
+from batchinfer.job import load_job
+from batchinfer.pipeline.plans import waves
+from batchinfer.pipeline.report import Outcome
+from batchinfer.pipeline.run import run_job
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.report.progress import Progress
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
+from tests.batchinfer.test_ladder_job import LADDER, PROMPT
+from tests.memory_transport import FakeTransport
+
+IN_WAVES = replace(FAKE, waves_from_s=0.0)
+AT_ONCE = replace(FAKE, waves_from_s=float("inf"))
+ROWS, AT_A_TIME = 1200, 200
+SAME = (
+    "rows", "rows_ok", "rows_error", "error_codes", "distinct_requests", "duplicate_rows", "reused_requests",
+    "computed_requests", "duplicate_saved_tokens", "duplicate_saved_output_tokens",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Engines that take their time, beside a reading that takes longer; the keys of what was computed."""
+    steps = Ingestion.steps
+
+    def slow(self: Ingestion) -> Generator[IngestProgress, None, None]:
+        self._options = replace(self._options, chunk=replace(self._options.chunk, lines=AT_A_TIME))
+        for at in steps(self):
+            yield at
+            time.sleep(0.15)
+
+    monkeypatch.setattr(ingest.Ingestion, "steps", slow)
+    monkeypatch.setattr(
+        waves, "MOST_AGAIN", 1.0
+    )  # prompts are so short that any number in them is a beginning
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", "20")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.01")
+    monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
+    return tmp_path / "log"
+
+
+def rows() -> list[Any]:
+    """Every seventh row is one of 97 that come again and again, every eleventh has an id that is there already, and
+    some are bad."""
+    found: list[Any] = [
+        {"id": f"p{n - 7 if n % 11 == 10 else n}", "text": f"person {n % 97 if n % 7 == 0 else n}", "age": n}
+        for n in range(ROWS)
+    ]
+    found[10] = "{not json"
+    found[1000] = {"id": "late", "text": None, "age": 1}
+    return found
+
+
+def job(folder: Path, model: Path, given: list[Any] | None = None, **sections: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    return write_job(
+        folder,
+        model,
+        rows() if given is None else given,
+        **{
+            "input": {"path": "in.jsonl", "id": "id", "unique_ids": True},
+            "output": {"path": "out/res", "columns": ["age"], "rows_per_file": 500},
+            "on_error": {"max_error_rate": 0.5},
+            **sections,
+        },
+    )
+
+
+def published(path: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))]
+
+
+def keys(path: Path) -> Any:
+    """The key of each row, from the newest report."""
+    newest = sorted((path.parent / "out/res-report").glob("rows-*.parquet"))[-1]
+    return pq.read_table(newest).drop_columns(["run_id"])
+
+
+def computed(log: Path) -> set[str]:
+    found = log.read_text().split() if log.exists() else []
+    log.unlink(missing_ok=True)
+    assert len(found) == len(set(found)), "something was computed twice"
+    return set(found)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({}, id="greedy"),
+        pytest.param({"sampling": {"max_tokens": 8, "temperature": 0.7}}, id="equal samples"),
+        pytest.param({"engine": {"data_parallel": 2}}, id="two engines"),
+    ],
+)
+def test_waves_publish_what_one_plan_does(
+    tmp_path: Path, model: Path, log: Path, sections: dict[str, Any]
+) -> None:
+    outcomes: list[Outcome] = []
+    paths = [job(tmp_path / name, model, **sections) for name in ("waves", "once")]
+    work = []
+    for path, options in zip(paths, (IN_WAVES, AT_ONCE), strict=True):
+        outcomes.append(run(path, options))
+        work.append(computed(log))
+    many, once = (outcome.row for outcome in outcomes)
+    assert many["waves"] >= 2
+    assert once["waves"] is None
+    assert published(paths[0]) == published(paths[1])
+    assert keys(paths[0]).equals(keys(paths[1]))
+    assert work[0] == work[1]
+    assert {name: many[name] for name in SAME} == {name: once[name] for name in SAME}
+    again = run(paths[0], NO_ENGINE)
+    assert again.row["exit_status"] == "already published"
+
+
+def test_rows_run_again_in_waves(
+    tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows whose answers are cut run again beside rows that were read later."""
+    monkeypatch.setenv("FAKE_ENGINE_LEVELS", "4")
+    given = [{"id": f"r{n}", "ids": [20 + n % 100, 20 + n // 100]} for n in range(ROWS)]
+    sections = {"on_invalid": LADDER, "prompt": PROMPT, "output": {"path": "out/res"}}
+    paths = [job(tmp_path / name, model, given, **sections) for name in ("waves", "once")]
+    outcome = run(paths[0], IN_WAVES)
+    first = computed(log)
+    run(paths[1], AT_ONCE)
+    assert outcome.row["waves"] >= 2
+    assert published(paths[0]) == published(paths[1])
+    assert first == computed(log)
+    assert {row["attempt"] for row in table(paths[0])} == {1, 2, 3}
+
+
+class Stopping(Progress):
+    """Sends a signal once so many rows have their answers."""
+
+    def __init__(self, interrupts: Interrupts, rows: int) -> None:
+        super().__init__(None, quiet=True)
+        self._interrupts, self._left = interrupts, rows
+
+    def finished(self, **what: Any) -> None:
+        super().finished(**what)
+        self._left -= 1
+        if not self._left:
+            self._interrupts.pending = 2
+
+
+@pytest.mark.parametrize("answers", [50, 300, 700])
+def test_what_a_stopped_run_has_done_is_not_done_again(
+    tmp_path: Path, model: Path, log: Path, answers: int
+) -> None:
+    path, whole = (job(tmp_path / name, model) for name in ("stopped", "whole"))
+    interrupts = Interrupts()
+    with pytest.raises(Interrupted, match="answers are stored"):
+        run_job(load_job(path), IN_WAVES, Stopping(interrupts, answers), interrupts, lambda _: None)
+    before = computed(log)
+    assert answers <= len(before) < 1000
+    outcome = run(path, IN_WAVES)
+    assert not before & computed(log)
+    assert outcome.row["reused_requests"] == len(before)
+    run(whole, AT_ONCE)
+    assert published(path) == published(whole)
+
+
+def test_too_many_error_rows_end_the_run_once_they_are_read(tmp_path: Path, model: Path, log: Path) -> None:
+    transport = FakeTransport()
+    given = [{"id": str(n), "text": None if n >= 800 else f"person {n}"} for n in range(ROWS)]
+    path = job(tmp_path / "job", model, given, on_error={"max_error_rate": 0.1}, output={"path": "out/res"})
+    with pytest.raises(ErrorBudgetExceeded, match="400 of 1200 rows are errors"):
+        run(path, replace(IN_WAVES, transport=transport))
+    assert all(link.closed for link in transport.started)
+    assert computed(log), "rows had been read that could run"
+
+
+def test_an_input_that_is_damaged_at_its_end_ends_the_run(tmp_path: Path, model: Path, log: Path) -> None:
+    transport = FakeTransport()
+    path = job(tmp_path / "job", model, input={"path": "in.jsonl.gz"})
+    whole = gzip.compress((path.parent / "in.jsonl").read_bytes())
+    (path.parent / "in.jsonl.gz").write_bytes(whole[:-100])
+    with pytest.raises(InputCorrupt):
+        run(path, replace(IN_WAVES, transport=transport))
+    assert all(link.closed for link in transport.started)
+
+
+def test_rows_that_share_with_rows_far_away_wait_for_them(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tenth row has the same long beginning as one of the first rows: their prefixes would be computed twice."""
+    monkeypatch.setattr(waves, "MOST_AGAIN", 0.05)
+    long = [f"{n} " + "and so on " * 20 for n in range(120)]
+    given = [{"id": str(n), "text": f"{long[n % 120]} {n}"} for n in range(ROWS)]
+    notices: list[str] = []
+    path = job(tmp_path / "job", model, given, output={"path": "out/res"})
+    outcome = run_job(load_job(path), IN_WAVES, Progress(None, quiet=True), Interrupts(), notices.append)
+    assert outcome.row["waves"] == 1
+    assert outcome.row["again_tokens"] == 0
+    assert any("because rows that share a beginning lie far apart" in notice for notice in notices)
