@@ -129,7 +129,7 @@ def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sharing:
-    """What prompts share, in tokens."""
+    """Counts what prompts share, in tokens."""
 
     saved: int  # need not run, as another row to run has them, too
     spread: int  # of prefixes that have users in both halves of the rows
