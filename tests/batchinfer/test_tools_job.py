@@ -43,7 +43,7 @@ def job(folder: Path, model: Path, rows: list[Any], call: str = CALLS["either"],
 
 def test_the_jobs_tools_the_rows_own_and_the_second_night(tmp_path: Path, model: Path) -> None:
     """A night computes the rows whose tools have changed, and no others."""
-    own = (None, [tool("own")], json.dumps([tool("text")]), [])
+    own: tuple[Any, ...] = (None, [tool("own")], json.dumps([tool("text")]), [])
     rows = [row | {"can": given} for row, given in zip(people(4), own, strict=True)]
     path = job(tmp_path, model, rows, prompt={**PROMPT, "tools": [tool()], "tools_from_column": "can"})
     assert prompts(path) == [
