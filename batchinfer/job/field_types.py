@@ -18,6 +18,7 @@ from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
 from batchinfer.core.sampling import BOUNDS, DERIVED, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
+from batchinfer.core.tools import BadTools, checked_tools
 from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
@@ -212,6 +213,22 @@ def _arguments_text(value: object) -> object:
     return written(given) if given else None
 
 
+def _tools_text(value: object) -> object:
+    """A list of tools, or JSON text of one → compact JSON text."""
+    if isinstance(value, str):
+        try:
+            value = read_exactly(value)
+        except (ValueError, RecursionError):
+            raise ValueError(f"found {found(value)}; it must be a list of tools") from None
+    if value is None:
+        return None
+    try:
+        tools = checked_tools(value, MAX_ARGUMENT)
+    except (BadTools, NotPlain) as error:
+        raise ValueError(f"{error}") from None
+    return written(tools) if tools else None
+
+
 def _sql_memory(value: object) -> object:
     """auto, or a size (→ bytes). () fits no type, so that the field's own words answer."""
     size = value if value == "auto" else _size(value)
@@ -389,6 +406,11 @@ TemplateArguments = Annotated[
     str | None,
     BeforeValidator(_arguments_text, json_schema_input_type=dict[str, Any] | None),
     Right("a mapping from arguments of the chat template to values, as in {enable_thinking: false}"),
+]
+Tools = Annotated[
+    str | None,
+    BeforeValidator(_tools_text, json_schema_input_type=list[dict[str, Any]] | None),
+    Right("a list of function tools, as in [{type: function, function: {name: …, parameters: {…}}}]"),
 ]
 ArgumentColumns = Annotated[
     tuple[tuple[str, str], ...],

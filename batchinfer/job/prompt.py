@@ -15,6 +15,7 @@ from batchinfer.job.field_types import (
     ReasoningMarks,
     TemplateArguments,
     Text,
+    Tools,
 )
 from batchinfer.job.section import Section
 
@@ -69,6 +70,15 @@ class PromptSection(Section):
         json_schema_extra={"default": []},
     )
 
+    tools: Tools = Field(
+        default=None,
+        description="Functions that the model may call, as in OpenAI's API: [{type: function, function: {name: …}}].",
+    )
+    tools_from_column: Column | None = Field(
+        default=None,
+        description="Column with a row's own list of tools, in place of the job's.",
+    )
+
     @property
     def source(self) -> str | None:
         """The key that says where prompts come from; None: they stand in OpenAI requests."""
@@ -79,6 +89,15 @@ class PromptSection(Section):
         """The arguments of the chat template that all rows have in common."""
         found: dict[str, Any] = json.loads(self.template_arguments or "{}")
         return found
+
+    @property
+    def given_tools(self) -> dict[str, Any]:
+        """The tools that all rows have in common, as the chat template is told of them."""
+        return {} if self.tools is None else {"tools": json.loads(self.tools)}
+
+    def tool_keys(self) -> list[str]:
+        """Return the keys of the section that give tools."""
+        return [name for name in ("tools", "tools_from_column") if getattr(self, name) is not None]
 
     def argument_keys(self) -> list[tuple[str, str]]:
         """Return each argument that the section names, with the key that names it."""

@@ -10,11 +10,18 @@ from batchinfer.job.yaml_tree import Finding
 
 SOURCES_TEXT = "user, messages, text and token_ids"
 _AS_IT_IS = ("text", "token_ids")  # prompts that no chat template renders
-_OF_CHATS = ("chat_template", "template_arguments", "template_arguments_from_columns")
+_OF_CHATS = (
+    "chat_template",
+    "template_arguments",
+    "template_arguments_from_columns",
+    "tools",
+    "tools_from_column",
+)
 _OF_ROWS = (
     "system",
     "chat",
     "template_arguments_from_columns",
+    "tools_from_column",
 )  # what requests say themselves, or not at all
 
 

@@ -28,7 +28,7 @@ class Section(BaseModel):
 def shown(key: str, value: object) -> str:
     if value is None:
         return "auto" if key == "max_model_len" else "none"
-    if key in ("json_schema", "template_arguments") and isinstance(value, str):
+    if key in ("json_schema", "template_arguments", "tools") and isinstance(value, str):
         return shorten(value)
     if key in ("kv_memory", "sql_memory", "max_line_bytes") and isinstance(value, int):
         return f"{value:,} bytes"

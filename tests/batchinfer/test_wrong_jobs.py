@@ -949,7 +949,7 @@ BAD_REQUESTS: list[Bad] = [
     (chat(says([{"type": "image_url", "image_url": {"url": "x"}}])), "unsupported_content", "input"),
     (chat(says("hi"), n=2), "n_over_limit", "input"),
     (chat(says("hi"), temprature=1), "unknown_field", "input"),
-    (chat(says("hi"), tools=[{"type": "function"}]), "unknown_field", "input"),
+    (chat(says("hi"), tools=[{"type": "function"}]), "bad_parameter", "input"),
     (chat(says("hi"), response_format={"type": "json_schema"}), "bad_parameter", "input"),
     (chat(says("hi"), stream=True), "stream", "input"),
     (chat(says("hi"), max_completion_tokens=0), "bad_parameter", "input"),

@@ -334,8 +334,9 @@ class Ingestion:
             fits=self._job.sampling.fits,
             chat=prompt.chat,
             chat_template=self._job.chat_template,
-            arguments=prompt.arguments,
+            arguments=prompt.arguments | prompt.given_tools,
             argument_columns=prompt.template_arguments_from_columns,
+            tools_column=prompt.tools_from_column,
             ladder=self._job.on_invalid,
             reasoning=self._options.reasoning,
         )

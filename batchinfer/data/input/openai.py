@@ -11,7 +11,10 @@ from batchinfer.data.input.rows import RowProblem, Values, kind_of
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
 DOCUMENTS, EFFORT, KWARGS = "documents", "reasoning_effort", "chat_template_kwargs"
-TEMPLATE_FIELDS = frozenset({DOCUMENTS, EFFORT, KWARGS})  # of a chat's body: what its chat template is told
+TOOLS, CHOICE = "tools", "tool_choice"
+TEMPLATE_FIELDS = frozenset(
+    {DOCUMENTS, EFFORT, KWARGS, TOOLS}
+)  # of a chat's body: what its chat template is told
 _KEYS = {"custom_id", "method", "url", "body"}
 TEXT_MAX_TOKENS = 16  # of /v1/completions, in OpenAI's API reference
 

@@ -20,7 +20,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, openai_request
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
-from batchinfer.data.prompts.arguments.told import RowArguments, Told, arguments_read
+from batchinfer.data.prompts.arguments.told import RowArguments, Told, arguments_read, reads_tools
 from batchinfer.data.prompts.chat import Chat
 from batchinfer.data.prompts.chat_template import (
     ChatTemplate,
@@ -69,6 +69,7 @@ class PromptPlan:
     chat_template: str | None = None  # None: the checkpoint's
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, for all rows
     argument_columns: tuple[tuple[str, str], ...] = ()  # an argument, and the column that sets it
+    tools_column: str | None = None  # of a row's own tools
     ladder: tuple[Rung, ...] = ()  # parameters with which a row runs again
     reasoning: Reasoning | None = None  # how the checkpoint marks it
 
@@ -118,6 +119,8 @@ class PromptBuilder:
             arguments_read(source) if source is not None else frozenset(),
             plan.values_are_text,
             plan.max_text_bytes,
+            plan.tools_column,
+            source is not None and reads_tools(source),
         )
         self._build: Callable[[Values], Draft] = {
             "template": self._from_templates if plan.chat else self._from_whole_template,

@@ -8,6 +8,7 @@ from batchinfer.data.input.rows import RowProblem
 from batchinfer.data.prompts.arguments.told import Arguments
 from batchinfer.data.prompts.chat_shapes import ChatShapes
 from batchinfer.data.prompts.chat_template import ChatTemplate, Message
+from batchinfer.data.prompts.turns.call_turns import CallTurns
 
 # Learning a shape renders it some ten times, so only arguments that many rows may have in common are worth it
 _MOST_TOLD = 16
@@ -21,13 +22,16 @@ class Chat:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self._calls = CallTurns(template.render)
         self._told: dict[ArgumentsKey, ChatShapes] = {}
         self._literals = {c.value for c in template.tree().find_all(nodes.Const) if isinstance(c.value, str)}
 
     def render(self, messages: list[Message], arguments: Arguments) -> str:
         """The prompt's text. Raises RowProblem."""
         try:
-            return self._rendered(messages, arguments)
+            return self._rendered(self._calls.formed(messages), arguments)
+        except RowProblem:
+            raise
         except MemoryError:
             raise RowProblem(
                 "template_memory", "the chat template asks for too much memory", "resource"

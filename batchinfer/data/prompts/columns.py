@@ -101,6 +101,7 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     wanted = tuple(_wanted(job, mode, column))
     variables = _needed_variables(job, used)
     parameters = {name for _, name in (*job.sampling.from_columns, *_argument_columns(job))}
+    parameters.update(_tools_column(job))
     whole = mode == "openai" or ROW_VARIABLE in used
     send = None if whole else tuple(sorted({*used, *parameters, *([column] if column else [])}))
     read = None
@@ -130,11 +131,17 @@ def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str
         yield f"prompt.{mode}", column
     yield from (("sampling.from_columns", name) for _, name in job.sampling.from_columns)
     yield from (("prompt.template_arguments_from_columns", name) for _, name in _argument_columns(job))
+    yield from (("prompt.tools_from_column", name) for name in _tools_column(job))
     yield from (("output.columns", name) for name in job.output.columns)
 
 
 def _argument_columns(job: Job) -> tuple[tuple[str, str], ...]:
     return () if job.prompt is None else job.prompt.template_arguments_from_columns
+
+
+def _tools_column(job: Job) -> tuple[str, ...]:
+    name = None if job.prompt is None else job.prompt.tools_from_column
+    return () if name is None else (name,)
 
 
 def _needed_variables(job: Job, used: set[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from batchinfer.data.prompts.arguments.told import (
     argument_problem,
     arguments_read,
     is_given,
+    reads_tools,
 )
 from batchinfer.data.prompts.builder import Mode
 from batchinfer.data.prompts.chat_template import chat_environment, row_environment
@@ -89,9 +90,10 @@ def _check_compiles(job: Job, tokenizer: Tokenizer, template: TemplateSource) ->
 
 def _refuse_arguments(job: Job, message: str) -> None:
     """Raises JobFileError where the job names any argument."""
-    keys = [] if job.prompt is None else job.prompt.argument_keys()
+    prompt = job.prompt
+    keys = [] if prompt is None else [*(key for _, key in prompt.argument_keys()), *prompt.tool_keys()]
     if keys:
-        raise JobFileError(str(job.source), [Mistake(f"prompt.{key}", message) for _, key in keys])
+        raise JobFileError(str(job.source), [Mistake(f"prompt.{key}", message) for key in keys])
 
 
 def _check_arguments(job: Job, template: TemplateSource) -> None:
@@ -103,6 +105,9 @@ def _check_arguments(job: Job, template: TemplateSource) -> None:
         for name, key in job.prompt.argument_keys()
         if (problem := _problem_of_argument(name, job.prompt.arguments, reads, template.file)) is not None
     ]
+    if not reads_tools(template.text):
+        message = f"{template.file} reads no tools"
+        mistakes += [Mistake(f"prompt.{key}", message) for key in job.prompt.tool_keys()]
     if mistakes:
         raise JobFileError(str(job.source), mistakes)
 

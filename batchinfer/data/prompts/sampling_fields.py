@@ -41,7 +41,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
     "tools": ([],),
-    "tool_choice": ("none", "auto"),  # which of no tools
+    "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (False, True),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -91,6 +91,8 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
             given |= _response_format(value)
         elif name in CHECKS:
             given[name] = value
+        elif field == "parallel_tool_calls" and value is False and body.get("tools"):
+            raise _bad(field, "nothing keeps a model from several calls; leave it out, or give no tools")
         elif not (field in _NOTHING and value in _NOTHING[field]):
             raise RowProblem(
                 "unknown_field", f"body.{field[:100]}: this field, or its value, is not supported"

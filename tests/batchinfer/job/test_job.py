@@ -407,6 +407,8 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
             "chat_template": None,
             "template_arguments": None,
             "template_arguments_from_columns": (),
+            "tools": None,
+            "tools_from_column": None,
             "reasoning": "auto",
         },
     ], "a new option is added here; one that is here never changes"

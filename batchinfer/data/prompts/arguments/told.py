@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from batchinfer.core.plain_json import NotPlain, TooLarge, plain_json
+from batchinfer.core.tools import BadTools, checked_tools
 from batchinfer.data.input.json_text import parse_value
-from batchinfer.data.input.openai import DOCUMENTS, EFFORT, KWARGS
+from batchinfer.data.input.openai import CHOICE, DOCUMENTS, EFFORT, KWARGS, TOOLS
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
 from batchinfer.data.prompts.arguments.names_read import names_read
 from batchinfer.data.prompts.chat_template import chat_environment
@@ -16,7 +17,7 @@ from batchinfer.data.tokenizer.tokenizer import NAMED_TOKENS
 
 Arguments = Mapping[str, Any]
 _GENERATION_PROMPT = "add_generation_prompt"
-_GIVEN = frozenset({"messages", "tools", _GENERATION_PROMPT, *NAMED_TOKENS})
+_GIVEN = frozenset({"messages", TOOLS, _GENERATION_PROMPT, *NAMED_TOKENS})
 _GLOBALS = frozenset(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)).globals)
 
 
@@ -30,8 +31,16 @@ def arguments_read(source: str) -> frozenset[str]:
 
     The template must be one that can be compiled.
     """
-    environment = chat_environment(datetime(2000, 1, 1, tzinfo=UTC))
-    return frozenset(name for name in names_read(environment.parse(source)) if not is_given(name))
+    return frozenset(name for name in _names_read(source) if not is_given(name))
+
+
+def reads_tools(source: str) -> bool:
+    """Whether a chat template reads `tools`. It must be one that can be compiled."""
+    return TOOLS in _names_read(source)
+
+
+def _names_read(source: str) -> set[str]:
+    return names_read(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)).parse(source))
 
 
 class Told(NamedTuple):
@@ -46,7 +55,7 @@ class RowArguments:
 
     `common` are the arguments that the job gives to all rows, `columns` pairs of an argument and the column that sets
     it, `reads` the names that the template reads. `values_are_text`: as CSV has them. `most` bounds the characters of
-    a row's own arguments.
+    a row's own arguments, and those of its own tools, which stand in the column `tools`.
     """
 
     def __init__(
@@ -56,27 +65,50 @@ class RowArguments:
         reads: frozenset[str],
         values_are_text: bool,
         most: int,
+        tools: str | None = None,
+        reads_tools: bool = True,
     ) -> None:
         self._common, self._columns, self._reads = common, columns, reads
         self._texts, self._most = values_are_text, most
+        self._tools, self._reads_tools = tools, reads_tools
 
     def of_row(self, values: Values) -> Told:
         """The job's arguments with those of the row's columns laid over. Raises RowProblem."""
-        if not self._columns:
+        if not self._columns and self._tools is None:
             return Told(self._common)
+        tools = None if self._tools is None else values.get(self._tools)
         given = {name: values.get(column) for name, column in self._columns}
         if self._texts:
             given = {name: _from_text(value) for name, value in given.items()}
-        return Told(self._laid_over(given))
+        tools = _from_text(tools)  # as JSON text, in which tools of different shapes fit into one column
+        return Told(self._with_tools(self._laid_over(given), tools))
 
     def of_request(self, body: Mapping[str, Any]) -> Told:
         """The job's arguments with those of a chat request laid over. Raises RowProblem."""
         given = {name: body[name] for name in (EFFORT, DOCUMENTS) if body.get(name) is not None}
         given |= self._kwargs(body.get(KWARGS))
-        if not given:
-            return Told(self._common)
         unread = tuple(name for name in given if name not in self._reads)
-        return Told(self._laid_over({name: given[name] for name in given if name in self._reads}), unread)
+        read = {name: given[name] for name in given if name in self._reads}
+        arguments = self._laid_over(read) if read else self._common
+        if body.get(CHOICE) == "none":
+            return Told({name: one for name, one in arguments.items() if name != TOOLS}, unread)
+        return Told(self._with_tools(arguments, body.get(TOOLS)), unread)
+
+    def _with_tools(self, arguments: Arguments, value: Any) -> Arguments:
+        """Return the arguments with a row's own tools; an empty list of them is none."""
+        if value is None:
+            return arguments
+        try:
+            tools = checked_tools(value, self._most)
+        except TooLarge:
+            message = f"the tools are over the limit of {self._most:,} characters"
+            raise RowProblem("text_too_long", message, "policy") from None
+        except (BadTools, NotPlain) as error:
+            gap = "" if str(error).startswith("[") else " "
+            raise RowProblem("bad_parameter", f"tools{gap}{error}") from None
+        if tools and not self._reads_tools:
+            raise _bad(TOOLS, "the chat template reads no tools")
+        return {**arguments, TOOLS: tools or None}
 
     def _kwargs(self, value: Any) -> dict[str, Any]:
         if value is None:

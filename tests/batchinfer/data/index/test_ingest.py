@@ -167,7 +167,7 @@ BAD_REQUESTS: list[tuple[Any, str]] = [
     (request({**CHAT, "n": 2}), "n_over_limit"),
     (request({**CHAT, "stream": True}), "stream"),
     (request({**CHAT, "frobnicate": 1}), "unknown_field"),
-    (request({**CHAT, "tools": [{"type": "function"}]}), "unknown_field"),
+    (request({**CHAT, "tools": [{"type": "function"}]}), "bad_parameter"),
     (request({**CHAT, "logprobs": 3}), "bad_parameter"),
     (request({**CHAT, "logprobs": True, "top_logprobs": 21}), "bad_parameter"),
     (request({**CHAT, "top_logprobs": 2}), "bad_parameter"),

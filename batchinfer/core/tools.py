@@ -1,0 +1,54 @@
+"""Function tools as OpenAI's API describes them: what a model may call, checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from batchinfer.core.plain_json import plain_json
+
+MOST_TOOLS = 128  # OpenAI's limit for a request
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_RIGHT = "{type: function, function: {name: …, description: …, parameters: {type: object, …}}}"
+
+
+class BadTools(ValueError):
+    """Tools that cannot be used. The text says which, and why."""
+
+
+def checked_tools(value: Any, most: int) -> list[dict[str, Any]]:
+    """Return a list of tools made of plain JSON values. `most` bounds their characters and items together. Raises
+    BadTools; NotPlain for values that JSON cannot say, and for those that are nested too deeply or too large."""
+    if not isinstance(value, list | tuple):
+        raise BadTools(f"must be a list of tools, as in [{_RIGHT}]")
+    if len(value) > MOST_TOOLS:
+        raise BadTools(f"has {len(value)} tools; the limit is {MOST_TOOLS}")
+    tools: list[dict[str, Any]] = plain_json(value, most)
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        name = _checked_name(number, tool)
+        if name in names:
+            raise BadTools(f"[{number}].function.name: {name!r} is the name of an earlier tool, too")
+        names.add(name)
+    return tools
+
+
+def _checked_name(number: int, tool: Any) -> str:
+    """Return the name of a tool that has the right form. Raises BadTools."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type") != "function":
+        raise BadTools(f"[{number}] must be a function tool, as in {_RIGHT}")
+    where, name, description = f"[{number}].function", function.get("name"), function.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadTools(f"{where}.name must be 1 to 64 letters, digits, underscores, dots and hyphens")
+    if description is not None and not isinstance(description, str):
+        raise BadTools(f"{where}.description must be text")
+    parameters = function.get("parameters")
+    if parameters is not None and not _is_of_object(parameters):
+        raise BadTools(f"{where}.parameters must be the JSON Schema of an object, as in {{type: object, …}}")
+    return name
+
+
+def _is_of_object(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and (not schema or schema.get("type") == "object")
