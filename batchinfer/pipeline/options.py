@@ -29,7 +29,7 @@ class RunOptions:
     transport: Transport = PROCESSES  # how workers are started and spoken to
     standby: EngineStandby | None = None  # a process for the engine that was started already
     # Rows run before the input is read to its end, if that takes so many seconds more from when an engine could run
-    # them. What it costs to begin is less, also where plans share as little as they can (docs/measurements/waves.md)
+    # them. About as long as it takes to plan the first rows; chosen, and not measured
     waves_from_s: float = 1.0
     already_s: float = 0.0  # what the command took before: interpreter, imports, job file
 
