@@ -192,13 +192,19 @@ def _check_argument(name: object) -> None:
         raise ValueError(f"found {found(name)}; it must be the name of an argument, such as enable_thinking")
 
 
+def _from_json_text(value: object, right: str) -> object:
+    """JSON text → its value; anything else stays as it is. `right` says what would be right."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_exactly(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"found {found(value)}; {right}") from None
+
+
 def _arguments_text(value: object) -> object:
     """A mapping, or JSON text of one → compact JSON text. An argument that is null is left out, as if not given."""
-    if isinstance(value, str):
-        try:
-            value = read_exactly(value)
-        except (ValueError, RecursionError):
-            raise ValueError(f"found {found(value)}; {_RIGHT_ARGUMENTS}") from None
+    value = _from_json_text(value, _RIGHT_ARGUMENTS)
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -215,11 +221,7 @@ def _arguments_text(value: object) -> object:
 
 def _tools_text(value: object) -> object:
     """A list of tools, or JSON text of one → compact JSON text."""
-    if isinstance(value, str):
-        try:
-            value = read_exactly(value)
-        except (ValueError, RecursionError):
-            raise ValueError(f"found {found(value)}; it must be a list of tools") from None
+    value = _from_json_text(value, "it must be a list of tools")
     if value is None:
         return None
     try:

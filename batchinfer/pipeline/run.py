@@ -46,9 +46,11 @@ def run_job(
         checked = check(run)
         with open_store(run) as store:
             found = read_input(run, context, store, checked)
-            index = found if isinstance(found, Index) else answer_in_waves(run, found, store)
-            if index is found:
+            if isinstance(found, Index):
+                index = found
                 _answer(run, index, store)
+            else:
+                index = answer_in_waves(run, found, store)
             manifest, changed = _publish(run, context, index, store)
         return _finish(run, index, manifest, changed)
 

@@ -144,6 +144,28 @@ def test_rows_run_again_in_waves(
     assert {row["attempt"] for row in table(paths[0])} == {1, 2, 3}
 
 
+class Counting(Progress):
+    """Knows how many rows had their answers in the end, of how many, and that there were no more."""
+
+    ended: tuple[int, int | None, bool] | None = None
+
+    def close(self) -> None:
+        if self._work is not None and self._work.phase == "running":
+            self.ended = self._work.rows, self._work.total_rows, self._work.more
+        super().close()
+
+
+def test_all_rows_have_their_answers_in_the_end(tmp_path: Path, model: Path) -> None:
+    """Also those that equal a row of an earlier wave, and those that were answered while a plan was made."""
+    progress, interrupts = Counting(None, quiet=True), Interrupts()
+    path = job(tmp_path / "job", model)
+    outcome = run_job(load_job(path), IN_WAVES, progress, interrupts, lambda _: None)
+    good = outcome.row["rows_ok"]
+    assert outcome.row["waves"] >= 2
+    assert progress.ended == (good, good, False)
+    assert outcome.row["forecast_revised_s"] is not None
+
+
 class Stopping(Progress):
     """Sends a signal once so many rows have their answers."""
 

@@ -59,9 +59,9 @@ class EqualRows:
         """Settle the rows of those of these parts, in row order, that were not here the last time. Return how many
         became error rows. Raises StorageError, OutOfMemory."""
         new = _Stretch(parts, self._settled, self._folder / "spill", self._ops, self._threads)
-        errors = refuse_repeated_ids(new) if self._unique_ids else 0
+        errors = _refuse_repeated_ids(new) if self._unique_ids else 0
         kept = self._folder / f"equal-{len(self._kept)}.parquet"
-        self._kept += number_equal_samples(new, tokens, self._context, self._attempts, self._kept, kept)
+        self._kept += _number_equal_samples(new, tokens, self._context, self._attempts, self._kept, kept)
         self._settled = len(parts)
         return errors
 
@@ -106,7 +106,7 @@ class _Stretch:
             yield number, *np.concatenate(held, axis=1)
 
 
-def refuse_repeated_ids(new: _Stretch) -> int:
+def _refuse_repeated_ids(new: _Stretch) -> int:
     """Turn every row whose custom_id an earlier row has into an error row; how many became one."""
     if not new.parts:
         return 0
@@ -118,7 +118,7 @@ def refuse_repeated_ids(new: _Stretch) -> int:
     return new.patch(query, _as_errors)
 
 
-def number_equal_samples(
+def _number_equal_samples(
     new: _Stretch,
     tokens: TokenStore,
     context: bytes,

@@ -12,9 +12,8 @@ CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
 DOCUMENTS, EFFORT, KWARGS = "documents", "reasoning_effort", "chat_template_kwargs"
 TOOLS, CHOICE = "tools", "tool_choice"
-TEMPLATE_FIELDS = frozenset(
-    {DOCUMENTS, EFFORT, KWARGS, TOOLS}
-)  # of a chat's body: what its chat template is told
+# Of a chat's body: what its chat template is told
+TEMPLATE_FIELDS = frozenset({DOCUMENTS, EFFORT, KWARGS, TOOLS})
 _KEYS = {"custom_id", "method", "url", "body"}
 TEXT_MAX_TOKENS = 16  # of /v1/completions, in OpenAI's API reference
 

@@ -20,8 +20,8 @@ from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 
 # A wave is planned when what is known takes so many times as long as the last plan took to make, or so many seconds
-LEAD, LEAD_S = 4.0, 2.0
-PAUSE = 5  # times as long as it took passes before the next one
+LEAD, LEAD_S = 4.0, 2.0  # chosen, not measured
+PAUSE = 5  # times as long as it took passes before the next one; chosen, too
 # Rows that share prefixes with others far away run once all rows are known, where running some before would cost such
 # a part of the job's prompt tokens: a wave computes the prefixes of its rows, and a later one computes them again.
 MOST_AGAIN = 0.05
@@ -42,7 +42,8 @@ class Waves:
         self._run, self._reading, self._announcement, self._told = run, reading, announcement, told
         self._parts: Sequence[Path] = ()  # of the index, as far as it is planned
         self._index: Index | None = None  # once all rows are planned
-        self._followed = self._is_spread = False
+        self._followed = False
+        self._spread: str | None = None  # why engines wait for all rows
         self._not_before, self._took_s = 0.0, 0.0
         self.count = 0  # plans that engines were given
         self.forecast = RunForecast()  # of the last of them
@@ -70,7 +71,7 @@ class Waves:
             return False
         if self._reading.ended:
             return True
-        if self._is_spread or time.monotonic() < self._not_before:
+        if self._waits() or time.monotonic() < self._not_before:
             return False
         left_s = self._run.progress.left_of_known_s()
         return exhausted if left_s is None else left_s <= max(LEAD_S, LEAD * self._took_s)
@@ -117,6 +118,13 @@ class Waves:
             threads=usable_cpus(),
         )
 
+    def _waits(self) -> bool:
+        """Whether engines wait for all rows; the first time a line says why."""
+        if self._spread:
+            self._run.notice(self._spread)
+            self._spread = ""
+        return self._spread is not None
+
     def _is_too_spread(self, plan: Plan) -> bool:
         """Whether so many prefixes are shared by rows far from each other that all are to be planned at once."""
         if self.count:
@@ -125,10 +133,10 @@ class Waves:
         whole = at.bytes_total / max(1, at.bytes_read)  # times as many rows as there are by now
         alone = plan.prompt_tokens - plan.shared_prefix_tokens - plan.spread_tokens
         again = plan.spread_tokens / max(1.0, whole * alone + plan.spread_tokens)
-        self._is_spread = again > MOST_AGAIN
-        if self._is_spread:
-            self._run.notice(
-                f"the engines wait until all rows are read: beginning with the first {counted(plan.to_run, 'request')} "
-                f"would compute {percent(again)} more prompt tokens, because rows that share a beginning lie far apart"
-            )
-        return self._is_spread
+        if again <= MOST_AGAIN:
+            return False
+        self._spread = (
+            f"the engines wait until all rows are read: beginning with the first {counted(plan.to_run, 'request')} "
+            f"would compute {percent(again)} more prompt tokens, because rows that share a beginning lie far apart"
+        )
+        return True

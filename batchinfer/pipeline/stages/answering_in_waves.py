@@ -33,6 +33,7 @@ from batchinfer.pipeline.stages.verdict import error_budget
 from batchinfer.pipeline.workers.feed import Batches
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
+from batchinfer.plan.forecast.revised_forecast import RevisedForecast
 from batchinfer.plan.forecast.run import RunForecast
 from batchinfer.plan.forecast.text import plan_line
 from batchinfer.plan.order.plan import Plan
@@ -75,6 +76,7 @@ class _Answering:
         self._deadline = None if deadline is None else DeadlineWatch(deadline, run.notice)
         meter = open_meter(run, run.setup.setting)
         self._collector = Collector(store, meter, run.progress, receiver, self._deadline)
+        self._revised: RevisedForecast | None = None  # once all rows are known
         self._began: float | None = None  # when engines began to run rows
         self._known: _Known | None = None  # by the plan that they follow
         self._parts_told = 0  # of the index, whose error rows are told
@@ -96,7 +98,8 @@ class _Answering:
             finally:
                 self._store.commit()
                 deadline = {} if self._deadline is None else self._deadline.facts
-                note_figures(run, pool, self._collector, self._facts | deadline)
+                revised = {} if self._revised is None else self._revised.facts
+                note_figures(run, pool, self._collector, self._facts | deadline | revised)
 
     def _wait_until_ready(self) -> Batches:
         """Wait for the engines, and return what is planned meanwhile."""
@@ -133,7 +136,7 @@ class _Answering:
         rows = plan.rows - plan.error_rows
         self._run.progress.known(
             rows=rows,
-            done=rows - plan.rows_to_run - given.rows_in_flight,
+            done=rows - plan.rows_to_run - self._collector.rows_waiting(given),
             prompt_tokens=given.prompt_tokens + plan.prompt_tokens,
             expected_tokens=given.expected_tokens + plan.expected_tokens,
             more=self._known.more,
@@ -153,7 +156,8 @@ class _Answering:
         tell(run, self._known.own, forecast)
         self._note_forecast(forecast)
         budget = error_budget(run, index.rows).starting_at(index.error_rows)
-        collector.all_known(budget, revised_forecast(run, forecast))
+        self._revised = revised_forecast(run, forecast, self._began)
+        collector.all_known(budget, self._revised)
         collector.plans_no_rows()
         self._plans.add(FurtherAttempts(run, index, collector, self._pool))
 

@@ -89,9 +89,10 @@ def tell(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:
         run.notice(f"rows set their own {run.job.sampling.row_parameters()}")
 
 
-def revised_forecast(run: OpenRun, forecast: RunForecast) -> RevisedForecast:
-    """Return what forecasts the run once more, from its first answers."""
-    return RevisedForecast(forecast.engine is None or forecast.engine.upper_bound, run.notice)
+def revised_forecast(run: OpenRun, forecast: RunForecast, began: float | None = None) -> RevisedForecast:
+    """Return what forecasts the run once more, from its first answers. `began`: when engines began to run rows, by
+    `time.monotonic`, if they did already."""
+    return RevisedForecast(forecast.engine is None or forecast.engine.upper_bound, run.notice, began=began)
 
 
 def _tell_of_retries(run: OpenRun, index: Index, store: CompletionStore) -> None:

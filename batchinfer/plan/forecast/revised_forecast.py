@@ -17,15 +17,20 @@ class RevisedForecast:
     """Says once how long the engine will take, judged by the lengths of the first answers and the rate so far."""
 
     def __init__(
-        self, wanted: bool, notice: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        wanted: bool,
+        notice: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        began: float | None = None,
     ) -> None:
-        """`wanted`: the forecast before the run counted every answer at its max_tokens, or there was none."""
+        """`wanted`: the forecast before the run counted every answer at its max_tokens, or there was none. `began`:
+        when the engine's time began, by the clock; None: with the first look."""
         self._wanted, self._notice, self._clock = wanted, notice, clock
-        self._began: float | None = None
+        self._began = began
         self.facts: dict[str, Any] = {}  # for the run's report, by the names of the run table's columns
 
     def look(self, progress: Progress) -> None:
-        """Say it as soon as enough answers are there. The engine's time begins with the first look."""
+        """Say it as soon as enough answers are there."""
         output = progress.output
         if not self._wanted or output is None:
             return

@@ -104,8 +104,8 @@ def _load_work(
     in_flight: Sequence[bytes],
     begun: Sequence[bytes],
 ) -> None:
-    """Create the table `work`: what is to run, and what was `begun`, by where it stands there; null: it was not. The
-    last of it, those in flight, count from one; the others are 0."""
+    """Create the table `work`: the rows to run, and those that were begun before. Its column `begun` is null for rows
+    to run, 0 for rows that have their answer, and for those in flight their place among all that were begun, from 1."""
     database.execute("CREATE TEMP TABLE present(key BLOB)")
     if completions:
         usable = "WHERE error_code IS NULL OR retryable IS NOT TRUE" if retry_errors else ""

@@ -76,11 +76,11 @@ class RowArguments:
         """The job's arguments with those of the row's columns laid over. Raises RowProblem."""
         if not self._columns and self._tools is None:
             return Told(self._common)
-        tools = None if self._tools is None else values.get(self._tools)
         given = {name: values.get(column) for name, column in self._columns}
         if self._texts:
             given = {name: _from_text(value) for name, value in given.items()}
-        tools = _from_text(tools)  # as JSON text, in which tools of different shapes fit into one column
+        # as JSON text tools of different shapes fit into one column
+        tools = None if self._tools is None else _from_text(values.get(self._tools))
         return Told(self._with_tools(self._laid_over(given), tools))
 
     def of_request(self, body: Mapping[str, Any]) -> Told:

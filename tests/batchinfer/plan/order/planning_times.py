@@ -159,10 +159,8 @@ def measure(layout: Layout, threads: int, out: Path) -> dict[str, Any]:
             if hasattr(module, name):
                 setattr(module, name, watch.around(getattr(module, name), "  " + name.strip("_")))
     tokens, parts = TokenStore(layout.tokens), sorted(layout.index.glob("part-*.parquet"))
-    with watch.timed("refuse_repeated_ids"):
-        duplicates.refuse_repeated_ids(parts, out / "spill", FileOps())
-    with watch.timed("number_equal_samples"):
-        duplicates.number_equal_samples(parts, tokens, b"", out / "spill", FileOps())
+    with watch.timed("settling of equal rows"):
+        duplicates.EqualRows(out / "equal", b"", FileOps(), unique_ids=True).settle(parts, tokens)
     with watch.timed("plan_job"):
         plan = planner.plan_job(parts, tokens, [], out / "plan", ROOTS, threads=threads)
     with watch.timed("requests, every 50th batch"):

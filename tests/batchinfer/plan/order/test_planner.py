@@ -80,6 +80,24 @@ def test_only_error_rows_give_an_empty_plan(tmp_path: Path) -> None:
     assert (plan.rows, plan.error_rows, plan.distinct, plan.to_run) == (2, 2, 0, 0)
 
 
+def test_rows_that_share_with_rows_in_flight_come_first(tmp_path: Path) -> None:
+    """What a run has begun is not planned again. Of its prefixes those in flight are gone on with, the last one first,
+    and before longer rows; what is shared with rows that have their answers may have to run again."""
+    rows = [good_row(n, [group] * 40 + [n], 8 * (group + 1)) for n, group in enumerate([0, 1, 2, 3] * 3)]
+    keys = [row["key"] for row in rows]
+    index = write_index(tmp_path / "x", rows)
+    with CompletionStore(tmp_path / "completions") as store:
+        store.append([answer(keys[2])])
+        store.commit()
+        begun = {"begun": [keys[2], keys[0], keys[1]], "in_flight": [keys[0], keys[1]]}
+        plan = plan_job(index.index_parts, index.tokens, store.parts(), tmp_path / "a", ROOTS, **begun)
+    groups = [keys.index(row["key"]) % 4 for row in planned(plan)]
+    assert groups == [1, 1, 0, 0, 3, 3, 3, 2, 2]
+    assert not {row["key"] for row in planned(plan)} & set(begun["begun"])
+    assert (plan.to_run, plan.rows_to_run, plan.again_tokens) == (9, 9, 3 * 40)
+    assert plan.shared_prefix_tokens == 40 * (1 + 1 + 2 + 1)
+
+
 def test_retryable_errors_are_run_again_only_when_asked(tmp_path: Path) -> None:
     rows = [good_row(i, [i]) for i in range(4)]
     keys = keys_in(rows)
