@@ -16,9 +16,10 @@ from batchinfer.core.errors import ErrorBudgetExceeded, InputCorrupt, Interrupte
 from batchinfer.data.index import ingest
 from batchinfer.data.index.ingest import Ingestion, IngestProgress
 from batchinfer.job import load_job
-from batchinfer.pipeline.plans import waves
+from batchinfer.pipeline.plans import run_plans, waves
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.run import run_job
+from batchinfer.pipeline.workers import replica_pool
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.report.progress import Progress
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
@@ -26,8 +27,8 @@ from tests.batchinfer.test_ladder_job import LADDER, PROMPT
 from tests.memory_transport import FakeTransport
 
 IN_WAVES = replace(FAKE, waves_from_s=0.0)
-AT_ONCE = replace(FAKE, waves_from_s=float("inf"))
-ROWS, AT_A_TIME = 1200, 200
+ONE_PLAN = replace(FAKE, waves_from_s=float("inf"))
+ROWS, AT_A_TIME, AT_ONCE = 1200, 200, 20  # in the input, read at a time, run at a time
 SAME = (
     "rows", "rows_ok", "rows_error", "error_codes", "distinct_requests", "duplicate_rows", "reused_requests",
     "computed_requests", "duplicate_saved_tokens", "duplicate_saved_output_tokens",
@@ -49,7 +50,10 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         waves, "MOST_AGAIN", 1.0
     )  # prompts are so short that any number in them is a beginning
-    monkeypatch.setenv("FAKE_ENGINE_BATCH", "20")
+    # so few rows at a time that engines are given some while a plan is made
+    monkeypatch.setattr(run_plans, "REQUEST_BATCH", AT_ONCE)
+    monkeypatch.setattr(replica_pool, "most_queued", lambda _: 3 * AT_ONCE)
+    monkeypatch.setenv("FAKE_ENGINE_BATCH", str(AT_ONCE))
     monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.01")
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
     return tmp_path / "log"
@@ -113,7 +117,7 @@ def test_waves_publish_what_one_plan_does(
     outcomes: list[Outcome] = []
     paths = [job(tmp_path / name, model, **sections) for name in ("waves", "once")]
     work = []
-    for path, options in zip(paths, (IN_WAVES, AT_ONCE), strict=True):
+    for path, options in zip(paths, (IN_WAVES, ONE_PLAN), strict=True):
         outcomes.append(run(path, options))
         work.append(computed(log))
     many, once = (outcome.row for outcome in outcomes)
@@ -137,7 +141,7 @@ def test_rows_run_again_in_waves(
     paths = [job(tmp_path / name, model, given, **sections) for name in ("waves", "once")]
     outcome = run(paths[0], IN_WAVES)
     first = computed(log)
-    run(paths[1], AT_ONCE)
+    run(paths[1], ONE_PLAN)
     assert outcome.row["waves"] >= 2
     assert published(paths[0]) == published(paths[1])
     assert first == computed(log)
@@ -193,7 +197,7 @@ def test_what_a_stopped_run_has_done_is_not_done_again(
     outcome = run(path, IN_WAVES)
     assert not before & computed(log)
     assert outcome.row["reused_requests"] == len(before)
-    run(whole, AT_ONCE)
+    run(whole, ONE_PLAN)
     assert published(path) == published(whole)
 
 
