@@ -59,7 +59,7 @@ class Collector:
         self._receiver.planned(requests)
         names = ("expected_tokens", "token_count", "users", "final_users")
         columns = [batch.numbers(name).tolist() for name in names]
-        self._handed_out.add(batch.keys, columns[1], columns[0], columns[2])
+        self._handed_out.add(batch.keys, columns[1], columns[0])
         for key, *known in zip(batch.keys, *columns, strict=True):
             self._in_flight[key] = _Expected(*known)
 
@@ -73,14 +73,12 @@ class Collector:
             given.requests,
             given.prompt_tokens,
             given.expected_tokens,
-            given.rows,
         )
 
-    def rows_waiting(self, known: Snapshot) -> int:
-        """Return how many rows wait for the answer of a request that was given before `known`, less those that have the
-        answer of one that was given since: a plan that is made of what was known has rows of the latter."""
-        in_flight = sum(one.users for one in self._in_flight.values())
-        return in_flight - (self._handed_out.rows - known.rows)
+    @property
+    def rows_in_flight(self) -> int:
+        """Return how many rows wait for the answer of a request that engines have."""
+        return sum(known.users for known in self._in_flight.values())
 
     def given_since(self, known: Snapshot) -> frozenset[bytes]:
         """Return the keys that engines were given since then. While the input is read, a plan takes the place of

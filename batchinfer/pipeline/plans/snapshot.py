@@ -18,7 +18,6 @@ class Snapshot:
     requests: int = 0  # given in all
     prompt_tokens: int = 0  # of these
     expected_tokens: int = 0  # of their answers, at most
-    rows: int = 0  # that these answers serve
 
 
 @dataclass(slots=True)
@@ -28,16 +27,12 @@ class HandedOut:
     requests: int = 0
     prompt_tokens: int = 0
     expected_tokens: int = 0
-    rows: int = 0
     keys: list[bytes] | None = field(default=None)  # None: nobody asks which
 
-    def add(
-        self, keys: Sequence[bytes], prompts: Sequence[int], answers: Sequence[int], users: Sequence[int]
-    ) -> None:
-        """Count requests, the tokens of their prompts, and of their answers at most, and the rows that they serve."""
+    def add(self, keys: Sequence[bytes], prompts: Sequence[int], answers: Sequence[int]) -> None:
+        """Count requests, by the tokens of their prompts, and of their answers at most."""
         self.requests += len(keys)
         self.prompt_tokens += sum(prompts)
         self.expected_tokens += sum(answers)
-        self.rows += sum(users)
         if self.keys is not None:
             self.keys += keys

@@ -67,11 +67,10 @@ class Waves:
         """Whether to plan the rows so far: all of them, or because engines will soon have run what was planned. Raises
         what ended the reading."""
         self._reading.check()
-        if not self.to_come:
-            return False
-        if self._reading.ended:
-            return True
-        if self._waits() or time.monotonic() < self._not_before:
+        waits = self._waits()
+        if self._reading.ended or not self.to_come:
+            return self.to_come
+        if waits or time.monotonic() < self._not_before:
             return False
         left_s = self._run.progress.left_of_known_s()
         return exhausted if left_s is None else left_s <= max(LEAD_S, LEAD * self._took_s)

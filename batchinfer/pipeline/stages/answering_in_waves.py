@@ -134,9 +134,10 @@ class _Answering:
             return
         plan, given = self._known.plan, self._known.given
         rows = plan.rows - plan.error_rows
+        to_run = plan.rows_to_run - plan.rows_of(self._collector.given_since(given))
         self._run.progress.known(
             rows=rows,
-            done=rows - plan.rows_to_run - self._collector.rows_waiting(given),
+            done=rows - to_run - self._collector.rows_in_flight,
             prompt_tokens=given.prompt_tokens + plan.prompt_tokens,
             expected_tokens=given.expected_tokens + plan.expected_tokens,
             more=self._known.more,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.data.storage.rebatch import parquet_batches, parquet_stretches, rebatch
@@ -96,6 +97,16 @@ class Plan:
     # run had begun to use before it knew all of these rows: so many it may have to run once more
     spread_tokens: int = 0
     again_tokens: int = 0
+
+    def rows_of(self, keys: AbstractSet[bytes]) -> int:
+        """Count the rows that the answers to these keys serve, as far as they are planned."""
+        if not keys:
+            return 0
+        wanted, rows = pa.array(sorted(keys), pa.binary(32)), 0
+        for batch in parquet_batches([self.path], _ROWS_READ, ["key", "users"]):
+            found = batch.filter(pc.is_in(batch.column("key"), value_set=wanted))
+            rows += pc.sum(found.column("users")).as_py() or 0
+        return rows
 
     def batches(self, rows_per_batch: int, every: int = 1) -> Iterator[PlanBatch]:
         """The plan in order, `rows_per_batch` requests at a time (the last batch may be shorter); `every`: only the
