@@ -79,6 +79,7 @@ class _Answering:
         self._revised: RevisedForecast | None = None  # once all rows are known
         self._began: float | None = None  # when engines began to run rows
         self._known: _Known | None = None  # by the plan that they follow
+        self._shown = False  # whether it is shown how many rows and tokens there are
         self._parts_told = 0  # of the index, whose error rows are told
         self._facts: dict[str, Any] = {"waves": 0, "again_tokens": 0}
 
@@ -111,7 +112,8 @@ class _Answering:
             found = self._plans.next(found is None, found is None) or found
         run.report.began(pool.infos)
         self._began = time.monotonic()
-        run.progress.running(rows=0, prompt_tokens=0, expected_tokens=0, more=True)
+        if found is None:
+            run.progress.phase("planning")
         self._show()
         return iter(()) if found is None else found
 
@@ -132,6 +134,9 @@ class _Answering:
         """Show what is known by now, once engines run it."""
         if self._began is None or self._known is None:
             return
+        if not self._shown:
+            self._run.progress.running(rows=0, prompt_tokens=0, expected_tokens=0, more=True)
+            self._shown = True
         plan, given = self._known.plan, self._known.given
         rows = plan.rows - plan.error_rows
         to_run = plan.rows_to_run - plan.rows_of(self._collector.given_since(given))
