@@ -27,7 +27,6 @@ from tests.batchinfer.test_ladder_job import LADDER, PROMPT
 from tests.memory_transport import FakeTransport
 
 IN_WAVES = replace(FAKE, waves_from_s=0.0)
-ONE_PLAN = replace(FAKE, waves_from_s=float("inf"))
 ROWS, AT_A_TIME, AT_ONCE = 1200, 200, 20  # in the input, read at a time, run at a time
 SAME = (
     "rows", "rows_ok", "rows_error", "error_codes", "distinct_requests", "duplicate_rows", "reused_requests",
@@ -117,7 +116,7 @@ def test_waves_publish_what_one_plan_does(
     outcomes: list[Outcome] = []
     paths = [job(tmp_path / name, model, **sections) for name in ("waves", "once")]
     work = []
-    for path, options in zip(paths, (IN_WAVES, ONE_PLAN), strict=True):
+    for path, options in zip(paths, (IN_WAVES, FAKE), strict=True):
         outcomes.append(run(path, options))
         work.append(computed(log))
     many, once = (outcome.row for outcome in outcomes)
@@ -141,7 +140,7 @@ def test_rows_run_again_in_waves(
     paths = [job(tmp_path / name, model, given, **sections) for name in ("waves", "once")]
     outcome = run(paths[0], IN_WAVES)
     first = computed(log)
-    run(paths[1], ONE_PLAN)
+    run(paths[1], FAKE)
     assert outcome.row["waves"] >= 2
     assert published(paths[0]) == published(paths[1])
     assert first == computed(log)
@@ -197,7 +196,7 @@ def test_what_a_stopped_run_has_done_is_not_done_again(
     outcome = run(path, IN_WAVES)
     assert not before & computed(log)
     assert outcome.row["reused_requests"] == len(before)
-    run(whole, ONE_PLAN)
+    run(whole, FAKE)
     assert published(path) == published(whole)
 
 

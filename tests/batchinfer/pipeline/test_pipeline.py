@@ -30,7 +30,8 @@ from batchinfer.report.progress import Progress
 from batchinfer.report.summary import PHASES
 from tests.memory_transport import FakeTransport
 
-FAKE = RunOptions(engine="tests.fake_engine:build", transport=FakeTransport())
+# One plan of all rows, however long a busy machine reads.
+FAKE = RunOptions(engine="tests.fake_engine:build", transport=FakeTransport(), waves_from_s=float("inf"))
 NO_ENGINE = RunOptions(
     engine="tests.batchinfer.pipeline.test_pipeline:no_engine"
 )  # a run that needs an engine fails
