@@ -45,6 +45,7 @@ class Waves:
         self._followed = False
         self._spread: str | None = None  # why engines wait for all rows
         self._not_before, self._took_s = 0.0, 0.0
+        self._again = 0  # tokens that they may have run again so far
         self.count = 0  # plans that engines were given
         self.forecast = RunForecast()  # of the last of them
 
@@ -92,7 +93,7 @@ class Waves:
             self.forecast = forecast_run(self._run.job, self._run.setup, plan, tokens, settles)
         self._parts, ended = parts, time.monotonic()
         self._took_s, self._not_before = ended - began, ended + PAUSE * (ended - began)
-        if self._index is None and (not plan.to_run or self._is_too_spread(plan)):
+        if self._index is None and (not plan.to_run or self._is_too_spread(plan, known)):
             return None
         self._announcement.add(plan.path)
         return Replanned(plan, tokens)
@@ -100,6 +101,7 @@ class Waves:
     def follows(self, found: Replanned, known: Snapshot) -> None:
         """Take note that engines follow this plan from now on."""
         self.count += 1
+        self._again += found.plan.again_tokens
         self._followed = True
         self._told(found, known, self._index)
 
@@ -124,18 +126,27 @@ class Waves:
             self._spread = ""
         return self._spread is not None
 
-    def _is_too_spread(self, plan: Plan) -> bool:
-        """Whether so many prefixes are shared by rows far from each other that all are to be planned at once."""
-        if self.count:
-            return False
+    def _is_too_spread(self, plan: Plan, known: Snapshot) -> bool:
+        """Whether so many prefixes are shared by rows far from each other that all others are to be planned at once."""
         at = self._reading.at
-        whole = at.bytes_total / max(1, at.bytes_read)  # times as many rows as there are by now
-        alone = plan.prompt_tokens - plan.shared_prefix_tokens - plan.spread_tokens
-        again = plan.spread_tokens / max(1.0, whole * alone + plan.spread_tokens)
+        again = waves_again(plan, known.requests, self._again, at.bytes_total / max(1, at.bytes_read))
         if again <= MOST_AGAIN:
             return False
         self._spread = (
-            f"the engines wait until all rows are read: beginning with the first {counted(plan.to_run, 'request')} "
-            f"would compute {percent(again)} more prompt tokens, because rows that share a beginning lie far apart"
+            f"the engines wait until all rows are read: beginning with {counted(plan.to_run, 'request')} of the first "
+            f"{counted(plan.rows, 'row')} would compute {percent(again)} more prompt tokens, because rows that share a "
+            "beginning lie far apart"
         )
         return True
+
+
+def waves_again(plan: Plan, begun: int, again: int, times: float) -> float:
+    """Return the part of a job's prompt tokens that would run again if this plan were followed.
+
+    The plan's are rows of an input that is so many `times` as long, of which `begun` requests ran before. The plans so
+    far had `again` tokens to run again.
+    """
+    later = (times - 1) * plan.rows
+    each = plan.tokens_once / max(1, plan.to_run)
+    all_tokens = max(1.0, each * (begun + plan.to_run + later * (1 - plan.recurrence.part)))
+    return (again + plan.again_tokens) / all_tokens + plan.recurrence.share_again(plan.to_run, begun, later)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.data.storage.rebatch import parquet_batches, parquet_stretches, rebatch
+from batchinfer.plan.order.sharing import Recurrence
 
 _ROWS_READ = 8192  # at a time: batches of 512 rows take Parquet's reader twice as long
 
@@ -93,10 +94,14 @@ class Plan:
     shared_prefix_tokens: int  # prompt tokens that need not run, as an earlier row has them, too
     rows_to_run: int  # rows that the answers of `to_run` serve
     longest: int  # largest token_count + expected_tokens of an attempt to come; 0 if nothing is to run
-    # Of the shared ones, those of prefixes that rows in both halves of the input have; and those of prefixes that this
-    # run had begun to use before it knew all of these rows: so many it may have to run once more
-    spread_tokens: int = 0
+    # Of prefixes that this run had begun to use before it knew all of these rows: so many it may have to run once more
     again_tokens: int = 0
+    recurrence: Recurrence = field(default_factory=Recurrence)
+
+    @property
+    def tokens_once(self) -> int:
+        """Return the prompt tokens to run, where each prefix runs once."""
+        return self.prompt_tokens - self.shared_prefix_tokens
 
     def rows_of(self, keys: AbstractSet[bytes]) -> int:
         """Count the rows that the answers to these keys serve, as far as they are planned."""

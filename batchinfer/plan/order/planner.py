@@ -7,14 +7,12 @@ an equal plan, however the rows are split into parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
@@ -26,6 +24,7 @@ from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.order.prefixes import write_prefixes
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
+from batchinfer.plan.order.sharing import Sharing, SortedRows, sharing
 from batchinfer.plan.order.sorted_prompts import sorted_prompts
 from batchinfer.plan.order.work_roots import work_roots
 
@@ -71,17 +70,19 @@ def plan_job(
         _load_wanted(database, index_parts, attempts if completion_parts else 1, attempts)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
         forest, rows = sorted_prompts(database, prompts, work_roots(database, roots))
-        sharing = _place(database, forest, rows)
+        shared = _place(database, forest, rows)
         path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
         write_plan(database.sql(_ordered_sql()), path, longest_params(database, "work"))
         offsets = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
         write_prefixes(prefixes, forest, offsets[rows[forest.first]])
-        shares = {
-            "shared_prefix_tokens": sharing.saved,
-            "spread_tokens": sharing.spread,
-            "again_tokens": sharing.again,
-        }
-        return Plan(path=path, prefixes=prefixes, **shares, **_counts(database))
+        return Plan(
+            path=path,
+            prefixes=prefixes,
+            shared_prefix_tokens=shared.saved,
+            again_tokens=shared.again,
+            recurrence=shared.recurrence,
+            **_counts(database),
+        )
 
 
 def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int) -> None:
@@ -127,16 +128,7 @@ def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
     database.unregister("given")
 
 
-@dataclass(frozen=True, slots=True)
-class _Sharing:
-    """Counts what prompts share, in tokens."""
-
-    saved: int  # need not run, as another row to run has them, too
-    spread: int  # of prefixes that have users in both halves of the rows
-    again: int  # of prefixes that rows begun before have, and rows to run
-
-
-def _place(database: Any, forest: PrefixForest, rows: Ints) -> _Sharing:
+def _place(database: Any, forest: PrefixForest, rows: Ints) -> Sharing:
     """Create the table `place`: where each row of `work` runs, in which node, and how much of it is shared."""
     numbers = database.sql(
         "SELECT token_count, expected_tokens, token_offset, begun IS NULL AS runs, coalesce(begun, 0) AS begun "
@@ -155,26 +147,7 @@ def _place(database: Any, forest: PrefixForest, rows: Ints) -> _Sharing:
     database.register("placed", pa.table(placed))
     database.execute("CREATE TEMP TABLE place AS SELECT * FROM placed")
     database.unregister("placed")
-    return _sharing(forest, runs, numbers["token_offset"][rows])
-
-
-def _sharing(forest: PrefixForest, runs: NDArray[np.bool_], offsets: NDArray[np.int64]) -> _Sharing:
-    """Return what prompts share, which are given in sorted order: whether each is to run, and where in the input its
-    row stands, compared to others."""
-    left, own = _users(forest, runs), forest.own.astype(np.int64)
-    late = _users(forest, runs & (offsets > np.median(offsets))) if len(offsets) else left
-    return _Sharing(
-        saved=int((own * np.maximum(left - 1, 0)).sum()),
-        spread=int(own[(late > 0) & (late < left)].sum()),
-        again=int(own[(left > 0) & (left < forest.users)].sum()),
-    )
-
-
-def _users(forest: PrefixForest, counted: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Count the prompts of each node that are to be counted."""
-    before = np.append(0, np.cumsum(counted))
-    found: NDArray[np.int64] = before[forest.first + forest.users] - before[forest.first]
-    return found
+    return sharing(forest, SortedRows(runs, numbers["token_offset"][rows], numbers["token_count"][rows]))
 
 
 def _by_row(values: Ints, rows: Ints) -> Ints:

@@ -126,7 +126,7 @@ def simulated_steps(
     machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
 ) -> Iterator[StepOutput]:
     """Each step of such a run. The engine is fed as a plan is run, so that few requests wait at a time."""
-    engine = _engine(machine, outputs)
+    engine = counting_engine(machine, outputs)
     waiting, more = iter(requests), True
     while more or engine.unfinished:
         room = most_queued(machine.scheduler.max_num_seqs) - engine.unfinished
@@ -146,7 +146,8 @@ def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
     return layout.depth * layout.block_size * max(size for _, size in cost.caches)
 
 
-def _engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
+def counting_engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
+    """Return an engine that runs no model: it counts, and its clock goes on as the machine's steps would take."""
     windows = machine.layout.sizes.windows
     pool = BlockPool(machine.blocks, machine.layout.block_size, len(windows))
     scheduler = Scheduler(machine.scheduler, pool, windows=windows)
