@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -36,6 +37,8 @@ LIVES_S = {
     "workers.worker:main": 3.0,
 }
 RUN = next(iter(LIVES_S))
+COMMAND = ("batchinfer",)
+IN_WAVES = ("tests.batchinfer.reading_slowly", "batchinfer")
 KILLS = (signal.SIGKILL, signal.SIGABRT, signal.SIGTERM)
 ROWS = [
     {
@@ -67,12 +70,13 @@ class Disturbance:
         return f"{self.signum.name} of {self.who} {self.after_s:.2f} s after its start{stop}"
 
 
-def disturbances(dice: random.Random) -> list[Disturbance]:
-    """Four for one run, in the order in which they are due: stops first, as a kill of the command ends it."""
+def disturbances(dice: random.Random, later_s: float = 0.0) -> list[Disturbance]:
+    """Four for one run, in the order in which they are due: stops first, as a kill of the command ends it. `later_s`:
+    so much longer the command and its engine live."""
     found = []
     for _ in range(4):
         who = dice.choices(list(LIVES_S), weights=(3, 3, 1, 4))[0]
-        after_s = dice.uniform(0, LIVES_S[who])
+        after_s = dice.uniform(0, LIVES_S[who] + (later_s if LIVES_S[who] > 1 else 0))
         if dice.random() < 0.35:
             found.append(
                 Disturbance(who, signal.SIGSTOP, after_s, dice.uniform(0.5, 4.0), dice.random() < 0.5)
@@ -128,11 +132,11 @@ def send(signum: signal.Signals, pids: list[int]) -> bool:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Run]:
+def running(folder: Path, command: Sequence[str] = COMMAND) -> Iterator[Run]:
     """The command at work. What outlives it fails the test, and is ended."""
     mark = uuid.uuid4().hex
     with subprocess.Popen(
-        [sys.executable, "-m", "batchinfer", "run", "job.yaml", "--quiet"],
+        [sys.executable, "-m", *command, "run", "job.yaml", "--quiet"],
         cwd=folder, env=environment(**{MARK: mark, "OMP_NUM_THREADS": "1"}), text=True, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
@@ -177,21 +181,40 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[st
     return folder / "model", published(place)
 
 
+def disturb(place: Place, seed: int, command: Sequence[str] = COMMAND, later_s: float = 0.0) -> None:
+    """Run the command with four disturbances, and once more if it failed."""
+    told = [f"seed {seed}:"]
+    with running(place.folder, command) as run:
+        for what in disturbances(random.Random(seed), later_s):
+            told.append(f"{what}: {'done' if run.suffer(what) else 'too late'}")
+        code, last = ended(run)
+    told.append(f"exit {code} {last}")
+    print("\n  ".join(told))
+    if code != 0:
+        with running(place.folder, command) as again:
+            assert ended(again) == (0, "")
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 def test_kills_and_stops_change_no_byte(
     seed: int, tmp_path: Path, undisturbed: tuple[Path, list[str]]
 ) -> None:
     """Four a seed, of the command itself, of what renders and checks, and of the engine."""
     model, expected = undisturbed
-    place, dice = make(tmp_path / "job", model), random.Random(seed)
-    told = [f"seed {seed}:"]
-    with running(place.folder) as run:
-        for what in disturbances(dice):
-            told.append(f"{what}: {'done' if run.suffer(what) else 'too late'}")
-        code, last = ended(run)
-    told.append(f"exit {code} {last}")
-    print("\n  ".join(told))
-    if code != 0:
-        with running(place.folder) as again:
-            assert ended(again) == (0, "")
+    place = make(tmp_path / "job", model)
+    disturb(place, seed)
     assert published(place) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_kills_between_waves_change_no_byte(
+    seed: int, tmp_path: Path, undisturbed: tuple[Path, list[str]]
+) -> None:
+    """Rows run while others are read; what is published is what one plan publishes."""
+    model, expected = undisturbed
+    place = make(tmp_path / "job", model)
+    disturb(place, seed, IN_WAVES, later_s=8.0)
+    assert published(place) == expected
+    (report,) = sorted((place.folder / "out").glob("*-report/run-*.parquet"))[-1:]
+    print(pq.read_table(report).select(["waves", "computed_requests", "reused_requests"]).to_pylist())
