@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ class JobFile:
         inner = f"{where}: " if where != dotted(place.override) else ""
         return Mistake(f"--set {dotted(place.override)}", inner + finding.message, None, finding.hint)
 
+    def without_lines(self) -> JobFile:
+        """Return the same values, of which no line is known."""
+        places = {loc: replace(place, line=None, text_line=None) for loc, place in self.places.items()}
+        return replace(self, places=places, mistakes=tuple(replace(one, line=None) for one in self.mistakes))
+
     def place(self, loc: Loc) -> Place:
         for length in range(len(loc), 0, -1):
             if loc[:length] in self.places:
@@ -83,7 +89,35 @@ def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: V
             "the path of the job file holds bytes that are not UTF-8, and paths in it start from its folder"
         )
         raise JobFileError(shown, [Mistake("", message, None, "rename the folder or the file")])
-    text = _read_text(path)
+    return read_job_text(path, _read_text(path), overrides, variables)
+
+
+def read_job_values(
+    path: Path, given: Mapping[str, Any], overrides: Sequence[tuple[str, str]], variables: Variables
+) -> JobFile:
+    """Values that a program gives, as if they stood in a job file. `path` names them, and relative paths start from its
+    folder. Raises JobFileError as `read_job_file` does, also for values that no job file can have."""
+    try:
+        text = json.dumps(given, default=_path_text, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        message = "each key must be a text, each value a text, number, path, True, False, None, list or dict of these"
+        raise JobFileError(str(path), [Mistake("", f"{error}; {message}")]) from None
+    try:
+        return read_job_text(path, text, overrides, variables).without_lines()
+    except JobFileError as error:
+        raise JobFileError(error.path, [replace(one, line=None) for one in error.mistakes]) from None
+
+
+def _path_text(value: Any) -> str:
+    if isinstance(value, os.PathLike) and isinstance(text := os.fspath(value), str):
+        return text
+    raise TypeError(f"found {shorten(repr(value))}, a {type(value).__name__}")
+
+
+def read_job_text(
+    path: Path, text: str, overrides: Sequence[tuple[str, str]], variables: Variables
+) -> JobFile:
+    """The values of a job file's text with the overrides laid over them. Raises JobFileError as `read_job_file`."""
     root, findings = read_yaml(text)
     values = _Values(variables)
     if root is not None and isinstance(root.value, dict):

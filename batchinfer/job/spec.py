@@ -39,7 +39,7 @@ from batchinfer.job.field_types import (
     Text,
     Whole,
 )
-from batchinfer.job.file import read_job_file
+from batchinfer.job.file import read_job_file, read_job_values
 from batchinfer.job.ladder import Ladder, ladder_findings
 from batchinfer.job.prompt import PromptSection
 from batchinfer.job.results_root import results_root, trial_results
@@ -52,6 +52,7 @@ from batchinfer.job.wording import findings_of
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 
 _OUTPUT_PATH = ("output", "path")
+_NO_FILE = "(the job that was given)"  # stands for the job file where there is none
 
 
 class ModelSection(Section):
@@ -397,20 +398,24 @@ class Job(Section):
 
 
 def load_job(
-    path: str | os.PathLike[str],
+    given: str | os.PathLike[str] | Mapping[str, Any],
     overrides: Sequence[tuple[str, str]] = (),
     date: str | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> Job:
-    """Reads and checks a job file; no input is read and nothing is written.
+    """Reads and checks a job file, or a mapping with its sections; no input is read and nothing is written.
 
-    `overrides` are pairs of a dotted key and YAML text, as `--set` gives them; `date` (YYYY-MM-DD) is what ${date}
-    stands for, today where it is None. Raises InputMissing where there is no such file, and otherwise JobFileError with
-    every mistake that was found.
+    Relative paths start from the folder of the job file; those of a mapping from the working directory. `overrides` are
+    pairs of a dotted key and YAML text, as `--set` gives them; `date` (YYYY-MM-DD) is what ${date} stands for, today
+    where it is None. Raises InputMissing where there is no such file, and otherwise JobFileError with every mistake.
     """
-    source = Path(os.path.abspath(path))
+    source = Path(os.path.abspath(_NO_FILE if isinstance(given, Mapping) else given))
     day = _run_date(source, date)
-    file = read_job_file(source, overrides, Variables(day, env))
+    variables = Variables(day, env)
+    if isinstance(given, Mapping):
+        file = read_job_values(source, given, overrides, variables)
+    else:
+        file = read_job_file(source, overrides, variables)
     values = _without_empty_sections(file.values)
     try:
         context = {"folder": file.folder, "source": source, "lines": file.lines()}

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TextIO
+from typing import Any, TextIO
 
 from batchinfer.core.errors import UsageError
 from batchinfer.job import Job, load_job
@@ -27,7 +27,7 @@ _OFFLINE = "HF_HUB_OFFLINE"
 
 
 def run(
-    job_file: str | os.PathLike[str],
+    job: str | os.PathLike[str] | Mapping[str, Any],
     overrides: Mapping[str, SettingValue] | None = None,
     *,
     date: str | None = None,
@@ -42,7 +42,8 @@ def run(
 ) -> RunResult:
     """Run a job, or continue it, as `batchinfer run` does; what the options mean stands in docs/cli.md.
 
-    `job_file` may be the folder of a job.yaml, too.
+    `job` is a job file, the folder of a job.yaml, or a mapping with the sections of a job file, whose relative paths
+    start from the working directory.
 
     `overrides` are keys of the job file with their values, e.g. {"engine.max_num_seqs": 64}. Nothing is printed, unless
     `progress` names a stream for it, e.g. sys.stderr. Raises the errors of `batchinfer.core.errors`, which have the
@@ -62,9 +63,9 @@ def run(
         raise wrong("date", date, "a text, YYYY-MM-DD")
     if progress is not None and not callable(getattr(progress, "write", None)):
         raise wrong("progress", progress, "a stream of text such as sys.stderr, or None")
-    job = load_job(job_file_in(_path("job_file", job_file)), pairs, date)
-    shown = Progress(progress, job=job.name, quiet=progress is None)
-    return run_loaded(job, options, shown, _silent if progress is None else shown.note)
+    loaded = load_job(job if isinstance(job, Mapping) else job_file_in(_path("job", job)), pairs, date)
+    shown = Progress(progress, job=loaded.name, quiet=progress is None)
+    return run_loaded(loaded, options, shown, _silent if progress is None else shown.note)
 
 
 def run_loaded(

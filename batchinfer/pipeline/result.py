@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
@@ -14,6 +14,10 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import InputMissing
 from batchinfer.data.results.published import published
 from batchinfer.data.storage.duck import parquet
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,18 @@ class RunResult:
     def to_arrow(self) -> pa.Table:
         """The whole result in memory, in the order of the input."""
         return pa.concat_tables([pq.read_table(file, partitioning=None) for file in self.files()])
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The whole result in memory as pandas has it. Raises ImportError where pandas is not installed."""
+        return self.to_arrow().to_pandas()
+
+    def to_polars(self) -> polars.DataFrame:
+        """The whole result in memory as polars has it. Raises ImportError where polars is not installed."""
+        import polars
+
+        frame = polars.from_arrow(self.to_arrow())
+        assert isinstance(frame, polars.DataFrame), "of a table"
+        return frame
 
     def to_duckdb(self, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyRelation:
         """The result as a relation, which is read only as far as a query asks; of a new connection by default."""

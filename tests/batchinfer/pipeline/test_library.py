@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import os
 import re
@@ -16,13 +17,14 @@ from typing import Any
 
 import duckdb
 import pytest
+from ruamel.yaml import YAML
 
 import batchinfer
 from batchinfer.core.errors import InputMissing, JobFileError, Locked, UsageError
 from batchinfer.data.storage.state import state_of
 from batchinfer.job import load_job
 from batchinfer.pipeline import options
-from tests.batchinfer.wrong_jobs import FAKE, ROWS, Place
+from tests.batchinfer.wrong_jobs import FAKE, ROWS, SECTIONS, Place
 from tests.memory_transport import FakeTransport
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "library.md"
@@ -50,6 +52,8 @@ def test_a_job_is_run_and_its_result_read(place: Place, capfd: pytest.CaptureFix
     assert result.report.is_file()
     table = result.to_arrow()
     assert table.column("custom_id").to_pylist() == [row["id"] for row in ROWS]
+    assert result.to_pandas()["row_id"].tolist() == list(range(20))
+    assert result.to_polars()["custom_id"].to_list() == table.column("custom_id").to_pylist()
     assert result.to_duckdb().aggregate("status, count(*)").fetchall() == [("ok", 20)]
     with duckdb.connect() as mine:
         assert len(result.to_duckdb(mine).filter("row_id < 3").fetchall()) == 3
@@ -72,6 +76,36 @@ def test_overrides_are_pythons_values(place: Place) -> None:
     assert set(re.findall(r"\b\w+(?==)", repr(result))) == {field.name for field in fields(result)} - {"row"}
     with pytest.raises(JobFileError, match="max_tokens"):
         batchinfer.run(place.folder / "job.yaml", {"sampling.max_tokens": "many"})
+
+
+def test_a_job_may_be_a_dict(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its paths start from the working directory, and its result is that of the file that says the same."""
+    given: dict[str, Any] = {name: YAML(typ="safe").load(text)[name] for name, text in SECTIONS.items()}
+    given["model"]["path"] = place.folder / "model"
+    monkeypatch.chdir(place.folder)
+    result = batchinfer.run(given, {"sampling.max_tokens": 4})
+    assert (result.status, result.rows_ok) == ("published", 20)
+    assert result.results == place.results
+    same = batchinfer.run("job.yaml", {"sampling.max_tokens": 4})
+    assert same.status == "already published"
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "said"),
+    [
+        ("sampling", {"max_tokens": "many"}, r"sampling\.max_tokens: .*many"),
+        ("sampling", {"max_tokens": datetime.timedelta(3)}, "found .*timedelta.*; each key must be a text"),
+        ("samplin", {}, "samplin: .*did you mean sampling"),
+        ("input", {"path": "${NOBODY_SET_THIS}"}, "NOBODY_SET_THIS"),
+        ("output", {"path": b"out"}, "found .*bytes"),
+    ],
+)
+def test_mistakes_in_a_dict_name_the_key(place: Place, section: str, value: Any, said: str) -> None:
+    given = {name: YAML(typ="safe").load(text)[name] for name, text in SECTIONS.items()} | {section: value}
+    with pytest.raises(JobFileError, match=said) as caught:
+        batchinfer.run(given)
+    assert "line" not in str(caught.value)
+    assert str(caught.value).startswith(f"{Path.cwd()}/(the job that was given): ")
 
 
 def test_too_many_errors_that_are_published_come_back(place: Place) -> None:
@@ -181,7 +215,7 @@ class Unknown:
             {"overrides": value}
             for value in ([("a", 1)], {1: 2}, {"name": Unknown()}, {"name": float("nan")})
         ),
-        *({"job_file": value} for value in (3, None, b"job.yaml", "job\0.yaml")),
+        *({"job": value} for value in (3, None, b"job.yaml", "job\0.yaml")),
     ],
     ids=str,
 )
@@ -189,7 +223,7 @@ def test_an_argument_that_cannot_be_is_refused_before_anything_happens(
     place: Place, wrong: dict[str, Any]
 ) -> None:
     before = sorted(place.folder.rglob("*"))
-    given: dict[str, Any] = {"job_file": place.folder / "job.yaml", **wrong}
+    given: dict[str, Any] = {"job": place.folder / "job.yaml", **wrong}
     with pytest.raises(UsageError) as refused:
         batchinfer.run(**given)
     assert next(iter(wrong)) in str(refused.value)
