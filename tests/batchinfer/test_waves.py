@@ -160,13 +160,16 @@ class Counting(Progress):
 
 def test_all_rows_have_their_answers_in_the_end(tmp_path: Path, model: Path) -> None:
     """Also those that equal a row of an earlier wave, and those that were answered while a plan was made."""
-    progress, interrupts = Counting(None, quiet=True), Interrupts()
-    path = job(tmp_path / "job", model)
-    outcome = run_job(load_job(path), IN_WAVES, progress, interrupts, lambda _: None)
+    progress, notices = Counting(None, quiet=True), list[str]()
+    path = job(tmp_path / "job", model, deadline="2999-01-01T06:00")
+    outcome = run_job(load_job(path), IN_WAVES, progress, Interrupts(), notices.append)
     good = outcome.row["rows_ok"]
     assert outcome.row["waves"] >= 2
     assert progress.ended == (good, good, False)
     assert outcome.row["forecast_revised_s"] is not None
+    assert sum(notice.startswith("deadline: 2999-01-01 06:00") for notice in notices) == 1
+    assert outcome.row["deadline_met"]
+    assert outcome.row["computed_requests"] <= outcome.row["deadline_rows"] <= good
 
 
 class Stopping(Progress):
@@ -208,6 +211,16 @@ def test_too_many_error_rows_end_the_run_once_they_are_read(tmp_path: Path, mode
         run(path, replace(IN_WAVES, transport=transport))
     assert all(link.closed for link in transport.started)
     assert computed(log), "rows had been read that could run"
+
+
+def test_a_deadline_that_is_past_is_told_once(tmp_path: Path, model: Path) -> None:
+    notices: list[str] = []
+    path = job(tmp_path / "job", model, deadline="2001-01-01T06:00", output={"path": "out/res"})
+    outcome = run_job(load_job(path), IN_WAVES, Progress(None, quiet=True), Interrupts(), notices.append)
+    assert outcome.row["waves"] >= 2
+    assert not outcome.row["deadline_met"]
+    assert outcome.row["deadline_rows"] == 0
+    assert sum("2001-01-01 06:00) will be missed by" in notice for notice in notices) == 1
 
 
 def test_an_input_that_is_damaged_at_its_end_ends_the_run(tmp_path: Path, model: Path, log: Path) -> None:
