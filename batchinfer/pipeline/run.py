@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
-from batchinfer.data.index.index import Index
+from batchinfer.core.wording import counted
+from batchinfer.data.index.index import Index, TokensLacking
 from batchinfer.data.input.job_input import input_files
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.results.join import joined
@@ -19,7 +21,7 @@ from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.stages.answering import answer
 from batchinfer.pipeline.stages.earlier_result import earlier_result
 from batchinfer.pipeline.stages.open_run import OpenRun, opened
-from batchinfer.pipeline.stages.planning import planned
+from batchinfer.pipeline.stages.planning import PlannedRun, planned
 from batchinfer.pipeline.stages.publishing import publish_result, tidy, write_openai_file
 from batchinfer.pipeline.stages.reading import check, read_input
 from batchinfer.pipeline.stages.reporting import reported
@@ -46,8 +48,10 @@ def run_job(
             return _nothing_to_do(run, earlier)
         checked = check(run)
         with open_store(run) as store:
-            index = _read(run, context, store, checked)
-            manifest, changed = _answer_and_publish(run, context, index, store)
+            with ExitStack() as announced:
+                index, work = _read_and_plan(run, context, store, checked, announced)
+                _answer(run, work, index, store)
+            manifest, changed = _publish(run, context, index, store)
         return _finish(run, index, manifest, changed)
 
 
@@ -75,16 +79,32 @@ def _read(run: OpenRun, context: bytes, store: CompletionStore, checked: Reader 
     return index
 
 
-def _answer_and_publish(
-    run: OpenRun, context: bytes, index: Index, store: CompletionStore
-) -> tuple[Manifest, bool]:
-    """Compute what the store lacks, and publish; return the manifest, and whether this run changed anything."""
-    with planned(run, index, store) as work:
-        if work.plan.to_run:
-            answer(run, work, index, store)
-        else:
-            with run.report.timed("close_s"):
-                run.launch.end()
+def _read_and_plan(
+    run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None, announced: ExitStack
+) -> tuple[Index, PlannedRun]:
+    """Return the index of the input and the plan, which stays `announced`. Where answers are gone that were there when
+    an index was made without the tokens of their rows, all is read once more."""
+    index = _read(run, context, store, checked)
+    try:
+        return index, announced.enter_context(planned(run, index, store))
+    except TokensLacking as lacking:
+        run.notice(f"the answers of {counted(lacking.rows, 'request')} are gone: the input is read again")
+        run.state.purge_scratch()
+    index = _read(run, context, store, checked)
+    return index, announced.enter_context(planned(run, index, store))
+
+
+def _answer(run: OpenRun, work: PlannedRun, index: Index, store: CompletionStore) -> None:
+    """Compute what the store lacks."""
+    if work.plan.to_run:
+        answer(run, work, index, store)
+    else:
+        with run.report.timed("close_s"):
+            run.launch.end()
+
+
+def _publish(run: OpenRun, context: bytes, index: Index, store: CompletionStore) -> tuple[Manifest, bool]:
+    """Publish; return the manifest, and whether this run changed anything."""
     with run.report.timed("publish_s"):
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
         spill, attempts = run.state.staging / "join", index.attempts

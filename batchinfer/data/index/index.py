@@ -37,6 +37,7 @@ INDEX_SCHEMA = pa.schema(
         ("row_index", pa.int64()),
         ("custom_id", pa.string()),
         ("key", pa.binary(32)),
+        # null, also of a row with a key: the last index knew it, and nobody needs its tokens again
         ("token_offset", pa.int64()),
         ("token_count", pa.int32()),
         ("params", pa.string()),  # `SamplingParams.to_json()`
@@ -66,6 +67,15 @@ def index_schema(endpoints: bool, attempts: int = 1, openings: bool = False) -> 
         first = zip(attempt_columns(attempt), attempt_columns(1), strict=True)
         fields += [pa.field(name, INDEX_SCHEMA.field(like).type) for name, like in first]
     return pa.schema(fields)
+
+
+class TokensLacking(Exception):
+    """Rows that the last index knew, so that they were not tokenised, need their tokens after all. `keys`: their keys,
+    as far as they are known."""
+
+    def __init__(self, rows: int, keys: Sequence[bytes] = ()) -> None:
+        super().__init__(f"{rows} rows are to be prepared anew")
+        self.rows, self.keys = rows, keys
 
 
 @dataclass(frozen=True, slots=True)

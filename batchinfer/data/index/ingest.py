@@ -13,17 +13,20 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.version import __version__
 from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
-from batchinfer.data.index.index import AnswerSchema, Index, Layout, index_schema
+from batchinfer.data.index.index import AnswerSchema, Index, Layout, TokensLacking, index_schema
+from batchinfer.data.index.keeping import Keeping, KeptIndex, kept_index
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter, RowPlace
@@ -90,9 +93,11 @@ def ingest(
     progress: Callable[[IngestProgress], None] | None = None,
     ops: FileOps | None = None,
     happened: Happened | None = None,
+    keeping: Keeping | None = None,
 ) -> Index:
     """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's; `happened` is told
-    what each worker did, by `time.perf_counter`.
+    what each worker did, by `time.perf_counter`. `keeping`: rows that the job's last index knew are not prepared again,
+    and what this one knows is kept for the next.
 
     Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
     StorageError (74). A bad row raises nothing: it is an error row of the index.
@@ -103,8 +108,12 @@ def ingest(
     found = Index.find(folder, identity)
     if found is not None:
         return found
-    new = _Ingest(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened)
-    return new.run(progress or _silent)
+    while True:
+        new = _Ingest(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened, keeping)
+        try:
+            return new.run(progress or _silent)
+        except TokensLacking as lacking:
+            keeping = keeping and keeping.forgetting(lacking.keys)
 
 
 def job_files(job: Job, scratch: Path) -> list[InputFile]:
@@ -131,20 +140,24 @@ def over_files(job: Job, files: Sequence[InputFile]) -> Job:
 
 def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:
     """sha256 over all that shapes the index. The rows of a query count by their content."""
-    value = {
+    inputs = [f.to_json() | ({"sha256": sha256_of(Path(f.path))} if job.input.sql else {}) for f in files]
+    value = _settings(job, options, tokenizer) | {"inputs": inputs}
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that shapes the index but the input."""
+    value: dict[str, Any] = {
         "format": [INGEST_FORMAT, CONSTRAINT_RULES],
         "job": json.loads(job.identity_json()),
         "context": options.context.hex(),
         "limits": [options.max_model_len, options.vocab_size],
         "tokenizer": tokenizer.fingerprint,
-        "inputs": [
-            f.to_json() | ({"sha256": sha256_of(Path(f.path))} if job.input.sql else {}) for f in files
-        ],
         "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
     }
     if options.reasoning is not None:
         value["reasoning"] = options.reasoning.to_json()
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return value
 
 
 def _silent(_: IngestProgress) -> None:
@@ -164,8 +177,10 @@ class _Ingest:
         folder: Path,
         ops: FileOps,
         happened: Happened | None,
+        keeping: Keeping | None,
     ) -> None:
         self._job, self._happened = job, happened
+        self._keeping = keeping
         self._options = options
         self._tokenizer = tokenizer
         self._files = files
@@ -240,19 +255,41 @@ class _Ingest:
         index_columns = index_schema(mode == "openai", attempts, reasons)
         longest = self._options.max_model_len
         writer = IndexWriter(self._layout, longest, index_columns, self._ops, attempts)
-        wanted = _Wanted(reader, columns.read, self._job.input.limit)
         workers = self._options.workers or usable_cpus()
-        pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
-        with writer, pool:
-            for chunk, rows in pool.map(wanted.chunks()):
-                columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
-                if carried is not None:
-                    carried.append(writer.rows, chunk, rows.facts)
-                writer.append(wanted.place(chunk, len(rows)), rows)
-                keys = rows.prompts.keys_of_work()
-                progress(IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys))
-            writer.commit()
+        with self._kept(spec) as kept:
+            if kept is None:
+                chunks = reader.chunks(columns.read)
+            else:
+                spec, typed = kept.spec, isinstance(carried, TypedColumns) and not reader.values_are_text
+                chunks = kept.chunks(reader, columns.read, typed)
+            wanted = _Wanted(chunks, self._job.input.limit)
+            pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
+            with writer, pool:
+                for chunk, rows in pool.map(wanted.chunks()):
+                    columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
+                    if carried is not None:
+                        carried.append(writer.rows, chunk, rows.facts)
+                    writer.append(wanted.place(chunk, len(rows)), rows)
+                    if kept is not None:
+                        kept.append(rows)
+                    keys = rows.prompts.keys_of_work()
+                    progress(IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys))
+                writer.commit()
+            if kept is not None:
+                kept.check_samples(writer.parts, self._layout.folder / "spill")
+                kept.commit(reader)
         return writer
+
+    def _kept(self, spec: RenderSpec) -> AbstractContextManager[KeptIndex | None]:
+        """What the last index knew, where that is asked for. Files and chunks of rows that a limit cuts off, or that a
+        query gave, are not known as such."""
+        if self._keeping is None:
+            return nullcontext()
+        job, ops = self._job, self._ops
+        settings = _settings(job, self._options, self._tokenizer) | {"version": __version__}
+        material = json.dumps(settings, sort_keys=True)
+        whole = job.input.limit is None and job.input.sql is None
+        return kept_index(self._keeping, spec, material, job.attempts, ops, whole=whole)
 
     def _worker_spec(
         self, columns: Columns, mode: Mode, schema: pa.Schema | None, values_are_text: bool
@@ -326,8 +363,8 @@ class _Ingest:
 class _Wanted:
     """The chunks of the rows that a job wants, and how many rows they had."""
 
-    def __init__(self, reader: Reader, columns: Sequence[str] | None, limit: int | None) -> None:
-        self._reader, self._columns, self._limit = reader, columns, limit
+    def __init__(self, chunks: Iterator[InputChunk], limit: int | None) -> None:
+        self._chunks, self._limit = chunks, limit
         self._file, self._rows_of_file = "", 0
         self.rows = 0
 
@@ -338,7 +375,7 @@ class _Wanted:
         asked for only when the rows of all before it are counted, so that no row beyond the limit is ever read.
         """
         reserved = 0
-        for chunk in self._reader.chunks(self._columns):
+        for chunk in self._chunks:
             most = chunk.most_rows
             if self._limit is not None and reserved + most > self._limit:
                 yield None

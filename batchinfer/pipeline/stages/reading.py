@@ -6,7 +6,10 @@ from dataclasses import replace
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import IngestProgress, ingest
+from batchinfer.data.index.keeping import Keeping
 from batchinfer.data.input.reader import Reader
+from batchinfer.data.kept.files import remove_strays
+from batchinfer.data.results.answered import AnsweredRows
 from batchinfer.data.results.partial import PARTIAL
 from batchinfer.data.storage.remembered import write_strings
 from batchinfer.data.store.completion_store import CompletionStore
@@ -31,7 +34,7 @@ def read_input(run: OpenRun, context: bytes, store: CompletionStore, checked: Re
     """Return the complete index of the input's rows; the scratch of other inputs is deleted. Engines load meanwhile, if
     the store lacks a key. `checked`: what `check` returned."""
     with run.report.timed("ingest_s"):
-        index = _index(run, context, EarlyLoading(run, store), checked)
+        index = _index(run, context, store, checked)
         run.state.purge_scratch(keep=index.folder.name)
         where = {"model": str(run.job.model.path), "completions": str(run.state.completions)}
         write_strings(index.folder / PARTIAL, where, run.state.ops)
@@ -41,7 +44,20 @@ def read_input(run: OpenRun, context: bytes, store: CompletionStore, checked: Re
     return index
 
 
-def _index(run: OpenRun, context: bytes, early: EarlyLoading, checked: Reader | None) -> Index:
+def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
+    """Return where the job keeps what it knows of its rows. A trial knows only a few, and keeps nothing."""
+    if run.options.limit is not None:
+        return None
+    state = run.state
+    with state.exclusively():
+        if state.parts_in_use() == [state.path]:
+            remove_strays(state.kept, state.ops)
+    answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")
+    return Keeping(state.kept, answered, run.notice, run.options.verify)
+
+
+def _index(run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None) -> Index:
+    early = EarlyLoading(run, store)
     options, rows = replace(run.setup.ingest_options(context, run.now), checked=checked), 0
 
     def read(at: IngestProgress) -> None:
@@ -51,7 +67,14 @@ def _index(run: OpenRun, context: bytes, early: EarlyLoading, checked: Reader | 
         early.read(at.keys)
 
     index = ingest(
-        run.job, run.setup.tokenizer, options, run.state.scratch, read, run.state.ops, run.report.happened
+        run.job,
+        run.setup.tokenizer,
+        options,
+        run.state.scratch,
+        read,
+        run.state.ops,
+        run.report.happened,
+        _keeping(run, store),
     )
     if not rows:
         early.found(index)

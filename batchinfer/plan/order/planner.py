@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
+from batchinfer.data.index.index import TokensLacking
 from batchinfer.data.results.attempts import load_chosen
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
@@ -55,7 +56,8 @@ def plan_job(
     the token ids that the index points to. `roots`: rows whose content roots differ share nothing.
 
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
-    which spills into `out_dir`. Raises StorageError, OutOfMemory.
+    which spills into `out_dir`. Raises StorageError, OutOfMemory, and TokensLacking where the index has no tokens of a
+    key that is to be planned.
     """
     index = sorted(index_dir.glob("part-*.parquet"))
     with connection(out_dir / "spill", memory_limit, threads) as database:
@@ -100,6 +102,9 @@ def _load_work(
     database.execute(
         "CREATE TEMP TABLE work AS SELECT * FROM wanted ANTI JOIN present USING (key) ORDER BY token_offset, key"
     )
+    lacking = database.execute("SELECT count(*) FROM work WHERE token_offset IS NULL").fetchall()[0][0]
+    if lacking:  # the answers that were there when the rows were read are gone
+        raise TokensLacking(lacking)
 
 
 def _place(database: Any, forest: PrefixForest, rows: Ints) -> None:

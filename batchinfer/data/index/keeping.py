@@ -1,0 +1,295 @@
+"""What ingest keeps for the next run, and uses of what the last one kept.
+
+Three kinds of things are found again: a file that did not change, by what identifies it; a chunk, by the digest of its
+bytes; and a row, by that of its values, wherever it stands now. Of these only a row is read again. Tokens are not kept:
+a row whose answer the store lacks is prepared anew, and so are error rows, unless their whole chunk is as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.index.index import TokensLacking, attempt_columns
+from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.reader import Reader
+from batchinfer.data.kept.chunks import KeptChunks, KeptReply, chunk_digest
+from batchinfer.data.kept.files import KeptFile, KeptMarker, opened, read_marker
+from batchinfer.data.kept.rows import (
+    KeptSource,
+    Marks,
+    Records,
+    attempt_names,
+    mapped,
+    record_type,
+)
+from batchinfer.data.kept.writer import KeptWriter
+from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared, PreparedRows
+from batchinfer.data.prompts.render_pool import ReadyChunk
+from batchinfer.data.prompts.render_reply import packed, unpacked
+from batchinfer.data.prompts.render_worker import RenderSpec
+from batchinfer.data.storage.duck import connection, parquet
+from batchinfer.data.storage.durable import FileOps
+
+_BLOCK = 1 << 18  # rows that are looked at at once
+_WORDS = 4  # of a key
+_NO_TOKENS = np.zeros(0, np.int32)
+Answered = Callable[[Records, int], Marks]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which has
+    that many attempts. `notice` hears why what was kept is not used. `fresh`: no digest of a file is remembered.
+    `forgotten` are keys whose rows are prepared anew."""
+
+    kept: Path
+    answered: Answered
+    notice: Callable[[str], None]
+    fresh: bool = False
+    forgotten: tuple[bytes, ...] = ()
+
+    def forgetting(self, keys: Sequence[bytes]) -> Keeping:
+        """Return what prepares the rows with these keys, too."""
+        return replace(self, forgotten=(*self.forgotten, *keys))
+
+
+@contextmanager
+def kept_index(
+    keeping: Keeping, spec: RenderSpec, material: str, attempts: int, ops: FileOps, *, whole: bool
+) -> Iterator[KeptIndex]:
+    """Open what the last run kept, if it is of the same settings, and begin to write what is kept of this run.
+
+    `spec` and `material` decide what becomes of a row. `whole`: whole files and chunks may be used again. What cannot
+    be read is told, and not used.
+    """
+    identity = _identity(spec, material)
+    with ExitStack() as stack:
+        last: _Last | None = None
+        try:
+            marker = read_marker(keeping.kept)
+            if marker is not None and marker.identity == identity and marker.attempts == attempts:
+                files = stack.enter_context(opened(keeping.kept, marker, fresh=keeping.fresh))
+                last = _Last(marker, files, keeping)
+        except (ValueError, OSError) as error:
+            keeping.notice(f"what the last run kept of its rows cannot be used, all are read anew: {error}")
+        nothing = stack.enter_context(open(os.devnull, "rb")).fileno()
+        source = KeptSource(nothing, nothing, nothing, nothing, nothing, attempts)
+        if last is not None:
+            usable = stack.enter_context(tempfile.TemporaryFile())
+            usable.write(last.usable.tobytes())
+            usable.flush()
+            source = last.source(usable.fileno(), attempts)
+        writer = stack.enter_context(KeptWriter(keeping.kept, ops))
+        yield KeptIndex(replace(spec, kept=source), identity, attempts, last, writer, whole)
+
+
+def _identity(spec: RenderSpec, material: str) -> str:
+    fields = spec.fields
+    watched = None if fields.watched is None else sorted(fields.watched)
+    value = (material, spec.plan.mode, spec.plan.values_are_text, replace(fields, watched=None), watched)
+    return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class _Last:
+    """What the last run kept: its chunks and files, and which of its rows can be used again."""
+
+    def __init__(self, marker: KeptMarker, files: dict[str, int], keeping: Keeping) -> None:
+        self._files = files
+        self._of = {one.file.path: one for one in marker.files}
+        records = np.frombuffer(mapped(files["rows.bin"]), record_type(marker.attempts))
+        self.usable = _usable(records, marker.attempts, keeping)
+        lines = os.pread(files["chunks.jsonl"], os.fstat(files["chunks.jsonl"]).st_size, 0)
+        self.chunks = KeptChunks(lines, files["replies.bin"])
+        self.chunks.choose(~self.usable & (records["count"] > 0))
+
+    def source(self, usable: int, attempts: int) -> KeptSource:
+        """Return the rows as workers get them."""
+        files = self._files
+        rows, words, order = files["rows.bin"], files["words.bin"], files["order.bin"]
+        return KeptSource(rows, words, order, files["params.bin"], usable, attempts)
+
+    def unchanged(self, file: InputFile) -> tuple[str, list[KeptReply]] | None:
+        """Return the sha256 and the chunks of a file that is as it was; None: it has to be read."""
+        known = self._of.get(file.path)
+        if known is None or known.file != file or not file.inode:
+            return None
+        chunks = self.chunks.run(known.first_chunk, known.chunks)
+        return None if chunks is None else (known.sha256, chunks)
+
+
+def _usable(records: Records, attempts: int, keeping: Keeping) -> Marks:
+    """Return which rows need no tokens: they have their answers, and stand by themselves among sampled rows."""
+    found = np.zeros(len(records), np.bool_)
+    for start in range(0, len(records), _BLOCK):
+        block = records[start : start + _BLOCK]
+        found[start : start + _BLOCK] = (block["count"] > 0) & keeping.answered(block, attempts)
+    sampled = np.flatnonzero(records["sampled"])
+    words = np.ascontiguousarray(records["key"][sampled]).view(np.uint64)[::_WORDS]
+    _, which, times = np.unique(words, return_inverse=True, return_counts=True)
+    found[sampled[times[which] > 1]] = False
+    if keeping.forgotten:
+        forgotten = np.frombuffer(b"".join(keeping.forgotten), np.uint64)[::_WORDS]
+        found[sampled[np.isin(words, forgotten)]] = False
+    return found
+
+
+class KeptIndex:
+    """What the last run kept, and what this one does. `spec` is that of workers that know the rows."""
+
+    def __init__(
+        self,
+        spec: RenderSpec,
+        identity: str,
+        attempts: int,
+        last: _Last | None,
+        writer: KeptWriter,
+        whole: bool,
+    ) -> None:
+        self.spec = spec
+        self._identity, self._attempts, self._whole = identity, attempts, whole
+        self._last, self._writer = last, writer
+        self._digests: deque[str] = deque()  # of chunks that were given out
+        self._replies: deque[bytes | None] = deque()
+        self._files: list[tuple[InputFile, int]] = []  # and their first chunks
+        self._given = 0
+        self._greedy: dict[str, bool] = {}
+        self._sampled = False  # whether a known row is sampled
+
+    def chunks(self, reader: Reader, columns: Sequence[str] | None, typed: bool) -> Iterator[InputChunk]:
+        """Yield the chunks of all files. `typed`: columns are carried that only the file has, with their types."""
+        before, complete = 0, True
+        for file in reader.files:
+            self._files.append((file, self._given))
+            known = None if self._last is None or typed or not self._whole else self._last.unchanged(file)
+            if known is not None:
+                reader.sha256[file.path], chunks = known
+                yield from self._replayed(file, before, chunks)
+            else:
+                one = replace(reader, files=(file,))
+                for chunk in one.chunks(columns):
+                    yield self._looked_up(replace(chunk, bytes_read=before + chunk.bytes_read))
+                complete = complete and one.complete
+            before += file.size
+        reader.complete = complete
+
+    def _replayed(self, file: InputFile, before: int, chunks: Sequence[KeptReply]) -> Iterator[InputChunk]:
+        rows, done = sum(chunk.rows for chunk in chunks), 0
+        for chunk in chunks:
+            done += chunk.rows
+            whole = ReadyChunkOf(file.name, before + file.size * done // max(1, rows))
+            yield self._ready(chunk, whole)
+
+    def _looked_up(self, chunk: InputChunk) -> InputChunk:
+        digest = chunk_digest(chunk) if self._whole else ""
+        known = self._last.chunks.find(digest) if self._last is not None and digest else None
+        if known is not None:
+            return self._ready(known, chunk)
+        self._give(digest, None)
+        return chunk
+
+    def _ready(self, known: KeptReply, chunk: InputChunk | ReadyChunkOf) -> InputChunk:
+        assert self._last is not None
+        reply = self._last.chunks.reply(known)
+        spec = self.spec
+        rows = unpacked(reply, spec.fields, spec.limits.vocab_size, len(spec.plan.ladder))
+        self._give(known.digest, reply)
+        return ReadyChunk(
+            file=chunk.file,
+            bytes_read=chunk.bytes_read,
+            most_rows=known.rows,
+            first_row=chunk.first_row,
+            table=chunk.table,
+            prepared=rows,
+        )
+
+    def _give(self, digest: str, reply: bytes | None) -> None:
+        self._digests.append(digest)
+        self._replies.append(reply)
+        self._given += 1
+
+    def append(self, rows: PreparedRows) -> None:
+        """Keep the rows of the next chunk that was given out. Raises StorageError."""
+        digest, reply = self._digests.popleft(), self._replies.popleft()
+        prompts = rows.prompts
+        records = self._records(prompts)
+        if prompts.known is not None:
+            self._sampled = self._sampled or bool((records["sampled"].astype(np.bool_) & prompts.known).any())
+        if any(error.error_class == "resource" for error in prompts.errors.values()):
+            digest = ""  # another time the machine may allow it
+        if reply is None:
+            known = np.ones(len(rows), np.bool_)
+            reply = packed(replace(rows, prompts=replace(prompts, tokens=_NO_TOKENS, known=known)))
+        self._writer.append(digest if prompts.digests else "", records, reply)
+
+    def _records(self, prompts: Prepared) -> Records:
+        records = np.zeros(len(prompts), record_type(self._attempts))
+        if prompts.digests:
+            words = np.frombuffer(prompts.digests, "<u8").reshape(-1, 2)
+            records["word"], records["rest"] = words[:, 0], words[:, 1]
+        records["count"], records["opening"] = prompts.counts, prompts.openings
+        places = self._writer.params(prompts.params)
+        if not len(places):
+            return records
+        greedy = np.array([self._is_greedy(text) for text in prompts.params], np.bool_)
+        records["sampled"] = ~greedy[prompts.params_of] & (prompts.counts > 0)
+        work = [(prompts.params_of, prompts.max_tokens, prompts.keys)]
+        work += [(rung.params_of, rung.max_tokens, rung.keys) for rung in prompts.rungs]
+        for attempt, (numbers, most, keys) in enumerate(work, 1):
+            names = attempt_names(attempt)
+            there = numbers >= 0
+            records[names[0]] = np.frombuffer(keys, KEY_TYPE)
+            records[names[1]] = np.where(there, places[numbers, 0], -1)
+            records[names[2]] = np.where(there, places[numbers, 1], 0)
+            records[names[3]] = most
+        return records
+
+    def _is_greedy(self, text: str) -> bool:
+        if text not in self._greedy:
+            self._greedy = self._greedy if len(self._greedy) < _BLOCK else {}
+            self._greedy[text] = SamplingParams.from_json(text).greedy
+        return self._greedy[text]
+
+    def check_samples(self, parts: Sequence[Path], spill: Path) -> None:
+        """Raises TokensLacking where a known row's key, that of a sampled answer, is also another row's: one of them
+        gets a key that says so, which takes its tokens."""
+        if not self._sampled:
+            return
+        key = attempt_columns(1)[0]
+        rows = f"{parquet(parts)} WHERE {key} IS NOT NULL AND NOT greedy"
+        with connection(spill) as database:
+            found = database.sql(
+                f"SELECT {key} FROM {rows} GROUP BY {key} HAVING count(*) > 1 AND count(token_offset) < count(*)"
+            ).to_arrow_table()
+        if found.num_rows:
+            raise TokensLacking(found.num_rows, found.column(0).to_pylist())
+
+    def commit(self, reader: Reader) -> None:
+        """Put what was kept of this run in the place of what the last one kept. Raises StorageError."""
+        firsts = [first for _, first in self._files]
+        files = [
+            KeptFile(file, reader.sha256[file.path], first, end - first)
+            for (file, first), end in zip(self._files, [*firsts[1:], self._given], strict=True)
+            if self._whole and file.path in reader.sha256
+        ]
+        self._writer.commit(self._identity, self._attempts, files)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyChunkOf:
+    """Where a chunk of a file stands that is not read again."""
+
+    file: str
+    bytes_read: int
+    first_row: None = None
+    table: None = None
