@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -286,7 +287,8 @@ class _Ingest:
         if self._keeping is None:
             return nullcontext()
         job, ops = self._job, self._ops
-        settings = _settings(job, self._options, self._tokenizer) | {"version": __version__}
+        versions = [__version__, *map(version, ("tokenizers", "jinja2"))]
+        settings = _settings(job, self._options, self._tokenizer) | {"versions": versions}
         material = json.dumps(settings, sort_keys=True)
         whole = job.input.limit is None and job.input.sql is None
         return kept_index(self._keeping, spec, material, job.attempts, ops, whole=whole)

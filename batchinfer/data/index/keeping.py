@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from batchinfer.core.errors import StorageError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.index import TokensLacking, attempt_columns
 from batchinfer.data.input.chunk import InputChunk
@@ -30,18 +31,19 @@ from batchinfer.data.kept.rows import (
     Marks,
     Records,
     attempt_names,
-    mapped,
+    record_blocks,
     record_type,
+    whole_file,
 )
 from batchinfer.data.kept.writer import KeptWriter
 from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared, PreparedRows
 from batchinfer.data.prompts.render_pool import ReadyChunk
-from batchinfer.data.prompts.render_reply import packed, unpacked
+from batchinfer.data.prompts.render_reply import BadReply, packed, unpacked
 from batchinfer.data.prompts.render_worker import RenderSpec
 from batchinfer.data.storage.duck import connection, parquet
 from batchinfer.data.storage.durable import FileOps
 
-_BLOCK = 1 << 18  # rows that are looked at at once
+_TEXTS = 1 << 16  # of parameters that are remembered
 _WORDS = 4  # of a key
 _NO_TOKENS = np.zeros(0, np.int32)
 Answered = Callable[[Records, int], Marks]
@@ -107,11 +109,9 @@ class _Last:
     def __init__(self, marker: KeptMarker, files: dict[str, int], keeping: Keeping) -> None:
         self._files = files
         self._of = {one.file.path: one for one in marker.files}
-        records = np.frombuffer(mapped(files["rows.bin"]), record_type(marker.attempts))
-        self.usable = _usable(records, marker.attempts, keeping)
-        lines = os.pread(files["chunks.jsonl"], os.fstat(files["chunks.jsonl"]).st_size, 0)
-        self.chunks = KeptChunks(lines, files["replies.bin"])
-        self.chunks.choose(~self.usable & (records["count"] > 0))
+        self.usable, errors = _usable(files["rows.bin"], marker.attempts, keeping)
+        self.chunks = KeptChunks(whole_file(files["chunks.jsonl"]), files["replies.bin"])
+        self.chunks.choose(~(self.usable | errors))
 
     def source(self, usable: int, attempts: int) -> KeptSource:
         """Return the rows as workers get them."""
@@ -128,20 +128,22 @@ class _Last:
         return None if chunks is None else (known.sha256, chunks)
 
 
-def _usable(records: Records, attempts: int, keeping: Keeping) -> Marks:
-    """Return which rows need no tokens: they have their answers, and stand by themselves among sampled rows."""
-    found = np.zeros(len(records), np.bool_)
-    for start in range(0, len(records), _BLOCK):
-        block = records[start : start + _BLOCK]
-        found[start : start + _BLOCK] = (block["count"] > 0) & keeping.answered(block, attempts)
-    sampled = np.flatnonzero(records["sampled"])
-    words = np.ascontiguousarray(records["key"][sampled]).view(np.uint64)[::_WORDS]
-    _, which, times = np.unique(words, return_inverse=True, return_counts=True)
-    found[sampled[times[which] > 1]] = False
-    if keeping.forgotten:
-        forgotten = np.frombuffer(b"".join(keeping.forgotten), np.uint64)[::_WORDS]
-        found[sampled[np.isin(words, forgotten)]] = False
-    return found
+def _usable(file: int, attempts: int, keeping: Keeping) -> tuple[Marks, Marks]:
+    """Return which rows need no tokens, and which are error rows. The first have their answers, and stand by themselves
+    among sampled rows."""
+    usable, errors, sampled = ([np.zeros(0, np.bool_)] for _ in range(3))
+    words = [np.zeros(0, np.uint64)]
+    for block in record_blocks(file, attempts):
+        errors.append(block["count"] == 0)
+        usable.append(~errors[-1] & keeping.answered(block, attempts))
+        sampled.append(block["sampled"] != 0)
+        words.append(np.ascontiguousarray(block["key"][sampled[-1]]).view(np.uint64)[::_WORDS])
+    found, rows, keys = np.concatenate(usable), np.flatnonzero(np.concatenate(sampled)), np.concatenate(words)
+    _, which, times = np.unique(keys, return_inverse=True, return_counts=True)
+    found[rows[times[which] > 1]] = False
+    forgotten = np.frombuffer(b"".join(keeping.forgotten), np.uint64)[::_WORDS]
+    found[rows[np.isin(keys, forgotten)]] = False
+    return found, np.concatenate(errors)
 
 
 class KeptIndex:
@@ -200,9 +202,13 @@ class KeptIndex:
 
     def _ready(self, known: KeptReply, chunk: InputChunk | ReadyChunkOf) -> InputChunk:
         assert self._last is not None
-        reply = self._last.chunks.reply(known)
-        spec = self.spec
-        rows = unpacked(reply, spec.fields, spec.limits.vocab_size, len(spec.plan.ladder))
+        reply, spec = self._last.chunks.reply(known), self.spec
+        try:
+            rows = unpacked(reply, spec.fields, spec.limits.vocab_size, len(spec.plan.ladder))
+        except BadReply as error:
+            raise StorageError(
+                f"what the last run kept has changed within seconds: {error}; run again"
+            ) from error
         self._give(known.digest, reply)
         return ReadyChunk(
             file=chunk.file,
@@ -256,7 +262,7 @@ class KeptIndex:
 
     def _is_greedy(self, text: str) -> bool:
         if text not in self._greedy:
-            self._greedy = self._greedy if len(self._greedy) < _BLOCK else {}
+            self._greedy = self._greedy if len(self._greedy) < _TEXTS else {}
             self._greedy[text] = SamplingParams.from_json(text).greedy
         return self._greedy[text]
 

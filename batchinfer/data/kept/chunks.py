@@ -7,14 +7,13 @@ replies.bin   what was made of the chunks (render_reply.py), end to end
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import numpy as np
 
 from batchinfer.data.input.chunk import InputChunk
-from batchinfer.data.kept.rows import Marks, Numbers
+from batchinfer.data.kept.rows import Marks, Numbers, iter_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +71,4 @@ class KeptChunks:
 
     def reply(self, chunk: KeptReply) -> bytes:
         """Return what was made of a chunk."""
-        return os.pread(self._replies, chunk.size, chunk.at)
+        return b"".join(iter_pieces(self._replies, chunk.at, chunk.size))

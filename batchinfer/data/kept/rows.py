@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ Records = NDArray[np.void]
 ORDER_TYPE = np.dtype("<u4")
 _WORDS = DIGEST_BYTES // 8
 _KEY = "V32"
+_BLOCK = 1 << 16  # records that are read at once
 
 
 def attempt_names(attempt: int) -> tuple[str, str, str, str]:
@@ -99,6 +100,28 @@ def mapped(file: int) -> Any:
     """Return the bytes of an open file without reading them."""
     size = os.fstat(file).st_size
     return mmap.mmap(file, size, prot=mmap.PROT_READ) if size else b""
+
+
+def record_blocks(file: int, attempts: int) -> Iterator[Records]:
+    """Yield all records of an open file, some at a time. They are read, not mapped: a disk that fails does not kill
+    this process."""
+    kind, at = record_type(attempts), 0
+    while block := os.pread(file, _BLOCK * kind.itemsize, at):
+        yield np.frombuffer(block, kind)
+        at += len(block)
+
+
+def whole_file(file: int) -> bytes:
+    """Return the bytes of an open file."""
+    size = os.fstat(file).st_size
+    return b"".join(iter_pieces(file, 0, size))
+
+
+def iter_pieces(file: int, at: int, size: int) -> Iterator[bytes]:
+    """Yield `size` bytes of an open file from `at` on, as the system gives them."""
+    while size > 0 and (piece := os.pread(file, size, at)):
+        yield piece
+        at, size = at + len(piece), size - len(piece)
 
 
 def sorted_words(words: Sequence[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:

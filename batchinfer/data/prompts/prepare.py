@@ -130,6 +130,7 @@ class Preparer:
         self._finish(held, work, piece.careful)
         prompts = work.finished(index + 1)
         if known is not None:
+            self._report(BULK)  # no row's fault, if the file of known rows cannot be read
             known.fill(prompts, work.told)
         return PreparedRows(prompts, facts.finished())
 
