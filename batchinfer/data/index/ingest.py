@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ import pyarrow as pa
 
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.core.version import __version__
 from batchinfer.data.index.duplicates import number_equal_samples, refuse_repeated_ids
 from batchinfer.data.index.index import AnswerSchema, Index, Layout, TokensLacking, index_schema
 from batchinfer.data.index.keeping import Keeping, KeptIndex, kept_index
@@ -282,14 +280,12 @@ class _Ingest:
         return writer
 
     def _kept(self, spec: RenderSpec) -> AbstractContextManager[KeptIndex | None]:
-        """What the last index knew, where that is asked for. Files and chunks of rows that a limit cuts off, or that a
-        query gave, are not known as such."""
+        """Open what the last index knew, where that is asked for. Files and chunks of rows that a limit cuts off, or
+        that a query gave, are not known as such."""
         if self._keeping is None:
             return nullcontext()
         job, ops = self._job, self._ops
-        versions = [__version__, *map(version, ("tokenizers", "jinja2"))]
-        settings = _settings(job, self._options, self._tokenizer) | {"versions": versions}
-        material = json.dumps(settings, sort_keys=True)
+        material = json.dumps(_settings(job, self._options, self._tokenizer), sort_keys=True)
         whole = job.input.limit is None and job.input.sql is None
         return kept_index(self._keeping, spec, material, job.attempts, ops, whole=whole)
 

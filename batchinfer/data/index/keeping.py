@@ -1,4 +1,4 @@
-"""What ingest keeps for the next run, and uses of what the last one kept.
+"""Ingest keeps what it knows of rows for the next run, and uses what the last one kept.
 
 Three kinds of things are found again: a file that did not change, by what identifies it; a chunk, by the digest of its
 bytes; and a row, by that of its values, wherever it stands now. Of these only a row is read again. Tokens are not kept:
@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
 from batchinfer.core.errors import StorageError
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.version import __version__
 from batchinfer.data.index.index import TokensLacking, attempt_columns
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
@@ -99,12 +101,20 @@ def kept_index(
 def _identity(spec: RenderSpec, material: str) -> str:
     fields = spec.fields
     watched = None if fields.watched is None else sorted(fields.watched)
-    value = (material, spec.plan.mode, spec.plan.values_are_text, replace(fields, watched=None), watched)
+    versions = [__version__, *map(version, ("tokenizers", "jinja2"))]
+    value = (
+        versions,
+        material,
+        spec.plan.mode,
+        spec.plan.values_are_text,
+        replace(fields, watched=None),
+        watched,
+    )
     return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class _Last:
-    """What the last run kept: its chunks and files, and which of its rows can be used again."""
+    """The chunks and files that the last run kept, and which of its rows can be used again."""
 
     def __init__(self, marker: KeptMarker, files: dict[str, int], keeping: Keeping) -> None:
         self._files = files
@@ -147,7 +157,7 @@ def _usable(file: int, attempts: int, keeping: Keeping) -> tuple[Marks, Marks]:
 
 
 class KeptIndex:
-    """What the last run kept, and what this one does. `spec` is that of workers that know the rows."""
+    """Joins what the last run kept to what this one keeps. `spec` is that of workers that know the rows."""
 
     def __init__(
         self,
@@ -293,7 +303,7 @@ class KeptIndex:
 
 @dataclass(frozen=True, slots=True)
 class ReadyChunkOf:
-    """Where a chunk of a file stands that is not read again."""
+    """A place in a file: where a chunk stands that is not read again."""
 
     file: str
     bytes_read: int

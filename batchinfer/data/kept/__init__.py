@@ -1,1 +1,1 @@
-"""What the last index of a job knew of its rows, so that the next run prepares only rows that changed."""
+"""A job's last index leaves what it knew of its rows, so that the next run prepares only rows that changed."""

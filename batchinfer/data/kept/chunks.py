@@ -18,7 +18,8 @@ from batchinfer.data.kept.rows import Marks, Numbers, iter_pieces
 
 @dataclass(frozen=True, slots=True)
 class KeptReply:
-    """What was made of one chunk: `size` bytes of replies.bin from `at`. `first` is the number of its first row."""
+    """A chunk, and what was made of it: `size` bytes of replies.bin from `at`. `first` is the number of its first
+    row."""
 
     digest: str
     first: int

@@ -1,4 +1,4 @@
-"""Which rows of a kept index need no tokens: those whose answers the store has, so that no plan has them.
+"""Tells which rows of a kept index need no tokens: those whose answers the store has, so that no plan has them.
 
 This says what the planner will find, and errs on one side only: a row that it takes for one without an answer is merely
 prepared again.

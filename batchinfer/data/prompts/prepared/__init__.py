@@ -1,1 +1,1 @@
-"""What rows become: prompts with parameters and keys, prepared now or known from the last run."""
+"""Rows become prompts with parameters and keys, prepared now or known from the last run."""

@@ -1,4 +1,4 @@
-"""What rows become: prompts, parameters and keys, and the facts of rows that the index keeps besides."""
+"""Rows become prompts with parameters and keys, and facts that the index keeps besides."""
 
 from __future__ import annotations
 
