@@ -4,7 +4,8 @@
 
 The engine, the tokenizer and the rows are those of whole_job_times.py. JSON lines are changed in place, Parquet files
 rewritten with every changed row, and into CSV rows are inserted. The third night adds a file beside one that did not
-change. Every line is JSON; `outside_s` is the run without its engine.
+change. Every line is JSON; `outside_s` is the run without its engine. With `--ingest-only` the rows are merely read, as
+if all answers were there: CPU seconds of the command and of its workers, which say something on a busy machine, too.
 """
 
 from __future__ import annotations
@@ -12,17 +13,26 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.data.index.ingest import ingest
+from batchinfer.data.index.keeping import Keeping
+from batchinfer.data.storage.state import state_of
+from batchinfer.job import load_job
+from batchinfer.plan.setup.job_setup import check_setup
 from tests.batchinfer.pipeline.whole_job_times import JOB, MODEL, PHASES, watched
 
 Row = tuple[int, str]
@@ -80,7 +90,25 @@ def night(folder: Path, name: str, rows: int) -> dict[str, Any]:
     return line
 
 
-def measure(folder: Path, form: str, count: int, workers: str) -> None:
+def read(folder: Path, name: str, rows: int) -> None:
+    """Ingest the rows once more, and print the CPU seconds that it took."""
+    job = load_job(folder / "job.yaml")
+    setup = check_setup(job, state_of(job), False)
+    options = setup.ingest_options(bytes(32), datetime(2026, 1, 1))
+    keeping = Keeping(folder / "kept", lambda records, _: np.ones(len(records), np.bool_), print)
+    before, began = os.times(), time.perf_counter()
+    ingest(job, setup.tokenizer, options, folder / "scratch", keeping=keeping)
+    after, seconds = os.times(), time.perf_counter() - began
+    parent = after.user + after.system - before.user - before.system
+    workers = sum(after[2:4]) - sum(before[2:4])
+    times = {"cpu_s": parent + workers, "parent_cpu_s": parent, "workers_cpu_s": workers, "wall_s": seconds}
+    rounded = {name: round(value, 2) for name, value in times.items()}
+    print(json.dumps({"night": name, "rows": rows} | rounded), flush=True)
+
+
+def measure(
+    folder: Path, form: str, count: int, workers: str, night: Callable[[Path, str, int], object]
+) -> None:
     """Run three nights of a job in an empty folder."""
     (folder / "in").mkdir(parents=True)
     write, rows = WRITERS[form], made(count)
@@ -94,7 +122,7 @@ def measure(folder: Path, form: str, count: int, workers: str) -> None:
     night(folder, f"{form}, 1% changed", len(rows))
     write(folder / "in" / f"b.{form}", made(ADDED, 90_000_000))
     night(folder, f"{form}, a file added", len(rows) + ADDED)
-    kept = sum(file.stat().st_size for file in (folder / ".batchinfer-res/kept").rglob("*") if file.is_file())
+    kept = sum(file.stat().st_size for file in folder.rglob("kept/*/*"))
     print(json.dumps({"kept_bytes_a_row": round(kept / (len(rows) + ADDED), 1)}), flush=True)
 
 
@@ -103,10 +131,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--format", nargs="+", choices=list(WRITERS), default=list(WRITERS))
     parser.add_argument("--workers", default="auto")
+    parser.add_argument("--ingest-only", action="store_true")
     given = parser.parse_args()
     for form in given.format:
         with tempfile.TemporaryDirectory() as name:
-            measure(Path(name) / "job", form, given.rows, given.workers)
+            measure(Path(name) / "job", form, given.rows, given.workers, read if given.ingest_only else night)
 
 
 if __name__ == "__main__":
