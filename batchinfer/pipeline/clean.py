@@ -113,7 +113,8 @@ def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
     old = [*whole.old_generations(), *whole.idle(), *kept]
     folder_bytes = sum(_bytes_in(old))
     if not dry_run:
-        _remove_kept(state, kept)
+        if kept:  # else there may be no state, and so no lock to take
+            _remove_kept(state, kept)
         if whole.old_generations():
             with whole.lock():
                 whole.remove_old_generations()
