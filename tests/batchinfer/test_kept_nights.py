@@ -82,6 +82,7 @@ def changed(rows: list[Any]) -> list[Any]:
         pytest.param(
             {"sampling": {"max_tokens": 8}, "on_invalid": [{"temperature": 0.1}, {"temperature": 0.2}]},
             id="ladder",
+            marks=pytest.mark.slow,
         ),
     ],
 )
