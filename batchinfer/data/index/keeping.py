@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,6 +43,7 @@ from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared, PreparedRo
 from batchinfer.data.prompts.render_pool import ReadyChunk
 from batchinfer.data.prompts.render_reply import BadReply, packed, unpacked
 from batchinfer.data.prompts.render_worker import RenderSpec
+from batchinfer.data.storage.digests import SETTLED_S
 from batchinfer.data.storage.duck import connection, parquet
 from batchinfer.data.storage.durable import FileOps
 
@@ -170,7 +172,7 @@ class KeptIndex:
     ) -> None:
         self.spec = spec
         self._identity, self._attempts, self._whole = identity, attempts, whole
-        self._last, self._writer = last, writer
+        self._last, self._writer, self._began = last, writer, time.time()
         self._digests: deque[str] = deque()  # of chunks that were given out
         self._replies: deque[bytes | None] = deque()
         self._files: list[tuple[InputFile, int]] = []  # and their first chunks
@@ -299,9 +301,13 @@ class KeptIndex:
         files = [
             KeptFile(file, reader.sha256[file.path], first, end - first)
             for (file, first), end in zip(self._files, [*firsts[1:], self._given], strict=True)
-            if self._whole and file.path in reader.sha256
+            if self._whole and file.path in reader.sha256 and self._shows_changes(file)
         ]
         self._writer.commit(self._identity, self._attempts, files)
+
+    def _shows_changes(self, file: InputFile) -> bool:
+        """Whether a change of the file since it was listed shows in its times, which have ticks."""
+        return self._began - max(file.mtime_ns, file.ctime_ns) / 1e9 >= SETTLED_S
 
 
 @dataclass(frozen=True, slots=True)

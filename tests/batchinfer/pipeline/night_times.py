@@ -1,11 +1,12 @@
 """Measures a second night, of which 1% of the rows changed, against the first: seconds by phase, CPU seconds, memory.
 
-    python tests/batchinfer/pipeline/night_times.py --rows 1000000 --format jsonl parquet csv
+    python -m tests.batchinfer.pipeline.night_times --rows 1000000 --format jsonl parquet csv
 
 The engine, the tokenizer and the rows are those of whole_job_times.py. JSON lines are changed in place, Parquet files
 rewritten with every changed row, and into CSV rows are inserted. The third night adds a file beside one that did not
-change. Every line is JSON; `outside_s` is the run without its engine. With `--ingest-only` the rows are merely read, as
-if all answers were there: CPU seconds of the command and of its workers, which say something on a busy machine, too.
+change. Every line is JSON; `outside_s` is the run without its engine, and shares are of the first night. With
+`--ingest-only` the rows are merely read, as if all answers were there: CPU seconds of the command and of its workers,
+which say something on a busy machine, too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from batchinfer.plan.setup.job_setup import check_setup
 from tests.batchinfer.pipeline.whole_job_times import JOB, MODEL, PHASES, watched
 
 Row = tuple[int, str]
+Night = Callable[[Path], dict[str, Any]]
 ADDED = 1000
+WAIT_S = 3.0  # files that were written a moment ago do not show yet whether they change
 
 
 def jsonl(path: Path, rows: Sequence[Row]) -> None:
@@ -78,20 +81,18 @@ def changed(rows: list[Row], inserts: bool) -> list[Row]:
     return [one for at, row in enumerate(rows) for one in ([before[at], row] if at in before else [row])]
 
 
-def night(folder: Path, name: str, rows: int) -> dict[str, Any]:
-    """Run the job once more, and print what it took."""
+def night(folder: Path) -> dict[str, Any]:
+    """Run the job once more. Return what it took, by phase."""
     found = watched([sys.executable, "-m", "tests.fake_cli", "run", str(folder / "job.yaml"), "-q"], folder)
     report = max((folder / "res-report").glob("run-*.parquet"), key=lambda path: path.stat().st_mtime)
     times = duckdb.sql(f"SELECT {', '.join(PHASES)} FROM '{report}'").fetchall()[0]
     phases = dict(zip(PHASES, (round(one, 2) for one in times), strict=True))
-    outside = round(phases["wall_s"] - phases["engine_s"] - phases["load_s"], 2)
-    line = {"night": name, "rows": rows, "outside_s": outside} | phases | found
-    print(json.dumps(line), flush=True)
-    return line
+    outside = phases["wall_s"] - phases["engine_s"] - phases["load_s"]
+    return {"outside_s": round(outside, 2)} | phases | found
 
 
-def read(folder: Path, name: str, rows: int) -> None:
-    """Ingest the rows once more, and print the CPU seconds that it took."""
+def read(folder: Path) -> dict[str, Any]:
+    """Ingest the rows once more. Return the CPU seconds that it took."""
     job = load_job(folder / "job.yaml")
     setup = check_setup(job, state_of(job), False)
     options = setup.ingest_options(bytes(32), datetime(2026, 1, 1))
@@ -101,27 +102,37 @@ def read(folder: Path, name: str, rows: int) -> None:
     after, seconds = os.times(), time.perf_counter() - began
     parent = after.user + after.system - before.user - before.system
     workers = sum(after[2:4]) - sum(before[2:4])
-    times = {"cpu_s": parent + workers, "parent_cpu_s": parent, "workers_cpu_s": workers, "wall_s": seconds}
-    rounded = {name: round(value, 2) for name, value in times.items()}
-    print(json.dumps({"night": name, "rows": rows} | rounded), flush=True)
+    times = {
+        "cpu_s": parent + workers,
+        "parent_cpu_s": parent,
+        "workers_cpu_s": workers,
+        "outside_s": seconds,
+    }
+    return {name: round(value, 2) for name, value in times.items()}
 
 
-def measure(
-    folder: Path, form: str, count: int, workers: str, night: Callable[[Path, str, int], object]
-) -> None:
-    """Run three nights of a job in an empty folder."""
+def measure(folder: Path, form: str, count: int, workers: str, night: Night) -> None:
+    """Run three nights of a job in an empty folder, and print what each took."""
     (folder / "in").mkdir(parents=True)
     write, rows = WRITERS[form], made(count)
     places = {"model": MODEL, "rows": folder / "in", "results": folder / "res"}
     (folder / "job.yaml").write_text(JOB.format(workers=workers, **places))
-    first = folder / "in" / f"a.{form}"
-    write(first, rows)
-    night(folder, f"{form}, first", count)
+    first: dict[str, Any] = {}
+
+    def tell(name: str, rows: int) -> None:
+        time.sleep(WAIT_S)
+        found = night(folder)
+        first.update({} if first else found)
+        shares = {f"{what}_share": round(found[what] / first[what], 4) for what in ("outside_s", "cpu_s")}
+        print(json.dumps({"format": form, "night": name, "rows": rows} | shares | found), flush=True)
+
+    write(folder / "in" / f"a.{form}", rows)
+    tell("first", count)
     rows = changed(rows, inserts=form == "csv")
-    write(first, rows)
-    night(folder, f"{form}, 1% changed", len(rows))
+    write(folder / "in" / f"a.{form}", rows)
+    tell("1% changed", len(rows))
     write(folder / "in" / f"b.{form}", made(ADDED, 90_000_000))
-    night(folder, f"{form}, a file added", len(rows) + ADDED)
+    tell("a file added", len(rows) + ADDED)
     kept = sum(file.stat().st_size for file in folder.rglob("kept/*/*"))
     print(json.dumps({"kept_bytes_a_row": round(kept / (len(rows) + ADDED), 1)}), flush=True)
 

@@ -23,10 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import JobFileError, StorageError
+from batchinfer.data.index import keeping
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import ingest
 from batchinfer.data.index.keeping import Keeping, KeptIndex
 from batchinfer.data.input.chunk import ChunkSize
+from batchinfer.data.input.reader import Reader
 from batchinfer.data.kept.files import NAMES, remove_strays
 from batchinfer.data.kept.rows import Marks, Records
 from batchinfer.data.storage.durable import FileOps
@@ -89,16 +91,17 @@ class Nights:
         return np.array([key.tobytes() not in self.lacks for key in records["key"]], np.bool_)
 
     def job(self, path: Path) -> Job:
-        return make_job(self.folder, path=str(path), **self.sections)
+        place = {} if "sql" in self.sections else {"path": str(path)}
+        return make_job(self.folder, **place, **self.sections)
 
     def ingest(self, path: Path, kept: bool = True, ops: FileOps | None = None, **more: Any) -> Index:
         scratch = self.folder / ("scratch" if kept else "fresh")
         if scratch.exists():
             shutil.rmtree(scratch)
-        keeping = Keeping(self.folder / "kept", self.answered, self.told.append) if kept else None
+        known = Keeping(self.folder / "kept", self.answered, self.told.append) if kept else None
         job = self.job(path)
         tokenizer = Tokenizer.load(job.model.path)
-        return ingest(job, tokenizer, options(chunk=FEW, **more), scratch, ops=ops, keeping=keeping)
+        return ingest(job, tokenizer, options(chunk=FEW, **more), scratch, ops=ops, keeping=known)
 
     def check(self, path: Path, ops: FileOps | None = None, **more: Any) -> int:
         """Ingest with what was kept and without: both must say the same. Return how many rows have no tokens."""
@@ -139,6 +142,21 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return came
 
 
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are read, where a file need not lie for a while to show that it was changed."""
+    names: list[str] = []
+    chunks = Reader.chunks
+
+    def noted(self: Reader, columns: Sequence[str] | None = None) -> Any:
+        names.extend(file.name for file in self.files)
+        return chunks(self, columns)
+
+    monkeypatch.setattr(Reader, "chunks", noted)
+    monkeypatch.setattr(keeping, "SETTLED_S", -1.0)
+    return names
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_known_wherever_they_stand(tmp_path: Path, name: str) -> None:
     nights, write = Nights(tmp_path, columns=("more",) if name != "csv" else ("more", "text")), FORMATS[name]
@@ -156,7 +174,9 @@ def test_rows_are_known_wherever_they_stand(tmp_path: Path, name: str) -> None:
     assert nights.told == []
 
 
-def test_files_and_chunks_that_did_not_change_are_not_read(tmp_path: Path, read: list[str]) -> None:
+def test_files_and_chunks_that_did_not_change_are_not_read(
+    tmp_path: Path, read: list[str], opened: list[str]
+) -> None:
     nights = Nights(tmp_path, columns=("more",))
     lines = [json.dumps(row) for row in people(40)]
     lines[9] = "{not json"
@@ -173,12 +193,39 @@ def test_files_and_chunks_that_did_not_change_are_not_read(tmp_path: Path, read:
     write("b.jsonl", [*lines[20:], lines[3]])
     write("c.jsonl", [json.dumps(row) for row in people(3, 90)])
     read.clear()
-    assert nights.check(everything) == 40
+    opened.clear()
+    nights.ingest(everything)
+    assert opened == ["b.jsonl", "c.jsonl"]
     assert (read.count("kept"), read.count("read")) == (chunks - 1, 2)
+    assert nights.check(everything) == 43
     (tmp_path / "a.jsonl").unlink()
     read.clear()
     assert nights.check(everything) == 24, "the rows of a file that is gone are not there"
     assert set(read) == {"kept"}
+
+
+def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path: Path) -> None:
+    """It may be written once more within the tick of its times."""
+    nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
+    nights.ingest(path)
+    assert json.loads((tmp_path / "kept/kept.json").read_text())["files"] == []
+
+
+@pytest.mark.slow
+def test_rows_of_a_file_of_another_name_are_known(tmp_path: Path) -> None:
+    nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
+    nights.ingest(path)
+    assert nights.check(path.rename(tmp_path / "next.jsonl")) == 8
+
+
+@pytest.mark.slow
+def test_a_query_is_read_once_more_where_equal_samples_come(tmp_path: Path) -> None:
+    nights = Nights(tmp_path, sampling={"temperature": 0.7}, sql="SELECT * FROM 'in.jsonl'", columns=())
+    rows = people(12)
+    nights.ingest(jsonl(tmp_path, rows))
+    found = nights.ingest(jsonl(tmp_path, [*rows, rows[3]]))
+    assert (found.rows, found.known_rows) == (13, 11)
+    assert len({row["key"] for row in rows_of(found)}) == 13
 
 
 def test_rows_without_an_answer_are_prepared_again(tmp_path: Path) -> None:
