@@ -130,6 +130,7 @@ def test_answers_that_were_lost_are_computed_again(tmp_path: Path, model: Path, 
     check(path)
 
 
+@pytest.mark.slow
 def test_answers_that_are_lost_after_the_rows_were_read(
     tmp_path: Path, model: Path, known: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,8 +56,8 @@ Answered = Callable[[Records, int], Marks]
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which has
-    that many attempts. `notice` hears why what was kept is not used. `fresh`: no digest of a file is remembered.
-    `forgotten` are keys whose rows are prepared anew."""
+    that many attempts. `notice` hears why what was kept is not used. `fresh`: no digest of a file counts that was computed
+    before, and all input files are read. `forgotten` are keys whose rows are prepared anew."""
 
     kept: Path
     answered: Answered
@@ -120,7 +120,7 @@ class _Last:
 
     def __init__(self, marker: KeptMarker, files: dict[str, int], keeping: Keeping) -> None:
         self._files = files
-        self._of = {one.file.path: one for one in marker.files}
+        self._of = {} if keeping.fresh else {one.file.path: one for one in marker.files}
         self.usable, errors, self.has_samples = _usable(files["rows.bin"], marker.attempts, keeping)
         self.chunks = KeptChunks(whole_file(files["chunks.jsonl"]), files["replies.bin"])
         self.chunks.choose(~(self.usable | errors))
