@@ -149,8 +149,9 @@ class Index:
         counts = (value["rows"], value["error_rows"], value["total_tokens"])
         asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
         unread: dict[str, int] = value.get("unread_arguments", {})
-        more = unread, int(value.get("attempts", 1)), _reasoning(value), int(value.get("known_rows", 0))
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked, *more)
+        more = unread, int(value.get("attempts", 1)), _reasoning(value)
+        known = int(value.get("known_rows", 0))
+        return cls(folder, value["identity"], *counts, inputs, digests, *asked, *more, known_rows=known)
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:

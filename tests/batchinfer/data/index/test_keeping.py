@@ -209,6 +209,13 @@ def test_files_and_chunks_that_did_not_change_are_not_read(
     assert set(read) == {"kept"}
 
 
+@pytest.mark.slow
+def test_a_chunk_that_stands_elsewhere_has_other_line_numbers(tmp_path: Path) -> None:
+    nights, lines = Nights(tmp_path), [*people(9), "{not json", *people(2, 20)]
+    nights.ingest(jsonl(tmp_path, lines))
+    assert nights.check(jsonl(tmp_path, [*people(FEW.lines, 40), *lines])) == 11
+
+
 def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path: Path) -> None:
     """It may be written once more within the tick of its times."""
     nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
