@@ -56,8 +56,8 @@ Answered = Callable[[Records, int], Marks]
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which has
-    that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and digests of files
-    computed before do not count. `forgotten` are keys whose rows are prepared anew."""
+    that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and no digest
+    that was computed before counts. `forgotten` are keys whose rows are prepared anew."""
 
     kept: Path
     answered: Answered

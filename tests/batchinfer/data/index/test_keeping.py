@@ -103,7 +103,7 @@ class Nights:
         known = Keeping(self.folder / "kept", self.answered, self.told.append, fresh) if kept else None
         job = self.job(path)
         tokenizer = Tokenizer.load(job.model.path)
-        return ingest(job, tokenizer, options(chunk=FEW, **more), scratch, ops=ops, keeping=known)
+        return ingest(job, tokenizer, options(**{"chunk": FEW} | more), scratch, ops=ops, keeping=known)
 
     def check(self, path: Path, ops: FileOps | None = None, **more: Any) -> int:
         """Ingest with what was kept and without: both must say the same. Return how many rows have no tokens."""
@@ -210,10 +210,14 @@ def test_files_and_chunks_that_did_not_change_are_not_read(
 
 
 @pytest.mark.slow
-def test_a_chunk_that_stands_elsewhere_has_other_line_numbers(tmp_path: Path) -> None:
-    nights, lines = Nights(tmp_path), [*people(9), "{not json", *people(2, 20)]
-    nights.ingest(jsonl(tmp_path, lines))
-    assert nights.check(jsonl(tmp_path, [*people(FEW.lines, 40), *lines])) == 11
+def test_a_chunk_that_stands_elsewhere_has_other_line_numbers(tmp_path: Path, read: list[str]) -> None:
+    nights, lines = Nights(tmp_path), [*people(3), "{not json", *people(2, 20)]
+    one = {"chunk": ChunkSize(lines=1)}
+    nights.ingest(jsonl(tmp_path, lines), **one)
+    lines[0] |= {"text": "changed"}
+    assert nights.check(jsonl(tmp_path, lines), **one) == 4
+    assert read.count("kept") == 5
+    assert nights.check(jsonl(tmp_path, [*people(1, 40), *lines]), **one) == 5
 
 
 def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path: Path) -> None:
@@ -373,10 +377,7 @@ DAMAGES = [(name, how) for name in (*NAMES, "kept.json") for how in ("flipped", 
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [
-        pytest.param(*one, marks=pytest.mark.slow if number else ())
-        for number, one in enumerate(DAMAGES)
-    ],
+    [pytest.param(*one, marks=pytest.mark.slow if number else ()) for number, one in enumerate(DAMAGES)],
 )
 def test_damage_is_told_and_costs_a_full_reading(tmp_path: Path, name: str, how: str) -> None:
     nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
