@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from tests.batchinfer.data.ingest_kit import checkpoint, make_job, options, rows_of
 from tests.batchinfer.data.storage.failing_ops import FailingOps
+from tests.batchinfer.test_tools_job import tool
 from tests.patience import PATIENCE_S
 
 Row = dict[str, Any]
@@ -259,6 +261,7 @@ def test_rows_without_an_answer_are_prepared_again(tmp_path: Path) -> None:
     "change",
     [
         {"prompt": {"user": "say {{ text }}"}},
+        {"prompt": {"user": "{{ text }}", "tools": [tool()]}},
         {"sampling": {"max_tokens": 9}},
         {"id": None},
         {"columns": ()},
@@ -267,6 +270,7 @@ def test_rows_without_an_answer_are_prepared_again(tmp_path: Path) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_another_job_knows_no_row(tmp_path: Path, change: dict[str, Any]) -> None:
+    checkpoint(tmp_path / "model", "{{ tools or [] }}{{ messages[-1].content }}")
     nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
     nights.ingest(path)
     nights.sections |= change
@@ -280,6 +284,24 @@ def test_another_context_or_limit_knows_no_row(tmp_path: Path) -> None:
     for more in ({}, {"context": b"d" * 32}, {"vocab_size": 999}):
         assert nights.check(path, **more) == 0
     assert nights.check(path, vocab_size=999) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_new_day_counts_where_the_chat_template_tells_it(tmp_path: Path, tells: bool) -> None:
+    checkpoint(tmp_path / "model", "{{ strftime_now('%d %b') }} " * tells + "{{ messages[-1].content }}")
+    nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
+    nights.ingest(path)
+    assert nights.check(path, now=datetime(2026, 1, 2, 23)) == 8
+    assert nights.check(path, now=datetime(2026, 1, 3)) == (0 if tells else 8)
+
+
+@pytest.mark.slow
+def test_another_checkpoint_knows_no_row(tmp_path: Path) -> None:
+    nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
+    nights.ingest(path)
+    checkpoint(tmp_path / "model", "say {{ messages[-1].content }}")
+    assert nights.check(path) == 0
 
 
 def test_equal_sampled_rows_are_numbered_over_all_rows(tmp_path: Path) -> None:
