@@ -43,6 +43,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 SUB_ROOMS_OF_DATA = (
     "storage",
     "input",
+    "kept",
     "tokenizer",
     "constraints",
     "prompts",

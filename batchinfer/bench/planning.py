@@ -15,7 +15,7 @@ from batchinfer.data.index.index import Layout, index_schema
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter, RowPlace
 from batchinfer.data.prompts.keys import token_bytes, work_key
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows
 from batchinfer.data.prompts.row_facts import RowFields, no_facts
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.plan.order.plan import Plan

@@ -11,13 +11,17 @@ from typing import Any
 
 from batchinfer.core.errors import InputMissing, Locked, StorageError
 from batchinfer.core.wording import count, counted, size
+from batchinfer.data.kept.files import last_kept
 from batchinfer.data.results.find_state import find_state
 from batchinfer.data.results.join import Join
+from batchinfer.data.storage.durable import storage
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.data.store.cleaning import CHEAP, Cleaned, Keep, clean_store
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.data.store.uses import User, stored_keep, uses_of, write_uses
 from batchinfer.job import Job
+
+_DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +109,34 @@ def clean_result(results: Path, dry_run: bool) -> Cleanup:
 def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
     # no result's part of the state is spared for being the one that was named
     whole = StateFolder(state.root)
-    old = [*whole.old_generations(), *whole.idle()]
+    kept = _expired_kept(state, keep)
+    old = [*whole.old_generations(), *whole.idle(), *kept]
     folder_bytes = sum(_bytes_in(old))
     if not dry_run:
+        if kept:  # else there may be no state, and so no lock to take
+            _remove_kept(state, kept)
         if whole.old_generations():
             with whole.lock():
                 whole.remove_old_generations()
         whole.remove_idle()
     answers = clean_store(state.completions, Keep(keep, str(state.root)), dry_run=dry_run, ops=state.ops)
     return Cleanup(state.completions, keep, dry_run, answers, len(old), folder_bytes)
+
+
+def _remove_kept(state: StateFolder, kept: Iterable[Path]) -> None:
+    """Remove these folders, unless a run is at work, which may be about to replace what is in them."""
+    with state.exclusively():
+        for folder in () if state.parts_in_use() else kept:
+            with storage(folder, "remove"):
+                state.ops.remove_tree(folder)
+
+
+def _expired_kept(state: StateFolder, keep: int | None) -> list[Path]:
+    """Return the folder of what the job's last run kept of its rows, if that is as old as unused answers may be."""
+    last = last_kept(state.kept)
+    if last is None or keep is None or last > time.time() - keep * _DAY_S:
+        return []
+    return [state.kept]
 
 
 def _bytes_in(folders: Iterable[Path]) -> Iterable[int]:

@@ -36,7 +36,9 @@ def tool(name: str = "add", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema, **function}}
 
 
-def job(folder: Path, model: Path, rows: list[Any], call: str = CALLS["either"], **sections: Any) -> Path:
+def job(
+    folder: Path, model: Path, rows: list[Any] | None, call: str = CALLS["either"], **sections: Any
+) -> Path:
     (folder / "chat.jinja").write_text(CHAT.replace("CALL", call))
     return write_job(folder, model, rows, **sections)
 

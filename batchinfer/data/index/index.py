@@ -37,6 +37,7 @@ INDEX_SCHEMA = pa.schema(
         ("row_index", pa.int64()),
         ("custom_id", pa.string()),
         ("key", pa.binary(32)),
+        # null also of a row that the last index knew, and whose answer is stored: nobody needs its tokens
         ("token_offset", pa.int64()),
         ("token_count", pa.int32()),
         ("params", pa.string()),  # `SamplingParams.to_json()`
@@ -121,6 +122,7 @@ class Index:
     attempts: int = 1  # how many times a row may run: more than once with a ladder (on_invalid)
     # How answers mark their reasoning; None: the result has no columns for it
     reasoning: Reasoning | None = None
+    known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -148,7 +150,8 @@ class Index:
         asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
         unread: dict[str, int] = value.get("unread_arguments", {})
         more = unread, int(value.get("attempts", 1)), _reasoning(value)
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked, *more)
+        known = int(value.get("known_rows", 0))
+        return cls(folder, value["identity"], *counts, inputs, digests, *asked, *more, known_rows=known)
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -178,6 +181,8 @@ class Index:
             value["attempts"] = self.attempts
         if self.reasoning is not None:
             value["reasoning"] = self.reasoning.to_json()
+        if self.known_rows:
+            value["known_rows"] = self.known_rows
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

@@ -13,11 +13,11 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -25,6 +25,7 @@ from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.duplicates import EqualRows
 from batchinfer.data.index.index import AnswerSchema, Index, Layout, index_schema
+from batchinfer.data.index.keeping import Keeping, KeptIndex, kept_index
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter, RowPlace, RowsSoFar
@@ -91,14 +92,16 @@ def ingest(
     progress: Callable[[IngestProgress], None] | None = None,
     ops: FileOps | None = None,
     happened: Happened | None = None,
+    keeping: Keeping | None = None,
 ) -> Index:
     """The complete index of the job's input, in `scratch/<its id>/`. `tokenizer` is the model's; `happened` is told
-    what each worker did, by `time.perf_counter`.
+    what each worker did, by `time.perf_counter`. `keeping`: rows that the job's last index knew are not prepared again,
+    and what this one knows is kept for the next.
 
     Raises InputMissing (66), InputCorrupt (65), JobFileError (78: columns that no row has, a failing query),
     StorageError (74). A bad row raises nothing: it is an error row of the index.
     """
-    found = index_or_ingestion(job, tokenizer, options, scratch, ops, happened)
+    found = index_or_ingestion(job, tokenizer, options, scratch, ops, happened, keeping)
     if isinstance(found, Index):
         return found
     with closing(found.steps()) as steps:
@@ -115,15 +118,17 @@ def index_or_ingestion(
     scratch: Path,
     ops: FileOps | None = None,
     happened: Happened | None = None,
+    keeping: Keeping | None = None,
 ) -> Index | Ingestion:
     """Return the complete index of the job's input, if `scratch` has it, else what makes it; see `ingest`."""
     files = job_files(job, scratch)
     identity = _identity(job, options, tokenizer, files)
     folder = scratch / identity[:16]
     found = Index.find(folder, identity)
-    if found is not None:
+    # answers of rows without tokens may be gone by now
+    if found is not None and not found.known_rows:
         return found
-    return Ingestion(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened)
+    return Ingestion(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened, keeping)
 
 
 def job_files(job: Job, scratch: Path) -> list[InputFile]:
@@ -150,20 +155,24 @@ def over_files(job: Job, files: Sequence[InputFile]) -> Job:
 
 def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:
     """sha256 over all that shapes the index. The rows of a query count by their content."""
-    value = {
+    inputs = [f.to_json() | ({"sha256": sha256_of(Path(f.path))} if job.input.sql else {}) for f in files]
+    value = _settings(job, options, tokenizer) | {"inputs": inputs}
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that shapes the index but the input."""
+    value: dict[str, Any] = {
         "format": [INGEST_FORMAT, CONSTRAINT_RULES],
         "job": json.loads(job.identity_json()),
         "context": options.context.hex(),
         "limits": [options.max_model_len, options.vocab_size],
         "tokenizer": tokenizer.fingerprint,
-        "inputs": [
-            f.to_json() | ({"sha256": sha256_of(Path(f.path))} if job.input.sql else {}) for f in files
-        ],
         "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
     }
     if options.reasoning is not None:
         value["reasoning"] = options.reasoning.to_json()
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return value
 
 
 class Ingestion:
@@ -181,8 +190,10 @@ class Ingestion:
         folder: Path,
         ops: FileOps,
         happened: Happened | None,
+        keeping: Keeping | None,
     ) -> None:
         self._job, self._happened = job, happened
+        self._keeping = keeping
         self._options = options
         self._tokenizer = tokenizer
         self._files = files
@@ -191,6 +202,7 @@ class Ingestion:
         self._ops = ops
         self._reader: Reader | None = None
         self._writer: IndexWriter | None = None  # once there is a row
+        self._kept: KeptIndex | None = None  # while rows are read, of which some may be known
         self._refused = 0  # rows that became error rows because of the rows before them
         self._equal = EqualRows(
             self._spill,
@@ -209,27 +221,49 @@ class Ingestion:
     def job(self) -> Job:
         return self._job
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the rows that were read are not read again, whatever comes after them: only then there may be a
+        `cut`."""
+        return self._kept is None or not self._kept.may_need_tokens
+
     def steps(self) -> Generator[IngestProgress, None, None]:
         """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
         self._start_over()
-        reader = self._reader = self._opened()
+        files = self._inputs()
+        while lacking := (yield from self._read(files)):
+            assert self._keeping is not None, "else all rows have their tokens"
+            self._keeping = self._keeping.forgetting(lacking)
+
+    def _read(self, files: Sequence[InputFile]) -> Generator[IngestProgress, None, Sequence[bytes]]:
+        """Read the input. Return the keys of rows whose tokens are needed after all: then all is to be read again."""
+        self._make_folders()
+        reader = self._reader = self._opened(files)
         schema = reader.schema()
         mode, columns = choose_prompts(self._job, self._tokenizer, schema, reader.shape)
         carried = self._carried(schema)
         try:
-            writer = yield from self._write(reader, schema, columns, mode, carried)
+            spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
+            lacking = yield from self._write(reader, spec, columns, carried)
+            if lacking:
+                return lacking
             if reader.complete:
-                columns.check_all_seen(failed=writer.error_rows)
+                columns.check_all_seen(failed=self._rows.error_rows)
             if carried is not None:
                 carried.finish(self._layout.passthrough)
         finally:
             if carried is not None:
                 carried.close()
+        return ()
+
+    @property
+    def _rows(self) -> IndexWriter:
+        assert self._writer is not None, "no step was taken yet"
+        return self._writer
 
     def cut(self) -> RowsSoFar:
         """Return the rows so far, which are still to be settled (`settle`). Raises StorageError."""
-        assert self._writer is not None, "no step was taken yet"
-        return self._writer.cut()
+        return self._rows.cut()
 
     def settle(self, rows: RowsSoFar) -> RowsSoFar:
         """Settle the rows of a cut: an id of theirs may be repeated, and equal ones are numbered. In the order of the
@@ -237,8 +271,8 @@ class Ingestion:
         self._refused += self._equal.settle(rows.parts, rows.tokens)
         return replace(rows, error_rows=rows.error_rows + self._refused)
 
-    def _opened(self) -> Reader:
-        options, files, known = self._options, self._inputs(), self._options.checked
+    def _opened(self, files: Sequence[InputFile]) -> Reader:
+        options, known = self._options, self._options.checked
         how = options.sample, options.strata, options.chunk
         return (known and known.again(files, *how)) or open_input(self._job, files, *how)
 
@@ -246,11 +280,16 @@ class Ingestion:
         with storage(self._layout.folder, "prepare"):
             if self._layout.folder.exists():
                 self._ops.remove_tree(self._layout.folder)
-            for folder in (self._layout.index, self._layout.tokens.parent):
+            self._ops.mkdir(self._layout.folder)
+
+    def _make_folders(self) -> None:
+        """Make empty folders for what is read."""
+        carried = (self._layout.passthrough, self._spool) if self._job.output.columns else ()
+        with storage(self._layout.folder, "prepare"):
+            for folder in (self._layout.index, self._layout.tokens.parent, *carried):
+                if folder.exists():
+                    self._ops.remove_tree(folder)
                 self._ops.mkdir(folder)
-            if self._job.output.columns:
-                self._ops.mkdir(self._layout.passthrough)
-                self._ops.mkdir(self._spool)
 
     @property
     def _spill(self) -> Path:
@@ -280,29 +319,45 @@ class Ingestion:
     def _write(
         self,
         reader: Reader,
-        schema: pa.Schema | None,
+        spec: RenderSpec,
         columns: Columns,
-        mode: Mode,
         carried: JsonSpool | TypedColumns | None,
-    ) -> Generator[IngestProgress, None, IndexWriter]:
-        spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
-        attempts, reasons = self._job.attempts, self._options.reasoning is not None
-        index_columns = index_schema(mode == "openai", attempts, reasons)
-        longest = self._options.max_model_len
+    ) -> Generator[IngestProgress, None, Sequence[bytes]]:
+        """Write what workers make of the rows. Return the keys of rows whose tokens are needed after all."""
+        job, attempts, longest = self._job, self._job.attempts, self._options.max_model_len
+        index_columns = index_schema(spec.fields.endpoints, attempts, self._options.reasoning is not None)
         writer = self._writer = IndexWriter(self._layout, longest, index_columns, self._ops, attempts)
-        wanted = _Wanted(reader, columns.read, self._job.input.limit)
         workers = self._options.workers or usable_cpus()
-        pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
-        with writer, pool:
-            for chunk, rows in pool.map(wanted.chunks()):
-                columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
-                if carried is not None:
-                    carried.append(writer.rows, chunk, rows.facts)
-                writer.append(wanted.place(chunk, len(rows)), rows)
-                keys = rows.prompts.keys_of_work()
-                yield IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys)
-            writer.commit()
-        return writer
+        with self._known(spec) as kept:
+            self._kept = kept
+            wanted = _Wanted(_chunks(reader, columns.read, kept, carried), job.input.limit)
+            pool: RenderPool[InputChunk] = RenderPool(kept.spec if kept else spec, workers, self._happened)
+            with writer, pool:
+                for chunk, rows in pool.map(wanted.chunks()):
+                    columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
+                    if carried is not None:
+                        carried.append(writer.rows, chunk, rows.facts)
+                    writer.append(wanted.place(chunk, len(rows)), rows)
+                    if kept is not None:
+                        kept.append(rows)
+                    keys = rows.prompts.keys_of_work()
+                    yield IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys)
+                writer.commit()
+            return () if kept is None else kept.finish(reader, writer.parts, self._spill)
+
+    def _known(self, spec: RenderSpec) -> AbstractContextManager[KeptIndex | None]:
+        """Open what the last index knew, where that is asked for. Files and chunks of rows that a limit cuts off, or
+        that a query gave, are not known as such."""
+        if self._keeping is None:
+            return nullcontext()
+        job, ops = self._job, self._ops
+        settings = _settings(job, self._options, self._tokenizer)
+        # which rows there are says nothing of what becomes of one
+        for name in ("path", "sql", "limit", "unique_ids"):
+            settings["job"]["input"].pop(name, None)
+        material = json.dumps(settings, sort_keys=True)
+        whole = job.input.limit is None and job.input.sql is None
+        return kept_index(self._keeping, spec, material, job.attempts, ops, whole=whole)
 
     def _worker_spec(
         self, columns: Columns, mode: Mode, schema: pa.Schema | None, values_are_text: bool
@@ -347,8 +402,7 @@ class Ingestion:
 
     def finish(self) -> Index:
         """Complete the index of an input that was read to its end. Raises StorageError, OutOfMemory."""
-        writer, reader, output = self._writer, self._reader, self._job.output
-        assert writer is not None, "no step was taken yet"
+        writer, reader, output = self._rows, self._reader, self._job.output
         assert reader is not None, "no step was taken yet"
         tokens = TokenStore(self._layout.tokens)
         read = RowsSoFar(tuple(writer.parts), writer.rows, writer.error_rows, writer.logprobs, tokens)
@@ -370,16 +424,30 @@ class Ingestion:
             writer.unread.rows,
             self._job.attempts,
             self._options.reasoning,
+            writer.known_rows,
         )
         index.write_marker(self._ops)
         return index
 
 
+def _chunks(
+    reader: Reader,
+    names: Sequence[str] | None,
+    kept: KeptIndex | None,
+    carried: JsonSpool | TypedColumns | None,
+) -> Iterator[InputChunk]:
+    """Return the chunks of the input, of which those that are known are not read. `names`: of the columns to decode."""
+    if kept is None:
+        return reader.chunks(names)
+    typed = isinstance(carried, TypedColumns) and not reader.values_are_text
+    return kept.chunks(reader, names, typed)
+
+
 class _Wanted:
     """The chunks of the rows that a job wants, and how many rows they had."""
 
-    def __init__(self, reader: Reader, columns: Sequence[str] | None, limit: int | None) -> None:
-        self._reader, self._columns, self._limit = reader, columns, limit
+    def __init__(self, chunks: Iterator[InputChunk], limit: int | None) -> None:
+        self._chunks, self._limit = chunks, limit
         self._file, self._rows_of_file = "", 0
         self.rows = 0
 
@@ -390,7 +458,7 @@ class _Wanted:
         asked for only when the rows of all before it are counted, so that no row beyond the limit is ever read.
         """
         reserved = 0
-        for chunk in self._reader.chunks(self._columns):
+        for chunk in self._chunks:
             most = chunk.most_rows
             if self._limit is not None and reserved + most > self._limit:
                 yield None

@@ -18,7 +18,7 @@ from batchinfer.data.index.index import OPENING, Layout, attempt_columns
 from batchinfer.data.index.token_store import TokenStore, TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows
 from batchinfer.data.prompts.row_facts import RowFacts
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
@@ -60,23 +60,21 @@ class IndexWriter:
         self.rows = 0
         self.error_rows = 0
         self.unread = UnreadArguments()
+        self.total_tokens = 0  # of all prompts, also of those whose tokens are not there,
+        self.known_rows = 0  # which so many rows have
         self.logprobs: int | None = None  # the most that a row asks for; None: no row asks
-
-    @property
-    def total_tokens(self) -> int:
-        return self._tokens.tokens
 
     def append(self, place: RowPlace, rows: PreparedRows) -> None:
         """Write the rows of one chunk."""
         done = rows.prompts
-        start = self._tokens.append(done.tokens)
-        ends = start + np.cumsum(done.counts, dtype=np.int64)
+        there = done.tokens_there()
+        starts = self._tokens.append(done.tokens) + np.cumsum(there) - there
         params = [SamplingParams.from_json(text) for text in done.params]
         self._note_logprobs(params)
         # some at a time: the text of a schema stands in every row
         for first in range(0, len(rows), self._at_once):
             size = min(self._at_once, len(rows) - first)
-            columns = _work_columns(done, params, ends, slice(first, first + size), self._max_model_len)
+            columns = _work_columns(done, params, starts, slice(first, first + size), self._max_model_len)
             columns |= _rung_columns(done, slice(first, first + size), self._max_model_len)
             columns |= _error_columns(done.errors, first, size)
             columns |= _fact_columns(rows.facts, first, size)
@@ -86,6 +84,8 @@ class IndexWriter:
             columns["row_index"] = _numbers(place.first_row + first, size)
             self._even.append(pa.record_batch([columns[n] for n in self._schema.names], self._schema))
         self.rows += len(rows)
+        self.total_tokens += int(done.counts.sum(dtype=np.int64))
+        self.known_rows += done.known_rows
         self.error_rows += len(done.errors)
         self.unread.join(done.unread)
 
@@ -118,21 +118,26 @@ class IndexWriter:
 
 
 def _work_columns(
-    done: Prepared, params: Sequence[SamplingParams], ends: Int64s, rows: slice, longest: int
+    done: Prepared, params: Sequence[SamplingParams], starts: Int64s, rows: slice, longest: int
 ) -> dict[str, pa.Array]:
     counts, most = done.counts[rows], done.max_tokens[rows]
     dead = counts == 0  # a row without tokens is an error row
-    valid = None if not dead.any() else pa.py_buffer(np.packbits(~dead, bitorder="little"))
+    valid = _valid(~dead)
+    placed = valid if done.known is None else _valid(~(dead | done.known[rows]))
     numbers = _int32s(done.params_of[rows], valid)
     keys = pa.py_buffer(done.keys[KEY_BYTES * rows.start : KEY_BYTES * rows.stop])
     return {
-        "token_offset": _int64s(ends[rows] - counts, valid),
+        "token_offset": _int64s(starts[rows], placed),
         "token_count": _int32s(counts, valid),
         "expected_tokens": _int32s(np.minimum(most, longest - counts), valid),
         "key": pa.Array.from_buffers(pa.binary(KEY_BYTES), len(counts), [valid, keys]),
         "params": pa.array(done.params, pa.string()).take(numbers),
         "greedy": pa.array([one.greedy for one in params], pa.bool_()).take(numbers),
     }
+
+
+def _valid(marks: NDArray[np.bool_]) -> pa.Buffer | None:
+    return None if marks.all() else pa.py_buffer(np.packbits(marks, bitorder="little"))
 
 
 def _rung_columns(done: Prepared, rows: slice, longest: int) -> dict[str, pa.Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -13,6 +13,7 @@ from batchinfer.core.errors import InputCorrupt
 from batchinfer.core.request import RowError
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.input.row_digest import row_digests
 from batchinfer.data.input.rows import Values, first_repeated, row_error
 from batchinfer.data.input.unpacked import unpacked_size
 
@@ -105,6 +106,17 @@ class TypedRows(InputChunk):
             raise ValueError("rows that are packed")
         part = self.table.slice(start, None if stop is None else stop - start)
         return iter(_checked_rows(self.file, part, values))
+
+    def digested(
+        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
+    ) -> tuple[Iterable[Values | RowError], bytes]:
+        rows = list(self.read(start, stop, values))
+        return rows, row_digests(map(_as_bytes, rows), "typed")
+
+
+def _as_bytes(row: Values | RowError) -> bytes | None:
+    """Return the row as Python writes it, to the bit: this is all that is read of it."""
+    return None if isinstance(row, RowError) else repr(row).encode("utf-8", "surrogatepass")
 
 
 def _checked_rows(

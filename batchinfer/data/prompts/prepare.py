@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.core.rung import Rung, with_rung
@@ -17,10 +16,13 @@ from batchinfer.data.constraints.constraint_check import ConstraintChecker
 from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.rows import RowProblem, Values, row_error
+from batchinfer.data.kept.rows import KeptRows
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
-from batchinfer.data.prompts.row_facts import FactsOfRows, RowFacts, RowFields
+from batchinfer.data.prompts.prepared.known_rows import KnownRows
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 from batchinfer.data.tokenizer.reasoned_rows import ReasonedRows
 from batchinfer.data.tokenizer.reasoning_styles import Openings
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
@@ -81,55 +83,6 @@ class Limits:
         return ", or raise model.max_model_len" if self.job_limit else ""
 
 
-@dataclass(slots=True)
-class PreparedRungs:
-    """The work of n rows on one rung of the job's ladder, as Prepared has that of their first attempts. A row without
-    such work has parameter -1."""
-
-    params_of: NDArray[np.int32]
-    max_tokens: NDArray[np.int32]
-    keys: bytes
-
-
-@dataclass(slots=True)
-class Prepared:
-    """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
-
-    `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
-    `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers;
-    `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts.
-    """
-
-    errors: dict[int, RowError]
-    params: list[str]
-    params_of: NDArray[np.int32]
-    max_tokens: NDArray[np.int32]
-    counts: TokenIds
-    keys: bytes
-    tokens: TokenIds
-    openings: Openings
-    unread: dict[str, int] = field(default_factory=dict)
-    rungs: Sequence[PreparedRungs] = ()
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    def keys_of_work(self) -> bytes:
-        """Return the keys of the rows that are no error rows."""
-        return np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[np.asarray(self.counts) > 0].tobytes()
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRows:
-    """Rows that were read: their prompts, and all else that the index keeps of them."""
-
-    prompts: Prepared
-    facts: RowFacts
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-
 class Preparer:
     """Reads, renders and tokenises. `report` is told which row is at work, so that a hang can be pinned on it."""
 
@@ -140,7 +93,10 @@ class Preparer:
         tokenizer: Tokenizer,
         report: Callable[[int], None],
         fields: RowFields,
+        kept: KeptRows | None = None,
     ) -> None:
+        """kept: rows that the last index knew. None: nothing is asked or said of that."""
+        self._kept = kept
         self._builder = PromptBuilder(plan, tokenizer)
         self._limits = limits
         self._fields = fields
@@ -158,21 +114,35 @@ class Preparer:
         facts = FactsOfRows(self._fields)
         work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
         held = _Drafts()
-        rows = chunk.read(piece.start, piece.stop, self._fields.values)
+        rows, known = self._rows(chunk, piece)
         index = -1
-        for index, row in self._reported(rows):
+        for index, row in self._reported(iter(rows)):
             facts.note(row)
             if isinstance(row, RowError):
                 work.errors[index] = row
             elif piece.given is not None:
                 work.errors[index] = piece.given
-            else:
+            elif known is None or not known.marks[index]:
                 self._draft(index, row, held, work)
             if held.full:
                 self._finish(held, work, piece.careful)
                 held = _Drafts()
         self._finish(held, work, piece.careful)
-        return PreparedRows(work.finished(index + 1), facts.finished())
+        prompts = work.finished(index + 1)
+        if known is not None:
+            self._report(BULK)  # no row's fault, if the file of known rows cannot be read
+            known.fill(prompts, work.told)
+        return PreparedRows(prompts, facts.finished())
+
+    def _rows(
+        self, chunk: InputChunk, piece: RowPiece
+    ) -> tuple[Iterable[Values | RowError], KnownRows | None]:
+        """Return the rows of a piece, and which of them are known. Where a process has ended, none is."""
+        if self._kept is None or piece.careful or piece.accused:
+            return chunk.read(piece.start, piece.stop, self._fields.values), None
+        self._report(BULK)
+        rows, digests = chunk.digested(piece.start, piece.stop, self._fields.values)
+        return rows, KnownRows(self._kept, digests) if digests else None
 
     def _reported(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
         """Number the rows. A row is at work from before it is read, as reading may take all memory, too."""
@@ -186,7 +156,9 @@ class Preparer:
     def _draft(self, index: int, row: Values, held: _Drafts, work: _FinishedPrompts) -> None:
         try:
             draft = self._builder.build(self._fields.needed(row))
-            work.unread.add(draft.unread)
+            if draft.unread:
+                work.unread.add(draft.unread)
+                work.told.append(index)
             if draft.params is not self._plain and self._constraints.are_due(draft.params):
                 self._report(checking(index))
                 self._constraints.check(draft.params)
@@ -366,6 +338,8 @@ class _FinishedPrompts:
         self._rungs = [_FinishedRung(rung) for rung in ladder]
         self.errors: dict[int, RowError] = {}
         self.unread = UnreadArguments()
+        # Rows of which a user is told something, each night anew
+        self.told: list[int] = []
         self._params: dict[SamplingParams, int] = {}
         self._last: tuple[SamplingParams | None, int] = (None, 0)
         self._texts: list[str] = []

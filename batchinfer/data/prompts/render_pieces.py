@@ -6,13 +6,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchinfer.core.reasoning import UNSAID
 from batchinfer.core.request import RowError, TokenIds
+from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows, PreparedRungs, RowPiece
+from batchinfer.data.prompts.prepare import RowPiece
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts
 
 # What a row gets that found no memory: rows before it may have taken it.
@@ -137,6 +140,16 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         np.concatenate(openings),
         unread.rows,
         [rung.joined() for rung in rungs],
+        b"".join(piece.digests or bytes(DIGEST_BYTES * len(piece)) for piece in pieces),
+        _joined_marks(pieces),
+    )
+
+
+def _joined_marks(pieces: Sequence[Prepared]) -> NDArray[np.bool_] | None:
+    if all(piece.known is None for piece in pieces):
+        return None
+    return np.concatenate(
+        [np.zeros(len(piece), np.bool_) if piece.known is None else piece.known for piece in pieces]
     )
 
 

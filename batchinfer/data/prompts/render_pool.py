@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import selectors
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Generic, TypeVar
 
+from batchinfer.core.request import RowError
 from batchinfer.data.input.chunk import InputChunk
-from batchinfer.data.prompts.prepare import PreparedRows
+from batchinfer.data.input.rows import Values
+from batchinfer.data.prompts.prepared.rows import PreparedRows
 from batchinfer.data.prompts.render_worker import RenderSpec, RenderWorker
 from batchinfer.data.prompts.shared_file import put, shared_file
 from batchinfer.machine.waiting import LOOK_S
@@ -19,6 +21,19 @@ from batchinfer.machine.waiting import LOOK_S
 Tag = TypeVar("Tag")
 Happened = Callable[[str, str, float, float], None]  # a process, what it did, and from when until when
 _AHEAD = 2  # chunks under way for each worker: the next one is there when a worker is done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyChunk(InputChunk):
+    """A chunk whose rows were prepared before, in another run."""
+
+    prepared: PreparedRows
+
+    def read(
+        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
+    ) -> Iterator[Values | RowError]:
+        """Raises ValueError: there is nothing to read."""
+        raise ValueError("the rows of this chunk are prepared already")
 
 
 @dataclass(slots=True)
@@ -34,7 +49,8 @@ class _ChunkWork(Generic[Tag]):
 class RenderPool(Generic[Tag]):
     """Use as a context manager.
 
-    A worker is started with a chunk that finds no free one: an input of one chunk needs no second process.
+    A worker is started with a chunk that finds no free one: an input of one chunk needs no second process. A
+    ReadyChunk needs none.
     """
 
     def __init__(self, spec: RenderSpec, workers: int, happened: Happened | None = None) -> None:
@@ -78,7 +94,10 @@ class RenderPool(Generic[Tag]):
                 continue
             work = _ChunkWork(*given)
             under_way.append(work)
-            self._assign(work)
+            if isinstance(work.chunk, ReadyChunk):
+                work.done = work.chunk.prepared
+            else:
+                self._assign(work)
             yield from self._given_out(under_way, _AHEAD * self._most - 1)
         yield from self._given_out(under_way, 0)
 

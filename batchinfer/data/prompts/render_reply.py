@@ -18,9 +18,10 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
 from batchinfer.data.input.json_kinds import KINDS
+from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.row_facts import MOST_NAMES, RowFacts, RowFields
 
 _SIZE = 8  # bytes of the number before each part
@@ -51,6 +52,7 @@ def packed(done: PreparedRows) -> bytes:
         parts += [(rung.params_of + 1).tobytes(), rung.max_tokens.tobytes(), rung.keys]
     for column in _text_columns(facts):
         parts += _packed_texts(column)
+    parts += [prompts.digests, b"" if prompts.known is None else prompts.known.tobytes()]
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
 
 
@@ -123,6 +125,20 @@ class _ReplyParts:
             raise ValueError("the ends of prompts are not those of the rows")
         return found
 
+    def digests(self, count: int) -> bytes:
+        """Return the digests of so many rows, or nothing."""
+        found = self.next()
+        if len(found) not in (0, DIGEST_BYTES * count):
+            raise ValueError("the digests are not those of the rows")
+        return found
+
+    def marks(self, count: int) -> NDArray[np.bool_] | None:
+        """Return so many marks, if there are any."""
+        found = np.frombuffer(self.next(), np.uint8)
+        if len(found) not in (0, count):
+            raise ValueError("the marks are not those of the rows")
+        return found != 0 if len(found) else None
+
     def texts(self, count: int) -> pa.StringArray:
         valid, ends, texts = self.next(), self.next(), self.next()
         if not count:
@@ -145,14 +161,18 @@ def _rows(
     params_of = parts.numbers(size, below=max(1, len(params)))
     max_tokens, counts = parts.numbers(size), parts.numbers(size)
     keys, tokens, openings = parts.next(), parts.numbers(below=vocab_size), parts.openings(size)
-    if len(keys) != KEY_BYTES * size or len(tokens) != int(counts.sum(dtype=np.int64)):
-        raise ValueError("keys or tokens are not those of the rows")
+    if len(keys) != KEY_BYTES * size:
+        raise ValueError("keys are not those of the rows")
     if np.flatnonzero(counts == 0).tolist() != sorted(errors):
         raise ValueError("a row has both tokens and an error, or neither")
     ignored = _counts(head["unread_arguments"])
     ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
     prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens, openings, ignored, ladder)
-    return PreparedRows(prompts, _facts(head, parts, fields, size))
+    facts = _facts(head, parts, fields, size)
+    prompts.digests, prompts.known = parts.digests(size), parts.marks(size)
+    if len(tokens) != int(prompts.tokens_there().sum()):
+        raise ValueError("tokens are not those of the rows")
+    return PreparedRows(prompts, facts)
 
 
 def _rung(parts: _ReplyParts, counts: NDArray[np.int32], params: int) -> PreparedRungs:

@@ -10,7 +10,7 @@ from batchinfer.core.sampling import MAX_LOGPROBS
 from batchinfer.data.index.index import Index
 from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.results.planned_work import announced
-from batchinfer.data.results.shared_answers import saved_tokens
+from batchinfer.data.results.reuse.shared_answers import saved_tokens
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun

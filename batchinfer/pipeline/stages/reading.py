@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import Ingestion, IngestProgress, index_or_ingestion
+from batchinfer.data.index.keeping import Keeping
 from batchinfer.data.input.reader import Reader
+from batchinfer.data.kept.files import remove_strays
 from batchinfer.data.results.openai import LINE_BYTES
 from batchinfer.data.results.partial import PARTIAL
+from batchinfer.data.results.reuse.answered import AnsweredRows
 from batchinfer.data.storage.remembered import write_strings
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.open_run import OpenRun
@@ -48,7 +51,13 @@ def read_input(
     with run.report.timed("ingest_s"):
         options = replace(run.setup.ingest_options(context, run.now), checked=checked)
         found = index_or_ingestion(
-            run.job, run.setup.tokenizer, options, run.state.scratch, run.state.ops, run.report.happened
+            run.job,
+            run.setup.tokenizer,
+            options,
+            run.state.scratch,
+            run.state.ops,
+            run.report.happened,
+            _keeping(run, store),
         )
         early = EarlyLoading(run, store)
         if isinstance(found, Index):
@@ -73,6 +82,18 @@ def complete(run: OpenRun, index: Index) -> Index:
     return index
 
 
+def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
+    """Return where the job keeps what it knows of its rows. A trial knows only a few, and keeps nothing."""
+    if run.options.limit is not None:
+        return None
+    state = run.state
+    with state.exclusively():
+        if state.parts_in_use() == [state.path]:
+            remove_strays(state.kept, state.ops)
+    answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")
+    return Keeping(state.kept, answered, run.notice, run.options.verify)
+
+
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:
     """Read the input; None: to its end."""
     steps, began = ingestion.steps(), time.monotonic()
@@ -80,7 +101,8 @@ def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInpu
         for at in steps:
             run.progress.read(at.rows, at.bytes_read, at.bytes_total)
             early.read(at.keys)
-            if early.waits_for(_left_s(run, at, time.monotonic() - began)):
+            left_s = _left_s(run, at, time.monotonic() - began)
+            if ingestion.is_final and early.waits_for(left_s):
                 return UnreadInput(ingestion, steps, at)
     except BaseException:
         steps.close()

@@ -15,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.errors import StorageError
 from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
+from batchinfer.core.wording import counted
 from batchinfer.data.results.attempts import load_chosen
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
@@ -62,7 +64,8 @@ def plan_job(
     the token ids that the index points to. `roots`: rows whose content roots differ share nothing.
 
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
-    which spills into `out_dir`. Raises StorageError, OutOfMemory.
+    which spills into `out_dir`. Raises OutOfMemory, and StorageError also where the index has no tokens of a key
+    that is to be planned: its answer was stored when the index was made.
     """
     with connection(out_dir / "spill", memory_limit, threads) as database:
         if completion_parts and attempts > 1:
@@ -118,6 +121,12 @@ def _load_work(
     flies = "CASE WHEN key IN (SELECT key FROM flying) THEN place ELSE 0 END"
     before = f"SELECT wanted.*, {flies} AS begun FROM wanted JOIN started USING (key)"
     database.execute(f"CREATE TEMP TABLE work AS {rest} UNION ALL {before} ORDER BY token_offset, key")
+    (lacking,) = database.execute("SELECT count(*) FROM work WHERE token_offset IS NULL").fetchall()[0]
+    if lacking:
+        raise StorageError(
+            f"the stored answers of {counted(lacking, 'request')} are gone, or no longer valid, since the input was "
+            "read; run the job again"
+        )
 
 
 def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:

@@ -6,7 +6,7 @@ else a semicolon, else a tab, whichever it holds first in this order; names that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -23,6 +23,7 @@ from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.lines import HashingFile, WholeLines, unpacked_chunks
 from batchinfer.data.input.protocol import ReadOptions
+from batchinfer.data.input.row_digest import row_digests
 from batchinfer.data.input.rows import RowProblem, Values, first_repeated, row_error
 from batchinfer.data.input.text_encoding import decoded
 
@@ -152,6 +153,14 @@ class CsvLines(InputChunk):
     ) -> Iterator[Values | RowError]:
         found = self._found() if self.records is None else iter(self.records)
         return (self._row(number, record) for number, record in islice(found, start, stop))
+
+    def digested(
+        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
+    ) -> tuple[Iterable[Values | RowError], bytes]:
+        found = list(islice(self._found() if self.records is None else self.records, start, stop))
+        reading = ("csv", self.columns, self.kept, self.dialect, self.cap, self.encoding)
+        records = (None if isinstance(record, RowError) else record for _, record in found)
+        return (self._row(number, record) for number, record in found), row_digests(records, reading)
 
     def _found(self) -> Iterator[ReadRecord]:
         lines = LineBuffer(iter([self.data]), self.line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +15,7 @@ from batchinfer.data.input.json_text import parse_row
 from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.lines import HashingFile, WholeLines, line_blocks, unpacked_chunks
 from batchinfer.data.input.protocol import ReadOptions
+from batchinfer.data.input.row_digest import row_digests
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 
 _BLANK = b" \t\r"
@@ -78,6 +79,15 @@ class JsonLines(InputChunk):
         if self.too_long is not None:
             return islice(iter([self._too_long(self.line, self.too_long)]), start, stop)
         return (self._row(number, line) for number, line in islice(self._lines(), start, stop))
+
+    def digested(
+        self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
+    ) -> tuple[Iterable[Values | RowError], bytes]:
+        rows = self.read(start, stop, values)
+        if self.too_long is not None:
+            return rows, b""
+        lines = (line for _, line in islice(self._lines(), start, stop))
+        return rows, row_digests(lines, ("jsonl", self.cap, self.encoding))
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(self.data.split(b"\n"), self.line):

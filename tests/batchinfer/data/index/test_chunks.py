@@ -29,7 +29,8 @@ from batchinfer.data.input.files import list_inputs
 from batchinfer.data.input.protocol import TextOptions
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.prompts import render_pool
-from batchinfer.data.prompts.prepare import PreparedRows, Preparer, RowPiece
+from batchinfer.data.prompts.prepare import Preparer, RowPiece
+from batchinfer.data.prompts.prepared.rows import PreparedRows
 from batchinfer.data.prompts.render_reply import packed, unpacked
 from batchinfer.data.prompts.render_worker import RenderSpec
 from batchinfer.data.tokenizer.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.request import RowError
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.render_pieces import RowPieces, joined
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
-from batchinfer.data.prompts.prepare import Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.render_reply import BadReply, packed, packed_failure, unpacked
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 

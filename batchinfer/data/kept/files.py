@@ -1,0 +1,152 @@
+"""The folder of a kept index: its files, which are written durably, and the marker that names them with their digests.
+
+    .batchinfer-res/kept/kept.json       the marker, written last
+    .batchinfer-res/kept/<random>/       the files: see rows.py and chunks.py
+
+There is one for each job, that of its last run. Whoever reads it has opened all its files before: another run of the
+job may put its own in place meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.errors import StorageError
+from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.storage.digests import file_digests
+from batchinfer.data.storage.durable import Digest, FileOps, storage, write_json
+
+KEPT_FORMAT = 1
+MARKER = "kept.json"
+NAMES = ("rows.bin", "words.bin", "order.bin", "params.bin", "replies.bin", "chunks.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """An input file as it was read, all of it: its content, and which of the chunks are its."""
+
+    file: InputFile
+    sha256: str
+    first_chunk: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMarker:
+    """The contents of the marker. `identity` says of which settings the rows are."""
+
+    identity: str
+    folder: str
+    attempts: int
+    digests: Mapping[str, Digest]
+    files: tuple[KeptFile, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        files = [asdict(one) | {"file": one.file.to_json()} for one in self.files]
+        digests = {name: asdict(digest) for name, digest in self.digests.items()}
+        return {
+            "format": KEPT_FORMAT,
+            "identity": self.identity,
+            "folder": self.folder,
+            "attempts": self.attempts,
+            "digests": digests,
+            "files": files,
+        }
+
+
+def read_marker(kept: Path) -> KeptMarker | None:
+    """Return the marker; None: nothing is kept, or by another version. Raises ValueError for a damaged marker,
+    OSError."""
+    try:
+        value = json.loads((kept / MARKER).read_bytes())
+    except FileNotFoundError:
+        return None
+    try:
+        if value["format"] != KEPT_FORMAT:
+            return None
+        files = tuple(KeptFile(**one | {"file": InputFile(**one["file"])}) for one in value["files"])
+        digests = {name: Digest(**one) for name, one in value["digests"].items()}
+        return KeptMarker(
+            str(value["identity"]), str(value["folder"]), int(value["attempts"]), digests, files
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is not as it was written ({error!r})") from error
+
+
+@contextmanager
+def opened(kept: Path, marker: KeptMarker, *, fresh: bool = False) -> Iterator[dict[str, int]]:
+    """Open the files, and check that each is as it was written; within the block they can be read, by name. Raises
+    ValueError for one that is not, OSError, StorageError. `fresh`: no digest that was computed before counts."""
+    folder, held = kept / marker.folder, dict[str, int]()
+    try:
+        for name in NAMES:
+            held[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        with file_digests(folder, fresh=fresh) as found:
+            for name in NAMES:
+                if found.of(folder / name) != marker.digests[name].sha256:
+                    raise ValueError(f"{folder / name}: its sha256 is not the recorded one")
+                if not os.path.samestat(os.fstat(held[name]), os.stat(folder / name)):
+                    raise ValueError(f"{folder / name}: it was replaced at this moment")
+        yield held
+    finally:
+        for file in held.values():
+            os.close(file)
+
+
+def new_folder(kept: Path, ops: FileOps) -> Path:
+    """Make a folder for the files of a new kept index. Raises StorageError."""
+    folder = kept / uuid.uuid4().hex
+    with storage(folder, "create"):
+        ops.mkdir(kept, 0o700)
+        ops.mkdir(folder, 0o700)
+    return folder
+
+
+def put_in_place(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
+    """Make these files the job's kept index, and remove those of the one before. Raises StorageError."""
+    try:
+        before = read_marker(kept)
+    except (ValueError, OSError):  # damaged: its files are found as those of killed runs are
+        before = None
+    write_json(kept / MARKER, marker.to_json(), ops)
+    if before is not None and before.folder != marker.folder:
+        _remove(kept / before.folder, ops)
+
+
+def remove_strays(kept: Path, ops: FileOps) -> None:
+    """Remove the files of killed runs. Nobody else may be writing such files now. Raises StorageError."""
+    if not kept.is_dir():
+        return
+    try:
+        marker = read_marker(kept)
+    except (ValueError, OSError):
+        marker = None
+    named = (MARKER, marker.folder) if marker is not None else (MARKER,)
+    for entry in sorted(kept.iterdir()):
+        if entry.name not in named:
+            _remove(entry, ops)
+
+
+def _remove(entry: Path, ops: FileOps) -> None:
+    with storage(entry, "remove"):
+        if entry.is_dir():
+            ops.remove_tree(entry)
+        else:
+            ops.unlink(entry)
+
+
+def last_kept(kept: Path) -> float | None:
+    """Return when something was last kept, in Unix time; None: never."""
+    try:
+        return (kept / MARKER).stat().st_mtime
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"{kept / MARKER}: cannot be looked at: {error}") from error

@@ -1,0 +1,131 @@
+"""The rows of a kept index: for each a record of fixed size, found again by the row's digest.
+
+    rows.bin    the records, in the order of the rows
+    words.bin   the first 8 bytes of all digests, sorted
+    order.bin   the number of the row of each of these
+    params.bin  the texts of parameters that the records point to, end to end
+
+All are mapped into memory, and looked up many at a time: what is not looked at takes no memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.data.input.row_digest import DIGEST_BYTES
+
+Numbers = NDArray[np.int64]
+Marks = NDArray[np.bool_]
+Records = NDArray[np.void]
+ORDER_TYPE = np.dtype("<u4")
+_WORDS = DIGEST_BYTES // 8
+_KEY = "V32"
+_BLOCK = 1 << 16  # records that are read at once
+
+
+def attempt_names(attempt: int) -> tuple[str, str, str, str]:
+    """Return the fields of a record with the key of an attempt, where the text of its parameters is and how long, and
+    its max_tokens. The length is 0 where a row has no such attempt."""
+    end = "" if attempt == 1 else f"_{attempt}"
+    return f"key{end}", f"params_at{end}", f"params_size{end}", f"most{end}"
+
+
+def record_type(attempts: int) -> np.dtype[np.void]:
+    """Return the type of a record. An error row has the count 0, and a digest of zeros: it is never found."""
+    fields = [("word", "<u8"), ("rest", "<u8"), ("count", "<i4"), ("opening", "i1"), ("sampled", "i1")]
+    for attempt in range(1, attempts + 1):
+        names = attempt_names(attempt)
+        fields += zip(names, (_KEY, "<i8", "<i4", "<i4"), strict=True)
+    return np.dtype(fields)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSource:
+    """The files of kept rows as another process gets them: by their descriptors, which it has by the same numbers.
+
+    `usable` is a file with one byte a row: whether the row needs no tokens.
+    """
+
+    rows: int
+    words: int
+    order: int
+    params: int
+    usable: int
+    attempts: int
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """Return the descriptors."""
+        return self.rows, self.words, self.order, self.params, self.usable
+
+
+class KeptRows:
+    """The rows of a kept index, in any process."""
+
+    def __init__(self, source: KeptSource) -> None:
+        self.attempts = source.attempts
+        self.records: Records = np.frombuffer(mapped(source.rows), record_type(source.attempts))
+        self._words = np.frombuffer(mapped(source.words), "<u8")
+        self._order = np.frombuffer(mapped(source.order), ORDER_TYPE)
+        self._usable = np.frombuffer(mapped(source.usable), np.bool_)
+        self._params = mapped(source.params)
+
+    def find(self, digests: bytes) -> Numbers:
+        """Return the numbers of the usable rows with these digests, -1 where there is none."""
+        words = np.frombuffer(digests, "<u8").reshape(-1, _WORDS)
+        found = np.full(len(words), -1, np.int64)
+        if not len(self._words):
+            return found
+        places = np.minimum(np.searchsorted(self._words, words[:, 0]), len(self._words) - 1)
+        rows = self._order[places].astype(np.int64)
+        records = self.records
+        same = (self._words[places] == words[:, 0]) & (records["rest"][rows] == words[:, 1])
+        same &= self._usable[rows] & words.any(axis=1)
+        found[same] = rows[same]
+        return found
+
+    def text(self, at: int, size: int) -> str:
+        """Return the text of parameters."""
+        return bytes(self._params[at : at + size]).decode()
+
+
+def mapped(file: int) -> Any:
+    """Return the bytes of an open file without reading them."""
+    size = os.fstat(file).st_size
+    return mmap.mmap(file, size, prot=mmap.PROT_READ) if size else b""
+
+
+def record_blocks(file: int, attempts: int) -> Iterator[Records]:
+    """Yield all records of an open file, some at a time. They are read, not mapped: a disk that fails does not kill
+    this process."""
+    kind, at = record_type(attempts), 0
+    while block := os.pread(file, _BLOCK * kind.itemsize, at):
+        yield np.frombuffer(block, kind)
+        at += len(block)
+
+
+def whole_file(file: int) -> bytes:
+    """Return the bytes of an open file."""
+    size = os.fstat(file).st_size
+    return b"".join(iter_pieces(file, 0, size))
+
+
+def iter_pieces(file: int, at: int, size: int) -> Iterator[bytes]:
+    """Yield `size` bytes of an open file from `at` on, as the system gives them."""
+    while size > 0 and (piece := os.pread(file, size, at)):
+        yield piece
+        at, size = at + len(piece), size - len(piece)
+
+
+def sorted_words(words: Sequence[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+    """Return the first words of all digests sorted, and the row of each. Ten million take 240 MB for a moment."""
+    together = np.concatenate([np.empty(0, np.uint64), *words])
+    order = np.argsort(together, kind="stable")
+    return together[order], order.astype(ORDER_TYPE)

@@ -1,0 +1,70 @@
+"""Writes the files of a kept index as its rows come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.data.kept.files import NAMES, KeptFile, KeptMarker, new_folder, put_in_place
+from batchinfer.data.kept.rows import Records, sorted_words
+from batchinfer.data.storage.durable import DurableFile, FileOps
+
+_AT_ONCE = 1 << 17  # numbers, of a megabyte
+_REMEMBERED = 4096  # texts of parameters; one that comes again after so many others is written again
+
+
+class KeptWriter:
+    """Use as a context manager; `commit` at the end, or nothing is kept."""
+
+    def __init__(self, kept: Path, ops: FileOps) -> None:
+        self._kept, self._ops = kept, ops
+        self._folder = new_folder(kept, ops)
+        self._files = {name: DurableFile(self._folder / name, ops) for name in NAMES}
+        self._words: list[NDArray[np.uint64]] = []
+        self._texts: dict[str, tuple[int, int]] = {}
+        self.chunks = 0
+
+    def params(self, texts: Sequence[str]) -> NDArray[np.int64]:
+        """Write texts of parameters that are not written yet; where each is, and how long."""
+        if len(self._texts) > _REMEMBERED:
+            self._texts = {}
+        places = []
+        for text in texts:
+            if text not in self._texts:
+                data = text.encode()
+                self._texts[text] = (self._files["params.bin"].tell(), len(data))
+                self._files["params.bin"].write(data)
+            places.append(self._texts[text])
+        return np.array(places, np.int64).reshape(-1, 2)
+
+    def append(self, digest: str, records: Records, reply: bytes) -> None:
+        """Write one chunk: its digest, or none where it must not be used again as a whole."""
+        self._words.append(records["word"].copy())
+        self._files["rows.bin"].write(records.tobytes())
+        replies = self._files["replies.bin"]
+        line = [digest, len(records), replies.tell(), len(reply)]
+        replies.write(reply)
+        self._files["chunks.jsonl"].write(json.dumps(line).encode() + b"\n")
+        self.chunks += 1
+
+    def commit(self, identity: str, attempts: int, files: Sequence[KeptFile]) -> None:
+        """Make this the job's kept index, in the place of the one before. Raises StorageError."""
+        words, order = sorted_words(self._words)
+        for name, numbers in (("words.bin", words), ("order.bin", order)):
+            for start in range(0, len(numbers), _AT_ONCE):
+                self._files[name].write(numbers[start : start + _AT_ONCE].tobytes())
+        del words, order
+        digests = {name: file.commit() for name, file in self._files.items()}
+        marker = KeptMarker(identity, self._folder.name, attempts, digests, tuple(files))
+        put_in_place(self._kept, marker, self._ops)
+
+    def __enter__(self) -> KeptWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()

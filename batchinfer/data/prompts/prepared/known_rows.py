@@ -1,0 +1,77 @@
+"""Rows that the last index of the job knew: all that was made of them but their tokens, which nobody needs again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.data.input.row_digest import DIGEST_BYTES
+from batchinfer.data.kept.rows import KeptRows, Numbers, Records, attempt_names
+from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared, PreparedRungs
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+class KnownRows:
+    """The rows of one chunk: which of them are known, and the digests of all."""
+
+    def __init__(self, kept: KeptRows, digests: bytes) -> None:
+        self._kept, self._digests = kept, digests
+        self._places = kept.find(digests)
+        self.marks: list[bool] = (self._places >= 0).tolist()
+
+    def fill(self, prompts: Prepared, nameless: Iterable[int]) -> None:
+        """Put what is known into the prompts of the chunk, whose other rows were prepared. `nameless`: rows that are
+        not to be known next time."""
+        size = len(prompts)
+        digests = np.zeros((size, DIGEST_BYTES), np.uint8)
+        if self._digests:
+            digests[:] = np.frombuffer(self._digests, np.uint8).reshape(-1, DIGEST_BYTES)
+        digests[[*nameless, *prompts.errors]] = 0
+        prompts.digests = digests.tobytes()
+        found = np.flatnonzero(self._places >= 0)
+        if not len(found):
+            return
+        known = np.zeros(size, np.bool_)
+        known[found] = True
+        prompts.known = known
+        records = self._kept.records[self._places[found]]
+        prompts.counts = _with(prompts.counts, found, records["count"])
+        prompts.openings = _with(prompts.openings, found, records["opening"])
+        numbers = {text: number for number, text in enumerate(prompts.params)}
+        key, _, _, most = attempt_names(1)
+        prompts.params_of = _with(prompts.params_of, found, self._numbers(records, 1, numbers))
+        prompts.max_tokens = _with(prompts.max_tokens, found, records[most])
+        prompts.keys = _with_keys(prompts.keys, found, records[key])
+        for attempt, rung in enumerate(prompts.rungs, 2):
+            self._fill_rung(rung, attempt, found, records, numbers)
+        prompts.params = [*numbers]
+
+    def _fill_rung(
+        self, rung: PreparedRungs, attempt: int, found: Numbers, records: Records, numbers: dict[str, int]
+    ) -> None:
+        key, _, _, most = attempt_names(attempt)
+        rung.params_of = _with(rung.params_of, found, self._numbers(records, attempt, numbers))
+        rung.max_tokens = _with(rung.max_tokens, found, records[most])
+        rung.keys = _with_keys(rung.keys, found, records[key])
+
+    def _numbers(self, records: Records, attempt: int, numbers: dict[str, int]) -> NDArray[np.int32]:
+        """Return the number of each row's parameters among all of the chunk's, -1 where a row has none."""
+        _, at, size, _ = attempt_names(attempt)
+        places, which = np.unique(records[at], return_index=True, return_inverse=True)[1:]
+        texts = zip(records[at][places].tolist(), records[size][places].tolist(), strict=True)
+        own = [numbers.setdefault(self._kept.text(*one), len(numbers)) if one[1] > 0 else -1 for one in texts]
+        return np.array(own, np.int32)[which]
+
+
+def _with(column: NDArray[Number], places: Numbers, values: NDArray[Any]) -> NDArray[Number]:
+    filled = column.copy()
+    filled[places] = values
+    return filled
+
+
+def _with_keys(keys: bytes, places: Numbers, values: NDArray[np.void]) -> bytes:
+    return _with(np.frombuffer(keys, KEY_TYPE), places, values).tobytes()

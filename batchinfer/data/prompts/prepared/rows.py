@@ -1,0 +1,79 @@
+"""Rows become prompts with parameters and keys, and facts that the index keeps besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchinfer.core.request import RowError, TokenIds
+from batchinfer.data.prompts.row_facts import RowFacts
+from batchinfer.data.tokenizer.reasoning_styles import Openings
+
+KEY_TYPE = np.dtype("V32")  # of a work key
+
+
+@dataclass(slots=True)
+class PreparedRungs:
+    """The work of n rows on one rung of the job's ladder, as Prepared has that of their first attempts. A row without
+    such work has parameter -1."""
+
+    params_of: NDArray[np.int32]
+    max_tokens: NDArray[np.int32]
+    keys: bytes
+
+
+@dataclass(slots=True)
+class Prepared:
+    """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
+
+    `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
+    `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers;
+    `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts.
+
+    `digests` are those of the rows (row_digest.py), if they were taken. `known` says which rows the last index knew:
+    their tokens are not among `tokens`. None: it knew none.
+    """
+
+    errors: dict[int, RowError]
+    params: list[str]
+    params_of: NDArray[np.int32]
+    max_tokens: NDArray[np.int32]
+    counts: TokenIds
+    keys: bytes
+    tokens: TokenIds
+    openings: Openings
+    unread: dict[str, int] = field(default_factory=dict)
+    rungs: Sequence[PreparedRungs] = ()
+    digests: bytes = b""
+    known: NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def tokens_there(self) -> NDArray[np.int64]:
+        """Return how many token ids of each row there are."""
+        counts = self.counts.astype(np.int64)
+        return counts if self.known is None else np.where(self.known, 0, counts)
+
+    @property
+    def known_rows(self) -> int:
+        """How many rows have work and no tokens."""
+        return 0 if self.known is None else int((self.known & (self.counts > 0)).sum())
+
+    def keys_of_work(self) -> bytes:
+        """Return the keys of the rows that are no error rows."""
+        return np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[np.asarray(self.counts) > 0].tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """Rows that were read: their prompts, and all else that the index keeps of them."""
+
+    prompts: Prepared
+    facts: RowFacts
+
+    def __len__(self) -> int:
+        return len(self.prompts)

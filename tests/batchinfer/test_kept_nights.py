@@ -1,0 +1,204 @@
+"""Whole jobs, night after night: what is published equals what a job without any state publishes, to the byte."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchinfer.core.errors import StorageError
+from batchinfer.data.index.keeping import KeptIndex
+from batchinfer.data.kept.rows import Marks, Records
+from batchinfer.data.results.reuse.answered import AnsweredRows
+from batchinfer.data.results.verify import verify_result
+from batchinfer.job import load_job
+from batchinfer.pipeline.clean import clean_job
+from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
+from tests.batchinfer.test_nightly import aged
+
+FIELDS: dict[str, Any] = {
+    "input": {"path": "in.jsonl", "id": "id", "unique_ids": True},
+    "output": {"path": "out/res", "columns": ["age"], "rows_per_file": 10},
+    "on_error": {"max_error_rate": 1.0},
+}
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows of each chunk were known."""
+    found: list[int] = []
+    append = KeptIndex.append
+
+    def noted(self: KeptIndex, rows: Any) -> None:
+        marks, counts = rows.prompts.known, rows.prompts.counts
+        found.append(0 if marks is None else int((marks & (counts > 0)).sum()))
+        append(self, rows)
+
+    monkeypatch.setattr(KeptIndex, "append", noted)
+    return found
+
+
+def published(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "out/res").iterdir())}
+
+
+def check(path: Path) -> None:
+    """Hold what was published against a run without state."""
+    found = published(path.parent)
+    assert verify_result(path.parent / "out/res") == []
+    shutil.move(path.parent / "out", path.parent / "aside")
+    run(path)
+    fresh = published(path.parent)
+    shutil.rmtree(path.parent / "out")
+    shutil.move(path.parent / "aside", path.parent / "out")
+    assert found == fresh
+
+
+def changed(rows: list[Any]) -> list[Any]:
+    rows = [*rows]
+    rows[3] = rows[3] | {"text": "somebody else"}
+    rows[4] = rows[4] | {"age": 1000}
+    rows[5] = rows[5] | {"id": "p8"}
+    rows[6] = "{not json"
+    rows[7] = rows[7] | {"text": None}
+    rows[20:20] = [{"id": f"n{n}", "text": f"new {n}", "age": n} for n in range(3)]
+    del rows[15]
+    return [*rows, rows[0] | {"id": "again"}]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.slow),
+        pytest.param(
+            {"sampling": {"max_tokens": 8, "temperature": 0.8}}, id="sampled", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"sampling": {"max_tokens": 8}, "on_invalid": [{"temperature": 0.1}, {"temperature": 0.2}]},
+            id="ladder",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_is_published_is_what_a_fresh_state_publishes(
+    tmp_path: Path, model: Path, known: list[int], monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    if "on_invalid" in sections:
+        monkeypatch.setenv("FAKE_ENGINE_LEVELS", "4")
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "11")
+    rows: list[Any] = people(30)
+    path = write_job(tmp_path, model, rows, **(FIELDS | sections))
+    run(path)
+    known.clear()
+    path = write_job(tmp_path, model, changed(rows), **(FIELDS | sections))
+    run(path)
+    assert sum(known) >= 23, "six rows are others, and of equal sampled ones both may be read"
+    check(path)
+
+
+@pytest.mark.slow
+def test_a_row_whose_stored_error_is_tried_again_is_prepared(
+    tmp_path: Path, model: Path, known: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "3")
+    path = write_job(tmp_path, model, people(30), **FIELDS)
+    failed = run(path).row["rows_error"]
+    assert failed > 3
+    known.clear()
+    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
+    assert run(path, replace(FAKE, retry_errors=True)).row["rows_error"] == 0
+    assert sum(known) == 30 - failed
+    check(path)
+
+
+@pytest.mark.slow
+def test_answers_that_were_lost_are_computed_again(tmp_path: Path, model: Path, known: list[int]) -> None:
+    path = write_job(tmp_path, model, people(30), commit={"rows": 10, "seconds": 60.0}, **FIELDS)
+    run(path)
+    first, *_ = sorted((tmp_path / "out/.batchinfer-res/completions").glob("part-*.parquet"))
+    first.unlink()
+    (tmp_path / "out/res/_manifest.json").unlink()
+    known.clear()
+    lost = run(path).row["computed_requests"]
+    assert lost > 0
+    assert sum(known) == 30 - lost
+    check(path)
+
+
+@pytest.mark.slow
+def test_answers_that_are_lost_after_the_rows_were_read(
+    tmp_path: Path, model: Path, known: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if they were lost then: what tells of rows that need no tokens is wrong, once. The next run is right."""
+    path = write_job(tmp_path, model, people(30), **FIELDS)
+    run(path)
+    for file in (tmp_path / "out/.batchinfer-res/completions").glob("part-*"):
+        file.unlink()
+    (tmp_path / "out/res/_manifest.json").unlink()
+    right, asked = AnsweredRows.__call__, [0]
+
+    def wrong(self: AnsweredRows, records: Records, attempts: int) -> Marks:
+        asked[0] += 1
+        return np.ones(len(records), np.bool_) if asked[0] == 1 else right(self, records, attempts)
+
+    monkeypatch.setattr(AnsweredRows, "__call__", wrong)
+    known.clear()
+    with pytest.raises(StorageError, match="answers of 30 requests are gone, or no longer valid, since"):
+        run(path)
+    assert sum(known) == 30
+    assert run(path).row["computed_requests"] == 30
+    assert sum(known) == 30
+    check(path)
+
+
+@pytest.mark.slow
+def test_a_trial_neither_uses_nor_replaces_what_is_kept(
+    tmp_path: Path, model: Path, known: list[int]
+) -> None:
+    path = write_job(tmp_path, model, people(30), **FIELDS)
+    run(path)
+    marker = tmp_path / "out/.batchinfer-res/kept/kept.json"
+    before = marker.read_bytes()
+    known.clear()
+    run(path, replace(FAKE, limit=5))
+    assert (marker.read_bytes(), known) == (before, [])
+
+
+def test_what_is_kept_goes_when_it_is_as_old_as_unused_answers(tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, people(5), cache={"keep": 20}, **FIELDS)
+    run(path)
+    kept = tmp_path / "out/.batchinfer-res/kept"
+    aged(tmp_path / "out/.batchinfer-res", 19)
+    clean_job(load_job(path), dry_run=False)
+    assert kept.is_dir()
+    aged(tmp_path / "out/.batchinfer-res", 2)
+    assert clean_job(load_job(path), dry_run=True).folders == 1
+    assert kept.is_dir()
+    clean_job(load_job(path), dry_run=False)
+    assert not kept.exists()
+
+
+@pytest.mark.slow
+def test_after_two_hundred_nights_the_state_is_as_large_as_after_a_few(
+    tmp_path: Path, model: Path, known: list[int]
+) -> None:
+    dice, rows = random.Random(4), people(100)
+    fields = FIELDS | {"output": {"path": "out/res"}, "cache": {"keep": 1}}
+    state, sizes = tmp_path / "out/.batchinfer-res", []
+    for night in range(200):
+        rows[dice.randrange(100)] = {"id": f"n{night}", "text": f"changed {night}", "age": night}
+        path = write_job(tmp_path, model, rows, **fields)
+        known.clear()
+        run(path)
+        assert sum(known) == (99 if night else 0)
+        aged(tmp_path / "out/.batchinfer-res/completions", 0.5)
+        sizes.append(sum(file.stat().st_size for file in state.rglob("*") if file.is_file()))
+        aged(state / "generations", 1)
+    check(path)
+    assert max(sizes[-20:]) < 1.5 * max(sizes[10:30])
+    assert len(list((state / "kept").iterdir())) == 2
