@@ -44,6 +44,7 @@ SUB_ROOMS_OF_DATA = (
     "storage",
     "input",
     "tokenizer",
+    "tool_calls",
     "constraints",
     "prompts",
     "index",

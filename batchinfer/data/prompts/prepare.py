@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,13 +91,30 @@ class PreparedRungs:
     keys: bytes
 
 
+class PreparedTools(NamedTuple):
+    """The tools of n rows: distinct ones as `known_tools` writes them, and where each row's stand in that list, plus 1;
+    0: it has none. Where no row has any, nothing is said of rows."""
+
+    texts: list[str]
+    of: NDArray[np.int32]
+
+    @classmethod
+    def found(cls, numbers: dict[str, int], of: NDArray[np.int32]) -> PreparedTools:
+        """Return tools numbered from 1."""
+        return cls(list(numbers), of) if numbers else NO_TOOLS
+
+
+NO_TOOLS = PreparedTools([], np.zeros(0, np.int32))
+
+
 @dataclass(slots=True)
 class Prepared:
     """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
 
     `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
     `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers;
-    `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts.
+    `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts;
+    `tools` those that answers may call.
     """
 
     errors: dict[int, RowError]
@@ -110,6 +127,7 @@ class Prepared:
     openings: Openings
     unread: dict[str, int] = field(default_factory=dict)
     rungs: Sequence[PreparedRungs] = ()
+    tools: PreparedTools = NO_TOOLS
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -375,6 +393,8 @@ class _FinishedPrompts:
         self._max_tokens: list[int] = []
         self._keys: list[bytes] = []
         self._openings: list[Openings] = [_NO_OPENINGS]
+        self._tools: dict[str, int] = {}
+        self._tools_of: list[int] = []
         self._counts: list[TokenIds] = [_NO_TOKENS]
         self._tokens: list[TokenIds] = [_NO_TOKENS]
 
@@ -388,6 +408,9 @@ class _FinishedPrompts:
             self._params_of.append(number)
             self._max_tokens.append(params.max_tokens)
             self._keys.append(self._makers[number].key(data[start:end]))
+            self._tools_of.append(
+                0 if draft.tools is None else self._tools.setdefault(draft.tools, len(self._tools) + 1)
+            )
             if self._rungs:
                 self._climb(draft.params, opening, number, data[start:end])
         self._rows += held.rows
@@ -430,10 +453,12 @@ class _FinishedPrompts:
 
     def finished(self, size: int) -> Prepared:
         """Return all rows; those that are not among the finished ones are error rows."""
-        columns = {name: np.zeros(size, np.int32) for name in ("params_of", "max_tokens", "counts")}
+        names = ("params_of", "max_tokens", "counts", "tools_of")
+        columns = {name: np.zeros(size, np.int32) for name in names}
         keys = np.zeros((size, KEY_BYTES), np.uint8)
         columns["params_of"][self._rows] = self._params_of
         columns["max_tokens"][self._rows] = self._max_tokens
+        columns["tools_of"][self._rows] = self._tools_of
         columns["counts"][self._rows] = np.concatenate(self._counts)
         openings = np.zeros(size, np.int8)
         openings[self._rows] = np.concatenate(self._openings)
@@ -441,8 +466,8 @@ class _FinishedPrompts:
         rungs = [rung.finished(size, self._rows) for rung in self._rungs]
         numbers = columns["params_of"], columns["max_tokens"], columns["counts"]
         tokens, unread = np.concatenate(self._tokens), self.unread.rows
-        packed = keys.tobytes()
-        return Prepared(self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs)
+        packed, tools = keys.tobytes(), PreparedTools.found(self._tools, columns["tools_of"])
+        return Prepared(self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs, tools)
 
 
 class _FinishedRung:
