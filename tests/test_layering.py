@@ -45,6 +45,7 @@ SUB_ROOMS_OF_DATA = (
     "input",
     "kept",
     "tokenizer",
+    "tool_calls",
     "constraints",
     "prompts",
     "index",

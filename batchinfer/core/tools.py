@@ -34,13 +34,18 @@ def checked_tools(value: Any, most: int) -> list[dict[str, Any]]:
     return tools
 
 
+def is_tool_name(name: str) -> bool:
+    """Whether a tool may have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def _checked_name(number: int, tool: Any) -> str:
     """Return the name of a tool that has the right form. Raises BadTools."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise BadTools(f"[{number}] must be a function tool, as in {_RIGHT}")
     where, name, description = f"[{number}].function", function.get("name"), function.get("description")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not is_tool_name(name):
         raise BadTools(f"{where}.name must be 1 to 64 letters, digits, underscores, dots and hyphens")
     if description is not None and not isinstance(description, str):
         raise BadTools(f"{where}.description must be text")

@@ -43,6 +43,7 @@ RESULT_COLUMNS = (
 ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
 REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
+TOOL_CALLS_COLUMN = "tool_calls"  # of a result whose answers may call tools
 LINE_FORMATS = ("jsonl", "openai", "csv")
 CSV_OPTIONS = ("delimiter", "quote")
 _OPENAI_KEYS = {"custom_id", "method", "url", "body"}

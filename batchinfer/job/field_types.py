@@ -18,6 +18,7 @@ from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
 from batchinfer.core.sampling import BOUNDS, DERIVED, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
+from batchinfer.core.tool_calls import CALL_STYLES, CallStyleName
 from batchinfer.core.tools import BadTools, checked_tools
 from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
@@ -400,6 +401,10 @@ ReasoningMarks = Annotated[
         _marks, json_schema_input_type=Literal["auto", "none"] | dict[Literal["begin", "end"], Text]
     ),
     Right("auto, none, or the texts around the reasoning, as in {begin: <think>, end: </think>}"),
+]
+ToolCalls = Annotated[
+    Literal["auto", "none"] | CallStyleName,
+    Right(f"auto, none, or one of {', '.join(CALL_STYLES)}"),
 ]
 _NAMES = {"enum": list(SAMPLING_PARAMETERS)}
 _Parameters = tuple[Annotated[str, Field(json_schema_extra={**_NAMES})], ...]

@@ -15,6 +15,7 @@ from batchinfer.job.field_types import (
     ReasoningMarks,
     TemplateArguments,
     Text,
+    ToolCalls,
     Tools,
 )
 from batchinfer.job.section import Section
@@ -79,6 +80,12 @@ class PromptSection(Section):
         description="Column with a row's own list of tools, in place of the job's.",
     )
 
+    tool_calls: ToolCalls = Field(
+        default="auto",
+        description="How answers write calls of tools, which get a column of their own: the name of a style. auto: as "
+        "the chat template shows. none: they stay in generated_text.",
+    )
+
     @property
     def source(self) -> str | None:
         """The key that says where prompts come from; None: they stand in OpenAI requests."""
@@ -94,6 +101,11 @@ class PromptSection(Section):
     def given_tools(self) -> dict[str, Any]:
         """The tools that all rows have in common, as the chat template is told of them."""
         return {} if self.tools is None else {"tools": json.loads(self.tools)}
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the section itself says that answers may call tools."""
+        return bool(self.tool_keys()) or self.tool_calls not in ("auto", "none")
 
     def tool_keys(self) -> list[str]:
         """Return the keys of the section that give tools."""

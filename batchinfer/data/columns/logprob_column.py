@@ -24,6 +24,9 @@ class Detokenizer(Protocol):
     def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
         """The text of each row of generated ids, special tokens left out."""
 
+    def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
+        """The text of each row, special tokens left out but for those that are `shown`."""
+
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself, special ones included."""
 

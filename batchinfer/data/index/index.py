@@ -20,16 +20,23 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import StorageError
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.prompts.arguments.unread import unread_text
 from batchinfer.data.storage.durable import FileOps, write_json
 
 INDEX_FORMAT = 3
+UNREAD_CALLS = (
+    "rows have tools, and the chat template does not show how the model writes calls: they stay in generated_text; "
+    "name the style in prompt.tool_calls, or set it to none"
+)
 MARKER = "index.json"
 ENDPOINT = pa.field("endpoint", pa.string())  # of OpenAI requests: an index of other input has no such column
 # How a prompt ends, of UNSAID, OPEN and CLOSED: an index of a checkpoint without reasoning has no such column
 OPENING = pa.field("reasoning_opening", pa.int8())
+# The tools that a row has, as `known_tools` writes them: an index of a job without calls has no such column
+TOOLS = pa.field("tools", pa.string())
 INDEX_SCHEMA = pa.schema(
     [
         ("row_id", pa.int64()),
@@ -59,10 +66,13 @@ def attempt_columns(attempt: int) -> tuple[str, str, str]:
     return f"key_{attempt}", f"params_{attempt}", f"expected_tokens_{attempt}"
 
 
-def index_schema(endpoints: bool, attempts: int = 1, openings: bool = False) -> pa.Schema:
+def index_schema(
+    endpoints: bool, attempts: int = 1, openings: bool = False, tools: bool = False
+) -> pa.Schema:
     """Return the columns of an index of OpenAI requests, or other rows, each of which may run so many times.
-    `openings`: their answers may reason first."""
-    fields = [*INDEX_SCHEMA, *([ENDPOINT] if endpoints else []), *([OPENING] if openings else [])]
+    `openings`: their answers may reason first; `tools`: they may call tools."""
+    further = ((ENDPOINT, endpoints), (OPENING, openings), (TOOLS, tools))
+    fields = [*INDEX_SCHEMA, *(field for field, there in further if there)]
     for attempt in range(2, attempts + 1):
         first = zip(attempt_columns(attempt), attempt_columns(1), strict=True)
         fields += [pa.field(name, INDEX_SCHEMA.field(like).type) for name, like in first]
@@ -122,6 +132,11 @@ class Index:
     attempts: int = 1  # how many times a row may run: more than once with a ladder (on_invalid)
     # How answers mark their reasoning; None: the result has no columns for it
     reasoning: Reasoning | None = None
+    # How answers write calls of tools; None: the result has no column for them
+    tool_calls: CallStyle | None = None
+    unread_calls: bool = (
+        False  # whether there are rows with tools, and nothing says how their calls are written
+    )
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
 
     @classmethod
@@ -150,8 +165,11 @@ class Index:
         asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
         unread: dict[str, int] = value.get("unread_arguments", {})
         more = unread, int(value.get("attempts", 1)), _reasoning(value)
-        known = int(value.get("known_rows", 0))
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked, *more, known_rows=known)
+        calls, known = (
+            (_tool_calls(value), bool(value.get("unread_calls", False))),
+            value.get("known_rows", 0),
+        )
+        return cls(folder, value["identity"], *counts, inputs, digests, *asked, *more, *calls, int(known))
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -181,6 +199,10 @@ class Index:
             value["attempts"] = self.attempts
         if self.reasoning is not None:
             value["reasoning"] = self.reasoning.to_json()
+        if self.tool_calls is not None:
+            value["tool_calls"] = self.tool_calls.to_json()
+        if self.unread_calls:
+            value["unread_calls"] = True
         if self.known_rows:
             value["known_rows"] = self.known_rows
         write_json(Layout(self.folder).marker, value, ops)
@@ -189,7 +211,8 @@ class Index:
     def notices(self) -> list[str]:
         """Lines that tell of its rows what error rows do not."""
         ignored = unread_text(self.unread_arguments)
-        return [] if ignored is None else [ignored]
+        found = [] if ignored is None else [ignored]
+        return [*found, UNREAD_CALLS] if self.unread_calls else found
 
     @property
     def index_dir(self) -> Path:
@@ -227,6 +250,11 @@ class Index:
 def _answers(value: dict[str, Any]) -> AnswerSchema | None:
     found = value.get("answers")
     return None if found is None else AnswerSchema(**found)
+
+
+def _tool_calls(value: dict[str, Any]) -> CallStyle | None:
+    found = value.get("tool_calls")
+    return None if found is None else CallStyle.from_json(found)
 
 
 def _reasoning(value: dict[str, Any]) -> Reasoning | None:

@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.index.duplicates import EqualRows
 from batchinfer.data.index.index import AnswerSchema, Index, Layout, index_schema
 from batchinfer.data.index.keeping import Keeping, KeptIndex, kept_index
@@ -70,6 +71,7 @@ class IngestOptions:
     strata: Strata | None = None  # only a part of the rows, from everywhere
     output: str = "tokens"  # the name of the kind of answers
     reasoning: Reasoning | None = None  # how the checkpoint marks it
+    tool_calls: CallStyle | None = None  # how answers write calls of tools, if rows may have any
     chunk: ChunkSize = DEFAULT_SIZE
     checked: Reader | None = None  # has read headers and footers of the same files
 
@@ -172,6 +174,8 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
     }
     if options.reasoning is not None:
         value["reasoning"] = options.reasoning.to_json()
+    if options.tool_calls is not None:
+        value["tool_calls"] = options.tool_calls.to_json()
     return value
 
 
@@ -325,7 +329,8 @@ class Ingestion:
     ) -> Generator[IngestProgress, None, Sequence[bytes]]:
         """Write what workers make of the rows. Return the keys of rows whose tokens are needed after all."""
         job, attempts, longest = self._job, self._job.attempts, self._options.max_model_len
-        index_columns = index_schema(spec.fields.endpoints, attempts, self._options.reasoning is not None)
+        reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None
+        index_columns = index_schema(spec.fields.endpoints, attempts, reasons, tools)
         writer = self._writer = IndexWriter(self._layout, longest, index_columns, self._ops, attempts)
         workers = self._options.workers or usable_cpus()
         with self._known(spec) as kept:
@@ -424,10 +429,19 @@ class Ingestion:
             writer.unread.rows,
             self._job.attempts,
             self._options.reasoning,
+            *self._calls(writer.has_tools),
             writer.known_rows,
         )
         index.write_marker(self._ops)
         return index
+
+    def _calls(self, has_tools: bool) -> tuple[CallStyle | None, bool]:
+        """Return how answers write calls, if the result has a column for them, and whether calls are not read. Which
+        requests of an OpenAI file have tools is not known before they were read."""
+        prompt, style = self._job.prompt or PromptSection(), self._options.tool_calls
+        if style is None:
+            return None, has_tools and prompt.tool_calls == "auto"
+        return (style if has_tools or prompt.may_call else None), False
 
 
 def _chunks(

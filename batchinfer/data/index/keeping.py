@@ -254,9 +254,14 @@ class KeptIndex:
             words = np.frombuffer(prompts.digests, "<u8").reshape(-1, 2)
             records["word"], records["rest"] = words[:, 0], words[:, 1]
         records["count"], records["opening"] = prompts.counts, prompts.openings
-        places = self._writer.params(prompts.params)
+        places = self._writer.texts(prompts.params)
         if not len(places):
             return records
+        records["tools_at"] = -1
+        if prompts.tools.texts:
+            none = np.array([[-1, 0]], np.int64)
+            tools = np.vstack([none, self._writer.texts(prompts.tools.texts)])[prompts.tools.of]
+            records["tools_at"], records["tools_size"] = tools[:, 0], tools[:, 1]
         greedy = np.array([self._is_greedy(text) for text in prompts.params], np.bool_)
         records["sampled"] = ~greedy[prompts.params_of] & (prompts.counts > 0)
         work = [(prompts.params_of, prompts.max_tokens, prompts.keys)]

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
-from batchinfer.data.index.index import OPENING, Layout, attempt_columns
+from batchinfer.data.index.index import OPENING, TOOLS, Layout, attempt_columns
 from batchinfer.data.index.token_store import TokenStore, TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedTools
 from batchinfer.data.prompts.row_facts import RowFacts
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
@@ -60,6 +60,7 @@ class IndexWriter:
         self.rows = 0
         self.error_rows = 0
         self.unread = UnreadArguments()
+        self.has_tools = False  # whether a row has any
         self.total_tokens = 0  # of all prompts, also of those whose tokens are not there,
         self.known_rows = 0  # which so many rows have
         self.logprobs: int | None = None  # the most that a row asks for; None: no row asks
@@ -71,6 +72,7 @@ class IndexWriter:
         starts = self._tokens.append(done.tokens) + np.cumsum(there) - there
         params = [SamplingParams.from_json(text) for text in done.params]
         self._note_logprobs(params)
+        self.has_tools |= bool(done.tools.texts)
         # some at a time: the text of a schema stands in every row
         for first in range(0, len(rows), self._at_once):
             size = min(self._at_once, len(rows) - first)
@@ -79,6 +81,7 @@ class IndexWriter:
             columns |= _error_columns(done.errors, first, size)
             columns |= _fact_columns(rows.facts, first, size)
             columns[OPENING.name] = _int8s(done.openings[first : first + size])
+            columns[TOOLS.name] = _tools_column(done.tools, first, size)
             columns["row_id"] = _numbers(self.rows + first, size)
             columns["file"] = pa.repeat(place.file, size)
             columns["row_index"] = _numbers(place.first_row + first, size)
@@ -138,6 +141,13 @@ def _work_columns(
 
 def _valid(marks: NDArray[np.bool_]) -> pa.Buffer | None:
     return None if marks.all() else pa.py_buffer(np.packbits(marks, bitorder="little"))
+
+
+def _tools_column(tools: PreparedTools, first: int, size: int) -> pa.Array:
+    if not tools.texts:
+        return pa.nulls(size, TOOLS.type)
+    numbers = tools.of[first : first + size]
+    return pa.array(tools.texts, TOOLS.type).take(pa.array(numbers - 1, mask=numbers == 0))
 
 
 def _rung_columns(done: Prepared, rows: slice, longest: int) -> dict[str, pa.Array]:

@@ -3,7 +3,7 @@
     rows.bin    the records, in the order of the rows
     words.bin   the first 8 bytes of all digests, sorted
     order.bin   the number of the row of each of these
-    params.bin  the texts of parameters that the records point to, end to end
+    params.bin  the texts of parameters and tools that the records point to, end to end
 
 All are mapped into memory, and looked up many at a time: what is not looked at takes no memory.
 """
@@ -38,8 +38,10 @@ def attempt_names(attempt: int) -> tuple[str, str, str, str]:
 
 
 def record_type(attempts: int) -> np.dtype[np.void]:
-    """Return the type of a record. An error row has the count 0, and a digest of zeros: it is never found."""
+    """Return the type of a record. Where a row has no tools their size is 0. An error row has the count 0, and a digest
+    of zeros: it is never found."""
     fields = [("word", "<u8"), ("rest", "<u8"), ("count", "<i4"), ("opening", "i1"), ("sampled", "i1")]
+    fields += [("tools_at", "<i8"), ("tools_size", "<i4")]
     for attempt in range(1, attempts + 1):
         names = attempt_names(attempt)
         fields += zip(names, (_KEY, "<i8", "<i4", "<i4"), strict=True)
@@ -92,7 +94,7 @@ class KeptRows:
         return found
 
     def text(self, at: int, size: int) -> str:
-        """Return the text of parameters."""
+        """Return the text of parameters, or of tools."""
         return bytes(self._params[at : at + size]).decode()
 
 

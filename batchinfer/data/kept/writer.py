@@ -14,7 +14,8 @@ from batchinfer.data.kept.rows import Records, sorted_words
 from batchinfer.data.storage.durable import DurableFile, FileOps
 
 _AT_ONCE = 1 << 17  # numbers, of a megabyte
-_REMEMBERED = 4096  # texts of parameters; one that comes again after so many others is written again
+# Texts of parameters and tools, and bytes of them; one that comes again after so many others is written again
+_REMEMBERED, _REMEMBERED_BYTES = 4096, 64 << 20
 
 
 class KeptWriter:
@@ -26,20 +27,22 @@ class KeptWriter:
         self._files = {name: DurableFile(self._folder / name, ops) for name in NAMES}
         self._words: list[NDArray[np.uint64]] = []
         self._texts: dict[str, tuple[int, int]] = {}
+        self._text_bytes = 0
         self.chunks = 0
 
-    def params(self, texts: Sequence[str]) -> NDArray[np.int64]:
-        """Write texts of parameters that are not written yet; where each is, and how long."""
-        if len(self._texts) > _REMEMBERED:
-            self._texts = {}
-        places = []
-        for text in texts:
-            if text not in self._texts:
-                data = text.encode()
-                self._texts[text] = (self._files["params.bin"].tell(), len(data))
-                self._files["params.bin"].write(data)
-            places.append(self._texts[text])
+    def texts(self, texts: Sequence[str]) -> NDArray[np.int64]:
+        """Write texts of parameters or tools that are not written yet. Return where each is, and how long: (n, 2)."""
+        places = [self._texts.get(text) or self._written(text) for text in texts]
         return np.array(places, np.int64).reshape(-1, 2)
+
+    def _written(self, text: str) -> tuple[int, int]:
+        data, file = text.encode(), self._files["params.bin"]
+        if len(self._texts) >= _REMEMBERED or self._text_bytes + len(data) > _REMEMBERED_BYTES:
+            self._texts, self._text_bytes = {}, 0
+        place = self._texts[text] = (file.tell(), len(data))
+        self._text_bytes += len(data)
+        file.write(data)
+        return place
 
     def append(self, digest: str, records: Records, reply: bytes) -> None:
         """Write one chunk: its digest, or none where it must not be used again as a whole."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, Output, Request
+from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.columns.schema_columns import SchemaColumns
 from batchinfer.data.index.index import AnswerSchema
@@ -30,6 +31,10 @@ class AskedOutputs(Protocol):
     @property
     def reasoning(self) -> Reasoning | None:
         """How answers mark their reasoning; None: the result has no columns for it."""
+
+    @property
+    def tool_calls(self) -> CallStyle | None:
+        """How answers write calls of tools; None: the result has no column for them."""
 
 
 class TokenBytes(Protocol):

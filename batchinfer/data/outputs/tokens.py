@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from batchinfer.core.reasoning import Reasoning, ReasoningTokens
+from batchinfer.core.reasoning import ReasoningTokens
 from batchinfer.core.request import Completion, Output, Request, Tokens
 from batchinfer.core.sampling import JSON_CONSTRAINTS
 from batchinfer.data.columns.answer_check import AnswerCheck, parsed_answer
@@ -25,11 +23,13 @@ from batchinfer.data.columns.logprob_column import (
 )
 from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
 from batchinfer.data.constraints.generated_schema import parsed_schema
-from batchinfer.data.index.index import OPENING, AnswerSchema
+from batchinfer.data.index.index import AnswerSchema
+from batchinfer.data.outputs.answer_texts import AnswerReader
+from batchinfer.data.outputs.call_column import CALLS_FIELD, openai_calls
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs, Receiver, TokenBytes
 from batchinfer.data.outputs.openai_logprobs import chat_logprobs, text_logprobs
-from batchinfer.data.outputs.reasoning_columns import REASONING_FIELDS, StoredAnswer, told_apart
+from batchinfer.data.outputs.reasoning_columns import REASONING_FIELDS
 from batchinfer.data.outputs.stored_logprobs import LOGPROB_SCHEMA, logprob_columns
 
 RESULT_SCHEMA = framed(
@@ -43,7 +43,6 @@ RESULT_SCHEMA = framed(
 LOGPROB_ROWS, _LOGPROB_LINES = 128, 16
 # Errors of answers that were generated all the same: what there is of their text says more than the message
 TEXT_IS_KEPT = ("incomplete_output", "unfit_output", "constraint_failed")
-_ID_BYTES = 4
 _OPENAI = ("generated_text", "finish_reason", "prompt_tokens", "completion_tokens")
 _REASONING = tuple(field.name for field in REASONING_FIELDS)
 
@@ -70,8 +69,10 @@ class TokensKind:
         return None if asked.logprobs is None else LOGPROB_ROWS
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return RESULT_SCHEMA, then what there is of reasoning, log-probabilities and columns of answers' parts."""
+        """Return RESULT_SCHEMA, then what there is of reasoning, calls, log-probabilities and columns of answers'
+        parts."""
         ours = RESULT_SCHEMA if asked.reasoning is None else pa.schema([*RESULT_SCHEMA, *REASONING_FIELDS])
+        ours = ours if asked.tool_calls is None else ours.append(CALLS_FIELD)
         ours = ours if asked.logprobs is None else ours.append(LOGPROBS_FIELD)
         columns = _answer_columns(asked.answers)
         return ours if columns is None else pa.schema([*ours, *columns.schema])
@@ -82,11 +83,8 @@ class TokensKind:
         """Return the texts of answers, and what follows from them."""
         frame = Frame(rows, matched)
         told = pc.or_(frame.answered, pc.is_in(matched.column("error_code"), pa.array(TEXT_IS_KEPT)))
-        texts = (
-            _AnswerTexts(_texts(matched, told.to_numpy(), detokenizer))
-            if asked.reasoning is None
-            else _split_texts(rows, matched, frame, told.to_numpy(), asked.reasoning, detokenizer)
-        )
+        reader = AnswerReader(asked.reasoning, asked.tool_calls, detokenizer)
+        texts = reader.texts(rows, matched, frame, told.to_numpy())
         table = frame.around(
             generated_text=texts.generated,
             finish_reason=frame.when_answered(matched.column("finish_reason")),
@@ -95,6 +93,8 @@ class TokensKind:
         ).cast(RESULT_SCHEMA)
         for field, array in zip(REASONING_FIELDS, texts.reasoning, strict=False):
             table = table.append_column(field, array)
+        if texts.calls is not None:
+            table = table.append_column(CALLS_FIELD, texts.calls)
         if asked.logprobs is not None:
             found = logprob_column(matched, frame.answered.to_numpy(), detokenizer)
             table = table.append_column(LOGPROBS_FIELD, found)
@@ -106,7 +106,7 @@ class TokensKind:
         return logprob_entries(table)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        ours = [*_OPENAI, *_REASONING] if set(_REASONING) <= set(names) else [*_OPENAI]
+        ours = [*_OPENAI, *(name for name in (*_REASONING, CALLS_FIELD.name) if name in names)]
         return ([*ours, COLUMN], _LOGPROB_LINES) if COLUMN in names else (ours, None)
 
     def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
@@ -160,71 +160,6 @@ def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class _AnswerTexts:
-    """The texts of answers, and the columns of their reasoning where the result has them."""
-
-    generated: pa.Array
-    reasoning: tuple[pa.Array, ...] = ()
-
-
-def _split_texts(
-    rows: pa.Table,
-    matched: pa.Table,
-    frame: Frame,
-    told: NDArray[np.bool_],
-    reasoning: Reasoning,
-    detokenizer: Detokenizer,
-) -> _AnswerTexts:
-    """Return the texts of all rows of `told`, told apart from their reasoning; null elsewhere."""
-    places = pa.array(np.flatnonzero(told))
-    given = [matched.column(name).take(places).to_pylist() for name in ("token_ids", "text_length")]
-    openings = rows.column(OPENING.name).take(places).to_pylist()
-    answers = [StoredAnswer(ids or [], *rest) for ids, *rest in zip(*given, openings, strict=True)]
-    split = told_apart(answers, reasoning, detokenizer)
-    back = np.full(len(told), -1, np.int64)
-    back[told] = np.arange(len(split))
-    where = pa.array(back, mask=back < 0)
-    texts, inside, counts = (
-        pa.array([getattr(one, name) for one in split], kind).take(where)
-        for name, kind in (("text", pa.string()), ("reasoning", pa.string()), ("tokens", pa.int32()))
-    )
-    return _AnswerTexts(texts, (inside, frame.when_answered(pa.chunked_array([counts]))))
-
-
-def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """Return the text of every answered row, cut where a stop string ended it; null elsewhere. Equal answers are
-    decoded once."""
-    places = np.flatnonzero(answered)
-    chosen = matched.select(["token_ids", "text_length"]).take(pa.array(places)).combine_chunks()
-    texts: list[str] = []
-    which = np.full(len(answered), -1, np.int64)
-    if len(places):
-        lists, which[places] = _distinct(chosen.column("token_ids").chunk(0))
-        texts = list(detokenizer.decode_batch(lists))
-        limits = chosen.column("text_length").chunk(0)
-        for number in np.flatnonzero(limits.is_valid().to_numpy(zero_copy_only=False)).tolist():
-            place = places[number]
-            texts.append(texts[which[place]][: limits[number].as_py()])
-            which[place] = len(texts) - 1
-    return pa.array(texts, pa.string()).take(pa.array(which, mask=which < 0))
-
-
-def _distinct(column: pa.ListArray) -> tuple[list[Sequence[int]], NDArray[np.int32]]:
-    """Return the different lists of token ids, and the number of each row's list."""
-    ids = column.values
-    ends = (column.offsets.to_numpy().astype(np.int64) + ids.offset) * _ID_BYTES
-    as_bytes = pa.LargeBinaryArray.from_buffers(
-        pa.large_binary(), len(column), [None, pa.py_buffer(ends), ids.buffers()[1]]
-    )
-    found = as_bytes.dictionary_encode()
-    _, ends, data = found.dictionary.buffers()
-    bounds = (np.frombuffer(ends, np.int64, len(found.dictionary) + 1) // _ID_BYTES).tolist()
-    tokens = [] if data is None else np.frombuffer(data, np.int32, bounds[-1]).tolist()
-    lists = [tokens[start:end] for start, end in pairwise(bounds)]
-    return lists, found.indices.to_numpy()
-
-
 def _usage(row: dict[str, Any]) -> dict[str, Any]:
     prompt, output = row["prompt_tokens"], row["completion_tokens"]
     usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
@@ -236,10 +171,16 @@ def _usage(row: dict[str, Any]) -> dict[str, Any]:
 def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
     logprobs = (chat_logprobs if chat else text_logprobs)(row.get(COLUMN), tokens)
     reason = row["finish_reason"]
-    end = {"logprobs": logprobs, "finish_reason": "length" if reason == "repetition" else reason}
+    calls = openai_calls(row.get(CALLS_FIELD.name)) if chat else []
+    reason = "length" if reason == "repetition" else "tool_calls" if calls and reason == "stop" else reason
+    end = {"logprobs": logprobs, "finish_reason": reason}
     if chat:
-        message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
-        if "reasoning" in row:
-            message["reasoning_content"] = row["reasoning"]
-        return {"index": 0, "message": message, **end}
+        return {"index": 0, "message": _message(row, calls), **end}
     return {"index": 0, "text": row["generated_text"] or "", **end}
+
+
+def _message(row: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": row["generated_text"], "refusal": None}
+    if "reasoning" in row:
+        message["reasoning_content"] = row["reasoning"]
+    return {**message, "tool_calls": calls} if calls else message

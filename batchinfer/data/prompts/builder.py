@@ -21,6 +21,7 @@ from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, openai_request
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
 from batchinfer.data.prompts.arguments.told import RowArguments, Told, arguments_read, reads_tools
+from batchinfer.data.prompts.arguments.told_tools import ToldTools
 from batchinfer.data.prompts.chat import Chat
 from batchinfer.data.prompts.chat_template import (
     ChatTemplate,
@@ -79,7 +80,7 @@ class Draft(NamedTuple):
 
     `add_special` asks the tokenizer for its own BOS. `masks` maps stand-ins in `text` to special-token literals
     that the row's content holds and that are to be encoded as plain text. `unread` are the names of arguments that the
-    row gives and the chat template does not read.
+    row gives and the chat template does not read. `tools` are those that the row has, as `known_tools` writes them.
     """
 
     params: SamplingParams
@@ -88,6 +89,7 @@ class Draft(NamedTuple):
     add_special: bool = False
     masks: dict[str, str] | None = None
     unread: tuple[str, ...] = ()
+    tools: str | None = None
 
 
 def template_columns(source: str | None) -> set[str]:
@@ -122,6 +124,7 @@ class PromptBuilder:
             plan.tools_column,
             source is not None and reads_tools(source),
         )
+        self._tools = ToldTools()
         self._build: Callable[[Values], Draft] = {
             "template": self._from_templates if plan.chat else self._from_whole_template,
             "messages": self._from_messages,
@@ -218,13 +221,15 @@ class PromptBuilder:
     def _chat_draft(self, messages: list[Message], params: SamplingParams, told: Told) -> Draft:
         if self._chat is None:
             raise RowProblem("no_chat_template", "the checkpoint has no chat template; use prompt.text")
-        masks, arguments = None, told.arguments
+        masks, arguments, tools = None, told.arguments, self._tools.of(told.arguments)
         pattern = self._specials
         if pattern is not None and (_holds(pattern.search, messages) or _holds(pattern.search, [arguments])):
             masks = masks_for([messages, arguments], pattern)
             by_literal = {literal: mask for mask, literal in masks.items()}
             messages, arguments = masked([messages, arguments], by_literal, pattern.sub)
-        return Draft(params, self._chat.render(messages, arguments), masks=masks, unread=told.unread)
+        return Draft(
+            params, self._chat.render(messages, arguments), masks=masks, unread=told.unread, tools=tools
+        )
 
 
 class _RowTemplate:

@@ -21,7 +21,7 @@ from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
 from batchinfer.data.prompts.prepared.known_rows import KnownRows
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs, PreparedTools
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 from batchinfer.data.tokenizer.reasoned_rows import ReasonedRows
 from batchinfer.data.tokenizer.reasoning_styles import Openings
@@ -349,6 +349,8 @@ class _FinishedPrompts:
         self._max_tokens: list[int] = []
         self._keys: list[bytes] = []
         self._openings: list[Openings] = [_NO_OPENINGS]
+        self._tools: dict[str, int] = {}
+        self._tools_of: list[int] = []
         self._counts: list[TokenIds] = [_NO_TOKENS]
         self._tokens: list[TokenIds] = [_NO_TOKENS]
 
@@ -362,6 +364,9 @@ class _FinishedPrompts:
             self._params_of.append(number)
             self._max_tokens.append(params.max_tokens)
             self._keys.append(self._makers[number].key(data[start:end]))
+            self._tools_of.append(
+                0 if draft.tools is None else self._tools.setdefault(draft.tools, len(self._tools) + 1)
+            )
             if self._rungs:
                 self._climb(draft.params, opening, number, data[start:end])
         self._rows += held.rows
@@ -404,10 +409,12 @@ class _FinishedPrompts:
 
     def finished(self, size: int) -> Prepared:
         """Return all rows; those that are not among the finished ones are error rows."""
-        columns = {name: np.zeros(size, np.int32) for name in ("params_of", "max_tokens", "counts")}
+        names = ("params_of", "max_tokens", "counts", "tools_of")
+        columns = {name: np.zeros(size, np.int32) for name in names}
         keys = np.zeros((size, KEY_BYTES), np.uint8)
         columns["params_of"][self._rows] = self._params_of
         columns["max_tokens"][self._rows] = self._max_tokens
+        columns["tools_of"][self._rows] = self._tools_of
         columns["counts"][self._rows] = np.concatenate(self._counts)
         openings = np.zeros(size, np.int8)
         openings[self._rows] = np.concatenate(self._openings)
@@ -415,8 +422,8 @@ class _FinishedPrompts:
         rungs = [rung.finished(size, self._rows) for rung in self._rungs]
         numbers = columns["params_of"], columns["max_tokens"], columns["counts"]
         tokens, unread = np.concatenate(self._tokens), self.unread.rows
-        packed = keys.tobytes()
-        return Prepared(self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs)
+        packed, tools = keys.tobytes(), PreparedTools.found(self._tools, columns["tools_of"])
+        return Prepared(self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs, tools)
 
 
 class _FinishedRung:

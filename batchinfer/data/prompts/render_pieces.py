@@ -15,7 +15,7 @@ from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import RowPiece
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs, PreparedTools
 from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts
 
 # What a row gets that found no memory: rows before it may have taken it.
@@ -115,10 +115,18 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
     errors: dict[int, RowError] = {}
     numbers: dict[str, int] = {}
     params_of, max_tokens, counts, tokens = ([_EMPTY] for _ in range(4))
-    openings, keys, start, pieces, unread = [_UNSAID[:0]], [], 0, list(pieces), UnreadArguments()
+    tools, openings, keys, start, pieces, unread = (
+        _JoinedTools(),
+        [_UNSAID[:0]],
+        [],
+        0,
+        list(pieces),
+        UnreadArguments(),
+    )
     rungs = [_JoinedRung() for _ in range(max((len(piece.rungs) for piece in pieces), default=0))]
     for piece in pieces:
         unread.join(piece.unread)
+        tools.add(piece)
         errors |= {start + at: error for at, error in piece.errors.items()}
         params_of.append(_renumbered(piece, numbers))
         max_tokens.append(piece.max_tokens)
@@ -140,6 +148,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         np.concatenate(openings),
         unread.rows,
         [rung.joined() for rung in rungs],
+        tools.joined(),
         b"".join(piece.digests or bytes(DIGEST_BYTES * len(piece)) for piece in pieces),
         _joined_marks(pieces),
     )
@@ -151,6 +160,24 @@ def _joined_marks(pieces: Sequence[Prepared]) -> NDArray[np.bool_] | None:
     return np.concatenate(
         [np.zeros(len(piece), np.bool_) if piece.known is None else piece.known for piece in pieces]
     )
+
+
+class _JoinedTools:
+    """The tools of all rows, in order. Those that several pieces have are listed once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._of = [_EMPTY]
+
+    def add(self, piece: Prepared) -> None:
+        """Take the tools of a piece."""
+        texts, of = piece.tools
+        own = [0, *(self._numbers.setdefault(text, len(self._numbers) + 1) for text in texts)]
+        self._of.append(np.array(own, np.int32)[of] if texts else np.zeros(len(piece), np.int32))
+
+    def joined(self) -> PreparedTools:
+        """Return the tools of all rows."""
+        return PreparedTools.found(self._numbers, np.concatenate(self._of))
 
 
 class _JoinedRung:

@@ -21,8 +21,9 @@ from batchinfer.data.input.json_kinds import KINDS
 from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs, PreparedTools
 from batchinfer.data.prompts.row_facts import MOST_NAMES, RowFacts, RowFields
+from batchinfer.data.tool_calls.known_tools import KnownTools
 
 _SIZE = 8  # bytes of the number before each part
 _FAILED = "failed"
@@ -40,6 +41,7 @@ def packed(done: PreparedRows) -> bytes:
         "errors": {str(at): asdict(error) for at, error in prompts.errors.items()},
         "params": prompts.params,
         "unread_arguments": prompts.unread,
+        "tools": prompts.tools.texts,
         "kinds": [sorted(kinds) for kinds in facts.kinds],
         "unread": facts.unread,
         "names": facts.names,
@@ -47,7 +49,7 @@ def packed(done: PreparedRows) -> bytes:
     }
     parts = [json.dumps(head).encode()]
     parts += [column.tobytes() for column in (prompts.params_of, prompts.max_tokens, prompts.counts)]
-    parts += [prompts.keys, prompts.tokens.tobytes(), prompts.openings.tobytes()]
+    parts += [prompts.keys, prompts.tokens.tobytes(), prompts.openings.tobytes(), prompts.tools.of.tobytes()]
     for rung in prompts.rungs:
         parts += [(rung.params_of + 1).tobytes(), rung.max_tokens.tobytes(), rung.keys]
     for column in _text_columns(facts):
@@ -161,14 +163,15 @@ def _rows(
     params_of = parts.numbers(size, below=max(1, len(params)))
     max_tokens, counts = parts.numbers(size), parts.numbers(size)
     keys, tokens, openings = parts.next(), parts.numbers(below=vocab_size), parts.openings(size)
+    tools = _tools(head["tools"], parts, size)
     if len(keys) != KEY_BYTES * size:
         raise ValueError("keys are not those of the rows")
     if np.flatnonzero(counts == 0).tolist() != sorted(errors):
         raise ValueError("a row has both tokens and an error, or neither")
     ignored = _counts(head["unread_arguments"])
     ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
-    prompts = Prepared(errors, params, params_of, max_tokens, counts, keys, tokens, openings, ignored, ladder)
-    facts = _facts(head, parts, fields, size)
+    work = errors, params, params_of, max_tokens, counts, keys, tokens, openings
+    prompts, facts = Prepared(*work, ignored, ladder, tools), _facts(head, parts, fields, size)
     prompts.digests, prompts.known = parts.digests(size), parts.marks(size)
     if len(tokens) != int(prompts.tokens_there().sum()):
         raise ValueError("tokens are not those of the rows")
@@ -212,6 +215,13 @@ def _texts(values: Any) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
         raise ValueError("not a list of texts")
     return values
+
+
+def _tools(values: Any, parts: _ReplyParts, size: int) -> PreparedTools:
+    texts = _texts(values)
+    for text in texts:
+        KnownTools.check(text)
+    return PreparedTools(texts, parts.numbers(size if texts else 0, below=len(texts) + 1))
 
 
 def _counts(values: Any) -> dict[str, int]:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.logprob_column import Detokenizer
-from batchinfer.data.index.index import OPENING, AnswerSchema
+from batchinfer.data.index.index import OPENING, TOOLS, AnswerSchema
 from batchinfer.data.outputs.frame import HEAD, TAIL
 from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.results.join import Join
@@ -64,6 +65,10 @@ class IndexView(Protocol):
     @property
     def reasoning(self) -> Reasoning | None:
         """How answers mark their reasoning; None: the result has no columns for it."""
+
+    @property
+    def tool_calls(self) -> CallStyle | None:
+        """How answers write calls of tools; None: the result has no column for them."""
 
     @property
     def output(self) -> str:
@@ -140,7 +145,8 @@ class ResultRows:
     def _zipped(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:
         """Yield rows of the index and their passthrough values, side by side."""
         size = self._batch_rows
-        read = _READ if self._index.reasoning is None else [*_READ, OPENING.name]
+        read = [*_READ, *([] if self._index.reasoning is None else [OPENING.name])]
+        read += [] if self._index.tool_calls is None else [TOOLS.name]
         rows = rebatch(self._rows.batches(start, stop, size, read), size)
         if not len(self._index.passthrough_schema):
             yield from ((table, table) for table in rows)

@@ -119,6 +119,12 @@ class Tokenizer:
             known = [ids[:-1] if ids and ids[-1] in ends else ids for ids in known]
         return list(self.rust.decode_batch(known, skip_special_tokens=True))
 
+    def decode_shown(self, rows: Iterable[Sequence[int]], shown: frozenset[int]) -> list[str]:
+        """`decode_batch`, in which the special tokens `shown` are not left out."""
+        hidden = (frozenset(self.specials.values()) | self._text_ends) - shown
+        known = [[token for token in _ints(ids) if token not in hidden] for ids in rows]
+        return list(self.rust.decode_batch(known, skip_special_tokens=False))
+
     @cached_property
     def _text_ends(self) -> frozenset[int]:
         """Tokens that end an answer and would be decoded, as the tokenizer does not call them special: some

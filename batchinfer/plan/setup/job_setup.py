@@ -13,6 +13,7 @@ from pathlib import Path
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.constraint_check import constraint_problem
@@ -26,16 +27,13 @@ from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.job.check import ATTEMPT, LOGPROBS, REASONING_COLUMNS, RESULT_COLUMNS
-from batchinfer.machine.cpus import usable_cpus
+from batchinfer.job.check import ATTEMPT, LOGPROBS, REASONING_COLUMNS, RESULT_COLUMNS, TOOL_CALLS_COLUMN
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
-from batchinfer.machine.memory import available_memory
 from batchinfer.models.opening import StoredModel, open_checkpoint
+from batchinfer.plan.setup.ingest_workers import ingest_workers
+from batchinfer.plan.setup.job_calls import job_calls
 from batchinfer.plan.setup.job_reasoning import job_reasoning, most_with_reasoning
 from batchinfer.plan.setup.resolve import Setting, resolve
-
-# Of one process that reads rows. Measured: 135 MiB with a vocabulary of 32,000 tokens.
-WORKER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +47,10 @@ class Setup:
     output: OutputKind  # of its answers
     most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
     workers: int = 1  # processes that read, render and tokenise rows
-    reasoning: Reasoning | None = (
-        None  # how its answers mark it; None: they have none, or keep it in their text
-    )
+    # how its answers mark it; None: they have none, or keep it in their text
+    reasoning: Reasoning | None = None
+    # how they write calls of tools; None: no row can have tools, or calls are kept in the text
+    tool_calls: CallStyle | None = None
 
     @property
     def roots(self) -> ContentRoots:
@@ -80,6 +79,7 @@ class Setup:
             strata=strata,
             output=self.output.name,
             reasoning=self.reasoning,
+            tool_calls=self.tool_calls,
         )
 
 
@@ -102,35 +102,28 @@ def check_setup(
     state.check_writable()
     state.refuse_newer()
     _check_followed(job, tokenizer)
-    kind, reasoning = kind_of(job), job_reasoning(job, tokenizer)
-    _check_names(job, kind, reasoning)
-    columns, workers = _columns(job, tokenizer, reasoning), ingest_workers(job, setting)
+    kind, read = kind_of(job), _Asked(job_reasoning(job, tokenizer), job_calls(job, tokenizer))
+    _check_names(job, kind, read)
+    columns, workers = _columns(job, tokenizer, read), ingest_workers(job, setting)
+    most = _most_tokens(job, read.reasoning)
     return Setup(
-        checkpoint, setting, tokenizer, columns, kind, _most_tokens(job, reasoning), workers, reasoning
+        checkpoint, setting, tokenizer, columns, kind, most, workers, read.reasoning, read.tool_calls
     )
-
-
-def ingest_workers(job: Job, setting: Setting) -> int:
-    """Return how many processes read the job's rows: as many as there are cores and memory for. An engine on a CPU has
-    not begun to compute then; one on a GPU is loaded meanwhile, and keeps a core."""
-    if job.input.workers != "auto":
-        return job.input.workers
-    cores = usable_cpus() - (setting.replicas if setting.device == "cuda" else 0)
-    return max(1, min(cores, available_memory() // WORKER_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Rows that ask for nothing beside their answers, which may have reasoning."""
+    """Rows that ask for nothing beside their answers, which may have reasoning and calls."""
 
     reasoning: Reasoning | None
+    tool_calls: CallStyle | None
     answers: None = None
     logprobs: None = None
 
 
-def _check_names(job: Job, kind: OutputKind, reasoning: Reasoning | None) -> None:
+def _check_names(job: Job, kind: OutputKind, asked: _Asked) -> None:
     """Raises JobFileError for a column that the job passes through under the name of one of its kind of answers."""
-    ours = {name.casefold() for name in kind.schema(_Asked(reasoning)).names}
+    ours = {name.casefold() for name in kind.schema(asked).names}
     for name in job.output.columns:
         if name.casefold() in ours:
             better = f"name it differently{_or_without(name)}"
@@ -139,6 +132,8 @@ def _check_names(job: Job, kind: OutputKind, reasoning: Reasoning | None) -> Non
 
 def _or_without(name: str) -> str:
     """Return how a result comes without the column of that name, if it may."""
+    if name.casefold() == TOOL_CALLS_COLUMN:
+        return ", or set prompt.tool_calls to none"
     return ", or set prompt.reasoning to none" if name.casefold() in REASONING_COLUMNS else ""
 
 
@@ -164,7 +159,7 @@ def _most_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
         raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
 
 
-def _columns(job: Job, tokenizer: Tokenizer, reasoning: Reasoning | None) -> SchemaColumns | None:
+def _columns(job: Job, tokenizer: Tokenizer, asked: _Asked) -> SchemaColumns | None:
     """The columns of the job's schema, which can be followed. Raises JobFileError."""
     where = _constraint_key(job)
     if (problem := constraint_problem(job.params(), tokenizer.definition)) is not None:
@@ -175,8 +170,9 @@ def _columns(job: Job, tokenizer: Tokenizer, reasoning: Reasoning | None) -> Sch
         columns = schema_columns(parsed_schema(job.output.json_schema), job.output.column)
     except NoColumns as error:
         raise job.mistake(where, str(error)) from None
-    reasons = REASONING_COLUMNS if reasoning is not None else ()
-    ours = (*RESULT_COLUMNS, LOGPROBS, *([ATTEMPT] if job.on_invalid else []), *reasons)
+    read = REASONING_COLUMNS if asked.reasoning is not None else ()
+    read = read if asked.tool_calls is None else (*read, TOOL_CALLS_COLUMN)
+    ours = (*RESULT_COLUMNS, LOGPROBS, *([ATTEMPT] if job.on_invalid else []), *read)
     taken = {name.casefold(): name for name in (*ours, *job.output.columns)}
     for name in columns.schema.names:
         if name.casefold() in taken:

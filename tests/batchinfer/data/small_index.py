@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.index.index import AnswerSchema, index_schema
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.prompts.keys import token_bytes
@@ -60,6 +61,7 @@ class SmallIndex:
     output: str = "tokens"
     attempts: int = 1
     reasoning: Reasoning | None = None
+    tool_calls: CallStyle | None = None
 
     @property
     def tokens(self) -> TokenStore:

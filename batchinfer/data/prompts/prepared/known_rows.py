@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.kept.rows import KeptRows, Numbers, Records, attempt_names
-from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared, PreparedRungs, PreparedTools
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -42,8 +42,9 @@ class KnownRows:
         prompts.counts = _with(prompts.counts, found, records["count"])
         prompts.openings = _with(prompts.openings, found, records["opening"])
         numbers = {text: number for number, text in enumerate(prompts.params)}
+        prompts.tools = self._tools(prompts, found, records)
         key, _, _, most = attempt_names(1)
-        prompts.params_of = _with(prompts.params_of, found, self._numbers(records, 1, numbers))
+        prompts.params_of = _with(prompts.params_of, found, self._params(records, 1, numbers))
         prompts.max_tokens = _with(prompts.max_tokens, found, records[most])
         prompts.keys = _with_keys(prompts.keys, found, records[key])
         for attempt, rung in enumerate(prompts.rungs, 2):
@@ -54,17 +55,33 @@ class KnownRows:
         self, rung: PreparedRungs, attempt: int, found: Numbers, records: Records, numbers: dict[str, int]
     ) -> None:
         key, _, _, most = attempt_names(attempt)
-        rung.params_of = _with(rung.params_of, found, self._numbers(records, attempt, numbers))
+        rung.params_of = _with(rung.params_of, found, self._params(records, attempt, numbers))
         rung.max_tokens = _with(rung.max_tokens, found, records[most])
         rung.keys = _with_keys(rung.keys, found, records[key])
 
-    def _numbers(self, records: Records, attempt: int, numbers: dict[str, int]) -> NDArray[np.int32]:
-        """Return the number of each row's parameters among all of the chunk's, -1 where a row has none."""
-        _, at, size, _ = attempt_names(attempt)
-        places, which = np.unique(records[at], return_index=True, return_inverse=True)[1:]
-        texts = zip(records[at][places].tolist(), records[size][places].tolist(), strict=True)
+    def _tools(self, prompts: Prepared, found: Numbers, records: Records) -> PreparedTools:
+        """Return the tools of all rows."""
+        own = prompts.tools
+        if not own.texts and not records["tools_size"].any():
+            return own
+        numbers = {text: number for number, text in enumerate(own.texts)}
+        known = self._numbers(records["tools_at"], records["tools_size"], numbers)
+        of = _with(own.of if own.texts else np.zeros(len(prompts), np.int32), found, known + 1)
+        return PreparedTools([*numbers], of)
+
+    def _numbers(
+        self, at: NDArray[np.int64], size: NDArray[np.int32], numbers: dict[str, int]
+    ) -> NDArray[np.int32]:
+        """Return the number of each row's text among all of the chunk's, -1 where a row has none. Rows without one have
+        a place of their own."""
+        places, which = np.unique(at, return_index=True, return_inverse=True)[1:]
+        texts = zip(at[places].tolist(), size[places].tolist(), strict=True)
         own = [numbers.setdefault(self._kept.text(*one), len(numbers)) if one[1] > 0 else -1 for one in texts]
         return np.array(own, np.int32)[which]
+
+    def _params(self, records: Records, attempt: int, numbers: dict[str, int]) -> NDArray[np.int32]:
+        _, at, size, _ = attempt_names(attempt)
+        return self._numbers(records[at], records[size], numbers)
 
 
 def _with(column: NDArray[Number], places: Numbers, values: NDArray[Any]) -> NDArray[Number]:

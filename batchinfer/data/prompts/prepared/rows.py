@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +26,30 @@ class PreparedRungs:
     keys: bytes
 
 
+class PreparedTools(NamedTuple):
+    """The tools of n rows: distinct ones as `known_tools` writes them, and where each row's stand in that list, plus 1;
+    0: it has none. Where no row has any, nothing is said of rows."""
+
+    texts: list[str]
+    of: NDArray[np.int32]
+
+    @classmethod
+    def found(cls, numbers: dict[str, int], of: NDArray[np.int32]) -> PreparedTools:
+        """Return tools numbered from 1."""
+        return cls(list(numbers), of) if numbers else NO_TOOLS
+
+
+NO_TOOLS = PreparedTools([], np.zeros(0, np.int32))
+
+
 @dataclass(slots=True)
 class Prepared:
     """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
 
     `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
     `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers;
-    `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts.
+    `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts;
+    `tools` those that answers may call.
 
     `digests` are those of the rows (row_digest.py), if they were taken. `known` says which rows the last index knew:
     their tokens are not among `tokens`. None: it knew none.
@@ -47,6 +65,7 @@ class Prepared:
     openings: Openings
     unread: dict[str, int] = field(default_factory=dict)
     rungs: Sequence[PreparedRungs] = ()
+    tools: PreparedTools = NO_TOOLS
     digests: bytes = b""
     known: NDArray[np.bool_] | None = None
 

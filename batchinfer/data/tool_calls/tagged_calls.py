@@ -1,0 +1,56 @@
+"""Calls as Qwen3-Coder writes them: each argument between tags of its own, as text without a type."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from batchinfer.core.tool_calls import Call
+from batchinfer.data.tool_calls.json_calls import Read, json_value
+from batchinfer.data.tool_calls.known_tools import KnownTools, Types
+
+_FUNCTION = re.compile(r"\s*<function=([A-Za-z0-9_.-]{1,64})>\s*")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>\n?")
+# A value that holds the beginning of a call is none: reading would begin there again and again
+_VALUE_END = re.compile(r"\n?</parameter>\s*|<tool_call>")
+_END = re.compile(r"</function>\s*(?:</tool_call>|$)")
+_WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}  # Python's words, too
+
+
+def tagged_call(text: str, at: int, tools: KnownTools | None) -> Read | None:
+    """Return the call whose first tag ends at `at`."""
+    function = _FUNCTION.match(text, at)
+    if function is None:
+        return None
+    members, at = [], function.end()
+    while (parameter := _PARAMETER.match(text, at)) is not None:
+        value = _VALUE_END.search(text, parameter.end())
+        if value is None or value[0] == "<tool_call>":
+            return None
+        types = () if tools is None else tools.types(function[1], parameter[1])
+        written = _written(text[parameter.end() : value.start()], types)
+        members.append(f"{json.dumps(parameter[1], ensure_ascii=False)}: {written}")
+        at = value.end()
+    end = _END.match(text, at)
+    return None if end is None else Read([Call(function[1], f"{{{', '.join(members)}}}")], end.end())
+
+
+def _written(value: str, types: Types) -> str:
+    """Return the JSON of a value: what it reads as, but a text where the tool takes only texts, or where it is none of
+    the types that the tool takes."""
+    if types != ("string",):
+        read = _WORDS.get(value.strip().lower()) or json_value(value)
+        if read is not None and _fits(read, types):
+            return read
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _fits(read: str, types: Types) -> bool:
+    first = read[0]
+    kind = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}.get(
+        first
+    )
+    if not types:
+        # a word or a number may as well be a text: only what can be nothing else is taken at its word
+        return kind in ("object", "array")
+    return kind in types if kind is not None else bool({"number", "integer"} & set(types))

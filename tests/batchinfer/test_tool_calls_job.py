@@ -1,0 +1,214 @@
+"""Whole jobs whose answers call tools: every family's calls become a column, lines of an OpenAI file have them, and
+calls that are asked for follow the schema of their tool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from tests.batchinfer.test_reasoning_job import fenced
+from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, command, make_place
+from tests.scripted_engine import SCRIPT
+from tests.tool_models import TOOL_FAMILIES, make_tool_model, make_tool_tokenizer, written_calls
+
+SCRIPTED = "tests.scripted_engine:build"
+REAL = "batchinfer.engine.load.build:load_weights"
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Ulm", "Aachen"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+}  # fmt: skip
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "additionalProperties": False}}
+FINAL = "<|channel|>final<|message|>"
+
+
+def write(place: Place, **sections: Any) -> Path:
+    given = {
+        "prompt": {"user": "{{ text }}", "tools": TOOLS, "tools_from_column": "can"},
+        "sampling": {"max_tokens": 400},
+        "output": {"path": "out/res", "columns": ["text"]},
+        "on_error": {"max_error_rate": 0.9},
+        **sections,
+    }
+    return place.job(**{name: f"{name}: {json.dumps(value)}" for name, value in given.items()})
+
+
+def script(place: Place, fast: Any, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the engine answer prompts with these texts in them."""
+
+    def ids(text: str) -> list[int]:
+        return list(fast.encode(text, add_special_tokens=False))
+
+    file = place.folder / "script.json"
+    file.write_text(json.dumps([(ids(asked), ids(answer)) for asked, answer in answers.items()]))
+    monkeypatch.setenv(SCRIPT, str(file))
+
+
+def called(name: str, calls: list[tuple[str, str]]) -> str:
+    """Return an answer of the family with these calls."""
+    if name == "gpt-oss":
+        tool, given = calls[0]
+        return f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>{given}<|call|>"
+    if name == "qwen3-coder":
+        return "".join(
+            f"<tool_call>\n<function={tool}>\n"
+            + "".join(f"<parameter={key}>\n{one}\n</parameter>\n" for key, one in json.loads(given).items())
+            + "</function>\n</tool_call>"
+            for tool, given in calls
+        )
+    return written_calls(name, calls)
+
+
+SLOW = [name for name in TOOL_FAMILIES if name != "gpt-oss"]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_calls_of_each_family_become_a_column(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that have no tools make no calls. Nothing is computed to read calls, or not to; on a second night only the
+    rows whose tools have changed are."""
+    fast = make_tool_model(tmp_path / "model", name)
+    place = make_place(tmp_path / "job", tmp_path / "model")
+    own = [{"type": "function", "function": {"name": "own"}}]
+    given = [
+        {"id": "call", "text": "row call", "can": None},
+        {"id": "own", "text": "row own", "can": own},
+        {"id": "none", "text": "row none", "can": []},
+        {"id": "text", "text": "row text", "can": None},
+    ]
+    place.rows(*given)
+    weather = called(name, [("get_weather", '{"city": "Ulm", "days": 3}')])
+    answers = {
+        "row call": weather,
+        "row own": called(name, [("own", "{}")]),
+        "row none": weather,
+        "row more": weather,
+        "row text": (FINAL if name == "gpt-oss" else "") + "Nothing to call.",
+    }
+    script(place, fast, answers, monkeypatch)
+    done = command(capsys, monkeypatch, SCRIPTED)("run", write(place))
+    assert done.code == 0, done.err
+    rows = {row["custom_id"]: row for row in place.table()}
+    (call,) = rows["call"]["tool_calls"]
+    assert (call["name"], json.loads(call["arguments"])) == ("get_weather", {"city": "Ulm", "days": 3})
+    assert [one["name"] for one in rows["own"]["tool_calls"]] == ["own"]
+    assert rows["call"]["generated_text"] is rows["own"]["generated_text"] is None
+    assert rows["none"]["tool_calls"] == rows["text"]["tool_calls"] == []
+    assert "Ulm" in (rows["none"]["generated_text"] or rows["none"]["reasoning"])
+    assert rows["text"]["generated_text"] == "Nothing to call."
+    place.rows({"id": "more", "text": "row more", "can": TOOLS[:1]}, *given)
+    night = command(capsys, monkeypatch, SCRIPTED)("run", write(place), "--json")
+    assert json.loads(night.out)["computed_requests"] == 1
+    found = {row["custom_id"]: row for row in place.table()}
+    assert [one["name"] for one in found.pop("more")["tool_calls"]] == ["get_weather"]
+    assert {name: row["tool_calls"] for name, row in found.items()} == {
+        name: row["tool_calls"] for name, row in rows.items()
+    }
+    if name == "gpt-oss":
+        return
+    again = command(capsys, monkeypatch, NO_ENGINE)
+    assert again("run", write(place), "--set", "prompt.tool_calls=none").code == 0
+    whole = {row["custom_id"]: row for row in place.table()}
+    assert "tool_calls" not in whole["call"]
+    assert "Ulm" in whole["call"]["generated_text"]
+    prompt = {"user": "{{ text }}", "tools": TOOLS[:1], "tools_from_column": "can"}
+    told = command(capsys, monkeypatch, SCRIPTED)("run", write(place, prompt=prompt), "--json")
+    assert json.loads(told.out)["computed_requests"] == 2
+    assert {row["custom_id"]: row["tool_calls"] for row in place.table()}["own"] == rows["own"]["tool_calls"]
+
+
+def test_a_style_that_nothing_shows_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tool_model(tmp_path / "model", "qwen3")
+    place = make_place(tmp_path / "job", tmp_path / "model")
+    fast = make_tool_tokenizer(tmp_path / "other", "qwen3")
+    place.rows({"id": "a", "text": "row a"}, {"id": "b", "text": "row b"})
+    (place.folder / "plain.jinja").write_text("{{ tools }}{{ messages[0].content }}")
+    script(place, fast, {"row": '<tool_call>{"name": "f"}</tool_call>'}, monkeypatch)
+    prompt = {"user": "{{ text }}", "tools": TOOLS, "chat_template": "plain.jinja"}
+    run = command(capsys, monkeypatch, SCRIPTED)
+    done = run("run", write(place, prompt=prompt))
+    assert done.code == 0, done.err
+    assert done.err.count("name the style in prompt.tool_calls") == 1
+    assert "tool_calls" not in place.table()[0]
+    done = run("run", write(place, prompt={**prompt, "tool_calls": "hermes"}))
+    assert "name the style" not in done.err
+    assert [one["name"] for row in place.table() for one in row["tool_calls"]] == ["f", "f"]
+    without = {"user": "{{ text }}", "tool_calls": "hermes", "chat_template": "plain.jinja"}
+    assert run("run", write(place, prompt=without)).code == 0
+    assert [one["name"] for row in place.table() for one in row["tool_calls"]] == ["f", "f"]
+    refused = run("run", write(place, prompt={**prompt, "tool_calls": "harmony"}))
+    assert refused.code == 78
+    assert "lacks the tokens of this style" in refused.err
+    for output in (
+        {"columns": ["tool_calls"]},
+        {"schema": {"type": "object", "properties": {"tool_calls": {}}}},
+    ):
+        refused = run("run", write(place, prompt=without, output={"path": "out/res", **output}))
+        assert refused.code == 78
+        assert "set prompt.tool_calls to none" in refused.err
+
+
+def chat(name: str, **body: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": f"row {name}"}], "max_tokens": 400, **body}
+    return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def test_lines_of_an_openai_file_have_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose requests have no tools has no column for calls."""
+    make_tool_model(tmp_path / "model", "qwen3")
+    place = make_place(tmp_path / "job", tmp_path / "model")
+    fast = make_tool_tokenizer(tmp_path / "other", "qwen3")
+    two = [("get_weather", '{"city": "Ulm", "days": 3}'), ("now", "{}")]
+    answers = {"row a": called("qwen3", two), "row b": "I look.\n" + called("qwen3", two[:1]), "row c": "No."}
+    script(place, fast, answers, monkeypatch)
+    sections = {"input": {"path": "rows.jsonl", "format": "openai"}, "output": {"path": "out/res"}}
+    job = write(place, **sections, prompt={"tool_calls": "auto"}, sampling={})
+    out = place.folder / "answers.jsonl"
+    place.rows(chat("a"), chat("b"))
+    run = command(capsys, monkeypatch, SCRIPTED)
+    done = run("run", job, "--to-openai", out)
+    assert done.code == 0, done.err
+    assert "tool_calls" not in place.table()[0]
+    place.rows(chat("a", tools=TOOLS), chat("b", tools=TOOLS), chat("c", tools=TOOLS), chat("d"))
+    done = run("run", job, "--to-openai", out, "--replace")
+    assert done.code == 0, done.err
+    choices = [json.loads(line)["response"]["body"]["choices"][0] for line in out.read_text().splitlines()]
+    assert [one["finish_reason"] for one in choices] == ["tool_calls", "tool_calls", "stop", "stop"]
+    assert [one["message"]["content"] for one in choices[:3]] == [None, "I look.", "No."]
+    found = [one["message"].get("tool_calls") for one in choices]
+    assert found[2:] == [None, None]
+    assert [one["type"] for one in found[0]] == ["function", "function"]
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in found[0]] == two
+    assert len({one["id"] for calls in found[:2] for one in calls}) == 3
+
+
+def test_the_job_of_the_page_runs_and_its_query_is_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = make_tool_model(tmp_path / "models/qwen3-8b", "qwen3")
+    (tmp_path / "job.yaml").write_text(fenced("tools.md", "yaml")[0])
+    (questions,) = fenced("tools.md", "json")
+    (tmp_path / "questions.jsonl").write_text(questions)
+    answers = {
+        city: f"<think>\nhm\n</think>\n\n{called('qwen3', [('get_weather', json.dumps({'city': city}))])}"
+        for city in ("Ulm", "Aachen")
+    }
+    script(make_place(tmp_path / "place", tmp_path / "models/qwen3-8b"), fast, answers, monkeypatch)
+    done = command(capsys, monkeypatch, SCRIPTED)("run", tmp_path / "job.yaml")
+    assert done.code == 0, done.err
+    monkeypatch.chdir(tmp_path)
+    (sql,) = fenced("tools.md", "sql")
+    assert sorted(duckdb.sql(sql).fetchall()) == [("get_weather", "Aachen", 1), ("get_weather", "Ulm", 1)]

@@ -1,0 +1,41 @@
+"""The fake engine with answers from a file, for tests of what is made of answers."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.core.request import Completion, Request, Tokens
+from tests import fake_engine
+
+SCRIPT = "ENGINE_SCRIPT"  # names a file: pairs of token ids that stand in one prompt, and of its answer
+
+
+class ScriptedEngine(fake_engine.FakeEngine):
+    """Answers a prompt as the script says; one that it does not name, as the fake engine does."""
+
+    def _complete(self, request: Request) -> Completion:
+        done, prompt = super()._complete(request), f" {' '.join(map(str, request.prompt))} "
+        for told, answer in json.loads(Path(os.environ[SCRIPT]).read_text()):
+            if f" {' '.join(map(str, told))} " in prompt:
+                return replace(done, output=Tokens(np.array(answer, np.int32)))
+        return done
+
+
+class ScriptedWeights(fake_engine.FakeWeights):
+    """The weights of a scripted engine."""
+
+    def engine(self, *arguments: Any) -> fake_engine.BuiltFake:
+        built = super().engine(*arguments)
+        return replace(built, engine=ScriptedEngine(self.untimed, self.end, self.mortal))
+
+
+def build(*arguments: Any) -> ScriptedWeights:
+    """Take the place of `batchinfer.engine.load.build.load_weights`."""
+    made = fake_engine.build(*arguments)
+    return ScriptedWeights(made.load, made.untimed, made.end, made.mortal)
