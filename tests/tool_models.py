@@ -135,7 +135,9 @@ def make_tool_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:
 def make_tool_model(folder: Path, name: str, seed: int = 0, **options: Any) -> PreTrainedTokenizerFast:
     """Save a tiny random model with the family's tokenizer."""
     fast = make_tool_tokenizer(folder, name)
-    make_checkpoint(folder, "qwen3", vocab=len(fast), seed=seed, **options).save_pretrained(folder)
+    make_checkpoint(
+        folder, "qwen3", vocab=len(fast), seed=seed, max_position_embeddings=2048, **options
+    ).save_pretrained(folder)
     return fast
 
 

@@ -29,7 +29,7 @@ MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_SCHEMA_BYTES = 1 << 20  # of a JSON Schema as text
 JSON_CONSTRAINTS = ("json_schema", "json_object")
-CONSTRAINTS = (*JSON_CONSTRAINTS, "regex", "choice", "grammar")
+CONSTRAINTS = (*JSON_CONSTRAINTS, "regex", "choice", "grammar", "tool_call")
 # What the numbers of SamplingParams may be, wherever they come from: job file, column, OpenAI request
 BOUNDS: Mapping[str, Bounds] = {
     "max_tokens": Bounds(1, INT32_MAX),
@@ -46,8 +46,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "repetition_stop": Bounds(0, INT32_MAX),
     "thinking_budget": Bounds(0, INT32_MAX),
 }
-# Parameters that nobody sets: they follow from a row's prompt
-DERIVED = ("after_reasoning",)
+# Parameters that nobody sets: they follow from a row's prompt and tools
+DERIVED = ("after_reasoning", "tool_call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,9 @@ class SamplingParams:
     # The tokens around the reasoning that the budget limits, and behind which the constraint begins: those of
     # ReasoningTokens; (): there is no reasoning, or nothing asks for its end
     after_reasoning: tuple[tuple[int, ...], ...] = ()
+
+    # A grammar of calls, with the schemas of their arguments: see `batchinfer.data.tool_calls.call_grammar`
+    tool_call: str | None = None
 
     @property
     def reasoning(self) -> ReasoningTokens | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import jsonschema
 import pytest
 
 from tests.batchinfer.test_reasoning_job import fenced
@@ -212,3 +213,58 @@ def test_the_job_of_the_page_runs_and_its_query_is_answered(
     monkeypatch.chdir(tmp_path)
     (sql,) = fenced("tools.md", "sql")
     assert sorted(duckdb.sql(sql).fetchall()) == [("get_weather", "Aachen", 1), ("get_weather", "Ulm", 1)]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_calls_that_are_asked_for_follow_the_schema_of_their_tool(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model has no choice but to call: it calls what it was asked to, as often as it was asked to."""
+    make_tool_model(tmp_path / "model", name)
+    place = make_place(tmp_path / "job", tmp_path / "model")
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    warm: dict[str, Any] = {"tools": TOOLS, "temperature": 1.0, "thinking_budget": 8}
+    if name not in ("gpt-oss", "qwen3"):
+        del warm["thinking_budget"]
+    text = {"type": "json_object"}
+    place.rows(
+        *(chat(f"required {n}", **warm, tool_choice="required", seed=n) for n in range(3)),
+        *(chat(f"named {n}", **warm, tool_choice=named, seed=n) for n in range(3)),
+        *(
+            chat(f"single {n}", **warm, tool_choice="required", parallel_tool_calls=False, seed=n)
+            for n in range(2)
+        ),
+        chat("lacking", **warm, tool_choice={"type": "function", "function": {"name": "other"}}),
+        chat("wrong", **warm, tool_choice="any"),
+        chat("both", **warm, tool_choice="required", response_format=text),
+        chat("free", **warm, parallel_tool_calls=False),
+    )
+    sections: dict[str, Any] = {
+        "input": {"path": "rows.jsonl", "format": "openai"},
+        "output": {"path": "out/res"},
+    }
+    sections |= {"prompt": {"tool_calls": "auto"}, "sampling": {}, "on_error": {"max_error_rate": 1}}
+    job = write(place, **sections)
+    done = command(capsys, monkeypatch, REAL)("run", job)
+    assert done.code == 0, done.err
+    rows = {row["custom_id"]: row for row in place.table()}
+    if name == "qwen3-coder":
+        assert {row["status"] for row in rows.values()} == {"error"}
+        assert "in the style qwen3-coder cannot be asked for" in rows["required 0"]["error_message"]
+        return
+    for asked, words in {"lacking": "no tool 'other'", "wrong": "must be none", "both": "only one"}.items():
+        assert words in rows.pop(asked)["error_message"]
+    assert "nothing keeps a model from several" in rows.pop("free")["error_message"]
+    for asked, row in rows.items():
+        if row["error_code"] == "incomplete_output":
+            assert asked.startswith("required"), row["error_message"]
+            continue
+        assert row["status"] == "ok", row["error_message"]
+        assert row["tool_calls"], row
+        assert row["generated_text"] is None
+        for call in row["tool_calls"]:
+            jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+        if not asked.startswith("required"):
+            assert len(row["tool_calls"]) == 1
+        if asked.startswith("named"):
+            assert row["tool_calls"][0]["name"] == "get_weather"

@@ -62,6 +62,10 @@ def _of_grammar(_: str) -> int:
     raise Unbounded("the longest answer of a grammar is not known; give max_tokens a number")
 
 
+def _of_calls(_: str) -> int:
+    raise Unbounded("the longest call of a tool is not known; give max_tokens a number")
+
+
 def _of_schema(text: str) -> int:
     try:
         schema = generated_schema(parsed_schema(text))
@@ -76,6 +80,7 @@ _BOUNDS: Mapping[str, Callable[[Any], int]] = {
     "regex": _of_regex,
     "choice": _of_choice,
     "grammar": _of_grammar,
+    "tool_call": _of_calls,
 }
 
 

@@ -150,13 +150,29 @@ def _on_stack(size: int, call: Callable[[], Any]) -> Any:
 
 
 def _of_schema(text: str) -> str:
+    schema, overrides = _followed(text)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+
+
+def _of_calls(text: str) -> str:
+    """The grammar of calls: its rules a0, a1 … are the arguments of each tool."""
+    said = json.loads(text)
+    rules = [said["lark"]]
+    for number, one in enumerate(said["schemas"]):
+        schema, options = _followed(one)
+        rules.append(f"a{number}: %json {json.dumps({**schema, 'x-guidance': options})}")
+    return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
+def _followed(text: str) -> tuple[Any, Any]:
+    """Return a schema as it is followed, and how its JSON is written. Raises BadSchema."""
     schema = parsed_schema(text)
     if schema is False:
         raise BadSchema("the schema is false, which no answer can follow; write what answers look like")
     schema = {} if schema is True else generated_schema(schema)
     translate_patterns(subschemas(schema))
     overrides = _ONE_SPELLING if any(map(has_further_names, subschemas(schema))) else _WRITTEN
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+    return schema, overrides
 
 
 def _of_object(_: bool) -> str:
@@ -203,4 +219,5 @@ _MAKERS: Mapping[str, Callable[[Any], str]] = {
     "regex": _of_regex,
     "choice": _of_choice,
     "grammar": _of_grammar,
+    "tool_call": _of_calls,
 }

@@ -54,5 +54,5 @@ def estimated_bytes(params: SamplingParams) -> int:
     """Estimate the memory of the compiled constraint of `params`, including its masks; mostly too high."""
     if params.grammar is not None:
         return GRAMMAR_BYTES + _BYTES_A_CHAR_OF_LARK * len(params.grammar)
-    text = params.json_schema or params.regex or "".join(params.choice)
+    text = params.json_schema or params.tool_call or params.regex or "".join(params.choice)
     return GRAMMAR_BYTES + _BYTES_A_CHAR * len(text)

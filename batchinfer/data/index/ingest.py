@@ -399,6 +399,7 @@ class Ingestion:
             tools_column=prompt.tools_from_column,
             ladder=self._job.on_invalid,
             reasoning=self._options.reasoning,
+            tool_calls=self._options.tool_calls,
         )
 
     def _by_url(self) -> dict[str, SamplingParams]:

@@ -11,9 +11,10 @@ from batchinfer.data.input.rows import RowProblem, Values, kind_of
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
 DOCUMENTS, EFFORT, KWARGS = "documents", "reasoning_effort", "chat_template_kwargs"
-TOOLS, CHOICE = "tools", "tool_choice"
+TOOLS, CHOICE, PARALLEL = "tools", "tool_choice", "parallel_tool_calls"
 # Of a chat's body: what its chat template is told
 TEMPLATE_FIELDS = frozenset({DOCUMENTS, EFFORT, KWARGS, TOOLS})
+CALL_FIELDS = frozenset({CHOICE, PARALLEL})  # which calls its answer may make
 _KEYS = {"custom_id", "method", "url", "body"}
 TEXT_MAX_TOKENS = 16  # of /v1/completions, in OpenAI's API reference
 

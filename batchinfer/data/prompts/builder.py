@@ -17,11 +17,13 @@ from jinja2 import nodes
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.rung import Rung
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.json_text import parse_value
-from batchinfer.data.input.openai import CHAT_URL, openai_request
+from batchinfer.data.input.openai import CHAT_URL, TOOLS, openai_request
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
 from batchinfer.data.prompts.arguments.told import RowArguments, Told, arguments_read, reads_tools
 from batchinfer.data.prompts.arguments.told_tools import ToldTools
+from batchinfer.data.prompts.arguments.tool_choice import ToolChoice
 from batchinfer.data.prompts.chat import Chat
 from batchinfer.data.prompts.chat_template import (
     ChatTemplate,
@@ -73,6 +75,7 @@ class PromptPlan:
     tools_column: str | None = None  # of a row's own tools
     ladder: tuple[Rung, ...] = ()  # parameters with which a row runs again
     reasoning: Reasoning | None = None  # how the checkpoint marks it
+    tool_calls: CallStyle | None = None  # how it writes calls
 
 
 class Draft(NamedTuple):
@@ -125,6 +128,8 @@ class PromptBuilder:
             source is not None and reads_tools(source),
         )
         self._tools = ToldTools()
+        reasons = plan.reasoning is not None and plan.reasoning.tokens is not None
+        self._choice = ToolChoice(plan.tool_calls, tokenizer, reasons)
         self._build: Callable[[Values], Draft] = {
             "template": self._from_templates if plan.chat else self._from_whole_template,
             "messages": self._from_messages,
@@ -203,7 +208,9 @@ class PromptBuilder:
             )
         params = self._fitted(params, body)
         if url == CHAT_URL:
-            return self._chat_draft(check_messages(body.get(name)), params, self._arguments.of_request(body))
+            told = self._arguments.of_request(body)
+            params = self._choice.params(params, body, told.arguments.get(TOOLS))
+            return self._chat_draft(check_messages(body.get(name)), params, told)
         prompt = body.get(name)
         if isinstance(prompt, list):
             return Draft(params, token_ids=check_token_ids(prompt))

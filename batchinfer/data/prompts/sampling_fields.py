@@ -24,7 +24,7 @@ from batchinfer.core.sampling import (
 )
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.constraints.schema_problem import BadSchema
-from batchinfer.data.input.openai import TEMPLATE_FIELDS
+from batchinfer.data.input.openai import CALL_FIELDS, TEMPLATE_FIELDS, TOOLS
 from batchinfer.data.input.rows import RowProblem, kind_of
 
 # What OpenAI requests may carry without changing the answer here.
@@ -81,8 +81,8 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
         name = _RENAMED.get(field, field)
         if value is None or field == prompt_field or field in _HARMLESS or field in logprobs:
             continue
-        if chat and field in TEMPLATE_FIELDS:
-            continue  # what the chat template is told
+        if chat and (field in TEMPLATE_FIELDS or (field in CALL_FIELDS and body.get(TOOLS))):
+            continue  # what the chat template is told, and what tools are to be called
         if field == "n":
             _check_n(value)
         elif field in ("stream", "stream_options"):
@@ -91,8 +91,6 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
             given |= _response_format(value)
         elif name in CHECKS:
             given[name] = value
-        elif field == "parallel_tool_calls" and value is False and body.get("tools"):
-            raise _bad(field, "nothing keeps a model from several calls; leave it out, or give no tools")
         elif not (field in _NOTHING and value in _NOTHING[field]):
             raise RowProblem(
                 "unknown_field", f"body.{field[:100]}: this field, or its value, is not supported"

@@ -9,7 +9,7 @@ import numpy as np
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import TokenIds
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.tokenizer.reasoning_styles import Openings, PromptEnds
+from batchinfer.data.tokenizer.reasoning_styles import Openings, PromptEnds, marks_before_calls
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
 
@@ -21,6 +21,7 @@ class ReasonedRows:
         self._reasoning = reasoning
         tokens = None if reasoning is None else reasoning.tokens
         self._ends = None if tokens is None else PromptEnds(tokens, tokenizer)
+        self._calls = None if reasoning is None else marks_before_calls(reasoning, tokenizer)
         self._last: tuple[SamplingParams, int, SamplingParams] | None = None
 
     def openings(self, tokens: TokenIds, counts: TokenIds) -> Openings:
@@ -41,4 +42,6 @@ class ReasonedRows:
         marks = None if self._reasoning is None else self._reasoning.tokens_after(opening)
         if marks is None:
             return replace(params, thinking_budget=None)
+        if params.tool_call is not None and self._calls is not None:
+            marks = self._calls._replace(begin=marks.begin)
         return replace(params, after_reasoning=tuple(marks))

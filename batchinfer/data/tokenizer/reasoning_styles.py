@@ -36,6 +36,9 @@ STYLES = (
 )
 
 
+_FINAL, _COMMENTARY = "final<|message|>", "commentary"  # how headers end that begin an answer, and a call
+
+
 def find_reasoning(said: Marks, tokenizer: Tokenizer) -> Reasoning | None:
     """Return how this checkpoint marks its reasoning, as the job says it or as its chat template shows; None: it has no
     reasoning, or it is not to be told apart."""
@@ -49,6 +52,18 @@ def find_reasoning(said: Marks, tokenizer: Tokenizer) -> Reasoning | None:
     found = None if shown is None else _with_tokens(shown, tokenizer)
     # channels are of tokens alone
     return None if found is None or (found.answer and found.tokens is None) else found
+
+
+def marks_before_calls(style: Reasoning, tokenizer: Tokenizer) -> ReasoningTokens | None:
+    """Return the tokens around the reasoning before a call, where a call is a message on another channel than the
+    answer; None: it stands where the answer would."""
+    if style.tokens is None or _FINAL not in style.answer:
+        return None
+    end, answer = (
+        tuple(tokenizer.rust.encode(text.replace(_FINAL, _COMMENTARY), add_special_tokens=False).ids)
+        for text in (style.end, style.answer)
+    )
+    return style.tokens._replace(end=end, answer=answer)
 
 
 def _with_tokens(style: Reasoning, tokenizer: Tokenizer) -> Reasoning:
