@@ -15,26 +15,24 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.index.duplicates import EqualRows
 from batchinfer.data.index.index import AnswerSchema, Index, Layout, index_schema
+from batchinfer.data.index.ingest_options import IngestOptions
 from batchinfer.data.index.keeping import Keeping, KeptIndex, kept_index
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.index.writer import IndexWriter, RowPlace, RowsSoFar
-from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
+from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, openai_defaults
-from batchinfer.data.input.reader import Reader, SampleSize, Strata
+from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.prompts.builder import Mode, PromptPlan
 from batchinfer.data.prompts.columns import Columns, choose_prompts
@@ -51,29 +49,6 @@ if TYPE_CHECKING:
     from batchinfer.job import Job
 
 INGEST_FORMAT = 6  # raise it when equal input would give another index
-
-
-@dataclass(frozen=True, slots=True)
-class IngestOptions:
-    """Options that the job file does not have. `context` is the digest that enters every key; `vocab_size` is the
-    model's.
-
-    `now` is what a chat template's `strftime_now` tells; `workers` None: as many as there are cores.
-    """
-
-    context: bytes
-    max_model_len: int
-    vocab_size: int
-    now: datetime
-    workers: int | None = None
-    row_timeout_s: float = 10.0
-    sample: SampleSize | None = None  # only the first rows of each file, to look at them
-    strata: Strata | None = None  # only a part of the rows, from everywhere
-    output: str = "tokens"  # the name of the kind of answers
-    reasoning: Reasoning | None = None  # how the checkpoint marks it
-    tool_calls: CallStyle | None = None  # how answers write calls of tools, if rows may have any
-    chunk: ChunkSize = DEFAULT_SIZE
-    checked: Reader | None = None  # has read headers and footers of the same files
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,19 +405,11 @@ class Ingestion:
             writer.unread.rows,
             self._job.attempts,
             self._options.reasoning,
-            *self._calls(writer.has_tools),
+            *self._options.calls(self._job, writer.has_tools),
             writer.known_rows,
         )
         index.write_marker(self._ops)
         return index
-
-    def _calls(self, has_tools: bool) -> tuple[CallStyle | None, bool]:
-        """Return how answers write calls, if the result has a column for them, and whether calls are not read. Which
-        requests of an OpenAI file have tools is not known before they were read."""
-        prompt, style = self._job.prompt or PromptSection(), self._options.tool_calls
-        if style is None:
-            return None, has_tools and prompt.tool_calls == "auto"
-        return (style if has_tools or prompt.may_call else None), False
 
 
 def _chunks(

@@ -18,7 +18,7 @@ from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, sch
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.constraints.constraint_check import constraint_problem
 from batchinfer.data.constraints.generated_schema import parsed_schema
-from batchinfer.data.index.ingest import IngestOptions
+from batchinfer.data.index.ingest_options import IngestOptions
 from batchinfer.data.input.reader import SampleSize, Strata
 from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.outputs.registry import kind_of

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from batchinfer.data.index.index import Index
-from batchinfer.data.index.ingest import IngestOptions, ingest
+from batchinfer.data.index.ingest import ingest
+from batchinfer.data.index.ingest_options import IngestOptions
 from batchinfer.data.tokenizer.tokenizer import Tokenizer as LoadedTokenizer
 from batchinfer.job import InputSection, Job, ModelSection, OutputSection, PromptSection, SamplingSection
 

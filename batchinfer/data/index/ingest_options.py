@@ -1,0 +1,47 @@
+"""Options of reading an input that stand in no job file: they follow from the checkpoint, the machine and the day."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.tool_calls import CallStyle
+from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize
+from batchinfer.data.input.reader import Reader, SampleSize, Strata
+from batchinfer.job.prompt import PromptSection
+
+if TYPE_CHECKING:
+    from batchinfer.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """Options that the job file does not have. `context` is the digest that enters every key; `vocab_size` is the
+    model's.
+
+    `now` is what a chat template's `strftime_now` tells; `workers` None: as many as there are cores.
+    """
+
+    context: bytes
+    max_model_len: int
+    vocab_size: int
+    now: datetime
+    workers: int | None = None
+    row_timeout_s: float = 10.0
+    sample: SampleSize | None = None  # only the first rows of each file, to look at them
+    strata: Strata | None = None  # only a part of the rows, from everywhere
+    output: str = "tokens"  # the name of the kind of answers
+    reasoning: Reasoning | None = None  # how the checkpoint marks it
+    tool_calls: CallStyle | None = None  # how answers write calls of tools, if rows may have any
+    chunk: ChunkSize = DEFAULT_SIZE
+    checked: Reader | None = None  # has read headers and footers of the same files
+
+    def calls(self, job: Job, has_tools: bool) -> tuple[CallStyle | None, bool]:
+        """Return how answers write calls, if the result has a column for them, and whether calls are not read.
+        `has_tools`: whether a row has any, which is not known of an OpenAI file before it was read."""
+        prompt, style = job.prompt or PromptSection(), self.tool_calls
+        if style is None:
+            return None, has_tools and prompt.tool_calls == "auto"
+        return (style if has_tools or prompt.may_call else None), False
