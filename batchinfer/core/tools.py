@@ -9,7 +9,8 @@ from typing import Any
 from batchinfer.core.plain_json import plain_json
 
 MOST_TOOLS = 128  # OpenAI's limit for a request
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TOOL_NAME = r"[A-Za-z0-9_.-]{1,64}"
+_NAME = re.compile(TOOL_NAME)
 _RIGHT = "{type: function, function: {name: …, description: …, parameters: {type: object, …}}}"
 
 

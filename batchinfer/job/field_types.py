@@ -19,7 +19,7 @@ from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
 from batchinfer.core.sampling import BOUNDS, DERIVED, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
 from batchinfer.core.tool_calls import CALL_STYLES, CallStyleName
-from batchinfer.core.tools import BadTools, checked_tools
+from batchinfer.core.tools import TOOL_NAME, BadTools, checked_tools
 from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
@@ -406,6 +406,7 @@ ToolCalls = Annotated[
     Literal["auto", "none"] | CallStyleName,
     Right(f"auto, none, or one of {', '.join(CALL_STYLES)}"),
 ]
+ToolChoice = Annotated[str, Right("auto, required, or the name of a tool"), Field(pattern=f"^{TOOL_NAME}$")]
 _NAMES = {"enum": list(SAMPLING_PARAMETERS)}
 _Parameters = tuple[Annotated[str, Field(json_schema_extra={**_NAMES})], ...]
 _Columns = Annotated[dict[str, Text], Field(json_schema_extra={"propertyNames": {**_NAMES}})]

@@ -16,6 +16,7 @@ from batchinfer.job.field_types import (
     TemplateArguments,
     Text,
     ToolCalls,
+    ToolChoice,
     Tools,
 )
 from batchinfer.job.section import Section
@@ -85,6 +86,11 @@ class PromptSection(Section):
         description="How answers write calls of tools, which get a column of their own: the name of a style. auto: as "
         "the chat template shows. none: they stay in generated_text.",
     )
+    tool_choice: ToolChoice = Field(
+        default="auto",
+        description="Whether answers have to call a tool. auto: the model decides. required: one call or several. The "
+        "name of a tool: one call of it.",
+    )
 
     @property
     def source(self) -> str | None:
@@ -106,6 +112,14 @@ class PromptSection(Section):
     def may_call(self) -> bool:
         """Whether the section itself says that answers may call tools."""
         return bool(self.tool_keys()) or self.tool_calls not in ("auto", "none")
+
+    @property
+    def asked_call(self) -> dict[str, Any]:
+        """The call that every answer has to make, as an OpenAI request asks for it; empty: none."""
+        if self.tool_choice == "auto":
+            return {}
+        named = {"type": "function", "function": {"name": self.tool_choice}}
+        return {"tool_choice": "required" if self.tool_choice == "required" else named}
 
     def tool_keys(self) -> list[str]:
         """Return the keys of the section that give tools."""

@@ -16,12 +16,14 @@ _OF_CHATS = (
     "template_arguments_from_columns",
     "tools",
     "tools_from_column",
+    "tool_choice",
 )
 _OF_ROWS = (
     "system",
     "chat",
     "template_arguments_from_columns",
     "tools_from_column",
+    "tool_choice",
 )  # what requests say themselves, or not at all
 
 
@@ -34,6 +36,7 @@ def prompt_findings(section: Mapping[str, Any], requests: bool) -> Iterator[Find
     yield from _source(section, given)
     if len(given) == 1:
         yield from _chat(section, given[0])
+        yield from _choice(section)
 
 
 def _source(section: Mapping[str, Any], given: list[str]) -> Iterator[Finding]:
@@ -71,6 +74,27 @@ def _chat(section: Mapping[str, Any], source: str) -> Iterator[Finding]:
     for name in unused:
         if section.get(name) not in (None, (), {}):
             yield Finding(("prompt", name), f"is given, but {why}", "remove it")
+
+
+def _choice(section: Mapping[str, Any]) -> Iterator[Finding]:
+    """Find a choice of a tool where none can be called, or not this one."""
+    choice, tools = section.get("tool_choice"), section.get("tools")
+    if choice in (None, "auto") or section.get("tools_from_column") is not None:
+        return
+    if not tools:
+        yield Finding(
+            ("prompt", "tool_choice"), "is given, and there are no tools", "list them in prompt.tools"
+        )
+        return
+    names = [name for tool in tools if isinstance(name := _tool_name(tool), str)]
+    if choice != "required" and choice not in names and len(names) == len(tools):
+        message = f"names no tool of prompt.tools: {', '.join(names)}"
+        yield Finding(("prompt", "tool_choice"), message, "write one of them, required, or auto")
+
+
+def _tool_name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _for_requests(section: Mapping[str, Any]) -> Iterator[Finding]:

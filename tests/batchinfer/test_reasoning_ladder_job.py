@@ -13,6 +13,7 @@ import pytest
 from tests.batchinfer.test_reasoning_job import DYING, REAL, SCHEMA, tables_of
 from tests.batchinfer.wrong_jobs import Place, command, make_place
 from tests.reasoning_models import make_reasoning_model
+from tests.tool_models import make_tool_model
 
 SHARED = "You count what the customer says, and tell whether you are sure of it. "
 ROWS = [
@@ -59,6 +60,7 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert 1 in {row["attempt"] for row in rows}
 
 
+@pytest.mark.slow
 def test_all_of_it_in_one_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,3 +89,81 @@ def test_all_of_it_in_one_batch(
     unsaid = [row["id"] for row in ROWS if row["think"] is None]
     assert set(changed) <= set(unsaid)
     assert json.loads(told.out)["reused_requests"] >= len(ROWS) - len(unsaid)
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "count",
+            "parameters": {
+                "type": "object",
+                "properties": {"most": {"type": "integer", "minimum": 1, "maximum": 9}},
+                "required": ["most"],
+            },
+        },
+    }
+]
+
+
+def request(number: int, last_night: bool = True) -> dict[str, Any]:
+    """One of four kinds: a call, a schema, neither behind a budget, and neither without any reasoning."""
+    kinds: list[dict[str, Any]] = [
+        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "sure", "schema": SCHEMA}}},
+        {"max_tokens": 40},
+        {"max_tokens": 40, "chat_template_kwargs": {"enable_thinking": not last_night}},
+    ]
+    messages = [{"role": "system", "content": SHARED}, {"role": "user", "content": f"word {number // 4}"}]
+    body = {"messages": messages, "max_tokens": 60, "temperature": 1.0, "seed": 4, "thinking_budget": 12}
+    body |= {"repetition_stop": 16, **kinds[number % 4]}
+    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of all kinds share a beginning, run again where their answers are cut, and survive a kill."""
+    make_tool_model(tmp_path / "model", "qwen3")
+    sections: dict[str, Any] = {
+        "input": {"path": "rows.jsonl", "format": "openai"},
+        "prompt": {"tool_calls": "auto"},
+        "sampling": {},
+        "on_invalid": [{"temperature": 0.7, "seed": 1}, {"max_tokens": 400}],
+        "output": {"path": "out/res"},
+        "engine": {"max_num_seqs": 4, "block_size": 8, "deterministic": True},
+        "on_error": {"max_error_rate": 0.9},
+    }
+    whole, killed = (make_place(tmp_path / name, tmp_path / "model") for name in ("whole", "killed"))
+    for place in (whole, killed):
+        place.rows(*map(request, range(16)))
+        place.job(**{name: f"{name}: {json.dumps(value)}" for name, value in sections.items()})
+    done = command(capsys, monkeypatch, REAL)("run", whole.folder / "job.yaml")
+    assert done.code == 0, done.err
+    first = whole.table()
+    for number, row in enumerate(first):
+        assert row["reasoning_tokens"] <= 12
+        if number % 4 == 0 and row["status"] == "ok":
+            (call,) = row["tool_calls"]
+            assert 1 <= json.loads(call["arguments"])["most"] <= 9
+        if number % 4 == 1 and row["status"] == "ok":
+            jsonschema.validate(json.loads(row["generated_text"]), SCHEMA)
+        if number % 4 == 3:
+            assert row["reasoning"] is None
+    assert {row["status"] for row in first[::4]} == {row["status"] for row in first[1::4]} == {"ok"}
+    assert max(row["attempt"] for row in first) > 1
+
+    monkeypatch.setenv("DIES_AFTER", "6")
+    monkeypatch.setenv("DIED", str(killed.folder / "died"))
+    assert command(capsys, monkeypatch, DYING)("run", killed.folder / "job.yaml").code == 71
+    run = command(capsys, monkeypatch, REAL)
+    assert run("run", killed.folder / "job.yaml").code == 0
+    assert tables_of(killed) == tables_of(whole)
+
+    whole.rows(*(request(number, last_night=number != 3) for number in range(16)))
+    told = run("run", whole.folder / "job.yaml")
+    assert told.code == 0, told.err
+    assert [one["custom_id"] for one, other in zip(first, whole.table(), strict=True) if one != other] in (
+        [],
+        ["r3"],
+    )

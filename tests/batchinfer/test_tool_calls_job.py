@@ -268,3 +268,64 @@ def test_calls_that_are_asked_for_follow_the_schema_of_their_tool(
             assert len(row["tool_calls"]) == 1
         if asked.startswith("named"):
             assert row["tool_calls"][0]["name"] == "get_weather"
+
+
+def test_a_job_asks_for_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tool_model(tmp_path / "model", "qwen3")
+    place = make_place(tmp_path / "job", tmp_path / "model")
+    place.rows(
+        {"id": "a", "text": "row a", "can": None},
+        {"id": "b", "text": "row b", "can": TOOLS[:1]},
+        {"id": "none", "text": "row none", "can": []},
+        {"id": "other", "text": "row other", "can": TOOLS[1:]},
+    )
+    prompt = {"user": "{{ text }}", "tools": TOOLS, "tools_from_column": "can", "tool_choice": "get_weather"}
+    run = command(capsys, monkeypatch, REAL)
+    done = run("run", write(place, prompt=prompt, sampling={"max_tokens": 400, "temperature": 1.0}))
+    assert done.code == 0, done.err
+    rows = {row["custom_id"]: row for row in place.table()}
+    for name in "ab":
+        (call,) = rows[name]["tool_calls"]
+        assert call["name"] == "get_weather"
+        jsonschema.validate(json.loads(call["arguments"]), WEATHER)
+    assert "there are no tools" in rows["none"]["error_message"]
+    assert "no tool 'get_weather'" in rows["other"]["error_message"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"prompt": {"user": "x", "tool_choice": "required"}}, "there are no tools"),
+        (
+            {"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "never"}},
+            "names no tool of prompt.tools: get_w",
+        ),
+        ({"prompt": {"text": "text", "tool_choice": "required"}}, "takes the prompt as it is"),
+        (
+            {"prompt": {"user": "x", "tools": TOOLS, "tool_choice": "required", "tool_calls": "none"}},
+            "nothing shows how",
+        ),
+        (
+            {
+                "prompt": {"user": "x", "tools": TOOLS, "tool_choice": "now"},
+                "sampling": {"max_tokens": 9, "regex": "a+"},
+            },
+            "only one constraint, and the job has regex",
+        ),
+    ],
+)
+def test_a_job_that_asks_for_impossible_calls_is_refused(
+    sections: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_tool_model(tmp_path / "model", "qwen3")
+    place = make_place(tmp_path / "job", tmp_path / "model")
+    done = command(capsys, monkeypatch, NO_ENGINE)("run", write(place, **sections))
+    assert done.code == 78
+    assert said in done.err
+    assert "prompt.tool_choice" in done.err

@@ -375,6 +375,7 @@ class Ingestion:
             ladder=self._job.on_invalid,
             reasoning=self._options.reasoning,
             tool_calls=self._options.tool_calls,
+            asked_call=prompt.asked_call,
         )
 
     def _by_url(self) -> dict[str, SamplingParams]:

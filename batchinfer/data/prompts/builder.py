@@ -76,6 +76,8 @@ class PromptPlan:
     ladder: tuple[Rung, ...] = ()  # parameters with which a row runs again
     reasoning: Reasoning | None = None  # how the checkpoint marks it
     tool_calls: CallStyle | None = None  # how it writes calls
+    # The call that every answer makes, as an OpenAI request asks for it
+    asked_call: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Draft(NamedTuple):
@@ -171,7 +173,7 @@ class PromptBuilder:
         for role, template in (("system", self._system), ("user", self._user)):
             if template is not None:
                 messages.append({"role": role, "content": template.render(values)})
-        return self._chat_draft(messages, self._params(values), self._arguments.of_row(values))
+        return self._row_draft(messages, values)
 
     def _from_whole_template(self, values: Values) -> Draft:
         """The text of `user`, with the special tokens that stand in the template."""
@@ -184,7 +186,13 @@ class PromptBuilder:
         messages = check_messages(self._column(values))
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system.render(values)})
-        return self._chat_draft(messages, self._params(values), self._arguments.of_row(values))
+        return self._row_draft(messages, values)
+
+    def _row_draft(self, messages: list[Message], values: Values) -> Draft:
+        params, told = self._params(values), self._arguments.of_row(values)
+        if self._plan.asked_call:
+            params = self._choice.params(params, self._plan.asked_call, told.arguments.get(TOOLS))
+        return self._chat_draft(messages, params, told)
 
     def _from_text(self, values: Values) -> Draft:
         return Draft(self._params(values), check_text(self._column(values)), add_special=True)

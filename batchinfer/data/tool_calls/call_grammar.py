@@ -16,6 +16,7 @@ from batchinfer.data.tool_calls.formats import HARMONY
 # A tool without parameters takes none; one whose schema is empty takes anything that is an object
 _NONE = '{"type": "object", "properties": {}, "additionalProperties": false}'
 _ANY = '{"type": "object"}'
+UNASKED = ("qwen3-coder",)  # styles without a grammar: their arguments are text that no schema describes
 _PLACE = "%calls%"  # of the calls, where a grammar begins
 
 

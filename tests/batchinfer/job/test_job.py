@@ -411,6 +411,7 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
             "tools_from_column": None,
             "reasoning": "auto",
             "tool_calls": "auto",
+            "tool_choice": "auto",
         },
     ], "a new option is added here; one that is here never changes"
 
