@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from batchinfer.core.errors import UsageError
+from batchinfer.data.outputs.call_column import CALLS_FIELD
 from batchinfer.data.outputs.registry import answer_column
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.storage.duck import connection, interruptible, literal, parquet
@@ -149,7 +150,10 @@ class _Diff:
         return self.types["a"][column] == self.types["b"][column]
 
     def _value(self, column: str) -> str:
-        """A column such that equal values of both results are equal."""
+        """A column such that equal values of both results are equal: calls of tools without their ids, which say of
+        what work they are."""
+        if column == CALLS_FIELD.name and self._same_type(column) and self.types["a"][column].endswith("[]"):
+            return f"[[one['name'], one['arguments']] FOR one IN {_named(column)}]"
         return _named(column) if self._same_type(column) else f"CAST({_named(column)} AS VARCHAR)"
 
     def _join(self, by: str, columns: Sequence[str]) -> None:

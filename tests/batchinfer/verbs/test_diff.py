@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import UsageError
+from batchinfer.data.outputs.call_column import CALLS_FIELD
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.results.diff import DiffOptions, ResultDiff, diff_results
 from tests.batchinfer.wrong_jobs import FAKE, ROWS, Command, Place, command
@@ -127,6 +128,23 @@ def test_types_that_changed_and_columns_that_came(write: Any, tmp_path: Path) ->
     pq.write_table(more, tmp_path / "c.parquet")
     diff = found(a, tmp_path / "c.parquet")
     assert (diff.columns_only_a, diff.columns_only_b, diff.different) == ((), ("extra",), True)
+
+
+def test_ids_of_calls_are_no_difference(write: Write, tmp_path: Path) -> None:
+    """They say of what work a call is, which is another one as soon as the prompt is."""
+
+    def with_calls(name: str, *calls: list[tuple[str, str, str]] | None) -> Path:
+        path, names = write(name, [row(n) for n in range(len(calls))]), ("id", "name", "arguments")
+        dicts = [of and [dict(zip(names, one, strict=True)) for one in of] for of in calls]
+        table = pq.read_table(path).append_column(CALLS_FIELD, pa.array(dicts, CALLS_FIELD.type))
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        return tmp_path / f"{name}.parquet"
+
+    a = with_calls("a", [("call_1", "f", "{}")], [("call_2", "f", "{}")], [], None, [("call_3", "f", "{}")])
+    b = with_calls("b", [("call_7", "f", "{}")], [("call_2", "f", '{"x": 1}')], [], None, [])
+    diff = found(a, b, show=True)
+    assert counts(diff) == {("column", "tool_calls"): 2}
+    assert [one.id for one in diff.groups[0].examples] == ["r1", "r4"]
 
 
 def test_examples_are_few_and_hold_no_text_unless_asked(write: Write) -> None:
