@@ -64,6 +64,7 @@ def test_the_defaults_stay() -> None:
         "repetition_stop": 0,
         "thinking_budget": None,
         "after_reasoning": (),
+        "pooling": None,
     }, "a new parameter is added here; one that is here never changes"
 
 
