@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import StorageError
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.data.index.token_store import TokenStore
@@ -121,6 +122,7 @@ class Index:
     attempts: int = 1  # how many times a row may run: more than once with a ladder (on_invalid)
     # How answers mark their reasoning; None: the result has no columns for it
     reasoning: Reasoning | None = None
+    embedding: Embedding | None = None  # the vectors of its rows, whose answers are some
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -148,7 +150,8 @@ class Index:
         asked = (value.get("logprobs"), _answers(value), value.get("output", "tokens"))
         unread: dict[str, int] = value.get("unread_arguments", {})
         more = unread, int(value.get("attempts", 1)), _reasoning(value)
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked, *more)
+        identity, made = value["identity"], _embedding(value)
+        return cls(folder, identity, *counts, inputs, digests, *asked, *more, embedding=made)
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -178,6 +181,8 @@ class Index:
             value["attempts"] = self.attempts
         if self.reasoning is not None:
             value["reasoning"] = self.reasoning.to_json()
+        if self.embedding is not None:
+            value["embedding"] = self.embedding.to_json()
         write_json(Layout(self.folder).marker, value, ops)
 
     @property
@@ -227,3 +232,8 @@ def _answers(value: dict[str, Any]) -> AnswerSchema | None:
 def _reasoning(value: dict[str, Any]) -> Reasoning | None:
     found = value.get("reasoning")
     return None if found is None else Reasoning.from_json(found)
+
+
+def _embedding(value: dict[str, Any]) -> Embedding | None:
+    found = value.get("embedding")
+    return None if found is None else Embedding.from_json(found)

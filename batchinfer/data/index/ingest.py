@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.duplicates import EqualRows
@@ -31,7 +32,7 @@ from batchinfer.data.index.writer import IndexWriter, RowPlace, RowsSoFar
 from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.job_input import input_files, open_input
-from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, openai_defaults
+from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, VECTOR_URL, openai_defaults
 from batchinfer.data.input.reader import Reader, SampleSize, Strata
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.prompts.builder import Mode, PromptPlan
@@ -69,6 +70,7 @@ class IngestOptions:
     strata: Strata | None = None  # only a part of the rows, from everywhere
     output: str = "tokens"  # the name of the kind of answers
     reasoning: Reasoning | None = None  # how the checkpoint marks it
+    embedding: Embedding | None = None  # the vectors that rows ask for; None: for texts
     chunk: ChunkSize = DEFAULT_SIZE
     checked: Reader | None = None  # has read headers and footers of the same files
 
@@ -163,6 +165,8 @@ def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Seq
     }
     if options.reasoning is not None:
         value["reasoning"] = options.reasoning.to_json()
+    if options.embedding is not None:
+        value["embedding"] = options.embedding.to_json()
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -311,7 +315,8 @@ class Ingestion:
         plan = self._prompt_plan(columns, mode, values_are_text)
         truncate = prompt.truncate if prompt else "error"
         own = self._job.model.max_model_len is not None
-        limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own)
+        room = 1 if options.embedding is None else 0
+        limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own, room)
         model, definition = self._job.model.path, self._tokenizer.definition
         as_text = self._job.output.columns if schema is None or values_are_text else ()
         fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)
@@ -319,10 +324,12 @@ class Ingestion:
         return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
 
     def _prompt_plan(self, columns: Columns, mode: Mode, values_are_text: bool) -> PromptPlan:
-        prompt = self._job.prompt or PromptSection()
+        prompt, embedding = self._job.prompt or PromptSection(), self._options.embedding
         return PromptPlan(
             mode=mode,
-            params=self._job.params(),
+            params=self._job.params() if embedding is None else SamplingParams.vector(embedding.pooling),
+            before="" if embedding is None else embedding.prompt,
+            dimensions=0 if embedding is None else embedding.dimensions,
             system=prompt.system,
             user=prompt.user,
             column=columns.prompt,
@@ -342,6 +349,9 @@ class Ingestion:
         )
 
     def _by_url(self) -> dict[str, SamplingParams]:
+        embedding = self._options.embedding
+        if embedding is not None:
+            return {VECTOR_URL: SamplingParams.vector(embedding.pooling)}
         given, length = self._job.given_params(), self._options.max_model_len
         return {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
 
@@ -370,6 +380,7 @@ class Ingestion:
             writer.unread.rows,
             self._job.attempts,
             self._options.reasoning,
+            self._options.embedding,
         )
         index.write_marker(self._ops)
         return index

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import BatchInferError
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.data.columns.logprob_column import Detokenizer
@@ -64,6 +65,10 @@ class IndexView(Protocol):
     @property
     def reasoning(self) -> Reasoning | None:
         """How answers mark their reasoning; None: the result has no columns for it."""
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The vectors that the rows ask for; None: their answers are no vectors."""
 
     @property
     def output(self) -> str:

@@ -24,7 +24,10 @@ def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]])
 
 def _columns(run: OpenRun) -> str:
     """Return the version of the columns of the job's kind of answers: nothing of the first one of texts, so that
-    results of before there were kinds keep their identity. How answers mark reasoning decides columns, too."""
-    kind, reasoning = run.setup.output, run.setup.reasoning
+    results of before there were kinds keep their identity. How answers mark reasoning decides columns, too, and
+    what is made of vectors."""
+    kind, reasoning, embedding = run.setup.output, run.setup.reasoning, run.setup.embedding
+    if embedding is not None:
+        return f" {kind.name} {kind.version} {json.dumps(embedding.to_json(), sort_keys=True)}"
     version = "" if (kind.name, kind.version) == (USUAL, 0) else f" {kind.name} {kind.version}"
     return version if reasoning is None else f"{version} {json.dumps(reasoning.to_json(), sort_keys=True)}"

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
@@ -27,15 +28,12 @@ from batchinfer.data.storage.state import StateFolder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.job.check import ATTEMPT, LOGPROBS, REASONING_COLUMNS, RESULT_COLUMNS
-from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
-from batchinfer.machine.memory import available_memory
 from batchinfer.models.opening import StoredModel, open_checkpoint
+from batchinfer.plan.setup.ingest_workers import ingest_workers
+from batchinfer.plan.setup.job_embedding import job_embedding
 from batchinfer.plan.setup.job_reasoning import job_reasoning, most_with_reasoning
 from batchinfer.plan.setup.resolve import Setting, resolve
-
-# Of one process that reads rows. Measured: 135 MiB with a vocabulary of 32,000 tokens.
-WORKER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,7 @@ class Setup:
     reasoning: Reasoning | None = (
         None  # how its answers mark it; None: they have none, or keep it in their text
     )
+    embedding: Embedding | None = None  # its vectors; None: it generates texts
 
     @property
     def roots(self) -> ContentRoots:
@@ -80,6 +79,7 @@ class Setup:
             strata=strata,
             output=self.output.name,
             reasoning=self.reasoning,
+            embedding=self.embedding,
         )
 
 
@@ -102,21 +102,14 @@ def check_setup(
     state.check_writable()
     state.refuse_newer()
     _check_followed(job, tokenizer)
-    kind, reasoning = kind_of(job), job_reasoning(job, tokenizer)
-    _check_names(job, kind, reasoning)
+    kind, embedding = kind_of(job), job_embedding(job, checkpoint.spec.hidden)
+    reasoning = job_reasoning(job, tokenizer) if embedding is None else None
+    if embedding is not None and embedding.pooling == "mean":
+        setting = setting.without_sharing()
+    _check_names(job, kind, _Asked(reasoning, embedding))
     columns, workers = _columns(job, tokenizer, reasoning), ingest_workers(job, setting)
-    return Setup(
-        checkpoint, setting, tokenizer, columns, kind, _most_tokens(job, reasoning), workers, reasoning
-    )
-
-
-def ingest_workers(job: Job, setting: Setting) -> int:
-    """Return how many processes read the job's rows: as many as there are cores and memory for. An engine on a CPU has
-    not begun to compute then; one on a GPU is loaded meanwhile, and keeps a core."""
-    if job.input.workers != "auto":
-        return job.input.workers
-    cores = usable_cpus() - (setting.replicas if setting.device == "cuda" else 0)
-    return max(1, min(cores, available_memory() // WORKER_BYTES))
+    most = _most_tokens(job, reasoning)
+    return Setup(checkpoint, setting, tokenizer, columns, kind, most, workers, reasoning, embedding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +117,14 @@ class _Asked:
     """Rows that ask for nothing beside their answers, which may have reasoning."""
 
     reasoning: Reasoning | None
+    embedding: Embedding | None
     answers: None = None
     logprobs: None = None
 
 
-def _check_names(job: Job, kind: OutputKind, reasoning: Reasoning | None) -> None:
+def _check_names(job: Job, kind: OutputKind, asked: _Asked) -> None:
     """Raises JobFileError for a column that the job passes through under the name of one of its kind of answers."""
-    ours = {name.casefold() for name in kind.schema(_Asked(reasoning)).names}
+    ours = {name.casefold() for name in kind.schema(asked).names}
     for name in job.output.columns:
         if name.casefold() in ours:
             better = f"name it differently{_or_without(name)}"

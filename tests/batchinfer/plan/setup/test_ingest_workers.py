@@ -8,8 +8,8 @@ import pytest
 
 from batchinfer.job import Job, ModelSection, OutputSection
 from batchinfer.job.spec import InputSection
-from batchinfer.plan.setup import job_setup
-from batchinfer.plan.setup.job_setup import WORKER_BYTES, ingest_workers
+from batchinfer.plan.setup import ingest_workers as counting
+from batchinfer.plan.setup.ingest_workers import WORKER_BYTES, ingest_workers
 
 
 class Device:
@@ -33,8 +33,8 @@ class Device:
 def test_workers(
     monkeypatch: pytest.MonkeyPatch, asked: Any, device: str, engines: int, memory: int, found: int
 ) -> None:
-    monkeypatch.setattr(job_setup, "usable_cpus", lambda: 16)
-    monkeypatch.setattr(job_setup, "available_memory", lambda: memory * WORKER_BYTES + 1)
+    monkeypatch.setattr(counting, "usable_cpus", lambda: 16)
+    monkeypatch.setattr(counting, "available_memory", lambda: memory * WORKER_BYTES + 1)
     job = Job(
         name="test",
         model=ModelSection.model_construct(path="model"),
