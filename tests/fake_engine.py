@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from batchinfer.core import errors
-from batchinfer.core.request import Completion, FinishReason, Request, RowError, TokenLogprobs, Tokens
+from batchinfer.core.request import Completion, FinishReason, Request, RowError, TokenLogprobs, Tokens, Vector
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed, alone
 from batchinfer.engine.schedule.constraints import ConstraintsFor
@@ -75,6 +75,11 @@ def logprobs(request: Request) -> TokenLogprobs | None:
     tokens = answer(request)
     top_ids = (tokens[:, None] + np.arange(request.params.logprobs, dtype=np.int32)[None]) % 256
     return TokenLogprobs((-tokens / 64).astype(np.float32), (-top_ids / 64).astype(np.float32), top_ids)
+
+
+def vector(request: Request) -> Vector:
+    """How often each remainder by 48 is among the prompt's tokens."""
+    return Vector(np.bincount(request.prompt % 48, minlength=48).astype(np.float32))
 
 
 def _asked(name: str, default: T) -> T:
@@ -211,6 +216,8 @@ class FakeEngine:
         if self._fail_every and int.from_bytes(request.key[:4], "big") % self._fail_every == 0:
             problem = RowError("fake_failure", "engine", "the fake engine was asked to fail", retryable=True)
             return Completion(request.key, None, "error", problem)
+        if request.params.pooling is not None:
+            return Completion(request.key, vector(request), "stop")
         output = Tokens(answer(request), logprobs=logprobs(request))
         if is_cut(request) and request.params.constraint is not None:
             problem = RowError("incomplete_output", "policy", "the fake engine has cut the answer")

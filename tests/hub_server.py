@@ -42,7 +42,8 @@ class Hub:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def sha256(data: bytes) -> str:
@@ -107,12 +108,20 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": name} for name in found[1]]
         self._json({"id": self.hub.repo, "sha": found[0], "siblings": siblings})
 
-    def _tree(self, revision: str) -> None:
+    def _tree(self, asked: str) -> None:
+        """What lies right in the folder of a revision, or in one of its folders, or anywhere."""
+        revision, _, folder = asked.partition("/")
         found = self.hub.files(revision)
         if found is None:
             self._refuse(404, "RevisionNotFound")
             return
-        self._json([self._entry(name, data) for name, data in found[1].items()])
+        if "recursive=true" in urlsplit(self.path).query.lower():
+            self._json([self._entry(name, data) for name, data in found[1].items()])
+            return
+        own = {name: data for name, data in found[1].items() if name.rpartition("/")[0] == folder}
+        inner = {name.partition("/")[0] for name in found[1] if "/" in name and not folder}
+        folders = [{"type": "directory", "path": name, "oid": "0" * 40} for name in sorted(inner)]
+        self._json([*folders, *(self._entry(name, data) for name, data in own.items())])
 
     def _entry(self, name: str, data: bytes) -> dict[str, Any]:
         entry = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}

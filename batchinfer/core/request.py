@@ -138,8 +138,28 @@ def _remade_tokens(token_ids: bytes, *more: Any) -> Tokens:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Vector:
+    """The vector of a prompt: its pooled hidden states, neither normalised nor shortened."""
+
+    values: NDArray[np.float32]  # (hidden,)
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of the values."""
+        return self.values.nbytes
+
+    def __reduce__(self) -> Pickled:
+        """Send values only, as a Request does."""
+        return _remade_vector, (np.asarray(self.values, np.float32).tobytes(),)
+
+
+def _remade_vector(values: bytes) -> Vector:
+    return Vector(np.frombuffer(bytearray(values), np.float32))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """The answer to a Request. Engines give Tokens."""
+    """The answer to a Request. Engines give Tokens, or a Vector where the request has a pooling."""
 
     key: bytes
     output: Output | None  # None: there is an error, and nothing else

@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 from batchinfer.core.reasoning import ReasoningTokens
 
 Truncate = Literal["error", "left", "right"]  # what is done with a prompt too long for the model
+# The vector of a prompt: the hidden state of its last token, or the mean of all
+Pooling = Literal["last", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "repetition_stop": Bounds(0, INT32_MAX),
     "thinking_budget": Bounds(0, INT32_MAX),
 }
-# Parameters that nobody sets: they follow from a row's prompt and tools
-DERIVED = ("after_reasoning", "tool_call")
+# Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task
+DERIVED = ("after_reasoning", "tool_call", "pooling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,14 @@ class SamplingParams:
     # The tokens around the reasoning that the budget limits, and behind which the constraint begins: those of
     # ReasoningTokens; (): there is no reasoning, or nothing asks for its end
     after_reasoning: tuple[tuple[int, ...], ...] = ()
+    pooling: Pooling | None = (
+        None  # the request asks for a vector of its prompt, and for no token; None: for tokens
+    )
+
+    @classmethod
+    def vector(cls, pooling: Pooling) -> Self:
+        """Return the parameters of a request for a vector."""
+        return cls(max_tokens=0, pooling=pooling)
 
     # A grammar of calls, with the schemas of their arguments: see `batchinfer.data.tool_calls.call_grammar`
     tool_call: str | None = None
@@ -103,7 +113,7 @@ class SamplingParams:
             or self.constraint
             or self.after_reasoning
         )
-        return self.ignore_eos and not ends
+        return self.pooling is not None or (self.ignore_eos and not ends)
 
     @property
     def counted(self) -> SamplingParams:

@@ -20,6 +20,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.sampling import CONSTRAINTS
+from batchinfer.job.embedding import embed_findings
 from batchinfer.job.file import JobFile, absolute, not_utf8
 from batchinfer.job.prompt import PROMPT_SOURCES
 from batchinfer.job.prompt_check import SOURCES_TEXT, prompt_findings
@@ -40,6 +41,8 @@ RESULT_COLUMNS = (
     "error_message",
     "retryable",
 )
+# Those of a result of vectors
+VECTOR_COLUMNS = (*RESULT_COLUMNS[:5], "embedding", "prompt_tokens", *RESULT_COLUMNS[-4:])
 ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
 REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
@@ -62,6 +65,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_from_columns(sections),
         *_constraints(sections),
         *_fit(sections, file),
+        *embed_findings(values),
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
@@ -268,6 +272,8 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
 
 def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns that the result has of its own."""
+    if values.get("task") == "embed":
+        return VECTOR_COLUMNS
     per_row = sampling.get("from_columns")
     named = isinstance(per_row, Mapping | tuple) and LOGPROBS in per_row
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS

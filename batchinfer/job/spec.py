@@ -20,6 +20,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 from batchinfer.core.errors import JobFileError, Mistake
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.job.check import check
+from batchinfer.job.embedding import EmbedSection, Task
 from batchinfer.job.field_types import (
     Auto,
     Bytes,
@@ -52,6 +53,8 @@ from batchinfer.job.wording import findings_of
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 
 _OUTPUT_PATH = ("output", "path")
+# The sections that decide which rows there are and what they hold
+_OF_ROWS = ("model", "input", "prompt", "task", "embed", "sampling", "on_invalid")
 _NO_FILE = "(the job that was given)"  # stands for the job file where there is none
 
 
@@ -233,10 +236,16 @@ class Job(Section):
     """A batchinfer job: a table of prompts in, a Parquet table of answers out."""
 
     name: Name = Field(description="Name of the job, for reports and messages.")
+    task: Task = Field(
+        default="generate", description="What the model makes of a row: text, or a vector (embed)."
+    )
     model: ModelSection = Field(description="Which model answers, and in what type it computes.")
     input: InputSection = Field(description="The rows: files (path) or a query (sql).")
     prompt: PromptSection | None = Field(
         default=None, description="What the model reads of a row. Required, except with input.format: openai."
+    )
+    embed: EmbedSection = Field(
+        default=EmbedSection(), description="Which vectors are made, with task: embed."
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
@@ -365,9 +374,7 @@ class Job(Section):
         An option at its default is left out, so that results stay current when one is added to this class.
         """
         dump = self.model_dump(mode="json", exclude_defaults=True)
-        identity: dict[str, Any] = {
-            key: dump[key] for key in ("model", "input", "prompt", "sampling", "on_invalid") if key in dump
-        }
+        identity: dict[str, Any] = {key: dump[key] for key in _OF_ROWS if key in dump}
         for name in ("sql_memory", "workers"):
             identity["input"].pop(name, None)
         if "prompt" in identity:  # what stands in the file counts, with the tokenizer's own files
@@ -386,6 +393,8 @@ class Job(Section):
         """Describe the job for people, one line per option; `defaults`: also options that have their default value."""
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
+            if section == ("embed" if self.task == "generate" else "sampling"):
+                continue
             if section == "sampling" and self.requests:
                 said = [f"    {key}: {shown(key, value)}" for key, value in self.sampling.given().items()]
                 lines += ["  sampling", *said, "    the rest: as each request says, or as OpenAI's API does"]

@@ -143,7 +143,8 @@ class RunReport:
         if self._meter is None or not infos:
             return
         self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
-        if self._job.engine.enable_prefix_caching:
+        shares = self._setting is None or self._setting.shares_prefixes
+        if self._job.engine.enable_prefix_caching and shares:
             self._meter.share_prefixes()
 
     @property

@@ -78,11 +78,15 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
 
 def _shared_sampling(job: Job) -> SamplingParams:
     """Return the parameters of a row that sets none itself. OpenAI requests are compared with the plain defaults."""
+    if job.task == "embed":
+        return SamplingParams.vector("last")
     return SamplingParams() if job.requests else job.params()
 
 
 def sampling_of_all(job: Job) -> list[str]:
     """Say how the rows of a job are sampled, for people, before the rows themselves are shown."""
+    if job.task == "embed":
+        return ["task: embed, so that the answer to each row is a vector"]
     if job.requests:
         return ["sampling: each request sets its own"]
     given = _parameters(_differences(job.params(), SamplingParams()))
@@ -116,4 +120,5 @@ def _previewed(
     ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
     text = tokenizer.rust.decode(ids, skip_special_tokens=False)
     params = SamplingParams.from_json(row["params"])
-    return PreviewedRow(*place, text, ids, _set_by_people(params), own_sampling=_differences(params, shared))
+    said = None if params.pooling is not None else _set_by_people(params)
+    return PreviewedRow(*place, text, ids, said, own_sampling=_differences(params, shared))

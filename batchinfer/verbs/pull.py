@@ -37,6 +37,7 @@ from batchinfer.core.hub import (
 from batchinfer.data.storage.durable import check_free_space, storage
 from batchinfer.data.tokenizer.tokenizer import FILES as TOKENIZER_FILES
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.models.files.sentence_modules import MODULES, POOLING_FOLDER, PROMPTS, TEXTS
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.transfer import Blob, Transfer
@@ -45,7 +46,10 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 AT_ONCE = 4  # files; a hub serves one at some 100 MB/s
-SMALL_FILES = (CONFIG, "generation_config.json", WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json")
+_OF_SENTENCES = (MODULES, PROMPTS, TEXTS, f"{POOLING_FOLDER}/{CONFIG}")
+SMALL_FILES = (
+    CONFIG, "generation_config.json", WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json", *_OF_SENTENCES
+)  # fmt: skip
 _LOOK_S = 0.1  # between two looks at what has arrived
 _CONTINUES = "the same command continues with what is there"
 
@@ -72,7 +76,7 @@ def pull_model(name: ModelName, progress: Progress) -> Pulled:
 
 
 def _listing(name: ModelName) -> tuple[str, dict[str, RepoFile]]:
-    """The commit that the revision stands for, and the files right in the model's folder: all that a run reads."""
+    """The commit that the revision stands for, and the files of the model's folder that a run may read."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import logging
@@ -82,7 +86,9 @@ def _listing(name: ModelName) -> tuple[str, dict[str, RepoFile]]:
     commit = api.model_info(name.repo, revision=name.revision).sha
     if commit is None:
         raise Unavailable(f"{_endpoint()} does not say which commit {name} is; is it a Hugging Face hub?")
-    tree = api.list_repo_tree(name.repo, revision=commit, recursive=False)
+    tree = [*api.list_repo_tree(name.repo, revision=commit, recursive=False)]
+    if any(entry.path == POOLING_FOLDER for entry in tree):
+        tree += api.list_repo_tree(name.repo, POOLING_FOLDER, revision=commit)
     return commit, {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
 
 

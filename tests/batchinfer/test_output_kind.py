@@ -102,7 +102,7 @@ class RatioKind:
 
 @pytest.fixture
 def ratios(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line of the registry, and jobs that ask for it: there is no task in the job file yet."""
+    """The line of the registry, and jobs that ask for it."""
     kind = RatioKind()
     monkeypatch.setitem(KINDS, kind.name, kind)
     monkeypatch.setattr("batchinfer.plan.setup.job_setup.kind_of", lambda job: kind)

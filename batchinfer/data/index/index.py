@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import StorageError
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.tool_calls import CallStyle
@@ -138,6 +139,7 @@ class Index:
         False  # whether there are rows with tools, and nothing says how their calls are written
     )
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
+    embedding: Embedding | None = None  # the vectors of its rows, whose answers are some
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -169,7 +171,19 @@ class Index:
             (_tool_calls(value), bool(value.get("unread_calls", False))),
             value.get("known_rows", 0),
         )
-        return cls(folder, value["identity"], *counts, inputs, digests, *asked, *more, *calls, int(known))
+        identity, made = value["identity"], _embedding(value)
+        return cls(
+            folder,
+            identity,
+            *counts,
+            inputs,
+            digests,
+            *asked,
+            *more,
+            *calls,
+            known_rows=int(known),
+            embedding=made,
+        )
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
@@ -205,6 +219,8 @@ class Index:
             value["unread_calls"] = True
         if self.known_rows:
             value["known_rows"] = self.known_rows
+        if self.embedding is not None:
+            value["embedding"] = self.embedding.to_json()
         write_json(Layout(self.folder).marker, value, ops)
 
     @property
@@ -260,3 +276,8 @@ def _tool_calls(value: dict[str, Any]) -> CallStyle | None:
 def _reasoning(value: dict[str, Any]) -> Reasoning | None:
     found = value.get("reasoning")
     return None if found is None else Reasoning.from_json(found)
+
+
+def _embedding(value: dict[str, Any]) -> Embedding | None:
+    found = value.get("embedding")
+    return None if found is None else Embedding.from_json(found)

@@ -31,7 +31,7 @@ from batchinfer.data.index.writer import IndexWriter, RowPlace, RowsSoFar
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.job_input import input_files, open_input
-from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, openai_defaults
+from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, VECTOR_URL, openai_defaults
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.sql import materialise
 from batchinfer.data.prompts.builder import Mode, PromptPlan
@@ -151,6 +151,8 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
         value["reasoning"] = options.reasoning.to_json()
     if options.tool_calls is not None:
         value["tool_calls"] = options.tool_calls.to_json()
+    if options.embedding is not None:
+        value["embedding"] = options.embedding.to_json()
     return value
 
 
@@ -346,7 +348,8 @@ class Ingestion:
         plan = self._prompt_plan(columns, mode, values_are_text)
         truncate = prompt.truncate if prompt else "error"
         own = self._job.model.max_model_len is not None
-        limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own)
+        room = 1 if options.embedding is None else 0
+        limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own, room)
         model, definition = self._job.model.path, self._tokenizer.definition
         as_text = self._job.output.columns if schema is None or values_are_text else ()
         fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)
@@ -354,10 +357,12 @@ class Ingestion:
         return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
 
     def _prompt_plan(self, columns: Columns, mode: Mode, values_are_text: bool) -> PromptPlan:
-        prompt = self._job.prompt or PromptSection()
+        prompt, embedding = self._job.prompt or PromptSection(), self._options.embedding
         return PromptPlan(
             mode=mode,
-            params=self._job.params(),
+            params=self._job.params() if embedding is None else SamplingParams.vector(embedding.pooling),
+            before="" if embedding is None else embedding.prompt,
+            dimensions=0 if embedding is None else embedding.dimensions,
             system=prompt.system,
             user=prompt.user,
             column=columns.prompt,
@@ -379,6 +384,9 @@ class Ingestion:
         )
 
     def _by_url(self) -> dict[str, SamplingParams]:
+        embedding = self._options.embedding
+        if embedding is not None:
+            return {VECTOR_URL: SamplingParams.vector(embedding.pooling)}
         given, length = self._job.given_params(), self._options.max_model_len
         return {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
 
@@ -408,6 +416,7 @@ class Ingestion:
             self._options.reasoning,
             *self._options.calls(self._job, writer.has_tools),
             writer.known_rows,
+            self._options.embedding,
         )
         index.write_marker(self._ops)
         return index

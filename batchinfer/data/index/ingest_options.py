@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize
@@ -35,6 +36,7 @@ class IngestOptions:
     output: str = "tokens"  # the name of the kind of answers
     reasoning: Reasoning | None = None  # how the checkpoint marks it
     tool_calls: CallStyle | None = None  # how answers write calls of tools, if rows may have any
+    embedding: Embedding | None = None  # the vectors that rows ask for; None: for texts
     chunk: ChunkSize = DEFAULT_SIZE
     checked: Reader | None = None  # has read headers and footers of the same files
 

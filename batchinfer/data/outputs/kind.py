@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, Output, Request
 from batchinfer.core.tool_calls import CallStyle
@@ -35,6 +36,10 @@ class AskedOutputs(Protocol):
     @property
     def tool_calls(self) -> CallStyle | None:
         """How answers write calls of tools; None: the result has no column for them."""
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The vectors that the rows ask for; None: their answers are no vectors."""
 
 
 class TokenBytes(Protocol):
@@ -114,4 +119,4 @@ class OutputKind(Protocol):
 
     def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
         """Return the body of a row's response, but for its id, time and model: at least `object`. `chat`: the row asked
-        for a chat completion."""
+        for a chat completion. The row has what the request says of a vector, too: `encoding_format`."""

@@ -6,18 +6,20 @@ from collections.abc import Iterable
 
 from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.outputs.tokens import TokensKind
+from batchinfer.data.outputs.vectors import VectorsKind
 from batchinfer.job import Job
 
-KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (TokensKind(),)}
+KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (TokensKind(), VectorsKind())}
 USUAL = "tokens"  # the kind of parts, indexes and identities that name none
 
 
 def kind_of(job: Job) -> OutputKind:
-    """Return the kind of a job's answers: there is no job yet whose answers are not texts."""
-    return KINDS[USUAL]
+    """Return the kind of a job's answers."""
+    return KINDS["vectors" if job.task == "embed" else USUAL]
 
 
 def answer_column(names: Iterable[str]) -> str | None:
-    """Return the column of a result with these columns that people read as the answer."""
-    there = set(names)
-    return next((kind.answer for kind in KINDS.values() if kind.answer in there), None)
+    """Return the column of a result with these columns, in order, that people read as the answer: those of its kind
+    stand before columns of the input, which may have the name of another kind's."""
+    answers = {kind.answer for kind in KINDS.values()}
+    return next((name for name in names if name in answers), None)

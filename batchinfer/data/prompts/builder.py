@@ -19,7 +19,7 @@ from batchinfer.core.rung import Rung
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.json_text import parse_value
-from batchinfer.data.input.openai import CHAT_URL, TOOLS, openai_request
+from batchinfer.data.input.openai import CHAT_URL, TOOLS, VECTOR_URL, embedding_input, openai_request
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
 from batchinfer.data.prompts.arguments.told import RowArguments, Told, arguments_read, reads_tools
 from batchinfer.data.prompts.arguments.told_tools import ToldTools
@@ -78,6 +78,8 @@ class PromptPlan:
     tool_calls: CallStyle | None = None  # how it writes calls
     # The call that every answer makes, as an OpenAI request asks for it
     asked_call: Mapping[str, Any] = field(default_factory=dict)
+    before: str = ""  # put before prompts that are texts as they are
+    dimensions: int = 0  # of vectors
 
 
 class Draft(NamedTuple):
@@ -180,7 +182,7 @@ class PromptBuilder:
         assert self._user is not None
         assert self._own is not None
         text, masks = self._own.resolved(self._user.render(values))
-        return Draft(self._params(values), text, add_special=True, masks=masks)
+        return Draft(self._params(values), self._plan.before + text, add_special=True, masks=masks)
 
     def _from_messages(self, values: Values) -> Draft:
         messages = check_messages(self._column(values))
@@ -195,13 +197,16 @@ class PromptBuilder:
         return self._chat_draft(messages, params, told)
 
     def _from_text(self, values: Values) -> Draft:
-        return Draft(self._params(values), check_text(self._column(values)), add_special=True)
+        text = self._plan.before + check_text(self._column(values))
+        return Draft(self._params(values), text, add_special=True)
 
     def _from_token_ids(self, values: Values) -> Draft:
         return Draft(self._params(values), token_ids=check_token_ids(self._column(values)))
 
     def _from_openai(self, values: Values) -> Draft:
-        url, body = openai_request(values)
+        url, body = openai_request(values, self._plan.by_url)
+        if url == VECTOR_URL:
+            return self._from_embedding_request(self._plan.by_url[url], body)
         name = "messages" if url == CHAT_URL else "prompt"
         params = override_openai(self._plan.by_url[url], body, name)
         if self._plan.one_schema and params.json_schema != self._plan.params.json_schema:
@@ -223,6 +228,12 @@ class PromptBuilder:
         if isinstance(prompt, list):
             return Draft(params, token_ids=check_token_ids(prompt))
         return Draft(params, check_text(prompt), add_special=True)
+
+    def _from_embedding_request(self, params: SamplingParams, body: Values) -> Draft:
+        given = embedding_input(body, self._plan.dimensions)
+        if isinstance(given, list):
+            return Draft(params, token_ids=check_token_ids(given))
+        return Draft(params, self._plan.before + given, add_special=True)
 
     def _column(self, values: Values) -> Any:
         name = str(self._plan.column)

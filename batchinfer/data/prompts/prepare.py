@@ -71,6 +71,7 @@ class Limits:
     truncate: Truncate
     context: bytes
     job_limit: bool = False
+    room: int = 1  # tokens that have to fit behind a prompt: none where answers are vectors
 
     def length(self) -> str:
         """The limit on tokens and where it comes from, for people."""
@@ -234,7 +235,7 @@ class Preparer:
         if not len(counts):
             return True
         shortest, longest = int(counts.min()), int(counts.max())
-        fits = shortest > 0 and longest + 1 <= self._limits.max_model_len
+        fits = shortest > 0 and longest + self._limits.room <= self._limits.max_model_len
         return fits and int(tokens.max()) < self._limits.vocab_size
 
     def _fitted_ones(
@@ -260,11 +261,12 @@ class Preparer:
         if int(tokens.max()) >= self._limits.vocab_size:
             message = f"token id {int(tokens.max())}; the model knows ids below {self._limits.vocab_size}"
             raise RowProblem("token_id_out_of_range", message)
-        if len(tokens) + 1 <= limit:
+        if len(tokens) + self._limits.room <= limit:
             return tokens
         if self._limits.truncate == "error":
+            more = " and needs room for one more" if self._limits.room else ""
             message = (
-                f"the prompt has {len(tokens):,} tokens and needs room for one more; {self._limits.length()}; shorten "
+                f"the prompt has {len(tokens):,} tokens{more}; {self._limits.length()}; shorten "
                 f"it, or set prompt.truncate to left or right to cut such prompts{self._limits.remedy()}"
             )
             raise RowProblem("prompt_too_long", message, "policy")
@@ -275,7 +277,18 @@ class Preparer:
                 f"max_tokens{self._limits.remedy()}"
             )
             raise RowProblem("prompt_too_long", message, "policy")
-        return tokens[-keep:] if self._limits.truncate == "left" else tokens[:keep]
+        return self._cut(tokens, keep, draft)
+
+    def _cut(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
+        """Return `keep` tokens of a prompt. What the tokenizer puts around a text stays, where a vector is made of it:
+        its last token may be what the model was taught to end a text with."""
+        before, behind = ([], []) if self._limits.room or not draft.add_special else self._segments.around
+        inner = tokens[len(before) : len(tokens) - len(behind)]
+        kept = keep - len(before) - len(behind)
+        if kept < 1:
+            before, behind, inner, kept = [], [], tokens, keep
+        cut = inner[-kept:] if self._limits.truncate == "left" else inner[:kept]
+        return np.concatenate([np.array(before, np.int32), cut, np.array(behind, np.int32)]).astype(np.int32)
 
 
 class CheckedConstraints:

@@ -108,7 +108,7 @@ class _Diff:
     @property
     def answer(self) -> str:
         """The column of both results that is the answer. Raises UsageError where there is none."""
-        found = answer_column(self.types["a"].keys() & self.types["b"].keys())
+        found = answer_column(name for name in self.types["a"] if name in self.types["b"])
         if found is None:
             raise UsageError("these results have no answers of one kind: compare two that have")
         return found

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputCorrupt, UsageError
 from batchinfer.core.request import RowError
-from batchinfer.data.input.openai import CHAT_URL
+from batchinfer.data.input.openai import CHAT_URL, VECTOR_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values
 from batchinfer.data.outputs.kind import OutputKind, TokenBytes
@@ -37,6 +37,7 @@ class Asked:
 
     url: str | None
     model: str | None
+    encoding: str | None = None  # of a vector
 
 
 def asked(reader: Reader, limit: int | None = None) -> Iterator[Asked]:
@@ -48,7 +49,8 @@ def asked(reader: Reader, limit: int | None = None) -> Iterator[Asked]:
 def _asked(row: Values | RowError) -> Asked:
     values: Values = {} if isinstance(row, RowError) else row
     body = values.get("body")
-    return Asked(_text(values.get("url")), _text(body.get("model")) if isinstance(body, dict) else None)
+    named = body if isinstance(body, dict) else {}
+    return Asked(_text(values.get("url")), *(_text(named.get(key)) for key in ("model", "encoding_format")))
 
 
 def _text(value: object) -> str | None:
@@ -120,7 +122,9 @@ def batch_line(row: dict[str, Any], request: Asked, origin: Origin) -> dict[str,
 
 def _body(row: dict[str, Any], request: Asked, origin: Origin, seed: str) -> dict[str, Any]:
     chat = request.url == CHAT_URL
-    found = origin.kind.openai_body(row, chat, origin.tokens)
+    found = origin.kind.openai_body(row | {"encoding_format": request.encoding}, chat, origin.tokens)
+    if request.url == VECTOR_URL:
+        return found | {"model": request.model or origin.model}
     named = {
         "id": _id("chatcmpl-" if chat else "cmpl-", seed),
         "object": found["object"],

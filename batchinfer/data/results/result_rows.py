@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import BatchInferError
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.tool_calls import CallStyle
@@ -69,6 +70,10 @@ class IndexView(Protocol):
     @property
     def tool_calls(self) -> CallStyle | None:
         """How answers write calls of tools; None: the result has no column for them."""
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The vectors that the rows ask for; None: their answers are no vectors."""
 
     @property
     def output(self) -> str:

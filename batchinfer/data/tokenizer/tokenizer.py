@@ -168,11 +168,12 @@ class SegmentEncoder:
         """Token ids of `text` in which each mask stands for a literal that is to be plain text. `add_special`: with
         what the tokenizer itself puts around a text, such as its BOS."""
         ids = self._encoded(text, masks)
-        before, behind = self._around if add_special else ([], [])
+        before, behind = self.around if add_special else ([], [])
         return [*before, *ids, *behind]
 
     @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
+    def around(self) -> tuple[list[int], list[int]]:
+        """The token ids that the tokenizer puts before and behind a text."""
         plain = self._first.encode(_PROBE, add_special_tokens=False).ids
         whole = self._first.encode(_PROBE, add_special_tokens=True).ids
         starts = range(len(whole) - len(plain) + 1)

@@ -8,25 +8,19 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from batchinfer.core.content_root import ContentRoots
-from batchinfer.core.request import (
-    Completion,
-    ConstraintFailed,
-    Request,
-    RowError,
-    TokenLogprobs,
-    Tokens,
-)
+from batchinfer.core.request import Completion, ConstraintFailed, Request, RowError, TokenLogprobs
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
+from batchinfer.core.sampling import Pooling
 from batchinfer.engine.loop.constrained_end import constrained_end, without_token
+from batchinfer.engine.loop.ended import completion, prompt_end, request_sample
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
 from batchinfer.engine.runner.runner import Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus, StopStream, StopStreams
+from batchinfer.engine.schedule.step_plan import States
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer_kernels.arithmetic import NO_TOKEN
 from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
@@ -84,6 +78,7 @@ class Engine:
         self._plans = PlanWriter(limits.eos_token_ids, runner.wants)
         self._jump_forward_tokens = 0  # since the last sample
         self._reported = _work_of(masks)  # another engine may have used them before
+        self._pooling: Pooling | None = None  # of all requests that are unfinished
         self._started = clock()
         self._steps = 0
         self._early = StepOutput()  # what ended before any step
@@ -103,11 +98,13 @@ class Engine:
         )
 
     def add(self, requests: Seq[Request]) -> None:
-        """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, and
-        for a prompt that leaves no position for an answer.
+        """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, for
+        a prompt that leaves no position for an answer, and for requests for vectors beside others.
         """
         roots = self._limits.roots
         for request in requests:
+            if request.params.pooling != self._pooling:
+                self._change_pooling(request.params.pooling)
             if len(request.prompt) + min(1, request.params.max_tokens) > (most := roots.max_model_len):
                 raise ValueError(f"a prompt of {len(request.prompt)} tokens, and positions for {most}")
             watch = self._watch(request)
@@ -118,7 +115,18 @@ class Engine:
             sequence = Sequence.of(request, roots, watch, self._now(), self._limits.eos_token_ids)
             end = self._queue(sequence)
             if end is not None:
-                self._early.completions.append(_completion(sequence, end))
+                self._early.completions.append(completion(sequence, end))
+
+    def _change_pooling(self, pooling: Pooling | None) -> None:
+        """Take requests with this pooling from now on. A mean is made of all hidden states of a prompt, of which the
+        cache has none."""
+        if self.unfinished:
+            raise ValueError(
+                f"an engine that runs requests with pooling {self._pooling} cannot run {pooling}"
+            )
+        if pooling == "mean" and self._scheduler.config.prefix_caching:
+            raise ValueError("an engine whose requests share prefixes cannot make the mean of a prompt")
+        self._pooling = pooling
 
     def _queue(self, sequence: Sequence) -> End | None:
         """Hand a sequence to the scheduler; how it ends, if it does so before any step."""
@@ -128,7 +136,7 @@ class Engine:
             return End("error", error=failed.error)
         sequence.needs_sync = self._draft is not None or sequence.mask is not None
         if end is not None:
-            self._early.requests.append(_request_sample(sequence, end, self._now()))
+            self._early.requests.append(request_sample(sequence, end, self._now()))
             return end
         try:
             self._scheduler.add(sequence)
@@ -256,6 +264,9 @@ class Engine:
         """Wait for a step's tokens and append them to their sequences."""
         assert step.result is not None
         tokens, sampling = step.result.tokens(), step.sampling
+        if step.pooled:
+            self._take_states(step, step.result.states())
+            tokens = []
         logprobs = {sampling[place]: found for place, found in step.result.logprobs().items()}
         for place, barred in step.result.barred().items():
             sampling[place].masking.note(barred)
@@ -268,7 +279,7 @@ class Engine:
         for sequence, end in ends:
             self._finish(sequence, end, ready, output)
         for sequence in step.completed:
-            self._finish(sequence, End("length"), ready, output)
+            self._finish(sequence, prompt_end(sequence), ready, output)
         for sequence in step.dropped:
             self._scheduler.release(sequence)
         output.sample = self._sample(step, ready)
@@ -276,6 +287,10 @@ class Engine:
         self._steps += 1
         if self._in_flight:
             self._account(self._in_flight[0])
+
+    def _take_states(self, step: InFlight, states: Mapping[int, States]) -> None:
+        for place, own in states.items():
+            step.pooled[place].sequence.pool(step.pooled[place].start, own)
 
     def _take_all(
         self,
@@ -362,8 +377,8 @@ class Engine:
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)
         self._drop_mask(sequence)
-        output.completions.append(_completion(sequence, end))
-        output.requests.append(_request_sample(sequence, end, now))
+        output.completions.append(completion(sequence, end))
+        output.requests.append(request_sample(sequence, end, now))
 
     def _let_go(self, sequence: Sequence) -> None:
         """Remove a finished sequence. If the in-flight step runs it, its blocks are freed when that step has ended."""
@@ -458,33 +473,6 @@ def _work_of(masks: ConstraintMasks | None) -> ConstraintWork:
     return _NO_WORK if masks is None else replace(masks.constraints.work)
 
 
-def _completion(sequence: Sequence, end: End) -> Completion:
-    ids = np.array(sequence.tokens[sequence.prompt_length :], np.int32)
-    logprobs = sequence.logprobs.all() if sequence.logprobs is not None else None
-    output = Tokens(ids, end.text_length, logprobs)
-    return Completion(sequence.request.key, output, end.reason, end.error)
-
-
 def _is_guided(request: Request) -> bool:
     """Whether the request's answer follows a constraint, or has reasoning with an end that may be forced."""
     return request.params.constraint is not None or request.params.reasoning is not None
-
-
-def _request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
-    ran = max(0, min(sequence.computed, len(sequence) - 1) - sequence.prompt_length)
-    return RequestSample(
-        key=sequence.request.key,
-        prompt_tokens=sequence.prompt_length,
-        completion_tokens=sequence.output_length,
-        cached_tokens=sequence.cached_tokens,
-        preemptions=sequence.preemptions,
-        queued_s=sequence.queued_s,
-        scheduled_s=sequence.scheduled_s if sequence.scheduled_s is not None else now,
-        first_token_s=sequence.first_token_s if sequence.first_token_s is not None else now,
-        finished_s=now,
-        constrained=sequence.request.params.constraint is not None,
-        steered=sequence.masking.ever_steered,
-        forced_tokens=sequence.jump_forward_tokens,
-        unrun_tokens=sequence.output_length - ran,
-        cut=end.for_length,
-    )

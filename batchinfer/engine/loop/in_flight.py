@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from batchinfer.core.request import FinishReason, RowError
 from batchinfer.engine.runner.runner import Launched
+from batchinfer.engine.schedule.pooled_states import pooled_chunks
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer_kernels.cost import StepShape
@@ -63,6 +64,7 @@ class InFlight:
     scheduled: Step
     sampling: list[Sequence]  # those that get tokens, in order
     completed: list[Sequence]  # those that end with this step and get none
+    pooled: list[Chunk]  # those whose hidden states it gives, in order
     useful: list[Chunk]  # without tokens that are recomputed after a preemption
     decodes: int
     recomputed: int
@@ -86,6 +88,7 @@ class InFlight:
             scheduled=step,
             sampling=[c[0] for c in compress(chunks, samples)],
             completed=[c.sequence for c in silent if c.end == len(c.sequence)],
+            pooled=pooled_chunks(silent) if silent else [],
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
             decodes=sum([c[2] for c in chunks]) - sum(c.length - c.decodes for c in reading),
             recomputed=recomputed,

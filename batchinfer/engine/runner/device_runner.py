@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
@@ -31,7 +30,7 @@ from batchinfer.engine.runner.sampled import (
     states_of_chunks,
     tokens_of_chunks,
 )
-from batchinfer.engine.schedule.step_plan import StepPlan
+from batchinfer.engine.schedule.step_plan import States, StepPlan
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer.engine.tensors.device_tables import DeviceTables
@@ -69,7 +68,7 @@ class DeviceRun:
             found |= rows.of_rows(next(arrays), next(arrays), next(arrays), first)
         return logprobs_of_chunks(found, self.plan.sampled_counts)
 
-    def states(self) -> Mapping[int, NDArray[np.float32]]:
+    def states(self) -> Mapping[int, States]:
         """Wait for the step; the hidden states that each chunk asks for."""
         if self.download is None or not self.stated:
             return {}

@@ -7,9 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
@@ -23,7 +21,7 @@ from batchinfer.engine.runner.sampled import (
     tokens_of_chunks,
 )
 from batchinfer.engine.runner.sampler import LogitsHead, Sampler
-from batchinfer.engine.schedule.step_plan import COMPUTES, PlanWants, SamplingPlan, StepPlan
+from batchinfer.engine.schedule.step_plan import COMPUTES, PlanWants, SamplingPlan, States, StepPlan
 from batchinfer.engine.tensors.batch import build_batch
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
@@ -53,7 +51,7 @@ class RunnerOutput:
     next_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     next_barred: Mapping[int, bool] = field(default_factory=dict)
     launch: StepLaunch | None = None
-    asked_states: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    asked_states: Mapping[int, States] = field(default_factory=dict)
 
     def tokens(self) -> list[list[int]]:
         """Return the next tokens of each chunk that samples."""
@@ -63,7 +61,7 @@ class RunnerOutput:
         """Return the log-probabilities of each chunk that asks."""
         return self.next_logprobs
 
-    def states(self) -> Mapping[int, NDArray[np.float32]]:
+    def states(self) -> Mapping[int, States]:
         """Return the hidden states that each chunk asks for."""
         return self.asked_states
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.core.samples import LaunchMode
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
+from batchinfer.engine.schedule.step_plan import PlanWants, States, StepPlan
 from batchinfer_kernels.cost import ModelCost
 
 
@@ -46,8 +43,8 @@ class Launched(Protocol):
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """The log-probabilities of the tokens of each chunk that asks, chosen or given. Waits for the device."""
 
-    def states(self) -> Mapping[int, NDArray[np.float32]]:
-        """The hidden states that each chunk asks for, (any, hidden), as the head gets them, or their sum, (1, hidden).
+    def states(self) -> Mapping[int, States]:
+        """The hidden states that each chunk asks for, (any, hidden), behind the final norm, or their sum, (1, hidden).
         Waits for the device."""
 
     def barred(self) -> Mapping[int, bool]:

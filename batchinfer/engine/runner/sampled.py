@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
-from batchinfer.engine.schedule.step_plan import Ints, StepPlan
+from batchinfer.engine.schedule.step_plan import Ints, States, StepPlan
 from batchinfer.engine.tensors.staging import upload
 
 T = TypeVar("T")
@@ -60,13 +60,13 @@ class Masked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStates:
-    """Hidden states of those rows that ask for them, as the head gets them; or, pooled, their sums by chunk."""
+    """Hidden states of those rows that ask for them, behind the final norm; or, pooled, their sums by chunk."""
 
     rows: list[int]  # (n,): rows, or chunks
-    states: Tensor  # (n, hidden) float32
+    states: Tensor  # (n, hidden) float32; sums in float64
     pooled: bool = False
 
-    def of_rows(self, states: NDArray[Any], first: int = 0) -> dict[int, NDArray[np.float32]]:
+    def of_rows(self, states: NDArray[Any], first: int = 0) -> dict[int, States]:
         """Give each row, whose number is `first` more, or each chunk its own of the host's `states`, (1, hidden)."""
         begin = 0 if self.pooled else first
         return {begin + row: states[at : at + 1] for at, row in enumerate(self.rows)}
@@ -99,12 +99,10 @@ def logprobs_of_chunks(
     return {chunk: _joined(own) for chunk, own in _by_chunk(found, counts)} if counts else found
 
 
-def states_of_chunks(
-    parts: Iterable[Mapping[int, NDArray[np.float32]]], plan: StepPlan
-) -> Mapping[int, NDArray[np.float32]]:
+def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> Mapping[int, States]:
     """Put the hidden states of the rows of each chunk together, (any, hidden); or, where they are pooled, add up its
     sums, (1, hidden). `parts`: of each micro-batch, by row or, pooled, by chunk."""
-    found: dict[int, NDArray[np.float32]] = {}
+    found: dict[int, States] = {}
     for part in parts:
         # Only a chunk that is in two micro-batches is there already, and its states are sums
         found |= {at: states + found[at] if at in found else states for at, states in part.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,9 +19,16 @@ from batchinfer_kernels.mask import bars, mask_words
 from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import RowSampling
 
+# Hidden states are of the order of 1; those above 2^-6 are multiples of this in float32
+STATE_UNIT = 2.0**-30
+_SUMMED_ROWS = 1024  # of which there are copies in float64 at a time
+
 
 class LogitsHead(Protocol):
     """The end of a model, which makes logits of hidden states."""
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Apply the final norm, where there is one: (n, hidden) → (n, hidden)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Make the logits: (n, hidden) → (n, vocab) float32."""
@@ -71,7 +77,7 @@ class Sampler:
     ) -> Sampled:
         """Find what each row asks for from its hidden state. Logits are written only for rows that need more than their
         argmax. `device_tokens`: last tokens that only the device knows."""
-        states = _asked_states(hidden, plan)
+        states = _asked_states(head, hidden, plan)
         if not plan.chooses:
             return Sampled(hidden.new_empty(0, dtype=torch.int64), states=states)
         if self.tries_argmax(plan):
@@ -172,16 +178,27 @@ class Sampler:
         return bits
 
 
-def _asked_states(hidden: Tensor, plan: SamplingPlan) -> RowStates | None:
+def _asked_states(head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> RowStates | None:
     """Return the hidden states that rows ask for. Sums are made here: a prompt's states are megabytes."""
     if not plan.states:
         return None
-    states = hidden[plan.states].float()
+    every = len(plan.states) == len(hidden)
+    states = head.states(hidden if every else hidden[plan.states])
     if plan.pools is None:
-        return RowStates(plan.states, states)
-    counts = {chunk: len(list(own)) for chunk, own in groupby(plan.pools)}
-    (lengths,) = upload([np.array(list(counts.values()), np.int64)], hidden.device)
-    return RowStates(list(counts), torch.segment_reduce(states, "sum", lengths=lengths), pooled=True)
+        return RowStates(plan.states, states.float())
+    chunks, places = np.unique(plan.pools, return_inverse=True)
+    (index,) = upload([places.astype(np.int64)], hidden.device)
+    return RowStates(chunks.tolist(), _exact_sums(states, index, len(chunks)), pooled=True)
+
+
+def _exact_sums(states: Tensor, chunk_of: Tensor, chunks: int) -> Tensor:
+    """Add up the states of each chunk: (n, hidden) → (chunks, hidden) float64. States are rounded to multiples of
+    STATE_UNIT, so that sums below 2^23 are exact, and do not depend on how prompts were cut into chunks."""
+    sums = states.new_zeros((chunks, states.shape[1]), dtype=torch.float64)
+    for first in range(0, len(states), _SUMMED_ROWS):
+        rows = slice(first, first + _SUMMED_ROWS)
+        sums.index_add_(0, chunk_of[rows], states[rows].double().div_(STATE_UNIT).round_())
+    return sums.mul_(STATE_UNIT)
 
 
 def _penalties(rows: PenalisedRows, device_tokens: DeviceTokens, device: torch.device) -> Penalties:

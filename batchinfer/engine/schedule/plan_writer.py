@@ -9,6 +9,7 @@ import numpy as np
 
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.places import places_of
+from batchinfer.engine.schedule.pooled_states import pooled_chunks, pooled_rows
 from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
 from batchinfer.engine.schedule.sequence import Sequence
@@ -19,6 +20,7 @@ from batchinfer.engine.schedule.step_plan import (
     Ints,
     Longs,
     PlanWants,
+    SamplingPlan,
     StepPlan,
     TableChanges,
 )
@@ -59,6 +61,7 @@ class PlanWriter:
             )
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling
+        pooled = None if sequences[0].pooling is None else pooled_rows(chunks, pooled_chunks(chunks))
         return StepPlan(
             *spans,
             rows=rows,
@@ -66,13 +69,16 @@ class PlanWriter:
             tokens=_tokens(chunks, single),
             tables=tuple(self._changes(sequences)),
             copies=copies,
-            sampled=sampled,
-            sampled_counts=None,
+            sampled=sampled if pooled is None else pooled.sampled,
+            sampled_counts=None if pooled is None else pooled.counts,
             awaited=_awaited(sampling, before, sampled),
-            sampling=self._sampling.of(sampling, before) if sampling else ARGMAX,
+            sampling=self._asked(sampling, before) if pooled is None else pooled.sampling,
             requests=asked,
             shared_blocks=shared_blocks,
         )
+
+    def _asked(self, sampling: list[Sequence], before: list[Sequence]) -> SamplingPlan:
+        return self._sampling.of(sampling, before) if sampling else ARGMAX
 
     def _sampled_rows(
         self, chunks: list[Chunk], sampling: list[Sequence], lengths: tuple[int, ...], single: bool

@@ -11,10 +11,11 @@ from hashlib import blake2b
 import numpy as np
 
 from batchinfer.core.content_root import ContentRoots
-from batchinfer.core.request import FinishReason, Request, TokenLogprobs
-from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.request import FinishReason, Request, TokenLogprobs, Vector
+from batchinfer.core.sampling import Pooling, SamplingParams
 from batchinfer.engine.schedule.constraints import Constraint
 from batchinfer.engine.schedule.loops import LoopDetector
+from batchinfer.engine.schedule.step_plan import States
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
 StopStream = Callable[[int], int | None]
@@ -87,6 +88,9 @@ class Sequence:
     stop_stream: StopStream | None
     stop_token_ids: frozenset[int]  # tokens that end the answer
     plain_greedy: bool  # whether nothing but a mask ever gives it another token than the argmax
+    pooling: (
+        Pooling | None
+    )  # of the vector that it ends with, as soon as its prompt has run; None: it gets tokens
     content_root: bytes  # what besides its token ids its K and V depend on
     rope_offset: int  # the row of the rotary tables at which its positions begin
 
@@ -102,6 +106,9 @@ class Sequence:
     mask: int | None = None  # the number under which plans name its mask
     needs_sync: bool = False  # no step looks ahead of its tokens: a step may give it none or several
     placeholders: int = 0  # how many of the last tokens have values that only the device knows
+    pooled: States | None = (
+        None  # what its vector is made of: the sum of its hidden states so far, or the last one
+    )
     drafts: int = 0  # how many of the last tokens are proposals, which the next step that runs it verifies
     jump_forward_tokens: int = 0  # output tokens that had to come and were not sampled
 
@@ -145,6 +152,7 @@ class Sequence:
             max_length=roots.longest(len(prompt), params),
             stop_stream=stop_stream,
             stop_token_ids=(frozenset() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids),
+            pooling=params.pooling,
             plain_greedy=params.greedy and logprobs is None and not reshaped,
             content_root=roots.of(len(prompt), params),
             rope_offset=roots.rope_offset(len(prompt), params),
@@ -200,6 +208,25 @@ class Sequence:
         if token in self.stop_token_ids or len(tokens) - placeholders >= self.max_length:
             return self.ends_with(token)
         return None
+
+    def pool(self, start: int, states: States) -> None:
+        """Take the hidden states, (1, hidden), of a chunk that begins at `start`. A mean begins anew with its prompt,
+        which a preempted sequence runs again as a whole."""
+        if self.pooled is None or start == 0 or self.pooling == "last":
+            self.pooled = states.copy()
+            return
+        # The sum of infinities is no number, and found at the end
+        with np.errstate(invalid="ignore"):
+            self.pooled = self.pooled + states
+
+    @property
+    def vector(self) -> Vector | None:
+        """The vector of its prompt; None, if that has not run, or the hidden states are not finite numbers."""
+        if self.pooled is None:
+            return None
+        parts = self.prompt_length if self.pooling == "mean" else 1
+        values = (self.pooled[0] / parts).astype(np.float32)
+        return Vector(values) if np.isfinite(values).all() else None
 
     def tokens_known(self) -> None:
         """The tokens that it awaited are known: it may be scheduled again."""

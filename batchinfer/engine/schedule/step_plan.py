@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+States = NDArray[np.floating[Any]]  # hidden states in float32, or sums of them in float64
 Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
 
 

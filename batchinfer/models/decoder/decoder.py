@@ -130,6 +130,10 @@ class Decoder:
             x = x + self._ops.embedding(positions, self._tables.positions)
         return x
 
+    def states(self, hidden: Tensor) -> Tensor:
+        """hidden: rows of `forward` → (n, hidden), behind the final norm: what transformers calls last_hidden_state."""
+        return self._normed(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""
         logits = self._head(self._normed(hidden))

@@ -63,6 +63,10 @@ class TransformersModel:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
+    def states(self, hidden: Tensor) -> Tensor:
+        """Return rows of `forward` as they are: they are behind the final norm."""
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, hidden) → (n, vocab) float32."""
         found: Tensor = self._around(inputs_embeds=hidden[None], use_cache=False).logits[0]

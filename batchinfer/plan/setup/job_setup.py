@@ -11,13 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.tool_calls import CallStyle
-from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
+from batchinfer.data.columns.schema_columns import SchemaColumns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
-from batchinfer.data.constraints.constraint_check import constraint_problem
-from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.index.ingest_options import IngestOptions
 from batchinfer.data.input.reader import SampleSize, Strata
 from batchinfer.data.outputs.kind import OutputKind
@@ -27,12 +26,11 @@ from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.job.check import ATTEMPT, LOGPROBS, REASONING_COLUMNS, RESULT_COLUMNS, TOOL_CALLS_COLUMN
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
 from batchinfer.models.opening import StoredModel, open_checkpoint
 from batchinfer.plan.setup.ingest_workers import ingest_workers
-from batchinfer.plan.setup.job_calls import job_calls
-from batchinfer.plan.setup.job_reasoning import job_reasoning, most_with_reasoning
+from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_followed, check_names
+from batchinfer.plan.setup.job_reasoning import most_with_reasoning
 from batchinfer.plan.setup.resolve import Setting, resolve
 
 
@@ -51,6 +49,7 @@ class Setup:
     reasoning: Reasoning | None = None
     # how they write calls of tools; None: no row can have tools, or calls are kept in the text
     tool_calls: CallStyle | None = None
+    embedding: Embedding | None = None  # its vectors; None: it generates texts
 
     @property
     def roots(self) -> ContentRoots:
@@ -80,6 +79,7 @@ class Setup:
             output=self.output.name,
             reasoning=self.reasoning,
             tool_calls=self.tool_calls,
+            embedding=self.embedding,
         )
 
 
@@ -101,50 +101,14 @@ def check_setup(
     check_destination(state.results, job.name, replace, ours=state.has_published)
     state.check_writable()
     state.refuse_newer()
-    _check_followed(job, tokenizer)
-    kind, read = kind_of(job), _Asked(job_reasoning(job, tokenizer), job_calls(job, tokenizer))
-    _check_names(job, kind, read)
-    columns, workers = _columns(job, tokenizer, read), ingest_workers(job, setting)
-    most = _most_tokens(job, read.reasoning)
-    return Setup(
-        checkpoint, setting, tokenizer, columns, kind, most, workers, read.reasoning, read.tool_calls
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Rows that ask for nothing beside their answers, which may have reasoning and calls."""
-
-    reasoning: Reasoning | None
-    tool_calls: CallStyle | None
-    answers: None = None
-    logprobs: None = None
-
-
-def _check_names(job: Job, kind: OutputKind, asked: _Asked) -> None:
-    """Raises JobFileError for a column that the job passes through under the name of one of its kind of answers."""
-    ours = {name.casefold() for name in kind.schema(asked).names}
-    for name in job.output.columns:
-        if name.casefold() in ours:
-            better = f"name it differently{_or_without(name)}"
-            raise job.mistake("output.columns", f"{name!r} is a column of the result; {better}")
-
-
-def _or_without(name: str) -> str:
-    """Return how a result comes without the column of that name, if it may."""
-    if name.casefold() == TOOL_CALLS_COLUMN:
-        return ", or set prompt.tool_calls to none"
-    return ", or set prompt.reasoning to none" if name.casefold() in REASONING_COLUMNS else ""
-
-
-def _check_followed(job: Job, tokenizer: Tokenizer) -> None:
-    """Raises JobFileError where no constraint can be followed with this tokenizer, and the job has one."""
-    if job.params().constraint is None:
-        return
-    from batchinfer.data.constraints.grammar_tokenizer import grammar_problem  # 8 MB, for those who need it
-
-    if (problem := grammar_problem(tokenizer.definition)) is not None:
-        raise job.mistake(_constraint_key(job), problem)
+    check_followed(job, tokenizer)
+    kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
+    if read.embedding is not None and read.embedding.pooling == "mean":
+        setting = setting.without_sharing()
+    check_names(job, kind, read)
+    columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
+    most, said = _most_tokens(job, read.reasoning), (read.reasoning, read.tool_calls, read.embedding)
+    return Setup(checkpoint, setting, tokenizer, columns, kind, most, workers, *said)
 
 
 def _most_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
@@ -157,35 +121,6 @@ def _most_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
         return most_with_reasoning(most_tokens(params), params, reasoning)
     except Unbounded as error:
         raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
-
-
-def _columns(job: Job, tokenizer: Tokenizer, asked: _Asked) -> SchemaColumns | None:
-    """The columns of the job's schema, which can be followed. Raises JobFileError."""
-    where = _constraint_key(job)
-    if (problem := constraint_problem(job.params(), tokenizer.definition)) is not None:
-        raise job.mistake(where, problem.partition(": ")[2] or problem)
-    if job.output.json_schema is None:
-        return None
-    try:
-        columns = schema_columns(parsed_schema(job.output.json_schema), job.output.column)
-    except NoColumns as error:
-        raise job.mistake(where, str(error)) from None
-    read = REASONING_COLUMNS if asked.reasoning is not None else ()
-    read = read if asked.tool_calls is None else (*read, TOOL_CALLS_COLUMN)
-    ours = (*RESULT_COLUMNS, LOGPROBS, *([ATTEMPT] if job.on_invalid else []), *read)
-    taken = {name.casefold(): name for name in (*ours, *job.output.columns)}
-    for name in columns.schema.names:
-        if name.casefold() in taken:
-            text = f"its property {name!r} has the name of another column of the result; give output.column a name"
-            raise job.mistake(where, text + _or_without(name))
-    return columns
-
-
-def _constraint_key(job: Job) -> str:
-    """Return the key of the job file that says what answers look like."""
-    if job.output.schema_file is not None:
-        return "output.schema_file"
-    return "output.schema" if job.output.json_schema is not None else f"sampling.{job.params().constraint}"
 
 
 def _check_device(job: Job) -> None:

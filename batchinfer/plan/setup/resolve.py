@@ -63,6 +63,7 @@ class Setting:
     gpus: tuple[str, ...] = ()  # one for each of several engines, as CUDA_VISIBLE_DEVICES names them
     arm: str = ""  # how an Arm CPU adds up; empty elsewhere
     kv_cache: KvCacheDtype = "auto"
+    shares_prefixes: bool = True  # whether prompts may begin with what the cache has of others
     # bytes of this machine's memory that were free before any engine was started; None: a machine elsewhere
     free_memory: int | None = None
 
@@ -70,6 +71,11 @@ class Setting:
         """Return the setting with no more engines than there are rows."""
         replicas = max(1, min(self.replicas, rows))
         return replace(self, replicas=replicas, gpus=self.gpus[:replicas] if replicas > 1 else ())
+
+    def without_sharing(self) -> Setting:
+        """Return the setting of a job that needs the hidden states of all tokens: the cache has K and V of a prompt's
+        beginning, and not these."""
+        return replace(self, shares_prefixes=False)
 
     @property
     def arithmetic(self) -> str:
@@ -174,7 +180,7 @@ class Setting:
             max_num_batched_tokens=_chosen(engine.max_num_batched_tokens),
             block_size=_chosen(engine.block_size),
             kv_memory=kv_memory // self.replicas if shared and isinstance(kv_memory, int) else kv_memory,
-            prefix_caching=engine.enable_prefix_caching,
+            prefix_caching=engine.enable_prefix_caching and self.shares_prefixes,
             memory=self.memory() // self.replicas if shared else None,
             peaks=self.peaks,
             logprobs=logprobs,

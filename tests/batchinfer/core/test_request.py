@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 
-from batchinfer.core.request import Completion, Request, RowError, TokenLogprobs, Tokens, common_prefixes
+from batchinfer.core.request import (
+    Completion,
+    Request,
+    RowError,
+    TokenLogprobs,
+    Tokens,
+    Vector,
+    common_prefixes,
+)
 from batchinfer.core.samples import RequestSample
 from batchinfer.core.sampling import SamplingParams
 
@@ -64,6 +72,7 @@ def test_the_defaults_stay() -> None:
         "repetition_stop": 0,
         "thinking_budget": None,
         "after_reasoning": (),
+        "pooling": None,
     }, "a new parameter is added here; one that is here never changes"
 
 
@@ -83,6 +92,12 @@ def test_the_defaults_stay() -> None:
 def test_equal_answers_have_one_spelling(params: SamplingParams, text: str) -> None:
     assert params.canonical().to_json() == text
     assert SamplingParams.from_json(text) == params.canonical()
+
+
+def test_a_request_for_a_vector_says_so_and_nothing_else() -> None:
+    params = SamplingParams.vector("last")
+    assert params.canonical().to_json() == '{"max_tokens":0,"pooling":"last"}'
+    assert params.has_known_length
 
 
 def test_each_constraint_has_its_digest() -> None:
@@ -113,6 +128,7 @@ ERROR = RowError("engine_died", "engine", "words", True)
         Request(b"k" * 32, IDS[::2], SamplingParams()),
         Completion(b"k" * 32, Tokens(IDS, 7, LOGPROBS), "stop", ERROR),
         Completion(b"k" * 32, Tokens(IDS[:0]), "error"),
+        Completion(b"k" * 32, Vector(np.arange(3, dtype=np.float32)), "stop"),
         RequestSample(b"k" * 32, 1, 2, 3, 4, 0.5, 0.6, 0.7, 0.8, True, True, 9),
     ],
     ids=lambda sent: type(sent).__name__,
@@ -129,7 +145,7 @@ def check_same(got: Any, sent: Any) -> None:
         if isinstance(mine, np.ndarray):
             assert (theirs.dtype, theirs.flags.writeable) == (mine.dtype, True)
             np.testing.assert_array_equal(theirs, mine)
-        elif isinstance(mine, Tokens):
+        elif isinstance(mine, Tokens | Vector):
             check_same(theirs, mine)
         elif isinstance(mine, TokenLogprobs):
             np.testing.assert_array_equal(theirs.top_ids, mine.top_ids)

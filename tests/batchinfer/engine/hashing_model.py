@@ -115,6 +115,9 @@ class HashingModel:
         hidden = torch.stack([_attended(*layer) for layer in layers]).sum(0)
         return torch.where(hidden < 0, -1, hidden % 65_521)
 
+    def states(self, hidden: Tensor) -> Tensor:
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         assert (hidden >= 0).all(), "a row was sampled in the middle of a chunk"
         logits = (hidden * (torch.arange(VOCAB) * 7919 + 13) % 1009).float() / 250

@@ -94,6 +94,9 @@ class NoModel:
     def forward(self, token_ids: Tensor, *_: Any) -> Tensor:
         return torch.zeros(len(token_ids), 1)
 
+    def states(self, hidden: Tensor) -> Tensor:
+        return hidden
+
     def argmax(self, hidden: Tensor) -> Tensor:
         tokens = torch.full((len(hidden),), 7)
         self._steps += 1

@@ -9,14 +9,17 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import Mistake
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
+from batchinfer.data.outputs.vectors import VectorsKind
 from batchinfer.data.prompts.sampling_fields import override
 from batchinfer.job import (
     EngineSection,
@@ -27,7 +30,7 @@ from batchinfer.job import (
     SamplingSection,
     load_job,
 )
-from batchinfer.job.check import RESULT_COLUMNS
+from batchinfer.job.check import RESULT_COLUMNS, VECTOR_COLUMNS
 from batchinfer.job.field_types import SAMPLING_PARAMETERS
 
 MINIMAL = """\
@@ -459,6 +462,8 @@ def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
 
 def test_result_columns_are_those_that_are_written() -> None:
     assert list(RESULT_COLUMNS) == RESULT_SCHEMA.names
+    asked: Any = SimpleNamespace(embedding=Embedding("last", True, 3))
+    assert list(VECTOR_COLUMNS) == VectorsKind().schema(asked).names
 
 
 def test_a_dumped_section_is_a_section() -> None:

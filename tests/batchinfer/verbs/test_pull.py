@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.models.files.sentence_modules import sentence_modules
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import hears_signals
 from tests.checkpoints import make_tokenizer
 from tests.foreign_models import make_foreign
 from tests.hub_server import Hub, files_of, serving, sha256
 from tests.patience import PATIENCE_S, wait_until
+from tests.sentence_checkpoints import make_sentence_model
 
 ROOT = Path(__file__).parents[3]
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -85,6 +87,21 @@ def test_a_pulled_model_answers_as_its_folder_does(
         path = write_job(tmp_path / where, model, people(5), model={"path": named}, cache=store)
         assert run(path, *options).exit_code == 0
     assert table(tmp_path / "a/job.yaml") == table(tmp_path / "b/job.yaml")
+
+
+def test_what_says_how_vectors_are_made_is_pulled(tmp_path: Path, cache: Path) -> None:
+    make_sentence_model(tmp_path / "vectors", "mean_tokens")
+    (tmp_path / "vectors/2_Dense").mkdir()
+    (tmp_path / "vectors/2_Dense/config.json").write_text("{}")
+    with serving(Hub("org/tiny", {FIRST: files_of(tmp_path / "vectors")}, {"main": FIRST})) as hub:
+        code, _, err = pull(hub, cache, "org/tiny")
+    assert code == 0, err
+    wanted = files_of(tmp_path / "vectors")
+    del wanted["2_Dense/config.json"]
+    assert files_of(snapshot(cache)) == wanted
+    modules = sentence_modules(snapshot(cache))
+    assert modules is not None
+    assert (modules.pooling, modules.normalizes, modules.prompts["query"]) == ("mean", True, "find: ")
 
 
 def test_a_second_pull_fetches_nothing(hub: Hub, cache: Path) -> None:

@@ -1,0 +1,108 @@
+"""The layout of sentence-transformers: modules behind a model, and prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.sampling import Pooling
+from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.folder import CheckpointFolder
+
+MODULES, PROMPTS, TEXTS = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+POOLING_FOLDER = "1_Pooling"  # where it always is; modules.json says so, too
+_CONFIG = "config.json"
+_MODE = "pooling_mode_"
+_POOLINGS: Mapping[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
+_KINDS = ("Transformer", "Pooling", "Normalize")
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceModules:
+    """The modules behind a checkpoint's model, and the prompts that it was taught with."""
+
+    normalizes: bool
+    mode: str  # of the pooling, as its file names it
+    prompts: Mapping[str, str]  # texts by name, which are put before others
+    default_prompt: str | None
+    pools_prompt: bool  # whether a prompt's tokens count, too
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """The pooling, if it is one that engines have."""
+        return _POOLINGS.get(self.mode)
+
+
+def sentence_modules(path: Path) -> SentenceModules | None:
+    """Read a checkpoint's modules, if its folder has any. Raises JobFileError for those that are not computed, and
+    SecurityRefusal for files that lie elsewhere."""
+    folder = CheckpointFolder(path)
+    file = folder.file(MODULES)
+    if file is None:
+        return None
+    modules = _modules(file)
+    kinds = [_kind(module) for module in modules]
+    if kinds not in ([*_KINDS[:2]], [*_KINDS]):
+        text = (
+            f"{MODULES} has the modules {', '.join(kinds)[:200] or 'none'}; computed are {', '.join(_KINDS)}"
+        )
+        raise wrong_checkpoint(path, f"{text}, in this order and the last one optional")
+    if modules[0].get("path"):
+        text = f"{MODULES} has the model in the folder {shown(modules[0]['path'])}"
+        raise wrong_checkpoint(
+            path, text, hint="name that folder in model.path, and embed.pooling in the job"
+        )
+    _check_texts(folder)
+    pooling = _stored(folder, f"{modules[1].get('path')}/{_CONFIG}")
+    mode, prompts = _mode(folder, pooling), _stored(folder, PROMPTS)
+    texts = prompts.get("prompts") or {}
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise wrong_checkpoint(path, f"{PROMPTS} has prompts that are not texts by name")
+    default = prompts.get("default_prompt_name")
+    if default is not None and default not in texts:
+        raise wrong_checkpoint(path, f"{PROMPTS} has the default prompt {shown(default)}, and no such prompt")
+    return SentenceModules(
+        "Normalize" in kinds, mode, texts, default, bool(pooling.get("include_prompt", True))
+    )
+
+
+def _modules(file: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(file.read_bytes()) if file.stat().st_size <= _MOST_BYTES else None
+    except (ValueError, RecursionError) as error:
+        raise wrong_checkpoint(file.parent, f"{MODULES} is not valid JSON: {shown(str(error))}") from error
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise wrong_checkpoint(file.parent, f"{MODULES} holds no list of modules")
+    return found
+
+
+def _kind(module: Mapping[str, Any]) -> str:
+    """Return the name of a module's class, without where that is."""
+    return str(module.get("type")).rpartition(".")[2]
+
+
+def _stored(folder: CheckpointFolder, name: str) -> dict[str, Any]:
+    file = folder.file(name, MODULES)
+    return {} if file is None else load_json_object(file)
+
+
+def _check_texts(folder: CheckpointFolder) -> None:
+    if _stored(folder, TEXTS).get("do_lower_case"):
+        raise wrong_checkpoint(folder.path, f"{TEXTS} has do_lower_case, and texts are encoded as they are")
+
+
+def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
+    """Return the name of the pooling. Raises JobFileError for several at once."""
+    named = pooling.get("pooling_mode")
+    found = [named] if isinstance(named, str) else [*named] if isinstance(named, list) else []
+    found = found or [
+        key.removeprefix(_MODE) for key, on in pooling.items() if key.startswith(_MODE) and on is True
+    ]
+    if len(found) != 1:
+        text = f"its pooling has {len(found)} modes ({', '.join(map(str, found))}); computed is one"
+        raise wrong_checkpoint(folder.path, text)
+    return str(found[0])

@@ -1,0 +1,224 @@
+"""Vectors of prompts: those of transformers, whatever the batch, the chunks, the cache and preemptions were."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from transformers import AutoModel
+
+from batchinfer.core.request import Request, Vector
+from batchinfer.core.sampling import Pooling, SamplingParams
+from batchinfer.engine.runner.micro_batches import MicroBatches
+from batchinfer.engine.runner.sampler import STATE_UNIT, _exact_sums
+from batchinfer.engine.schedule.scheduler import Scheduler, Step
+from batchinfer.models.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.small_engine import (
+    MIXED,
+    Limits,
+    Ran,
+    checkpoint,
+    cpu_ops,
+    drain,
+    folder,
+    greedy,
+    key_of,
+    looking_ahead,
+    make_engine,
+    make_runner,
+)
+from tests.examples import examples
+
+Floats = NDArray[np.float32]
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "granite",
+    "olmo2",
+    "mixtral",
+)
+POOLINGS: tuple[Pooling, ...] = ("last", "mean")
+
+
+def asked(prompts: list[list[int]], pooling: Pooling) -> list[Request]:
+    params = SamplingParams.vector(pooling)
+    return [Request(key_of(row), np.array(ids, np.int32), params) for row, ids in enumerate(prompts)]
+
+
+def run(runner: Any, limits: Limits, lengths: tuple[int, ...], pooling: Pooling, **more: Any) -> Ran:
+    engine = make_engine(runner, limits, frozenset(), **more)
+    return drain(engine, asked(drawn_prompts(lengths), pooling))
+
+
+def vectors(ran: Ran) -> list[Floats]:
+    found = []
+    for row in range(len(ran.completions)):
+        completion = ran.completions[key_of(row)]
+        assert completion.finish_reason == "stop"
+        assert isinstance(completion.output, Vector)
+        assert completion.output.values.dtype == np.float32
+        found.append(completion.output.values)
+    return found
+
+
+def drawn_prompts(lengths: tuple[int, ...], vocab: int = 260) -> list[list[int]]:
+    """Prompts of these lengths; every second one begins as the one before it."""
+    rng, found = random.Random(3), list[list[int]]()
+    for number, length in enumerate(lengths):
+        fresh = [rng.randrange(vocab) for _ in range(length)]
+        shared = found[-1][: length - 1] if number % 2 else []
+        found.append(shared + fresh[len(shared) :])
+    return found
+
+
+@cache
+def reference(family: str, lengths: tuple[int, ...], **options: Any) -> list[Floats]:
+    """The last hidden states of transformers, of one prompt at a time."""
+    model = AutoModel.from_pretrained(
+        folder(family, **options), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in drawn_prompts(lengths)]
+
+
+def pooled(states: Floats, pooling: Pooling) -> Floats:
+    return states[-1] if pooling == "last" else states.mean(0)
+
+
+LENGTHS = (1, 17, 40, 63, 2, 5, 90, 33)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_those_of_transformers(family: str, pooling: Pooling) -> None:
+    """In chunks of a small budget, with prefixes that are shared where a vector is of the last token."""
+    model, limits = checkpoint(family), Limits(budget=24, caching=pooling == "last")
+    ran = run(make_runner(model, TorchOps(), limits), limits, LENGTHS, pooling)
+    for found, states in zip(vectors(ran), reference(family, LENGTHS), strict=True):
+        np.testing.assert_allclose(found, pooled(states, pooling), atol=1e-4, rtol=1e-4)
+    assert (ran.total("cached_tokens") > 0) == (pooling == "last")
+    assert ran.total("sampled_tokens") == ran.total("decode_tokens") == 0
+    samples = [ran.requests[key_of(row)] for row in range(len(LENGTHS))]
+    assert [(one.prompt_tokens, one.completion_tokens) for one in samples] == [(n, 0) for n in LENGTHS]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Prompts of these lengths, and a way to cut them into steps."""
+
+    lengths: tuple[int, ...]
+    pooling: Pooling
+    limits: Limits
+    ahead: bool
+    most: int | None
+    windows: bool
+
+
+@st.composite
+def cuts(draw: Any) -> Cut:
+    pooling, windows = draw(st.sampled_from(POOLINGS)), draw(st.booleans())
+    budget, seqs = draw(st.sampled_from([1, 5, 16, 64])), draw(st.integers(1, 5))
+    blocks = draw(st.integers(30, 60)) * (3 if windows else 1)
+    return Cut(
+        tuple(draw(st.lists(st.integers(1, 60), min_size=1, max_size=8))),
+        pooling,
+        Limits(budget, seqs, pooling == "last", blocks, 4, draw(st.booleans())),
+        draw(st.booleans()),
+        draw(st.sampled_from([None, 3])),
+        windows,
+    )
+
+
+@settings(max_examples=examples(20, 300), deadline=None, print_blob=True)
+@given(cut=cuts())
+def test_no_batch_changes_a_vector(cut: Cut) -> None:
+    family, options = ("qwen2", MIXED) if cut.windows else ("llama", {})
+    model = checkpoint(family, **options)
+    runner: Any = make_runner(model, cpu_ops(model), cut.limits)
+    if cut.ahead:
+        runner = replace(looking_ahead(runner), micro_batches=MicroBatches(cut.most))
+    ran = run(runner, cut.limits, cut.lengths, cut.pooling)
+    for found, states in zip(vectors(ran), reference(family, cut.lengths, **options), strict=True):
+        np.testing.assert_allclose(found, pooled(states, cut.pooling), atol=2e-4, rtol=1e-3)
+
+
+class PreemptingOnce(Scheduler):
+    """Preempts each sequence once, in the middle of its prompt."""
+
+    def schedule(self) -> Step:
+        chosen = [one for one in self.running if one.computed > 20 and not one.preemptions]
+        for sequence in chosen:
+            del self.running[sequence]
+            self._preempt(sequence)
+        step = super().schedule()
+        step.preemptions += len(chosen)
+        return step
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preempted_prompts_run_again(pooling: Pooling, ahead: bool) -> None:
+    model = checkpoint("qwen2", **MIXED)
+    limits = Limits(budget=16, caching=pooling == "last", block_size=4, blocks=400)
+    runner: Any = make_runner(model, cpu_ops(model), limits)
+    ran = run(looking_ahead(runner) if ahead else runner, limits, LENGTHS, pooling, kind=PreemptingOnce)
+    assert ran.total("preemptions") > 0
+    assert ran.total("recomputed_tokens") > 0
+    for found, states in zip(vectors(ran), reference("qwen2", LENGTHS, **MIXED), strict=True):
+        np.testing.assert_allclose(found, pooled(states, pooling), atol=1e-4, rtol=1e-3)
+
+
+def test_a_sum_does_not_depend_on_chunks() -> None:
+    """To the bit, where states are: a runner may cut prompts as it likes."""
+    states = torch.randn(3000, 64) * torch.logspace(-3, 3, 64)
+    whole = _exact_sums(states, torch.zeros(3000, dtype=torch.int64), 1)
+    parts = sum(_exact_sums(part, torch.zeros(len(part), dtype=torch.int64), 1) for part in states.split(7))
+    assert torch.equal(whole, parts)
+    assert (whole[0] - states.double().sum(0)).abs().max() <= 3000 * STATE_UNIT
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_states_that_are_not_finite_make_an_error(pooling: Pooling, value: float) -> None:
+    model, limits = checkpoint("llama"), Limits(budget=8, caching=False)
+    runner = make_runner(model, TorchOps(), limits)
+    forward, bad = runner.model.forward, 259
+
+    def spoilt(token_ids: Any, *rest: Any) -> Any:
+        hidden = forward(token_ids, *rest)
+        hidden[token_ids == bad] = value
+        return hidden
+
+    runner.model.forward = spoilt  # type: ignore[method-assign]
+    prompts = [[1, 2, 3], [1] * 11 + [bad], [5, 6]]
+    ran = drain(make_engine(runner, limits, frozenset()), asked(prompts, pooling))
+    errors = [ran.completions[key_of(row)].error for row in range(3)]
+    assert [error.code if error else None for error in errors] == [None, "nan_vector", None]
+    assert ran.completions[key_of(1)].output is None
+
+
+def test_an_engine_runs_either_vectors_or_texts() -> None:
+    model = checkpoint("llama")
+    engine = make_engine(make_runner(model, TorchOps(), Limits()), Limits(), frozenset())
+    engine.add(asked([[1, 2]], "last"))
+    with pytest.raises(ValueError, match="pooling last cannot run None"):
+        engine.add(greedy([[1, 2]], 3))
+    assert sum(len(output.completions) for output in engine.drain()) == 1
+    engine.add(greedy([[1, 2]], 3))
+    assert sum(len(output.completions) for output in engine.drain()) == 1
+    with pytest.raises(ValueError, match="share prefixes"):
+        engine.add(asked([[1, 2]], "mean"))
