@@ -233,16 +233,20 @@ def test_an_input_that_is_damaged_at_its_end_ends_the_run(tmp_path: Path, model:
     assert all(link.closed for link in transport.started)
 
 
+@pytest.mark.parametrize("shares", [True, False])
 def test_rows_that_share_with_rows_far_away_wait_for_them(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
 ) -> None:
-    """Every tenth row has the same long beginning as one of the first rows: their prefixes would be computed twice."""
+    """Every tenth row has the same long beginning as one of the first rows: their prefixes would be computed twice.
+    Where engines share none, there is nothing to wait for."""
     monkeypatch.setattr(waves, "MOST_AGAIN", 0.05)
     long = [f"{n} " + "and so on " * 20 for n in range(120)]
     given = [{"id": str(n), "text": f"{long[n % 120]} {n}"} for n in range(ROWS)]
     notices: list[str] = []
-    path = job(tmp_path / "job", model, given, output={"path": "out/res"})
+    engine = {"enable_prefix_caching": shares}
+    path = job(tmp_path / "job", model, given, output={"path": "out/res"}, engine=engine)
     outcome = run_job(load_job(path), IN_WAVES, Progress(None, quiet=True), Interrupts(), notices.append)
-    assert outcome.row["waves"] == 1
+    waits = any("because rows that share a beginning lie far apart" in notice for notice in notices)
+    assert waits == shares
+    assert (outcome.row["waves"] == 1) == shares
     assert outcome.row["again_tokens"] == 0
-    assert any("because rows that share a beginning lie far apart" in notice for notice in notices)

@@ -129,6 +129,8 @@ class Waves:
     def _is_too_spread(self, plan: Plan, known: Snapshot) -> bool:
         """Whether so many prefixes are shared by rows far from each other that all others are to be planned at once."""
         at = self._reading.at
+        if not shares_prefixes(self._run):
+            return False
         again = waves_again(plan, known.requests, self._again, at.bytes_total / max(1, at.bytes_read))
         if again <= MOST_AGAIN:
             return False
@@ -138,6 +140,11 @@ class Waves:
             "beginning lie far apart"
         )
         return True
+
+
+def shares_prefixes(run: OpenRun) -> bool:
+    """Whether engines take beginnings of prompts from their caches: else no prompt saves any other one tokens."""
+    return run.job.engine.enable_prefix_caching and run.setup.setting.shares_prefixes
 
 
 def waves_again(plan: Plan, begun: int, again: int, times: float) -> float:

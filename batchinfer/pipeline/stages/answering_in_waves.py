@@ -18,7 +18,7 @@ from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
 from batchinfer.pipeline.plans.reading_on import ReadingOn
 from batchinfer.pipeline.plans.run_plans import Replanned, RunPlans
 from batchinfer.pipeline.plans.snapshot import Snapshot
-from batchinfer.pipeline.plans.waves import Waves
+from batchinfer.pipeline.plans.waves import Waves, shares_prefixes
 from batchinfer.pipeline.stages.answering import (
     Needs,
     engines,
@@ -122,7 +122,8 @@ class _Answering:
         plan = found.plan
         self._known = _Known(plan, known, index is None)
         self._facts["waves"] += 1
-        self._facts["again_tokens"] += plan.again_tokens
+        if shares_prefixes(self._run):
+            self._facts["again_tokens"] += plan.again_tokens
         self._show()
         self._tell_errors()
         if index is None:
