@@ -38,9 +38,8 @@ def plan_line(plan: Plan) -> str:
         return f"{rows}; every answer is stored already"
     present = f", {counted(plan.present, 'answer')} stored already" if plan.present else ""
     tokens = f"{plan.prompt_tokens:,} prompt tokens ({plan.shared_prefix_tokens:,} shared)"
-    return (
-        f"{rows}{present}; {plan.to_run:,} to run: {tokens} and up to {plan.expected_tokens:,} output tokens"
-    )
+    output = f" and up to {plan.expected_tokens:,} output tokens" if plan.expected_tokens else ""
+    return f"{rows}{present}; {plan.to_run:,} to run: {tokens}{output}"
 
 
 def engine_text(forecast: EngineForecast) -> str:
@@ -225,6 +224,8 @@ def _spread(lengths: Lengths) -> str:
 
 
 def _answers(forecast: EngineForecast, most: int) -> str:
+    if not most:
+        return "vectors, without a token of output"
     if forecast.answers_from:
         runs = counted(forecast.answers_from, "earlier run")
         return f"{short(forecast.run.sampled_tokens)} tokens, if they are as long as in {runs}; {short(most)} at most"
