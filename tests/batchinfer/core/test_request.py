@@ -69,6 +69,7 @@ def test_the_defaults_stay() -> None:
         "regex": None,
         "choice": (),
         "grammar": None,
+        "tool_call": None,
         "repetition_stop": 0,
         "thinking_budget": None,
         "after_reasoning": (),
