@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -301,6 +302,18 @@ def make_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> P
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = chat_template
+    fast.save_pretrained(folder)
+    return fast
+
+
+def make_family_tokenizer(
+    folder: Path, template: str, special: Sequence[str], plain: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Save the byte-level tokenizer with a family's tokens behind its own, `special` ones, which texts leave out, and
+    others, and the family's chat template."""
+    fast = make_tokenizer(folder, template)
+    fast.add_tokens([AddedToken(text, special=True, normalized=False) for text in special], True)
+    fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
     fast.save_pretrained(folder)
     return fast
 

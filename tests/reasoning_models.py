@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from tests.checkpoints import make_checkpoint, make_tokenizer
+from tests.checkpoints import make_checkpoint, make_family_tokenizer
 
 QWEN3 = """\
 {%- for message in messages %}
@@ -111,13 +110,9 @@ REASONING_FAMILIES = {
 
 
 def make_reasoning_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:
-    """Save the byte-level tokenizer with the family's tokens behind its own, and the family's template."""
+    """Save the byte-level tokenizer with the family's tokens and template."""
     family = REASONING_FAMILIES[name]
-    fast = make_tokenizer(folder, family.template)
-    fast.add_tokens([AddedToken(text, special=True, normalized=False) for text in family.special], True)
-    fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.plain])
-    fast.save_pretrained(folder)
-    return fast
+    return make_family_tokenizer(folder, family.template, family.special, family.plain)
 
 
 def make_reasoning_model(folder: Path, name: str, seed: int = 0, **options: Any) -> PreTrainedTokenizerFast:

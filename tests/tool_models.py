@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from tests.checkpoints import make_checkpoint, make_tokenizer
+from tests.checkpoints import make_checkpoint, make_family_tokenizer
 
 _TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 _EACH = "{% for call in m.tool_calls or [] %}"
@@ -123,13 +122,9 @@ TOOL_FAMILIES = {
 
 
 def make_tool_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:
-    """Save the byte-level tokenizer with the family's tokens behind its own, and the family's template."""
+    """Save the byte-level tokenizer with the family's tokens and template."""
     family = TOOL_FAMILIES[name]
-    fast = make_tokenizer(folder, family.template)
-    fast.add_tokens([AddedToken(text, special=True, normalized=False) for text in family.special], True)
-    fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.plain])
-    fast.save_pretrained(folder)
-    return fast
+    return make_family_tokenizer(folder, family.template, family.special, family.plain)
 
 
 def make_tool_model(folder: Path, name: str, seed: int = 0, **options: Any) -> PreTrainedTokenizerFast:

@@ -6,17 +6,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchinfer.data.storage.durable import storage
+from batchinfer.data.store.answered_keys import KEY_WORDS, answered_keys
 
 # A key counts by its first eight bytes. Among ten million stored keys one in two million million is taken for another:
 # then it is found later, by the plan.
 Starts = NDArray[np.uint64]
-_BYTES, _WORDS = 32, 4  # of a key
+_BYTES = 32  # of a key
 _NONE = np.empty(0, np.uint64)
 
 
@@ -36,7 +35,7 @@ class LackingKeys:
 
     def look(self, keys: bytes) -> None:
         """Take keys, 32 bytes each."""
-        starts = np.unique(np.frombuffer(keys, np.uint64)[::_WORDS])
+        starts = np.unique(np.frombuffer(keys, np.uint64)[::KEY_WORDS])
         # np.isin is 30,000 times slower beside 10 million keys
         places = np.searchsorted(self._stored, starts)
         beside = self._stored[np.minimum(places, len(self._stored) - 1)] if len(self._stored) else ~starts
@@ -45,17 +44,7 @@ class LackingKeys:
 
 def _stored(parts: Sequence[Path], retry_errors: bool) -> Starts:
     """Return the sorted beginnings of all keys that have an answer: 10 million take 80 MB, and 0.3 s to sort."""
-    return np.sort(np.concatenate([_NONE, *(_answered(part, retry_errors) for part in parts)]))
-
-
-def _answered(part: Path, retry_errors: bool) -> Starts:
-    names = ["key", "error_code", "retryable"] if retry_errors else ["key"]
-    with storage(part, "read"), pq.ParquetFile(part, page_checksum_verification=True) as file:
-        table = file.read(names)
-    if retry_errors:
-        again = pc.and_(pc.is_valid(table["error_code"]), pc.fill_null(table["retryable"], False))
-        table = table.filter(pc.invert(again))
-    return np.concatenate([_NONE, *(_starts(chunk) for chunk in table["key"].chunks)])
+    return np.sort(np.concatenate([_NONE, *(answered_keys(part, retry_errors, 1)[:, 0] for part in parts)]))
 
 
 def key_batches(parts: Sequence[Path]) -> Iterator[bytes]:
@@ -67,8 +56,3 @@ def key_batches(parts: Sequence[Path]) -> Iterator[bytes]:
                 yield keys.buffers()[1].to_pybytes()[
                     _BYTES * keys.offset : _BYTES * (keys.offset + len(keys))
                 ]
-
-
-def _starts(keys: pa.FixedSizeBinaryArray) -> Starts:
-    words = np.frombuffer(keys.buffers()[1], np.uint64)
-    return words[_WORDS * keys.offset : _WORDS * (keys.offset + len(keys)) : _WORDS]

@@ -116,6 +116,7 @@ class Waves:
             attempts=ingestion.job.attempts,
             in_flight=known.in_flight,
             begun=known.begun,
+            more=self._index is None,
             threads=usable_cpus(),
         )
 

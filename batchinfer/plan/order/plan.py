@@ -96,6 +96,7 @@ class Plan:
     longest: int  # largest token_count + expected_tokens of an attempt to come; 0 if nothing is to run
     # Of prefixes that this run had begun to use before it knew all of these rows: so many it may have to run once more
     again_tokens: int = 0
+    # What rows to come will share with these; nothing, where nobody asked
     recurrence: Recurrence = field(default_factory=Recurrence)
 
     @property

@@ -46,6 +46,7 @@ def plan_job(
     attempts: int = 1,
     in_flight: Sequence[bytes] = (),
     begun: Sequence[bytes] = (),
+    more: bool = False,
     retry_errors: bool = False,
     memory_limit: str | None = None,
     threads: int = 2,
@@ -63,6 +64,7 @@ def plan_job(
     effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
     the token ids that the index points to. `roots`: rows whose content roots differ share nothing.
 
+    `more`: rows are still to come; the plan estimates what they will share with these (`Plan.recurrence`).
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
     which spills into `out_dir`. Raises OutOfMemory, and StorageError also where the index has no tokens of a key
     that is to be planned: its answer was stored when the index was made.
@@ -73,7 +75,7 @@ def plan_job(
         _load_wanted(database, index_parts, attempts if completion_parts else 1, attempts)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
         forest, rows = sorted_prompts(database, prompts, work_roots(database, roots))
-        shared = _place(database, forest, rows)
+        shared = _place(database, forest, rows, more)
         path, prefixes = out_dir / "plan.parquet", out_dir / "prefixes.parquet"
         write_plan(database.sql(_ordered_sql()), path, longest_params(database, "work"))
         offsets = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
@@ -137,7 +139,7 @@ def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
     database.unregister("given")
 
 
-def _place(database: Any, forest: PrefixForest, rows: Ints) -> Sharing:
+def _place(database: Any, forest: PrefixForest, rows: Ints, more: bool) -> Sharing:
     """Create the table `place`: where each row of `work` runs, in which node, and how much of it is shared."""
     numbers = database.sql(
         "SELECT token_count, expected_tokens, token_offset, begun IS NULL AS runs, coalesce(begun, 0) AS begun "
@@ -156,7 +158,9 @@ def _place(database: Any, forest: PrefixForest, rows: Ints) -> Sharing:
     database.register("placed", pa.table(placed))
     database.execute("CREATE TEMP TABLE place AS SELECT * FROM placed")
     database.unregister("placed")
-    return sharing(forest, SortedRows(runs, numbers["token_offset"][rows], numbers["token_count"][rows]))
+    return sharing(
+        forest, SortedRows(runs, numbers["token_offset"][rows], numbers["token_count"][rows]), more
+    )
 
 
 def _by_row(values: Ints, rows: Ints) -> Ints:

@@ -57,13 +57,14 @@ class SortedRows:
         return self.offsets > np.quantile(self.offsets[self.runs], part)
 
 
-def sharing(forest: PrefixForest, rows: SortedRows) -> Sharing:
-    """Return what rows share, whose prompts have these prefixes."""
+def sharing(forest: PrefixForest, rows: SortedRows, more: bool) -> Sharing:
+    """Return what rows share, whose prompts have these prefixes. `more`: rows are still to come, and what is expected
+    of them is estimated, which takes 0.2 s for a million rows."""
     users, own = _users(forest, rows.runs), forest.own.astype(np.int64)
     return Sharing(
         saved=_saved(forest, users),
         again=int(own[(users > 0) & (users < forest.users)].sum()),
-        recurrence=_recurrence(forest, rows) if rows.runs.sum() >= _FEWEST else Recurrence(),
+        recurrence=_recurrence(forest, rows) if more and rows.runs.sum() >= _FEWEST else Recurrence(),
     )
 
 

@@ -78,7 +78,9 @@ class Made:
 
     def plan(self, parts: int, name: str, flying: list[bytes], begun: list[bytes]) -> Plan:
         out = self.folder / name
-        return plan_job(self.parts[:parts], self.tokens, [], out, ROOTS, in_flight=flying, begun=begun)
+        return plan_job(
+            self.parts[:parts], self.tokens, [], out, ROOTS, in_flight=flying, begun=begun, more=parts < PARTS
+        )
 
 
 def made(folder: Path, kind: str, rows: int, shuffled: bool) -> Made:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchinfer.data.kept.rows import Marks, Records, attempt_names
 from batchinfer.data.results.attempts import IS_INVALID, load_chosen
 from batchinfer.data.storage.duck import connection
-from batchinfer.data.storage.durable import storage
+from batchinfer.data.store.answered_keys import KEY_WORDS, Words, answered_keys, key_words
 
-Words = NDArray[np.uint64]
-_BYTES, _WORDS = 32, 4  # of a key
+_BYTES = 32  # of a key
 _KEPT = 2  # words of a key that are compared: 128 bits
 
 
@@ -36,7 +32,7 @@ class KeySet:
 
     def has(self, keys: NDArray[np.void]) -> Marks:
         """Return which of the keys are in it. Of two keys with equal first 8 bytes only one is found."""
-        words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, _WORDS)
+        words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, KEY_WORDS)
         if not len(self._firsts):
             return np.zeros(len(words), np.bool_)
         order = np.argsort(words[:, 0])
@@ -61,7 +57,7 @@ class AnsweredRows:
     def __call__(self, records: Records, attempts: int) -> Marks:
         """Return which of these rows have the answers of all attempts that are due. Raises StorageError."""
         if self._present is None:
-            self._present = KeySet([_answered(part, self._retry) for part in self._parts])
+            self._present = KeySet([answered_keys(part, self._retry, _KEPT) for part in self._parts])
         due = records["key"].copy()
         if attempts > 1:
             self._climb(due, records, attempts)
@@ -82,19 +78,4 @@ class AnsweredRows:
         with connection(self._spill) as database:
             load_chosen(database, self._parts, attempts)
             found = database.sql(f"SELECT key FROM chosen WHERE {IS_INVALID}").to_arrow_table()
-        return KeySet([_words(chunk) for chunk in found.column(0).cast(pa.binary(_BYTES)).chunks])
-
-
-def _answered(part: Path, retry_errors: bool) -> Words:
-    names = ["key", "error_code", "retryable"] if retry_errors else ["key"]
-    with storage(part, "read"), pq.ParquetFile(part, page_checksum_verification=True) as file:
-        table = file.read(names)
-    if retry_errors:
-        again = pc.and_(pc.is_valid(table["error_code"]), pc.fill_null(table["retryable"], False))
-        table = table.filter(pc.invert(again))
-    return np.concatenate([np.empty((0, _KEPT), np.uint64), *map(_words, table["key"].chunks)])
-
-
-def _words(keys: Any) -> Words:
-    words = np.frombuffer(keys.buffers()[1], np.uint64).reshape(-1, _WORDS)
-    return words[keys.offset : keys.offset + len(keys), :_KEPT]
+        return KeySet([key_words(found.column(0).cast(pa.binary(_BYTES)), _KEPT)])
