@@ -152,9 +152,8 @@ def waves_again(plan: Plan, begun: int, again: int, times: float) -> float:
     """Return the part of a job's prompt tokens that would run again if this plan were followed.
 
     The plan's are rows of an input that is so many `times` as long, of which `begun` requests ran before. The plans so
-    far had `again` tokens to run again.
+    far had `again` tokens to run again. Of rows to come only the tokens are counted that these rows do not have.
     """
-    later = (times - 1) * plan.rows
-    each = plan.tokens_once / max(1, plan.to_run)
-    all_tokens = max(1.0, each * (begun + plan.to_run + later * (1 - plan.recurrence.part)))
-    return (again + plan.again_tokens) / all_tokens + plan.recurrence.share_again(plan.to_run, begun, later)
+    later = (times - 1) * plan.rows * (1 - plan.recurring)
+    all_tokens = plan.tokens_once / max(1, plan.to_run) * (begun + plan.to_run + later)
+    return (again + plan.again_tokens + plan.recurring * plan.tokens_once) / max(1.0, all_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.data.storage.rebatch import parquet_batches, parquet_stretches, rebatch
-from batchinfer.plan.order.sharing import Recurrence
 
 _ROWS_READ = 8192  # at a time: batches of 512 rows take Parquet's reader twice as long
 
@@ -96,8 +95,8 @@ class Plan:
     longest: int  # largest token_count + expected_tokens of an attempt to come; 0 if nothing is to run
     # Of prefixes that this run had begun to use before it knew all of these rows: so many it may have to run once more
     again_tokens: int = 0
-    # What rows to come will share with these; nothing, where nobody asked
-    recurrence: Recurrence = field(default_factory=Recurrence)
+    # Of the tokens to run, each prefix once, the part that rows to come are expected to have, too; 0 where nobody asked
+    recurring: float = 0.0
 
     @property
     def tokens_once(self) -> int:

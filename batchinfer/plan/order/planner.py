@@ -64,7 +64,7 @@ def plan_job(
     effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
     the token ids that the index points to. `roots`: rows whose content roots differ share nothing.
 
-    `more`: rows are still to come; the plan estimates what they will share with these (`Plan.recurrence`).
+    `more`: rows are still to come; the plan estimates what they will share with these (`Plan.recurring`).
     `retry_errors`: completions that are retryable errors count as missing. `memory_limit` bounds DuckDB,
     which spills into `out_dir`. Raises OutOfMemory, and StorageError also where the index has no tokens of a key
     that is to be planned: its answer was stored when the index was made.
@@ -85,7 +85,7 @@ def plan_job(
             prefixes=prefixes,
             shared_prefix_tokens=shared.saved,
             again_tokens=shared.again,
-            recurrence=shared.recurrence,
+            recurring=shared.recurring,
             **_counts(database),
         )
 
