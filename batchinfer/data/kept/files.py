@@ -9,6 +9,7 @@ job may put its own in place meanwhile.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import uuid
@@ -110,14 +111,32 @@ def new_folder(kept: Path, ops: FileOps) -> Path:
 
 
 def put_in_place(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
-    """Make these files the job's kept index, and remove those of the one before. Raises StorageError."""
+    """Make these files the job's kept index, and remove those of the one before. Runs of the job that end at the same
+    time do so one after another. Raises StorageError."""
+    with _alone(kept):
+        try:
+            before = read_marker(kept)
+        except (ValueError, OSError):  # damaged: its files are found as those of killed runs are
+            before = None
+        write_json(kept / MARKER, marker.to_json(), ops)
+        if before is not None and before.folder != marker.folder:
+            _remove(kept / before.folder, ops)
+
+
+@contextmanager
+def _alone(kept: Path) -> Iterator[None]:
+    """Hold back others that replace the marker: each reads the one before, and all write it by one temporary name."""
+    with storage(kept, "lock"):
+        fd = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(fd)
+            raise
     try:
-        before = read_marker(kept)
-    except (ValueError, OSError):  # damaged: its files are found as those of killed runs are
-        before = None
-    write_json(kept / MARKER, marker.to_json(), ops)
-    if before is not None and before.folder != marker.folder:
-        _remove(kept / before.folder, ops)
+        yield
+    finally:
+        os.close(fd)
 
 
 def remove_strays(kept: Path, ops: FileOps) -> None:

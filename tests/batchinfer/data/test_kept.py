@@ -1,0 +1,26 @@
+"""The folder of a kept index."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from batchinfer.data.kept.files import MARKER, read_marker
+from batchinfer.data.kept.writer import KeptWriter
+from batchinfer.data.storage.durable import FileOps
+
+
+def test_runs_that_end_at_the_same_time_leave_one(tmp_path: Path) -> None:
+    """Runs of a job for several dates share what is kept, and may end at the same moment."""
+    kept = tmp_path / "kept"
+
+    def commit(identity: str) -> None:
+        with KeptWriter(kept, FileOps()) as writer:
+            writer.commit(identity, 1, [])
+
+    names = [f"run {number}" for number in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        assert len(list(pool.map(commit, names))) == len(names)
+    marker = read_marker(kept)
+    assert marker is not None and marker.identity in names
+    assert sorted(entry.name for entry in kept.iterdir()) == sorted([MARKER, marker.folder])
