@@ -158,8 +158,30 @@ def _remade_vector(values: bytes) -> Vector:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """The log-probabilities of the tokens of a request's continuations, one continuation behind the other."""
+
+    logprobs: NDArray[np.float32]  # (n,), natural logarithms
+    greedy: NDArray[np.bool_]  # (n,): whether each token is the argmax of its logits
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of both."""
+        return self.logprobs.nbytes + self.greedy.nbytes
+
+    def __reduce__(self) -> Pickled:
+        """Send values only, as a Request does."""
+        return _remade_scores, (self.logprobs.tobytes(), self.greedy.tobytes())
+
+
+def _remade_scores(logprobs: bytes, greedy: bytes) -> Scores:
+    return Scores(np.frombuffer(bytearray(logprobs), np.float32), np.frombuffer(bytearray(greedy), np.bool_))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """The answer to a Request. Engines give Tokens, or a Vector where the request has a pooling."""
+    """The answer to a Request. Engines give Tokens, a Vector where the request has a pooling, or Scores of its
+    continuations."""
 
     key: bytes
     output: Output | None  # None: there is an error, and nothing else

@@ -49,7 +49,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "thinking_budget": Bounds(0, INT32_MAX),
 }
 # Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task
-DERIVED = ("after_reasoning", "tool_call", "pooling")
+DERIVED = ("after_reasoning", "tool_call", "pooling", "scored")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,23 @@ class SamplingParams:
     # The tokens around the reasoning that the budget limits, and behind which the constraint begins: those of
     # ReasoningTokens; (): there is no reasoning, or nothing asks for its end
     after_reasoning: tuple[tuple[int, ...], ...] = ()
-    pooling: Pooling | None = (
-        None  # the request asks for a vector of its prompt, and for no token; None: for tokens
-    )
+    # The request asks for a vector of its prompt, and for no token; None: for tokens
+    pooling: Pooling | None = None
+    # A grammar of calls, with the schemas of their arguments: see `batchinfer.data.tool_calls.call_grammar`
+    tool_call: str | None = None
+    # Lengths of the continuations that end the prompt, one behind the other, each of which would follow what is before
+    # them all: the request asks for their log-probabilities, and for no token. (): for tokens. See `Continuations`
+    scored: tuple[int, ...] = ()
 
     @classmethod
     def vector(cls, pooling: Pooling) -> Self:
         """Return the parameters of a request for a vector."""
         return cls(max_tokens=0, pooling=pooling)
 
-    # A grammar of calls, with the schemas of their arguments: see `batchinfer.data.tool_calls.call_grammar`
-    tool_call: str | None = None
+    @classmethod
+    def scores(cls, lengths: tuple[int, ...] = ()) -> Self:
+        """Return the parameters of a request for the log-probabilities of continuations of these lengths."""
+        return cls(max_tokens=0, scored=lengths)
 
     @property
     def reasoning(self) -> ReasoningTokens | None:
@@ -113,12 +119,18 @@ class SamplingParams:
             or self.constraint
             or self.after_reasoning
         )
-        return self.pooling is not None or (self.ignore_eos and not ends)
+        return not self.gives_tokens or (self.ignore_eos and not ends)
+
+    @property
+    def gives_tokens(self) -> bool:
+        """Whether the answer is a text, and not made of the prompt alone."""
+        return self.pooling is None and not self.scored
 
     @property
     def counted(self) -> SamplingParams:
         """Return what decides how long an answer may be, whether that is known, and which K and V its tokens have."""
-        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=self.has_known_length)
+        known = self.has_known_length
+        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=known, scored=self.scored)
 
     @property
     def constraint_digest(self) -> bytes:

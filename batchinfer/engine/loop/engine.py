@@ -9,18 +9,19 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.continuations import longest_sequence
 from batchinfer.core.request import Completion, ConstraintFailed, Request, RowError, TokenLogprobs
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
-from batchinfer.core.sampling import Pooling
+from batchinfer.engine.loop.answers import MEANS, TOKENS, answer_of
 from batchinfer.engine.loop.constrained_end import constrained_end, without_token
-from batchinfer.engine.loop.ended import completion, prompt_end, request_sample
+from batchinfer.engine.loop.ended import completion, ends_request, prompt_end, request_sample
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
-from batchinfer.engine.runner.runner import Runner
+from batchinfer.engine.runner.runner import Launched, Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
+from batchinfer.engine.schedule.scored_rows import scored_branches
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus, StopStream, StopStreams
-from batchinfer.engine.schedule.step_plan import States
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer_kernels.arithmetic import NO_TOKEN
 from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
@@ -78,7 +79,7 @@ class Engine:
         self._plans = PlanWriter(limits.eos_token_ids, runner.wants)
         self._jump_forward_tokens = 0  # since the last sample
         self._reported = _work_of(masks)  # another engine may have used them before
-        self._pooling: Pooling | None = None  # of all requests that are unfinished
+        self._answers = TOKENS  # what all requests ask for that are unfinished
         self._started = clock()
         self._steps = 0
         self._early = StepOutput()  # what ended before any step
@@ -103,30 +104,40 @@ class Engine:
         """
         roots = self._limits.roots
         for request in requests:
-            if request.params.pooling != self._pooling:
-                self._change_pooling(request.params.pooling)
-            if len(request.prompt) + min(1, request.params.max_tokens) > (most := roots.max_model_len):
-                raise ValueError(f"a prompt of {len(request.prompt)} tokens, and positions for {most}")
+            if answer_of(request.params) != self._answers:
+                self._change_answers(answer_of(request.params))
+            length = longest_sequence(len(request.prompt), request.params.scored)
+            if length + min(1, request.params.max_tokens) > (most := roots.max_model_len):
+                raise ValueError(f"a prompt of {length} tokens, and positions for {most}")
             watch = self._watch(request)
             if _is_guided(request) and self._masks is None:
                 raise ValueError(
                     "this engine was built without a tokenizer, so it cannot follow a constraint"
                 )
-            sequence = Sequence.of(request, roots, watch, self._now(), self._limits.eos_token_ids)
-            end = self._queue(sequence)
-            if end is not None:
-                self._early.completions.append(completion(sequence, end))
+            for sequence in self._sequences_of(request, watch):
+                end = self._queue(sequence)
+                if end is not None and ends_request(sequence, end):
+                    self._early.completions.append(completion(sequence, end))
 
-    def _change_pooling(self, pooling: Pooling | None) -> None:
-        """Take requests with this pooling from now on. A mean is made of all hidden states of a prompt, of which the
+    def _change_answers(self, answers: str) -> None:
+        """Take requests for such answers from now on. A mean is made of all hidden states of a prompt, of which the
         cache has none."""
         if self.unfinished:
             raise ValueError(
-                f"an engine that runs requests with pooling {self._pooling} cannot run {pooling}"
+                f"an engine that runs requests for {self._answers} cannot run some for {answers}"
             )
-        if pooling == "mean" and self._scheduler.config.prefix_caching:
+        if answers == MEANS and self._scheduler.config.prefix_caching:
             raise ValueError("an engine whose requests share prefixes cannot make the mean of a prompt")
-        self._pooling = pooling
+        self._answers = answers
+
+    def _sequences_of(self, request: Request, watch: StopStream | None) -> list[Sequence]:
+        """Make the sequences that a request becomes: one of each branch of its continuations, or a single one."""
+        branches = scored_branches(request) if request.params.scored else [(request, None)]
+        limits, now = self._limits, self._now()
+        return [
+            Sequence.of(own, limits.roots, watch, now, limits.eos_token_ids, branch)
+            for own, branch in branches
+        ]
 
     def _queue(self, sequence: Sequence) -> End | None:
         """Hand a sequence to the scheduler; how it ends, if it does so before any step."""
@@ -264,8 +275,8 @@ class Engine:
         """Wait for a step's tokens and append them to their sequences."""
         assert step.result is not None
         tokens, sampling = step.result.tokens(), step.sampling
-        if step.pooled:
-            self._take_states(step, step.result.states())
+        if step.asked:
+            self._take_asked(step, step.result)
             tokens = []
         logprobs = {sampling[place]: found for place, found in step.result.logprobs().items()}
         for place, barred in step.result.barred().items():
@@ -288,9 +299,14 @@ class Engine:
         if self._in_flight:
             self._account(self._in_flight[0])
 
-    def _take_states(self, step: InFlight, states: Mapping[int, States]) -> None:
-        for place, own in states.items():
-            step.pooled[place].sequence.pool(step.pooled[place].start, own)
+    def _take_asked(self, step: InFlight, result: Launched) -> None:
+        """Give each chunk the hidden states or the scores that it asked for."""
+        for place, own in result.states().items():
+            step.asked[place].sequence.pool(step.asked[place].start, own)
+        scores, begun = result.scores(), 0
+        for sequence, start, length in step.asked:
+            if sequence.scored is not None:
+                begun += sequence.scored.take(start, start + length, scores, begun)
 
     def _take_all(
         self,
@@ -377,8 +393,9 @@ class Engine:
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)
         self._drop_mask(sequence)
-        output.completions.append(completion(sequence, end))
-        output.requests.append(request_sample(sequence, end, now))
+        if ends_request(sequence, end):
+            output.completions.append(completion(sequence, end))
+            output.requests.append(request_sample(sequence, end, now))
 
     def _let_go(self, sequence: Sequence) -> None:
         """Remove a finished sequence. If the in-flight step runs it, its blocks are freed when that step has ended."""
@@ -400,7 +417,7 @@ class Engine:
     def _account(self, step: InFlight) -> None:
         """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
         began = time.perf_counter_ns()
-        chunks, sampled = step.useful, len(step.sampling) - len(step.dropped)
+        chunks, sampled = step.useful, len(step.sampling) - len(step.dropped) + step.scored_positions
         if step.dropped:
             dropped = step.dropped
             chunks = [c for c in chunks if c[0] not in dropped]  # half of what c.sequence takes

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from batchinfer.core.request import FinishReason, RowError
 from batchinfer.engine.runner.runner import Launched
-from batchinfer.engine.schedule.pooled_states import pooled_chunks
+from batchinfer.engine.schedule.asked_rows import asked_chunks
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer_kernels.cost import StepShape
@@ -64,7 +64,7 @@ class InFlight:
     scheduled: Step
     sampling: list[Sequence]  # those that get tokens, in order
     completed: list[Sequence]  # those that end with this step and get none
-    pooled: list[Chunk]  # those whose hidden states it gives, in order
+    asked: list[Chunk]  # those whose hidden states or scores it gives, in order
     useful: list[Chunk]  # without tokens that are recomputed after a preemption
     decodes: int
     recomputed: int
@@ -75,6 +75,14 @@ class InFlight:
     # Of sequences that did not just get the next token
     irregular: list[AcceptedTokens] = field(default_factory=list)
     dropped: set[Sequence] = field(default_factory=set)  # sequences that had ended when it was launched
+
+    @property
+    def scored_positions(self) -> int:
+        """Count the positions behind which tokens are scored."""
+        asked = (
+            (c.end, max(c.start, c.sequence.scored.branch.first)) for c in self.asked if c.sequence.scored
+        )
+        return sum(end - first for end, first in asked)
 
     @classmethod
     def of(cls, step: Step, began_s: float) -> InFlight:
@@ -88,7 +96,7 @@ class InFlight:
             scheduled=step,
             sampling=[c[0] for c in compress(chunks, samples)],
             completed=[c.sequence for c in silent if c.end == len(c.sequence)],
-            pooled=pooled_chunks(silent) if silent else [],
+            asked=asked_chunks(silent) if silent else [],
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
             decodes=sum([c[2] for c in chunks]) - sum(c.length - c.decodes for c in reading),
             recomputed=recomputed,

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.core.request import TokenLogprobs
+from batchinfer.core.request import Scores, TokenLogprobs
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import GraphRecorder
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.row_scores import joined_scores
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
@@ -43,7 +44,8 @@ _log = logging.getLogger(__name__)
 class DeviceRun:
     """The tokens and log-probabilities of a launched step, which are on their way to the host."""
 
-    download: Download | None  # tokens, log-probabilities, hidden states, masks; None: nothing was sampled
+    # tokens, log-probabilities, hidden states, masks, scores; None: nothing was sampled
+    download: Download | None
     padded_tokens: int
     launch: StepLaunch
     plan: StepPlan
@@ -51,6 +53,7 @@ class DeviceRun:
     asking: list[tuple[int, RowLogprobs]] = field(default_factory=list)
     masked: list[tuple[int, Masked]] = field(default_factory=list)
     stated: list[tuple[int, RowStates]] = field(default_factory=list)
+    scored: int = 0  # micro-batches that have scores
 
     def tokens(self) -> list[list[int]]:
         """Wait for the step; the next tokens of each chunk that samples."""
@@ -82,9 +85,17 @@ class DeviceRun:
             return {}
         arrays = self.download.arrays()
         found: dict[int, bool] = {}
-        for (first, rows), barred in zip(self.masked, arrays[len(arrays) - len(self.masked) :], strict=True):
+        begun = 1 + 3 * len(self.asking) + len(self.stated)
+        for (first, rows), barred in zip(self.masked, arrays[begun : begun + len(self.masked)], strict=True):
             found |= rows.of_rows(barred, first)
         return found
+
+    def scores(self) -> Scores:
+        """Wait for the step; the log-probabilities of the tokens that the plan names."""
+        if self.download is None or not self.scored:
+            return joined_scores([])
+        arrays = self.download.arrays()[-2 * self.scored :]
+        return joined_scores([*zip(arrays[::2], arrays[1::2], strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +176,15 @@ class DeviceRunner(ModelRunner):
         logprobs = [(first, s.logprobs) for first, s in sampled if s.logprobs is not None]
         masked = [(first, s.masked) for first, s in sampled if s.masked is not None]
         stated = [(first, s.states) for first, s in sampled if s.states is not None]
+        scored = [s.scores for _, s in sampled if s.scores is not None]
         beside = [
             *(tensor for _, found in logprobs for tensor in found.tensors),
             *(one.states for _, one in stated),
             *(one.barred for _, one in masked),
+            *(tensor for one in scored for tensor in one.tensors),
         ]
-        return DeviceRun(Download(tokens, *beside), padded, launch, plan, logprobs, masked, stated)
+        found = (logprobs, masked, stated, len(scored))
+        return DeviceRun(Download(tokens, *beside), padded, launch, plan, *found)
 
     def _run(self, host: HostBatch) -> tuple[Sampled | None, int, LaunchMode]:
         """Run a step: (what was sampled, if anything was, padded tokens, and how it was launched)."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from batchinfer.core.request import TokenLogprobs
+from batchinfer.core.request import Scores, TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
+from batchinfer.engine.runner.row_scores import joined_scores
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
@@ -52,6 +54,7 @@ class RunnerOutput:
     next_barred: Mapping[int, bool] = field(default_factory=dict)
     launch: StepLaunch | None = None
     asked_states: Mapping[int, States] = field(default_factory=dict)
+    token_scores: Scores = field(default_factory=partial(joined_scores, []))
 
     def tokens(self) -> list[list[int]]:
         """Return the next tokens of each chunk that samples."""
@@ -64,6 +67,10 @@ class RunnerOutput:
     def states(self) -> Mapping[int, States]:
         """Return the hidden states that each chunk asks for."""
         return self.asked_states
+
+    def scores(self) -> Scores:
+        """Return the log-probabilities of the tokens that the plan names."""
+        return self.token_scores
 
     def barred(self) -> Mapping[int, bool]:
         """Return whether its mask kept each chunk that has one from its most likely token."""
@@ -121,6 +128,7 @@ class ModelRunner:
         masked, found, states, counts = sampled.masked, sampled.logprobs, sampled.states, plan.sampled_counts
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
         asked = states.of_rows(states.states.numpy(force=True)) if states else {}
+        scored = [] if sampled.scores is None else [one.numpy(force=True) for one in sampled.scores.tensors]
         return RunnerOutput(
             tokens_of_chunks(sampled.tokens.tolist(), plan),
             plans[0].padded_tokens,
@@ -128,6 +136,7 @@ class ModelRunner:
             masked.of_rows(masked.barred.numpy(force=True)) if masked else {},
             self._launch,
             states_of_chunks([asked], plan),
+            joined_scores([(scored[0], scored[1])] if scored else []),
         )
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from batchinfer.core.request import TokenLogprobs
+from batchinfer.core.request import Scores, TokenLogprobs
 from batchinfer.core.samples import LaunchMode
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.schedule.step_plan import PlanWants, States, StepPlan
@@ -46,6 +46,9 @@ class Launched(Protocol):
     def states(self) -> Mapping[int, States]:
         """The hidden states that each chunk asks for, (any, hidden), behind the final norm, or their sum, (1, hidden).
         Waits for the device."""
+
+    def scores(self) -> Scores:
+        """The log-probabilities of the tokens that the plan's `scored` names, in its order. Waits for the device."""
 
     def barred(self) -> Mapping[int, bool]:
         """Say of each chunk whose token was masked whether that kept it from its most likely token. It waits for the

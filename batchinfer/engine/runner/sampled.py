@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
+from batchinfer.engine.runner.row_scores import RowScores
 from batchinfer.engine.schedule.step_plan import Ints, States, StepPlan
 from batchinfer.engine.tensors.staging import upload
 
@@ -80,6 +81,7 @@ class Sampled:
     logprobs: RowLogprobs | None = None  # None: no row asks
     masked: Masked | None = None  # None: no row is
     states: RowStates | None = None  # None: no row asks
+    scores: RowScores | None = None  # None: no row asks
 
 
 def tokens_of_chunks(tokens: list[int], plan: StepPlan) -> list[list[int]]:

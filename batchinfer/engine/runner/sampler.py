@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer.engine.runner.row_scores import row_scores
 from batchinfer.engine.runner.sampled import DeviceTokens, Masked, RowLogprobs, RowStates, Sampled
 from batchinfer.engine.schedule.step_plan import PenalisedRows, SamplingPlan
 from batchinfer.engine.tensors.staging import upload
@@ -79,7 +80,8 @@ class Sampler:
         argmax. `device_tokens`: last tokens that only the device knows."""
         states = _asked_states(head, hidden, plan)
         if not plan.chooses:
-            return Sampled(hidden.new_empty(0, dtype=torch.int64), states=states)
+            scores = None if plan.scored is None else row_scores(head.logits, hidden, plan.scored)
+            return Sampled(hidden.new_empty(0, dtype=torch.int64), states=states, scores=scores)
         if self.tries_argmax(plan):
             found = self._corrected(ops, head, hidden, plan)
         else:

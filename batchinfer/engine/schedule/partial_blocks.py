@@ -197,7 +197,7 @@ class PartialBlocks:
             yield source, done, tokens
 
     def _best(self, sequence: Sequence) -> PartialBlock | None:
-        most = min(sequence.prompt_length, len(sequence) - 1)  # the last token always runs
+        most = min(sequence.prompt_length, sequence.most_cached)
         shared = [
             (min(most, common_prefix(sequence.request.prompt, other.request.prompt)), other)
             for other in self._prompts.neighbours(sequence)

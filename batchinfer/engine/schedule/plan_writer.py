@@ -7,9 +7,9 @@ from operator import is_not, ne, or_
 
 import numpy as np
 
+from batchinfer.engine.schedule.asked_rows import asked_rows
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.places import places_of
-from batchinfer.engine.schedule.pooled_states import pooled_chunks, pooled_rows
 from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
 from batchinfer.engine.schedule.sequence import Sequence
@@ -55,13 +55,14 @@ class PlanWriter:
         sampled = self._sampled_rows(chunks, sampling, lengths, single)
         spans = np.array(starts, np.int32), None if single else np.array(lengths, np.int32)
         copies = _copies(step.copies, sequences) if step.copies else None
+        silent = asked_rows(chunks)
         if not self._wants.inputs:
+            how = ARGMAX if silent is None else silent.sampling
             return StepPlan(
-                *spans, None, None, _NONE, (), copies, sampled, None, None, ARGMAX, asked, shared_blocks
+                *spans, None, None, _NONE, (), copies, sampled, None, None, how, asked, shared_blocks
             )
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling
-        pooled = None if sequences[0].pooling is None else pooled_rows(chunks, pooled_chunks(chunks))
         return StepPlan(
             *spans,
             rows=rows,
@@ -69,10 +70,10 @@ class PlanWriter:
             tokens=_tokens(chunks, single),
             tables=tuple(self._changes(sequences)),
             copies=copies,
-            sampled=sampled if pooled is None else pooled.sampled,
-            sampled_counts=None if pooled is None else pooled.counts,
+            sampled=sampled if silent is None else silent.sampled,
+            sampled_counts=None if silent is None else silent.counts,
             awaited=_awaited(sampling, before, sampled),
-            sampling=self._asked(sampling, before) if pooled is None else pooled.sampling,
+            sampling=self._asked(sampling, before) if silent is None else silent.sampling,
             requests=asked,
             shared_blocks=shared_blocks,
         )

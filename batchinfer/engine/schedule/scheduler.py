@@ -375,10 +375,10 @@ class Scheduler:
         self.partial.unreserve(self.partial.wanted(sequence), sequence.arrival)
 
     def _sharable(self, sequence: Sequence) -> int:
-        """How many prompt blocks it could share. The last token is never among them: it has to run."""
+        """How many prompt blocks it could share. Tokens behind which something is asked have to run."""
         if not self.config.prefix_caching:
             return 0
-        return sequence.prompt_blocks(len(sequence) - 1, self.pool.block_size)
+        return sequence.prompt_blocks(sequence.most_cached, self.pool.block_size)
 
     def _release(self, sequence: Sequence) -> None:
         self.partial.released(sequence)

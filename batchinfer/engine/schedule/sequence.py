@@ -15,6 +15,7 @@ from batchinfer.core.request import FinishReason, Request, TokenLogprobs, Vector
 from batchinfer.core.sampling import Pooling, SamplingParams
 from batchinfer.engine.schedule.constraints import Constraint
 from batchinfer.engine.schedule.loops import LoopDetector
+from batchinfer.engine.schedule.scored_rows import ScoredBranch
 from batchinfer.engine.schedule.step_plan import States
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
@@ -88,9 +89,8 @@ class Sequence:
     stop_stream: StopStream | None
     stop_token_ids: frozenset[int]  # tokens that end the answer
     plain_greedy: bool  # whether nothing but a mask ever gives it another token than the argmax
-    pooling: (
-        Pooling | None
-    )  # of the vector that it ends with, as soon as its prompt has run; None: it gets tokens
+    pooling: Pooling | None  # of the vector that it ends with, as soon as its prompt has run; None: of none
+    scored: ScoredBranch | None  # the continuations of which it scores tokens, and gets none; None: of none
     content_root: bytes  # what besides its token ids its K and V depend on
     rope_offset: int  # the row of the rotary tables at which its positions begin
 
@@ -106,9 +106,7 @@ class Sequence:
     mask: int | None = None  # the number under which plans name its mask
     needs_sync: bool = False  # no step looks ahead of its tokens: a step may give it none or several
     placeholders: int = 0  # how many of the last tokens have values that only the device knows
-    pooled: States | None = (
-        None  # what its vector is made of: the sum of its hidden states so far, or the last one
-    )
+    pooled: States | None = None  # of its vector: the sum of its hidden states so far, or the last one
     drafts: int = 0  # how many of the last tokens are proposals, which the next step that runs it verifies
     jump_forward_tokens: int = 0  # output tokens that had to come and were not sampled
 
@@ -140,6 +138,7 @@ class Sequence:
         stop_stream: StopStream | None,
         now: float,
         eos_token_ids: frozenset[int] = frozenset(),
+        scored: ScoredBranch | None = None,
     ) -> Sequence:
         """Make a sequence of a request, as long as the model lets it become."""
         params, prompt = request.params, array("i", request.prompt.tobytes())
@@ -153,6 +152,7 @@ class Sequence:
             stop_stream=stop_stream,
             stop_token_ids=(frozenset() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids),
             pooling=params.pooling,
+            scored=scored,
             plain_greedy=params.greedy and logprobs is None and not reshaped,
             content_root=roots.of(len(prompt), params),
             rope_offset=roots.rope_offset(len(prompt), params),
@@ -170,6 +170,12 @@ class Sequence:
     def exact(self) -> bool:
         """Whether nothing but max_length can end it."""
         return self.request.params.has_known_length
+
+    @property
+    def most_cached(self) -> int:
+        """The most tokens that may come from the cache instead of being run: those behind which nothing is asked."""
+        last = len(self.tokens) - 1
+        return last if self.scored is None else min(self.scored.branch.first, last)
 
     @property
     def remaining(self) -> int:

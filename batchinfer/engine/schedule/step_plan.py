@@ -136,6 +136,22 @@ def _penalised(*data: bytes) -> PenalisedRows:
     )
 
 
+class ScoredTokens(NamedTuple):
+    """Tokens whose log-probabilities are asked for, given what stands before them."""
+
+    rows: Ints  # (n,): the sampled row behind whose token each of them would stand, ascending
+    tokens: Ints  # (n,)
+
+    def part(self, first: int, end: int) -> ScoredTokens | None:
+        """Return those of the rows [first, end), if there are any."""
+        low, high = np.searchsorted(self.rows, (first, end))
+        return (
+            None
+            if low == high
+            else ScoredTokens(self.rows[low:high] - np.int32(first), self.tokens[low:high])
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
     """The plan says what the sampled rows ask for and how tokens are chosen. Rows are named by their place here."""
@@ -156,6 +172,7 @@ class SamplingPlan:
     # Of each of these, ascending, the chunk to whose sum it is added; None: each is given by itself
     pools: list[int] | None = None
     chooses: bool = True  # whether rows get tokens at all
+    scored: ScoredTokens | None = None  # None: no row is asked how likely tokens are behind it
 
     def part(self, first: int, end: int) -> SamplingPlan:
         """Return the plan of the rows [first, end)."""
@@ -176,6 +193,7 @@ class SamplingPlan:
             [self.states[at] - first for at in states],
             None if pools is None else [pools[at] for at in states],
             self.chooses,
+            None if self.scored is None else self.scored.part(first, end),
         )
 
     def __reduce__(self) -> Pickled:
@@ -185,7 +203,8 @@ class SamplingPlan:
         lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest)
         given = None if self.given is None else self.given.tobytes()
         asked = (self.argmax, *lists, self.penalised, self.drawn)
-        return _sampling, (asked, given, self.states, self.pools, self.chooses)
+        scored = None if self.scored is None else tuple(one.tobytes() for one in self.scored)
+        return _sampling, (asked, given, self.states, self.pools, self.chooses, scored)
 
 
 ARGMAX = SamplingPlan()
@@ -195,9 +214,21 @@ def _argmax() -> SamplingPlan:
     return ARGMAX
 
 
-def _sampling(asked: tuple[Any, ...], given: bytes | None, *rest: Any) -> SamplingPlan:
-    fields: tuple[Any, ...] = (*asked, _ints(given), *rest)
+def _sampling(
+    asked: tuple[Any, ...], given: bytes | None, states: list[int], pools: list[int] | None, chooses: bool,
+    scored: tuple[bytes, bytes] | None,
+) -> SamplingPlan:  # fmt: skip
+    tokens = None if scored is None else ScoredTokens(*(np.frombuffer(one, np.int32) for one in scored))
+    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, chooses, tokens)
     return SamplingPlan(*fields)
+
+
+class AskedRows(NamedTuple):
+    """The part of a plan that asks for hidden states or log-probabilities instead of tokens; see StepPlan."""
+
+    sampled: Ints
+    counts: list[int] | None
+    sampling: SamplingPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

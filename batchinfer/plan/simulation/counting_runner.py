@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import TokenLogprobs
+from batchinfer.core.request import Scores, TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import StepLaunch
 from batchinfer.engine.schedule.step_plan import COUNTS, Ints, PlanWants, StepPlan
@@ -50,6 +50,7 @@ class CountedStep:
     clock: Clock
     done_s: float
     launch: StepLaunch | None
+    scored: int = 0  # tokens that are scored
     padded_tokens: int = 0
 
     def tokens(self) -> list[list[int]]:
@@ -64,6 +65,10 @@ class CountedStep:
     def states(self) -> Mapping[int, NDArray[np.float32]]:
         """Nobody asks a simulation for them."""
         return {}
+
+    def scores(self) -> Scores:
+        """Return that each token is certain: what they really are is not simulated."""
+        return Scores(np.zeros(self.scored, np.float32), np.ones(self.scored, np.bool_))
 
     def barred(self) -> Mapping[int, bool]:
         """No row is masked: what answers say is not simulated."""
@@ -97,7 +102,9 @@ class CountingRunner:
         answers = _sampling(plan.requests, lengths, plan.sampled)
         copied = 0 if copies is None else int((copies[:, 5] - copies[:, 4])[copies[:, 1] == 0].sum())
         spans = list(zip(plan.requests, starts, lengths, strict=True))
-        shape = step_shape(spans, len(answers), plan.shared_blocks, self.layout, copied)
+        scored = plan.sampling.scored
+        rows_asked = len(answers) + (0 if scored is None else len(np.unique(scored.rows)))
+        shape = step_shape(spans, rows_asked, plan.shared_blocks, self.layout, copied)
         launch = None
         if self.launching is not None:
             decodes = shape.tokens == len(answers) == rows and copies is None
@@ -105,7 +112,8 @@ class CountingRunner:
         launch_s = self.time.launch_s(self.cost.layers, launch.mode if launch else None)
         device_s = self.time.device_s(shape, self.cost, rows) + self._first_use_s()
         done = self.clock.launch(self.time.host_s(rows), launch_s, device_s)
-        return CountedStep(answers, self.outputs, self.clock, done, launch)
+        tokens = 0 if scored is None else len(scored.tokens)
+        return CountedStep(answers, self.outputs, self.clock, done, launch, tokens)
 
     def _first_use_s(self) -> float:
         """Return the seconds for memory that this step is the first to use. Blocks that were freed are used again

@@ -215,7 +215,7 @@ def test_an_engine_runs_either_vectors_or_texts() -> None:
     model = checkpoint("llama")
     engine = make_engine(make_runner(model, TorchOps(), Limits()), Limits(), frozenset())
     engine.add(asked([[1, 2]], "last"))
-    with pytest.raises(ValueError, match="pooling last cannot run None"):
+    with pytest.raises(ValueError, match=r"vectors .last. cannot run some for tokens"):
         engine.add(greedy([[1, 2]], 3))
     assert sum(len(output.completions) for output in engine.drain()) == 1
     engine.add(greedy([[1, 2]], 3))
