@@ -83,7 +83,9 @@ class ExpectedOutput:
         return self._finished + round(left * self._share)
 
     def _guessed(self) -> float:
-        from batchinfer.core.survival import survival_of  # not before a run's first line: it needs NumPy
+        from batchinfer.core.statistics.survival import (
+            survival_of,  # not before a run's first line: it needs NumPy
+        )
 
         survival = survival_of(self._lengths, self._cut + self._unfinished())
         if survival is None:

@@ -1,4 +1,4 @@
-"""What the requests of an engine ask for: one thing at a time."""
+"""Names of what the requests of an engine ask for: one thing at a time."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 from batchinfer.core.request import Completion, FinishReason, RowError, Tokens
 from batchinfer.core.samples import RequestSample
 from batchinfer.engine.loop.in_flight import End
-from batchinfer.engine.schedule.scored_rows import RequestScores
+from batchinfer.engine.schedule.scored_branches import RequestScores
 from batchinfer.engine.schedule.sequence import Sequence
 
 

@@ -20,7 +20,7 @@ from batchinfer.engine.runner.runner import Launched, Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
-from batchinfer.engine.schedule.scored_rows import scored_branches
+from batchinfer.engine.schedule.scored_branches import scored_branches
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus, StopStream, StopStreams
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer_kernels.arithmetic import NO_TOKEN

@@ -1,92 +1,16 @@
-"""The branches of requests whose continuations are scored: what steps are asked of them, and what they have found."""
+"""The part of a plan for prompts whose continuations are scored: it asks for log-probabilities, and for no tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from batchinfer.core.continuations import Branch, Continuations
-from batchinfer.core.request import Request, RowError, Scores, common_prefix
-from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.continuations import Branch
+from batchinfer.engine.schedule.scheduler import Chunk
 from batchinfer.engine.schedule.step_plan import AskedRows, SamplingPlan, ScoredTokens
 
-if TYPE_CHECKING:
-    from batchinfer.engine.schedule.scheduler import Chunk
-
 _NONE = np.empty(0, np.int32)
-_PROMPT_ONLY = SamplingParams(max_tokens=0, ignore_eos=True)
-
-
-@dataclass(slots=True, eq=False)
-class RequestScores:
-    """The log-probabilities of a request's continuations, as far as its branches have run."""
-
-    request: Request
-    tokens: int  # of its context and the trie of its continuations
-    unfinished: int  # branches
-    logprobs: NDArray[np.float32]
-    greedy: NDArray[np.bool_]
-    cached_tokens: int = 0  # of its context, that its first branch found in the cache
-    error: RowError | None = None  # of any branch
-
-    def take(
-        self, slots: NDArray[np.int64], logprobs: NDArray[np.float32], greedy: NDArray[np.bool_]
-    ) -> None:
-        """Take the log-probabilities of some tokens. What runs again after a preemption is taken again."""
-        self.logprobs[slots], self.greedy[slots] = logprobs, greedy
-
-    @property
-    def output(self) -> Scores | None:
-        """The scores of the request; None where a branch failed, or a logarithm is not a finite number."""
-        whole = self.error is None and bool(np.isfinite(self.logprobs).all())
-        return Scores(self.logprobs, self.greedy) if whole else None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoredBranch:
-    """The branch that a sequence runs, and the scores to which it adds."""
-
-    branch: Branch
-    scores: RequestScores
-    is_first: bool  # of its request
-
-    def take(self, start: int, end: int, found: Scores, begun: int) -> int:
-        """Take what was asked of the positions [start, end), which stands from `begun` on in `found`; how many these
-        are."""
-        slots = self.branch.slots[self.branch.asked(start, end)]
-        own = slice(begun, begun + len(slots))
-        self.scores.take(slots, found.logprobs[own], found.greedy[own])
-        return len(slots)
-
-    def ended(self, error: RowError | None, cached_tokens: int) -> bool:
-        """Say that the branch has ended. Return whether it was the last one of its request."""
-        scores = self.scores
-        scores.error = scores.error or error
-        scores.cached_tokens = cached_tokens if self.is_first else scores.cached_tokens
-        scores.unfinished -= 1
-        return scores.unfinished == 0
-
-
-def scored_branches(request: Request) -> list[tuple[Request, ScoredBranch]]:
-    """Return the branches of a request, each with the request that an engine runs for it. Raises ValueError for lengths
-    that do not fit its prompt."""
-    parts = Continuations.of(request.prompt, request.params.scored)
-    branches = parts.branches()
-    context, slots = len(parts.context), sum(request.params.scored)
-    nodes = sum(len(one.tokens) - one.first for one in branches)
-    nan, no = np.full(slots, np.nan, np.float32), np.zeros(slots, np.bool_)
-    scores = RequestScores(request, context - 1 + nodes, len(branches), nan, no)
-    follow = [common_prefix(one.tokens, other.tokens) for one, other in pairwise(branches)]
-    follow.append(min(request.shares_next, context))
-    return [
-        (Request(request.key, one.tokens, _PROMPT_ONLY, shared), ScoredBranch(one, scores, at == 0))
-        for at, (one, shared) in enumerate(zip(branches, follow, strict=True))
-    ]
 
 
 def scored_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -15,7 +15,7 @@ from batchinfer.core.request import FinishReason, Request, TokenLogprobs, Vector
 from batchinfer.core.sampling import Pooling, SamplingParams
 from batchinfer.engine.schedule.constraints import Constraint
 from batchinfer.engine.schedule.loops import LoopDetector
-from batchinfer.engine.schedule.scored_rows import ScoredBranch
+from batchinfer.engine.schedule.scored_branches import ScoredBranch
 from batchinfer.engine.schedule.step_plan import States
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.

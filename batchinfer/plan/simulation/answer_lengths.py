@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.request import Request
-from batchinfer.core.survival import Survival
+from batchinfer.core.statistics.survival import Survival
 
 
 @dataclass(frozen=True, slots=True, eq=False)

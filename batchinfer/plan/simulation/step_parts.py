@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.least_squares import nonnegative
+from batchinfer.core.statistics.least_squares import nonnegative
 from batchinfer_kernels.cost import Cost, ModelCost, OperatorCost, Peaks, StepShape, expected_hit
 
 # Seconds at the peaks, and how often there is one. A product's bytes are its weights': activations stay in caches.

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.least_squares import nonnegative
+from batchinfer.core.statistics.least_squares import nonnegative
 from batchinfer_kernels.cost import OPERATOR_KINDS, ModelCost, OperatorCost, Peaks, operator_kind
 
 Floats = NDArray[np.float64]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.core.least_squares import nonnegative
+from batchinfer.core.statistics.least_squares import nonnegative
 from batchinfer.plan.simulation.step_parts import PARTS, TimedStep, fitted, predicted, step_parts
 from batchinfer.plan.simulation.step_time import HOST_ROW, HOST_STEP, StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds

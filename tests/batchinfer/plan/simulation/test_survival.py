@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.core.survival import Survival
+from batchinfer.core.statistics.survival import Survival
 
 ANSWERS = 20_000
 
