@@ -18,7 +18,16 @@ from typing import TypeVar
 import numpy as np
 
 from batchinfer.core import errors
-from batchinfer.core.request import Completion, FinishReason, Request, RowError, TokenLogprobs, Tokens, Vector
+from batchinfer.core.request import (
+    Completion,
+    FinishReason,
+    Request,
+    RowError,
+    Scores,
+    TokenLogprobs,
+    Tokens,
+    Vector,
+)
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed, alone
 from batchinfer.engine.schedule.constraints import ConstraintsFor
@@ -80,6 +89,12 @@ def logprobs(request: Request) -> TokenLogprobs | None:
 def vector(request: Request) -> Vector:
     """How often each remainder by 48 is among the prompt's tokens."""
     return Vector(np.bincount(request.prompt % 48, minlength=48).astype(np.float32))
+
+
+def scores(request: Request) -> Scores:
+    """Of token t -t / 64, and a token is greedy if it is even."""
+    tokens = request.prompt[-sum(request.params.scored) :]
+    return Scores((-tokens / 64).astype(np.float32), tokens % 2 == 0, request.params.scored)
 
 
 def _asked(name: str, default: T) -> T:
@@ -218,6 +233,8 @@ class FakeEngine:
             return Completion(request.key, None, "error", problem)
         if request.params.pooling is not None:
             return Completion(request.key, vector(request), "stop")
+        if request.params.scored:
+            return Completion(request.key, scores(request), "stop")
         output = Tokens(answer(request), logprobs=logprobs(request))
         if is_cut(request) and request.params.constraint is not None:
             problem = RowError("incomplete_output", "policy", "the fake engine has cut the answer")

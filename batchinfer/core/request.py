@@ -163,19 +163,21 @@ class Scores:
 
     logprobs: NDArray[np.float32]  # (n,), natural logarithms
     greedy: NDArray[np.bool_]  # (n,): whether each token is the argmax of its logits
+    lengths: tuple[int, ...]  # tokens of each continuation
 
     @property
     def held_bytes(self) -> int:
-        """The memory of both."""
+        """The memory of the tokens' values."""
         return self.logprobs.nbytes + self.greedy.nbytes
 
     def __reduce__(self) -> Pickled:
         """Send values only, as a Request does."""
-        return _remade_scores, (self.logprobs.tobytes(), self.greedy.tobytes())
+        return _remade_scores, (self.logprobs.tobytes(), self.greedy.tobytes(), self.lengths)
 
 
-def _remade_scores(logprobs: bytes, greedy: bytes) -> Scores:
-    return Scores(np.frombuffer(bytearray(logprobs), np.float32), np.frombuffer(bytearray(greedy), np.bool_))
+def _remade_scores(logprobs: bytes, greedy: bytes, lengths: tuple[int, ...]) -> Scores:
+    found = np.frombuffer(bytearray(logprobs), np.float32), np.frombuffer(bytearray(greedy), np.bool_)
+    return Scores(*found, lengths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

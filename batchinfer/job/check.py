@@ -20,10 +20,10 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.sampling import CONSTRAINTS
-from batchinfer.job.embedding import embed_findings
 from batchinfer.job.file import JobFile, absolute, not_utf8
 from batchinfer.job.prompt import PROMPT_SOURCES
 from batchinfer.job.prompt_check import SOURCES_TEXT, prompt_findings
+from batchinfer.job.tasks import task_findings
 from batchinfer.job.yaml_tree import Finding, Loc, shorten
 
 RESULT_COLUMNS = (
@@ -41,8 +41,12 @@ RESULT_COLUMNS = (
     "error_message",
     "retryable",
 )
-# Those of a result of vectors
-VECTOR_COLUMNS = (*RESULT_COLUMNS[:5], "embedding", "prompt_tokens", *RESULT_COLUMNS[-4:])
+# Those that stand in the place of a text's, by task
+TASK_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "embed": ("embedding",),
+    "score": ("logprob", "is_greedy", "scored_tokens"),
+    "classify": ("label", "probability", "probabilities"),
+}
 ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
 REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
@@ -65,7 +69,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_from_columns(sections),
         *_constraints(sections),
         *_fit(sections, file),
-        *embed_findings(values),
+        *task_findings(values),
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
@@ -272,8 +276,8 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
 
 def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns that the result has of its own."""
-    if values.get("task") == "embed":
-        return VECTOR_COLUMNS
+    if (of_task := TASK_COLUMNS.get(str(values.get("task")))) is not None:
+        return (*RESULT_COLUMNS[:5], *of_task, "prompt_tokens", *RESULT_COLUMNS[-4:])
     per_row = sampling.get("from_columns")
     named = isinstance(per_row, Mapping | tuple) and LOGPROBS in per_row
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
@@ -293,6 +297,11 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
             others = {
                 LOGPROBS: "a result with log-probabilities",
                 ATTEMPT: "the result of a job with on_invalid",
+                **{
+                    name: f"a result of task: {task}"
+                    for task, names in TASK_COLUMNS.items()
+                    for name in names
+                },
             }
             whose = others.get(folded, "every result")
             message = f"{shorten(column)} is the name of a column that {whose} has"

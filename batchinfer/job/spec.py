@@ -20,7 +20,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 from batchinfer.core.errors import JobFileError, Mistake
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.job.check import check
-from batchinfer.job.embedding import EmbedSection, Task
+from batchinfer.job.embedding import EmbedSection
 from batchinfer.job.field_types import (
     Auto,
     Bytes,
@@ -46,7 +46,9 @@ from batchinfer.job.prompt import PromptSection
 from batchinfer.job.results_root import results_root, trial_results
 from batchinfer.job.sampling import SamplingSection
 from batchinfer.job.schema_file import read_schema_file
+from batchinfer.job.scoring import ClassifySection, ScoreSection
 from batchinfer.job.section import Section, shown
+from batchinfer.job.tasks import TASK_SECTIONS, Task
 from batchinfer.job.template_file import read_template_file
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
@@ -54,7 +56,7 @@ from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantizat
 
 _OUTPUT_PATH = ("output", "path")
 # The sections that decide which rows there are and what they hold
-_OF_ROWS = ("model", "input", "prompt", "task", "embed", "sampling", "on_invalid")
+_OF_ROWS = ("model", "input", "prompt", "task", *TASK_SECTIONS, "sampling", "on_invalid")
 _NO_FILE = "(the job that was given)"  # stands for the job file where there is none
 
 
@@ -237,7 +239,9 @@ class Job(Section):
 
     name: Name = Field(description="Name of the job, for reports and messages.")
     task: Task = Field(
-        default="generate", description="What the model makes of a row: text, or a vector (embed)."
+        default="generate",
+        description="What the model makes of a row: a text, a vector (embed), how likely a text is (score), or a label "
+        "(classify).",
     )
     model: ModelSection = Field(description="Which model answers, and in what type it computes.")
     input: InputSection = Field(description="The rows: files (path) or a query (sql).")
@@ -246,6 +250,10 @@ class Job(Section):
     )
     embed: EmbedSection = Field(
         default=EmbedSection(), description="Which vectors are made, with task: embed."
+    )
+    score: ScoreSection = Field(default=ScoreSection(), description="What is scored, with task: score.")
+    classify: ClassifySection = Field(
+        default=ClassifySection(), description="Between which labels rows choose, with task: classify."
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),
@@ -393,7 +401,9 @@ class Job(Section):
         """Describe the job for people, one line per option; `defaults`: also options that have their default value."""
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
-            if section == ("embed" if self.task == "generate" else "sampling"):
+            if section in TASK_SECTIONS and section != self.task:
+                continue
+            if section == "sampling" and self.task != "generate":
                 continue
             if section == "sampling" and self.requests:
                 said = [f"    {key}: {shown(key, value)}" for key, value in self.sampling.given().items()]

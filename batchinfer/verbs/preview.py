@@ -19,6 +19,11 @@ from batchinfer.plan.setup.dry_run import first_index
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import check_setup
 
+_ANSWERS = {
+    "embed": "a vector",
+    "score": "how likely a text is",
+    "classify": "a label",
+}  # of tasks without texts
 TOKENS_SHOWN = 64  # of a previewed prompt: what is wrong with a template shows at its ends
 
 
@@ -78,15 +83,15 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
 
 def _shared_sampling(job: Job) -> SamplingParams:
     """Return the parameters of a row that sets none itself. OpenAI requests are compared with the plain defaults."""
-    if job.task == "embed":
-        return SamplingParams.vector("last")
+    if job.task != "generate":
+        return SamplingParams()
     return SamplingParams() if job.requests else job.params()
 
 
 def sampling_of_all(job: Job) -> list[str]:
     """Say how the rows of a job are sampled, for people, before the rows themselves are shown."""
-    if job.task == "embed":
-        return ["task: embed, so that the answer to each row is a vector"]
+    if job.task in _ANSWERS:
+        return [f"task: {job.task}, so that the answer to each row is {_ANSWERS[job.task]}"]
     if job.requests:
         return ["sampling: each request sets its own"]
     given = _parameters(_differences(job.params(), SamplingParams()))
@@ -120,5 +125,7 @@ def _previewed(
     ids = index.tokens.read(row["token_offset"], row["token_count"]).tolist()
     text = tokenizer.rust.decode(ids, skip_special_tokens=False)
     params = SamplingParams.from_json(row["params"])
-    said = None if params.pooling is not None else _set_by_people(params)
-    return PreviewedRow(*place, text, ids, said, own_sampling=_differences(params, shared))
+    if not params.gives_tokens:
+        return PreviewedRow(*place, text, ids, None)
+    said, own = _set_by_people(params), _differences(params, shared)
+    return PreviewedRow(*place, text, ids, said, own_sampling=own)

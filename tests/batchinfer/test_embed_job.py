@@ -137,7 +137,7 @@ def test_every_verb_knows_vectors(
     previewed = verbs("preview", job, "--rows", "1")
     assert "word 0" in previewed.out
     assert "vector" in previewed.err + previewed.out
-    assert "vectors, without a token of output" in verbs("plan", job).out
+    assert "made of the prompts alone, without a token of output" in verbs("plan", job).out
     planned = verbs("plan", job, "--json")
     assert planned.code == 0, planned.err
     assert json.loads(planned.out)["most_output_tokens"] == 0

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import StorageError
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
@@ -140,6 +141,7 @@ class Index:
     )
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
     embedding: Embedding | None = None  # the vectors of its rows, whose answers are some
+    scoring: Scoring | None = None  # what is scored behind its prompts, whose answers are scores
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -171,7 +173,7 @@ class Index:
             (_tool_calls(value), bool(value.get("unread_calls", False))),
             value.get("known_rows", 0),
         )
-        identity, made = value["identity"], _embedding(value)
+        identity, made, scored = value["identity"], _embedding(value), value.get("scoring")
         return cls(
             folder,
             identity,
@@ -183,6 +185,7 @@ class Index:
             *calls,
             known_rows=int(known),
             embedding=made,
+            scoring=None if scored is None else Scoring.from_json(scored),
         )
 
     @classmethod
@@ -221,6 +224,8 @@ class Index:
             value["known_rows"] = self.known_rows
         if self.embedding is not None:
             value["embedding"] = self.embedding.to_json()
+        if self.scoring is not None:
+            value["scoring"] = self.scoring.to_json()
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

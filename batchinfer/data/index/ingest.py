@@ -153,6 +153,8 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
         value["tool_calls"] = options.tool_calls.to_json()
     if options.embedding is not None:
         value["embedding"] = options.embedding.to_json()
+    if options.scoring is not None:
+        value["scoring"] = options.scoring.to_json()
     return value
 
 
@@ -348,7 +350,7 @@ class Ingestion:
         plan = self._prompt_plan(columns, mode, values_are_text)
         truncate = prompt.truncate if prompt else "error"
         own = self._job.model.max_model_len is not None
-        room = 1 if options.embedding is None else 0
+        room = 1 if options.embedding is None and options.scoring is None else 0
         limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own, room)
         model, definition = self._job.model.path, self._tokenizer.definition
         as_text = self._job.output.columns if schema is None or values_are_text else ()
@@ -360,7 +362,9 @@ class Ingestion:
         prompt, embedding = self._job.prompt or PromptSection(), self._options.embedding
         return PromptPlan(
             mode=mode,
-            params=self._job.params() if embedding is None else SamplingParams.vector(embedding.pooling),
+            params=self._params(),
+            scoring=self._options.scoring,
+            continuation=self._job.score.continuation,
             before="" if embedding is None else embedding.prompt,
             dimensions=0 if embedding is None else embedding.dimensions,
             system=prompt.system,
@@ -382,6 +386,13 @@ class Ingestion:
             tool_calls=self._options.tool_calls,
             asked_call=prompt.asked_call,
         )
+
+    def _params(self) -> SamplingParams:
+        """Return the parameters of a row that sets none itself."""
+        if self._options.scoring is not None:
+            return SamplingParams.scores()
+        embedding = self._options.embedding
+        return self._job.params() if embedding is None else SamplingParams.vector(embedding.pooling)
 
     def _by_url(self) -> dict[str, SamplingParams]:
         embedding = self._options.embedding
@@ -417,6 +428,7 @@ class Ingestion:
             *self._options.calls(self._job, writer.has_tools),
             writer.known_rows,
             self._options.embedding,
+            self._options.scoring,
         )
         index.write_marker(self._ops)
         return index

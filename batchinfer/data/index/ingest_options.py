@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize
 from batchinfer.data.input.reader import Reader, SampleSize, Strata
@@ -36,7 +37,8 @@ class IngestOptions:
     output: str = "tokens"  # the name of the kind of answers
     reasoning: Reasoning | None = None  # how the checkpoint marks it
     tool_calls: CallStyle | None = None  # how answers write calls of tools, if rows may have any
-    embedding: Embedding | None = None  # the vectors that rows ask for; None: for texts
+    embedding: Embedding | None = None  # the vectors that rows ask for; None: for none
+    scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
     chunk: ChunkSize = DEFAULT_SIZE
     checked: Reader | None = None  # has read headers and footers of the same files
 

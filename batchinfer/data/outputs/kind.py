@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, Output, Request
+from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.columns.schema_columns import SchemaColumns
@@ -40,6 +41,10 @@ class AskedOutputs(Protocol):
     @property
     def embedding(self) -> Embedding | None:
         """The vectors that the rows ask for; None: their answers are no vectors."""
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """Return what is scored behind the rows' prompts; None: nothing is."""
 
 
 class TokenBytes(Protocol):
@@ -115,7 +120,8 @@ class OutputKind(Protocol):
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
         """Return the columns of a result that its lines in an OpenAI file are made of, and how many rows of them are
-        read at a time (None: as many as usual). `names`: those that the result has."""
+        read at a time (None: as many as usual). `names`: those that the result has. Raises ValueError for a kind that
+        no OpenAI batch file asks for."""
 
     def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
         """Return the body of a row's response, but for its id, time and model: at least `object`. `chat`: the row asked

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from batchinfer.data.outputs.kind import OutputKind
+from batchinfer.data.outputs.labels import LabelsKind
+from batchinfer.data.outputs.scores import ScoresKind
 from batchinfer.data.outputs.tokens import TokensKind
 from batchinfer.data.outputs.vectors import VectorsKind
 from batchinfer.job import Job
 
-KINDS: dict[str, OutputKind] = {kind.name: kind for kind in (TokensKind(), VectorsKind())}
+_ALL: tuple[OutputKind, ...] = (TokensKind(), VectorsKind(), ScoresKind(), LabelsKind())
+KINDS = {kind.name: kind for kind in _ALL}
+_OF_TASKS = {"embed": "vectors", "score": "scores", "classify": "labels"}
 USUAL = "tokens"  # the kind of parts, indexes and identities that name none
 
 
 def kind_of(job: Job) -> OutputKind:
     """Return the kind of a job's answers."""
-    return KINDS["vectors" if job.task == "embed" else USUAL]
+    return KINDS[_OF_TASKS.get(job.task, USUAL)]
 
 
 def answer_column(names: Iterable[str]) -> str | None:

@@ -30,7 +30,7 @@ class VectorsKind:
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
         """Return what takes vectors as they are."""
-        return VectorsReceived()
+        return AsTheyAre()
 
     def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
         """Return the column of vectors."""
@@ -77,14 +77,14 @@ class VectorsKind:
         }
 
 
-class VectorsReceived:
-    """Takes the answers of a run."""
+class AsTheyAre:
+    """Takes the answers of a run that need no check."""
 
     def planned(self, requests: Iterable[Request]) -> None:
         """Expect nothing of them."""
 
     def received(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions; an error has no vector."""
+        """Return the completions; an error has no output."""
         return [one if one.error is None else replace(one, output=None) for one in completions]
 
 

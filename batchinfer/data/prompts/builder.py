@@ -17,6 +17,7 @@ from jinja2 import nodes
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.rung import Rung
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, TOOLS, VECTOR_URL, embedding_input, openai_request
@@ -80,6 +81,10 @@ class PromptPlan:
     asked_call: Mapping[str, Any] = field(default_factory=dict)
     before: str = ""  # put before prompts that are texts as they are
     dimensions: int = 0  # of vectors
+    scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
+    continuation: str | None = (
+        None  # the column of what is scored; None: the labels are, or the prompt itself
+    )
 
 
 class Draft(NamedTuple):
@@ -88,6 +93,7 @@ class Draft(NamedTuple):
     `add_special` asks the tokenizer for its own BOS. `masks` maps stand-ins in `text` to special-token literals
     that the row's content holds and that are to be encoded as plain text. `unread` are the names of arguments that the
     row gives and the chat template does not read. `tools` are those that the row has, as `known_tools` writes them.
+    `continuations` are scored behind the prompt, () but for the first token of the prompt itself, None nothing.
     """
 
     params: SamplingParams
@@ -97,6 +103,7 @@ class Draft(NamedTuple):
     masks: dict[str, str] | None = None
     unread: tuple[str, ...] = ()
     tools: str | None = None
+    continuations: tuple[str | Sequence[int], ...] | None = None
 
 
 def template_columns(source: str | None) -> set[str]:
@@ -145,6 +152,8 @@ class PromptBuilder:
     def build(self, values: Values) -> Draft:
         """The row's prompt and parameters."""
         draft = self._build(values)
+        if self._plan.scoring is not None:
+            draft = draft._replace(continuations=self._continuations(self._plan.scoring, values))
         text, limit = draft.text, self._plan.max_text_bytes
         if text is None or len(text) <= limit // _MOST_BYTES:
             return draft
@@ -153,6 +162,26 @@ class PromptBuilder:
                 "text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy"
             )
         return draft
+
+    def _continuations(self, scoring: Scoring, values: Values) -> tuple[str | Sequence[int], ...]:
+        name = self._plan.continuation
+        if name is None:
+            return scoring.choices
+        if (value := values.get(name)) is None:
+            raise RowProblem(
+                "continuation_missing", f"column {name!r}, which is to be scored, is null or missing"
+            )
+        if self._plan.mode == "token_ids":
+            as_text = self._plan.values_are_text and isinstance(value, str)
+            return (check_token_ids(parse_value(value) if as_text else value),)
+        if not isinstance(value, str):
+            raise RowProblem("continuation_type", f"column {name!r} must be text, not {kind_of(value)}")
+        if _MOST_BYTES * len(value) > self._plan.max_text_bytes:
+            limit = self._plan.max_text_bytes // _MOST_BYTES
+            raise RowProblem(
+                "text_too_long", f"column {name!r} is over the limit of {limit} characters", "policy"
+            )
+        return (value,)
 
     def _params(self, values: Values) -> SamplingParams:
         if not self._plan.overrides and not self._plan.fits:

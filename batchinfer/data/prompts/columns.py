@@ -101,7 +101,7 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     wanted = tuple(_wanted(job, mode, column))
     variables = _needed_variables(job, used)
     parameters = {name for _, name in (*job.sampling.from_columns, *_argument_columns(job))}
-    parameters.update(_tools_column(job))
+    parameters.update((*_tools_column(job), *_continuation(job)))
     whole = mode == "openai" or ROW_VARIABLE in used
     send = None if whole else tuple(sorted({*used, *parameters, *([column] if column else [])}))
     read = None
@@ -132,6 +132,7 @@ def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str
     yield from (("sampling.from_columns", name) for _, name in job.sampling.from_columns)
     yield from (("prompt.template_arguments_from_columns", name) for _, name in _argument_columns(job))
     yield from (("prompt.tools_from_column", name) for name in _tools_column(job))
+    yield from (("score.continuation", name) for name in _continuation(job))
     yield from (("output.columns", name) for name in job.output.columns)
 
 
@@ -142,6 +143,10 @@ def _argument_columns(job: Job) -> tuple[tuple[str, str], ...]:
 def _tools_column(job: Job) -> tuple[str, ...]:
     name = None if job.prompt is None else job.prompt.tools_from_column
     return () if name is None else (name,)
+
+
+def _continuation(job: Job) -> tuple[str, ...]:
+    return () if job.score.continuation is None else (job.score.continuation,)
 
 
 def _needed_variables(job: Job, used: set[str]) -> tuple[str, ...]:

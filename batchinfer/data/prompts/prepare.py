@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
 
+from batchinfer.core.continuations import longest_sequence
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.core.rung import Rung, with_rung
 from batchinfer.core.sampling import SamplingParams, Truncate
@@ -20,6 +21,7 @@ from batchinfer.data.kept.rows import KeptRows
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
+from batchinfer.data.prompts.prepared.continued import ContinuedPrompts
 from batchinfer.data.prompts.prepared.known_rows import KnownRows
 from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs, PreparedTools
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
@@ -103,6 +105,8 @@ class Preparer:
         self._fields = fields
         self._tokenizer = tokenizer
         self._segments = tokenizer.segments()
+        labels = None if plan.scoring is None else plan.scoring.choices
+        self._continued = None if labels is None else ContinuedPrompts(tokenizer, self._segments, labels)
         self._plain = plan.params  # of most rows; their constraint was checked before
         self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
@@ -170,6 +174,8 @@ class Preparer:
     def _finish(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> None:
         """Tokenise what is held and see whether it fits."""
         encoded = self._encoded(held, work, careful)
+        if self._continued is not None:
+            encoded = self._with_continuations(self._continued, held, encoded, work, careful)
         held.keep([at for at, ids in enumerate(encoded) if ids is not None])
         ids = [one for one in encoded if one is not None]
         tokens, counts = _flat(ids)
@@ -191,6 +197,41 @@ class Preparer:
                 self._one_by_one(plain, held, encoded, work)
         self._one_by_one([at for at, d in enumerate(drafts) if d.masks], held, encoded, work)
         return encoded
+
+    def _with_continuations(
+        self,
+        continued: ContinuedPrompts,
+        held: _Drafts,
+        encoded: Sequence[Sequence[int] | None],
+        work: _FinishedPrompts,
+        careful: bool,
+    ) -> list[Sequence[int] | None]:
+        """The token ids of each draft and its continuations, one behind the other; None where there is an error."""
+        more, counts = _Drafts(), list[int]()
+        for row, draft, ids in zip(held.rows, held.drafts, encoded, strict=True):
+            asked = [] if ids is None else continued.to_encode(draft)
+            counts.append(len(asked))
+            for one in asked:
+                more.add(row, one)
+        found, joined = iter(self._encoded(more, work, careful)), list[Sequence[int] | None]()
+        for at, (draft, ids, size) in enumerate(zip(held.drafts, encoded, counts, strict=True)):
+            own = [*islice(found, size)]
+            whole = [one for one in own if one is not None]
+            joined.append(None)
+            if ids is None or len(whole) < len(own):
+                continue
+            try:
+                joined[at], params = continued.joined(draft, ids, whole, self._encode)
+                held.drafts[at] = draft._replace(params=params)
+            except RowProblem as problem:
+                work.errors[held.rows[at]] = problem.error
+            except BaseException as error:
+                if not _is_tokenizer_failure(error):
+                    raise
+                work.errors[held.rows[at]] = row_error(
+                    "tokenizer_failed", "the tokenizer cannot encode this prompt"
+                )
+        return joined
 
     def _in_bulk(
         self,
@@ -261,12 +302,20 @@ class Preparer:
         if int(tokens.max()) >= self._limits.vocab_size:
             message = f"token id {int(tokens.max())}; the model knows ids below {self._limits.vocab_size}"
             raise RowProblem("token_id_out_of_range", message)
-        if len(tokens) + self._limits.room <= limit:
+        scored = draft.params.scored
+        longest = longest_sequence(len(tokens), scored)
+        if longest + self._limits.room <= limit:
             return tokens
         if self._limits.truncate == "error":
-            more = " and needs room for one more" if self._limits.room else ""
+            more = (
+                " and needs room for one more"
+                if self._limits.room
+                else " with what is scored"
+                if scored
+                else ""
+            )
             message = (
-                f"the prompt has {len(tokens):,} tokens{more}; {self._limits.length()}; shorten "
+                f"the prompt has {longest:,} tokens{more}; {self._limits.length()}; shorten "
                 f"it, or set prompt.truncate to left or right to cut such prompts{self._limits.remedy()}"
             )
             raise RowProblem("prompt_too_long", message, "policy")
@@ -277,7 +326,20 @@ class Preparer:
                 f"max_tokens{self._limits.remedy()}"
             )
             raise RowProblem("prompt_too_long", message, "policy")
-        return self._cut(tokens, keep, draft)
+        return self._cut_before(tokens, scored, limit, draft) if scored else self._cut(tokens, keep, draft)
+
+    def _cut_before(self, tokens: TokenIds, scored: tuple[int, ...], limit: int, draft: Draft) -> TokenIds:
+        """Return a prompt that is cut before its continuations, of which the longest fits behind what is left."""
+        context = len(tokens) - sum(scored)
+        keep = limit - max(scored)
+        if keep < 1 or draft.continuations == ():
+            message = f"what is scored has {max(scored):,} tokens; {self._limits.length()}; shorten it"
+            raise RowProblem("prompt_too_long", f"{message}{self._limits.remedy()}", "policy")
+        before = self._segments.around[0] if draft.add_special else []
+        before = before if len(before) < keep else []
+        inner, kept = tokens[len(before) : context], keep - len(before)
+        cut = inner[-kept:] if self._limits.truncate == "left" else inner[:kept]
+        return np.concatenate([tokens[: len(before)], cut, tokens[context:]]).astype(np.int32)
 
     def _cut(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
         """Return `keep` tokens of a prompt. What the tokenizer puts around a text stays, where a vector is made of it:

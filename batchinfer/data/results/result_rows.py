@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import BatchInferError
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.index.index import OPENING, TOOLS, AnswerSchema
@@ -74,6 +75,10 @@ class IndexView(Protocol):
     @property
     def embedding(self) -> Embedding | None:
         """The vectors that the rows ask for; None: their answers are no vectors."""
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """Return what is scored behind the rows' prompts; None: nothing is."""
 
     @property
     def output(self) -> str:

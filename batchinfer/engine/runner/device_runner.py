@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.core.request import Scores, TokenLogprobs
+from batchinfer.core.request import TokenLogprobs
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import GraphRecorder
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.row_scores import joined_scores
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
@@ -31,7 +30,7 @@ from batchinfer.engine.runner.sampled import (
     states_of_chunks,
     tokens_of_chunks,
 )
-from batchinfer.engine.schedule.step_plan import States, StepPlan
+from batchinfer.engine.schedule.step_plan import States, StepPlan, TokenScores
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer.engine.tensors.device_tables import DeviceTables
@@ -90,12 +89,12 @@ class DeviceRun:
             found |= rows.of_rows(barred, first)
         return found
 
-    def scores(self) -> Scores:
+    def scores(self) -> TokenScores:
         """Wait for the step; the log-probabilities of the tokens that the plan names."""
         if self.download is None or not self.scored:
-            return joined_scores([])
+            return TokenScores.joined([])
         arrays = self.download.arrays()[-2 * self.scored :]
-        return joined_scores([*zip(arrays[::2], arrays[1::2], strict=True)])
+        return TokenScores.joined([*zip(arrays[::2], arrays[1::2], strict=True)])
 
 
 @dataclass(frozen=True, slots=True)

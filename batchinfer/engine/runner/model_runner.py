@@ -11,9 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchinfer.core.request import Scores, TokenLogprobs
+from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.runner.row_scores import joined_scores
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
@@ -23,7 +22,14 @@ from batchinfer.engine.runner.sampled import (
     tokens_of_chunks,
 )
 from batchinfer.engine.runner.sampler import LogitsHead, Sampler
-from batchinfer.engine.schedule.step_plan import COMPUTES, PlanWants, SamplingPlan, States, StepPlan
+from batchinfer.engine.schedule.step_plan import (
+    COMPUTES,
+    PlanWants,
+    SamplingPlan,
+    States,
+    StepPlan,
+    TokenScores,
+)
 from batchinfer.engine.tensors.batch import build_batch
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
@@ -54,7 +60,7 @@ class RunnerOutput:
     next_barred: Mapping[int, bool] = field(default_factory=dict)
     launch: StepLaunch | None = None
     asked_states: Mapping[int, States] = field(default_factory=dict)
-    token_scores: Scores = field(default_factory=partial(joined_scores, []))
+    token_scores: TokenScores = field(default_factory=partial(TokenScores.joined, ()))
 
     def tokens(self) -> list[list[int]]:
         """Return the next tokens of each chunk that samples."""
@@ -68,7 +74,7 @@ class RunnerOutput:
         """Return the hidden states that each chunk asks for."""
         return self.asked_states
 
-    def scores(self) -> Scores:
+    def scores(self) -> TokenScores:
         """Return the log-probabilities of the tokens that the plan names."""
         return self.token_scores
 
@@ -136,7 +142,7 @@ class ModelRunner:
             masked.of_rows(masked.barred.numpy(force=True)) if masked else {},
             self._launch,
             states_of_chunks([asked], plan),
-            joined_scores([(scored[0], scored[1])] if scored else []),
+            TokenScores.joined([(scored[0], scored[1])] if scored else []),
         )
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.core.request import Scores
 from batchinfer.engine.schedule.step_plan import ScoredTokens
 from batchinfer.engine.tensors.staging import upload
 
@@ -42,9 +40,3 @@ def row_scores(logits: Callable[[Tensor], Tensor], hidden: Tensor, scored: Score
         logprobs[low:high] = piece.log_softmax(-1)[own, asked]
         greedy[low:high] = piece.argmax(-1)[own] == asked
     return RowScores(logprobs, greedy)
-
-
-def joined_scores(parts: list[tuple[NDArray[np.float32], NDArray[np.bool_]]]) -> Scores:
-    """Join the scores of micro-batches on the host, in their order."""
-    logprobs = [np.empty(0, np.float32), *(one for one, _ in parts)]
-    return Scores(np.concatenate(logprobs), np.concatenate([np.empty(0, bool), *(two for _, two in parts)]))

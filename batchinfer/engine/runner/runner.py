@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from batchinfer.core.request import Scores, TokenLogprobs
+from batchinfer.core.request import TokenLogprobs
 from batchinfer.core.samples import LaunchMode
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.schedule.step_plan import PlanWants, States, StepPlan
+from batchinfer.engine.schedule.step_plan import PlanWants, States, StepPlan, TokenScores
 from batchinfer_kernels.cost import ModelCost
 
 
@@ -47,7 +47,7 @@ class Launched(Protocol):
         """The hidden states that each chunk asks for, (any, hidden), behind the final norm, or their sum, (1, hidden).
         Waits for the device."""
 
-    def scores(self) -> Scores:
+    def scores(self) -> TokenScores:
         """The log-probabilities of the tokens that the plan's `scored` names, in its order. Waits for the device."""
 
     def barred(self) -> Mapping[int, bool]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from batchinfer.core.continuations import Branch, Continuations
 from batchinfer.core.request import Request, RowError, Scores, common_prefix
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.schedule.step_plan import TokenScores
 
 _PROMPT_ONLY = SamplingParams(max_tokens=0, ignore_eos=True)
 
@@ -37,7 +38,7 @@ class RequestScores:
     def output(self) -> Scores | None:
         """The scores of the request; None where a branch failed, or a logarithm is not a finite number."""
         whole = self.error is None and bool(np.isfinite(self.logprobs).all())
-        return Scores(self.logprobs, self.greedy) if whole else None
+        return Scores(self.logprobs, self.greedy, self.request.params.scored) if whole else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +49,7 @@ class ScoredBranch:
     scores: RequestScores
     is_first: bool  # of its request
 
-    def take(self, start: int, end: int, found: Scores, begun: int) -> int:
+    def take(self, start: int, end: int, found: TokenScores, begun: int) -> int:
         """Take what was asked of the positions [start, end), which stands from `begun` on in `found`; how many these
         are."""
         slots = self.branch.slots[self.branch.asked(start, end)]

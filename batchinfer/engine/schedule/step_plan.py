@@ -7,7 +7,7 @@ gets all of them, in order, can do what the runner does: a rank, a simulation, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -150,6 +150,19 @@ class ScoredTokens(NamedTuple):
             if low == high
             else ScoredTokens(self.rows[low:high] - np.int32(first), self.tokens[low:high])
         )
+
+
+class TokenScores(NamedTuple):
+    """The log-probabilities of scored tokens on the host, in the order of their plan."""
+
+    logprobs: NDArray[np.float32]  # (n,); NaN where logits are not finite
+    greedy: NDArray[np.bool_]  # (n,): whether the token is the argmax
+
+    @classmethod
+    def joined(cls, parts: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> TokenScores:
+        """Join the scores of micro-batches, in their order."""
+        each = [(np.empty(0, np.float32), np.empty(0, np.bool_)), *parts]
+        return cls(np.concatenate([one for one, _ in each]), np.concatenate([other for _, other in each]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,9 +25,9 @@ def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]])
 def _columns(run: OpenRun) -> str:
     """Return the version of the columns of the job's kind of answers: nothing of the first one of texts, so that
     results of before there were kinds keep their identity. How answers mark reasoning and write calls decides columns,
-    too, and what is made of vectors."""
+    too, and what is made of vectors and scores."""
     setup = run.setup
-    kind, read = setup.output, (setup.reasoning, setup.tool_calls, setup.embedding)
+    kind, read = setup.output, (setup.reasoning, setup.tool_calls, setup.embedding, setup.scoring)
     version = "" if (kind.name, kind.version) == (USUAL, 0) else f" {kind.name} {kind.version}"
     said = (json.dumps(one.to_json(), sort_keys=True) for one in read if one is not None)
     return " ".join([version, *said])

@@ -225,7 +225,7 @@ def _spread(lengths: Lengths) -> str:
 
 def _answers(forecast: EngineForecast, most: int) -> str:
     if not most:
-        return "vectors, without a token of output"
+        return "made of the prompts alone, without a token of output"
     if forecast.answers_from:
         runs = counted(forecast.answers_from, "earlier run")
         return f"{short(forecast.run.sampled_tokens)} tokens, if they are as long as in {runs}; {short(most)} at most"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.constraints.constraint_check import constraint_problem
@@ -26,7 +27,8 @@ class AskedAnswers:
 
     reasoning: Reasoning | None
     tool_calls: CallStyle | None
-    embedding: Embedding | None
+    embedding: Embedding | None = None
+    scoring: Scoring | None = None
     answers: None = None
     logprobs: None = None
 
@@ -34,9 +36,17 @@ class AskedAnswers:
 def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
     """Return what the job asks of answers. Raises JobFileError."""
     embedding = job_embedding(job, checkpoint.spec.hidden)
-    if embedding is not None:
-        return AskedAnswers(None, None, embedding)
-    return AskedAnswers(job_reasoning(job, tokenizer), job_calls(job, tokenizer), None)
+    scoring = _scoring(job)
+    if embedding is not None or scoring is not None:
+        return AskedAnswers(None, None, embedding, scoring)
+    return AskedAnswers(job_reasoning(job, tokenizer), job_calls(job, tokenizer))
+
+
+def _scoring(job: Job) -> Scoring | None:
+    if job.task == "score":
+        return Scoring(per_token=job.score.per_token)
+    asked = job.classify
+    return Scoring(asked.choices, asked.length_normalized) if job.task == "classify" else None
 
 
 def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:

@@ -14,6 +14,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import SchemaColumns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
@@ -49,7 +50,8 @@ class Setup:
     reasoning: Reasoning | None = None
     # how they write calls of tools; None: no row can have tools, or calls are kept in the text
     tool_calls: CallStyle | None = None
-    embedding: Embedding | None = None  # its vectors; None: it generates texts
+    embedding: Embedding | None = None  # its vectors; None: it makes none
+    scoring: Scoring | None = None  # what it scores; None: nothing
 
     @property
     def roots(self) -> ContentRoots:
@@ -80,6 +82,7 @@ class Setup:
             reasoning=self.reasoning,
             tool_calls=self.tool_calls,
             embedding=self.embedding,
+            scoring=self.scoring,
         )
 
 
@@ -107,7 +110,8 @@ def check_setup(
         setting = setting.without_sharing()
     check_names(job, kind, read)
     columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
-    most, said = _most_tokens(job, read.reasoning), (read.reasoning, read.tool_calls, read.embedding)
+    said = read.reasoning, read.tool_calls, read.embedding, read.scoring
+    most = _most_tokens(job, read.reasoning)
     return Setup(checkpoint, setting, tokenizer, columns, kind, most, workers, *said)
 
 

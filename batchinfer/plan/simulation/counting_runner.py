@@ -9,10 +9,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import Scores, TokenLogprobs
+from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import StepLaunch
-from batchinfer.engine.schedule.step_plan import COUNTS, Ints, PlanWants, StepPlan
+from batchinfer.engine.schedule.step_plan import COUNTS, Ints, PlanWants, StepPlan, TokenScores
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.plan.simulation.launching import Launching
 from batchinfer.plan.simulation.step_time import StepTime
@@ -66,9 +66,9 @@ class CountedStep:
         """Nobody asks a simulation for them."""
         return {}
 
-    def scores(self) -> Scores:
+    def scores(self) -> TokenScores:
         """Return that each token is certain: what they really are is not simulated."""
-        return Scores(np.zeros(self.scored, np.float32), np.ones(self.scored, np.bool_))
+        return TokenScores(np.zeros(self.scored, np.float32), np.ones(self.scored, np.bool_))
 
     def barred(self) -> Mapping[int, bool]:
         """No row is masked: what answers say is not simulated."""

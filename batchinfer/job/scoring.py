@@ -1,0 +1,34 @@
+"""The sections of a job file that say what is scored: continuations of rows, or labels."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from batchinfer.job.field_types import Choice, Text
+from batchinfer.job.section import Section
+
+
+class ScoreSection(Section):
+    """The continuations of a job with `task: score`."""
+
+    continuation: Text | None = Field(
+        default=None,
+        description="Column of what stands behind the prompt: the result says how likely it is there. null: the prompt "
+        "itself is scored, but for its first token.",
+    )
+    per_token: bool = Field(
+        default=False, description="Whether the result has the log-probability of each token, too."
+    )
+
+
+class ClassifySection(Section):
+    """The labels of a job with `task: classify`."""
+
+    choices: Choice = Field(
+        default=(), max_length=1000, description="The labels: texts that may stand behind each prompt."
+    )
+    length_normalized: bool = Field(
+        default=False,
+        description="Whether labels are compared by the mean log-probability of their tokens; else by the sum, which "
+        "favours short labels.",
+    )

@@ -1,0 +1,82 @@
+"""The tasks of jobs, and the checks of what goes with a job's task."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
+
+from batchinfer.job.prompt import PROMPT_SOURCES
+from batchinfer.job.yaml_tree import Finding, shorten
+
+Task = Literal["generate", "embed", "score", "classify"]
+TASK_SECTIONS = tuple(name for name in get_args(Task) if name != "generate")  # each task has one of its name
+_ANSWERS = {"generate": "texts", "embed": "vectors", "score": "log-probabilities", "classify": "labels"}
+# What a job says of answers that are texts, by section; an empty name: the section as a whole
+_OF_TEXTS = (
+    ("sampling", "", "says how tokens are chosen"),
+    ("on_invalid", "", "says how rows run again whose texts are not valid"),
+    ("output", "schema", "describes texts"),
+    ("output", "schema_file", "describes texts"),
+    ("output", "column", "describes texts"),
+    ("prompt", "reasoning", "says how texts mark reasoning"),
+    ("prompt", "tool_calls", "says how texts write calls of tools"),
+    ("prompt", "tool_choice", "says which tool a text calls"),
+)
+
+
+def task_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Find what does not go with the job's task."""
+    task = values.get("task", "generate")
+    if task not in _ANSWERS:
+        return
+    for name in TASK_SECTIONS:
+        if name != task and values.get(name):
+            message = f"is given, but the job has not task: {name}, so that its answers are {_ANSWERS[task]}"
+            yield Finding((name,), message, f"add task: {name}, or remove it")
+    if task == "generate":
+        return
+    for section, name, what in _OF_TEXTS:
+        given = values.get(section)
+        given = given.get(name) if name and isinstance(given, dict) else given
+        if given and (name or section != "prompt"):
+            loc = (section, name) if name else (section,)
+            message = f"{what}, and with task: {task} answers are {_ANSWERS[task]}"
+            yield Finding(loc, message, "remove it")
+    if task == "embed":
+        yield from _prefix(values)
+    else:
+        yield from _scored(values, task)
+
+
+def _prefix(values: Mapping[str, Any]) -> Iterator[Finding]:
+    embed, prompt = (values.get(name) for name in ("embed", "prompt"))
+    if not isinstance(embed, dict) or not isinstance(prompt, dict) or embed.get("prompt") is None:
+        return
+    if prompt.get("text") is None and (prompt.get("user") is None or prompt.get("chat", True) is not False):
+        message = "is put before texts, but the job's prompts are not texts as they are"
+        yield Finding(("embed", "prompt"), message, "use prompt.text, or prompt.user with chat: false")
+
+
+def _scored(values: Mapping[str, Any], task: str) -> Iterator[Finding]:
+    section, source, prompt = (values.get(name) for name in (task, "input", "prompt"))
+    given = isinstance(prompt, dict) and any(prompt.get(name) is not None for name in PROMPT_SOURCES)
+    if not given or (isinstance(source, dict) and source.get("format") == "openai"):
+        message = f"is {task}, and requests of an OpenAI batch file do not say what is to be scored"
+        yield Finding(("task",), message, "give the prompt section, with input.format: jsonl")
+    if task != "classify":
+        return
+    choices = section.get("choices") if isinstance(section, dict) else None
+    if section is None or (isinstance(section, dict) and not choices):
+        message = "are missing: a job with task: classify names its labels"
+        yield Finding(("classify", "choices"), message, "give two at least, as in [positive, negative]")
+    if not isinstance(choices, tuple):
+        return
+    if len(choices) == 1:
+        yield Finding(
+            ("classify", "choices"), "has one label, which every row would get", "give two at least"
+        )
+    for text, count in Counter(choices).items():
+        if count > 1:
+            message = f"has {shorten(text)} {count} times"
+            yield Finding(("classify", "choices"), message, "name each label once")

@@ -1,0 +1,293 @@
+"""Whole jobs with `task: score` and `task: classify`, against transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from batchinfer.core.errors import BatchInferError
+from batchinfer.pipeline.options import RunOptions
+from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
+from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
+from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
+from tests.batchinfer.wrong_jobs import Place, command
+from tests.checkpoints import make_model_folder
+
+REAL = RunOptions(waves_from_s=float("inf"))
+LABELS = [" yes", " no", " not at all", " no way", "!"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scores") / "model"
+    make_model_folder(folder, "qwen3")
+    return folder
+
+
+def write_job(folder: Path, checkpoint: Path, rows: list[Any] | None, task: str, **sections: Any) -> Path:
+    usual = {
+        "sampling": None,
+        "engine": {"device": "cpu"},
+        "on_error": {"max_error_rate": 0.7},
+        "prompt": None,
+    }
+    prompt = sections.pop("prompt", {"text": "text"})
+    path = write_any(folder, checkpoint, rows, task=task, **{**usual, **sections})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"prompt": prompt}))
+    return path
+
+
+class Reference:
+    """What transformers says of a text behind another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def logprobs(self, before: str, text: str) -> tuple[list[float], bool]:
+        context, whole = self.encode(before), self.encode(before + text)
+        shared = len(context) if before else 1
+        assert whole[:shared] == (context or whole[:1])
+        with torch.no_grad():
+            logits = self.model(torch.tensor([whole])).logits[0, shared - 1 : -1]
+        targets = whole[shared:]
+        found = logits.log_softmax(-1)[range(len(targets)), targets].tolist()
+        return found, logits.argmax(-1).tolist() == targets
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"r{n}",
+            "text": f"A question that all share, and number {n // 2}:",
+            "answer": f" {n % 3} or so",
+        }
+        for n in range(count)
+    ]
+
+
+def test_scores_are_those_of_transformers(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
+    rows = [*rows_of(12), rows_of(1)[0]]
+    bad = [{"id": "b0", "text": "x", "answer": None}, {"id": "b1", "text": "x", "answer": ""}]
+    bad += [{"id": "b2", "text": "x", "answer": 3}, {"id": "b3", "text": None, "answer": "x"}]
+    special = {"id": "s", "text": "What ends a turn?", "answer": " <|im_end|> does"}
+    score = {"continuation": "answer", "per_token": True}
+    path = write_job(tmp_path, checkpoint, [*rows, special, *bad], "score", score=score)
+    outcome = run(path, REAL)
+    assert outcome.exit_code == 0
+    found = table(path)
+    for row, got in zip(rows, found, strict=False):
+        logprobs, greedy = reference.logprobs(row["text"], row["answer"])
+        assert got["status"] == "ok"
+        assert got["logprob"] == pytest.approx(sum(logprobs), abs=1e-4)
+        np.testing.assert_allclose(got["token_logprobs"], logprobs, atol=1e-4)
+        assert (got["is_greedy"], got["scored_tokens"]) == (greedy, len(logprobs))
+        assert got["prompt_tokens"] == len(reference.encode(row["text"]))
+    assert found[len(rows)]["scored_tokens"] > len(" <> does"), "a row's special token is read as text"
+    codes = ["continuation_missing", "empty_continuation", "continuation_type", "prompt_missing"]
+    assert [row["error_code"] for row in found[-4:]] == codes
+    assert found[-1]["logprob"] is found[-1]["is_greedy"] is found[-1]["token_logprobs"] is None
+    assert (outcome.row["computed_requests"], outcome.row["duplicate_rows"]) == (13, 1)
+    assert outcome.row["output_tokens"] == 0
+
+
+def test_a_text_is_scored_whole(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
+    texts = [f"Text {n} of some length" for n in range(5)]
+    rows = [{"id": f"r{n}", "text": text} for n, text in enumerate([*texts, "x"])]
+    path = write_job(tmp_path, checkpoint, rows, "score")
+    assert run(path, REAL).exit_code == 0
+    found = table(path)
+    for text, got in zip(texts, found, strict=False):
+        assert got["logprob"] == pytest.approx(sum(reference.logprobs("", text)[0]), abs=1e-4)
+        assert (got["prompt_tokens"], got["scored_tokens"]) == (1, len(reference.encode(text)) - 1)
+    assert found[-1]["error_code"] == "empty_continuation"
+    assert "token_logprobs" not in found[0]
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_labels_are_those_of_brute_force(
+    tmp_path: Path, checkpoint: Path, reference: Reference, normalized: bool
+) -> None:
+    rows = [*rows_of(8), {"id": "bad", "text": None}, {"id": "short", "text": "?"}]
+    classify = {"choices": LABELS, "length_normalized": normalized}
+    path = write_job(tmp_path, checkpoint, rows, "classify", classify=classify)
+    outcome = run(path, REAL)
+    assert outcome.exit_code == 0
+    found = {row["custom_id"] or row["row_id"]: row for row in table(path)}
+    for row, got in zip(rows, table(path), strict=True):
+        if row["text"] is None:
+            assert (got["label"], got["probability"], got["probabilities"]) == (None, None, None)
+            continue
+        each = [reference.logprobs(str(row["text"]), label)[0] for label in LABELS]
+        logits = np.array([sum(one) / (len(one) if normalized else 1) for one in each])
+        wanted = np.exp(logits - logits.max())
+        wanted /= wanted.sum()
+        assert [label for label, _ in got["probabilities"]] == LABELS
+        np.testing.assert_allclose([one for _, one in got["probabilities"]], wanted, atol=1e-4)
+        assert got["label"] == LABELS[int(wanted.argmax())]
+        assert got["probability"] == pytest.approx(wanted.max(), abs=1e-4)
+        assert got["prompt_tokens"] == len(reference.encode(str(row["text"])))
+    assert len(found) == len(rows)
+
+
+def test_a_prompt_runs_once_for_all_labels(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
+    """The tokens that are run are those of the prompts, of which all share the beginning, and of the labels' trie."""
+    rows = [{"id": f"r{n}", "text": f"{'A long text. ' * 20}And number {n}:"} for n in range(6)]
+    path = write_job(tmp_path, checkpoint, rows, "classify", classify={"choices": LABELS})
+    outcome = run(path, REAL)
+    prompts = [reference.encode(row["text"]) for row in rows]
+    nodes = {tuple(ids[:end]) for ids in prompts for end in range(1, len(ids) + 1)}
+    labels = [reference.encode(label) for label in LABELS]
+    trie = {tuple(ids[:end]) for ids in labels for end in range(1, len(ids))}
+    assert outcome.row["prompt_tokens_run"] == len(nodes) + len(rows) * len(trie)
+
+
+def published(path: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))]
+
+
+def test_a_killed_run_ends_with_the_same_bytes(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines in one run, one engine with small steps that dies in the other; and a second night."""
+    places, rows = [tmp_path / name for name in ("whole", "killed")], rows_of(40)
+    settings = {"device": "cpu", "deterministic": True, "block_size": 16}
+    classify = {"choices": LABELS}
+    jobs = []
+    for place in places:
+        place.mkdir()
+        jobs.append(write_job(place, checkpoint, rows, "classify", classify=classify, engine=settings))
+    whole, killed = jobs
+    outcome = run(whole, REAL, ("engine.data_parallel", "2"))
+    assert (outcome.exit_code, outcome.row["replicas"], outcome.row["computed_requests"]) == (0, 2, 20)
+    monkeypatch.setenv("DIES_AFTER", "9")
+    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    small = [("engine.max_num_batched_tokens", "24"), ("engine.data_parallel", "1")]
+    with pytest.raises(BatchInferError):
+        run(killed, replace(REAL, engine="tests.batchinfer.dying_engine:build"), *small)
+    resumed = run(killed, REAL, *small)
+    assert (resumed.exit_code, resumed.row["computed_requests"] < 20) == (0, True)
+    assert published(killed) == published(whole)
+    normalized = classify | {"length_normalized": True}
+    write_job(places[0], checkpoint, rows, "classify", classify=normalized, engine=settings)
+    assert run(whole, NO_ENGINE).exit_code == 0, "what is made of scores computes nothing"
+    assert published(whole) != published(killed)
+
+
+def fenced(section: str, language: str) -> str:
+    page = (Path(__file__).parents[2] / "docs/scores.md").read_text("utf-8")
+    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    (found,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return str(found)
+
+
+def test_the_jobs_of_the_page_run(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/qwen3-4b").symlink_to(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    for section, rows in (("Labels", "reviews.jsonl"), ("Scores", "pairs.jsonl")):
+        (tmp_path / "job.yaml").write_text(fenced(section, "yaml"))
+        (tmp_path / rows).write_text(fenced(section, "json"))
+        assert run(tmp_path / "job.yaml", REAL).exit_code == 0
+    found = duckdb.sql(fenced("Labels", "sql")).fetchall()
+    assert {row[0] for row in found} == {"r1", "r2", "r3"}
+    assert all(row[1] in ("positive", "negative", "mixed") and 0 < row[3] <= 1 for row in found)
+    perplexity = "SELECT exp(-sum(logprob) / sum(scored_tokens)) FROM 'results/answers/*.parquet'"
+    ((value,),) = duckdb.sql(perplexity).fetchall()
+    assert value > 1
+
+
+WRONG = [
+    ("task: classify", "classify.choices: are missing"),
+    ("task: classify\nclassify: {choices: [a]}", "classify.choices: has one label"),
+    ("task: classify\nclassify: {choices: [a, b, a]}", 'has "a" 2 times'),
+    ("task: score\nclassify: {choices: [a, b]}", "is given, but the job has not task: classify"),
+    ("task: score\nsampling: {max_tokens: 3}", "sampling: says how tokens are chosen"),
+    ("score: {per_token: true}", "so that its answers are texts"),
+    ("task: score\nscore: {continuation: nothing}", "score.continuation"),
+]
+
+
+@pytest.mark.parametrize(("lines", "message"), WRONG)
+def test_wrong_jobs_are_told(
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    lines: str,
+    message: str,
+) -> None:
+    place.rows({"id": "r", "text": "word"})
+    told = command(capsys, monkeypatch, FAKE_ENGINE)(
+        "run", place.job(lines, prompt="prompt: {text: text}", sampling="")
+    )
+    assert told.code == 78
+    assert message in told.err
+
+
+def test_every_verb_knows_labels(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.rows(*({"id": f"r{n}", "text": f"word {n // 2}", "label": n} for n in range(12)))
+    lines = "task: classify\nclassify: {choices: [a, b, c]}"
+    clash = "output: {path: out/res, columns: [label]}"
+    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+    assert (
+        "that a result of task: classify has" in verbs("run", place.job(lines, sampling="", output=clash)).err
+    )
+    job = place.job(lines, prompt="prompt: {text: text}", sampling="")
+    previewed = verbs("preview", job, "--rows", "1")
+    assert "a label" in previewed.err + previewed.out
+    planned = verbs("plan", job)
+    assert (planned.code, "without a token of output" in planned.out) == (0, True)
+    assert verbs("run", job).code == 0
+    rows = place.table()
+    assert [row["label"] for row in rows] == ["a"] * 12, "the fake engine finds low ids likely"
+    assert all(sum(one for _, one in row["probabilities"]) == pytest.approx(1) for row in rows)
+    shown = verbs("report", place.results)
+    assert shown.code == 0
+    checked = verbs("verify", place.results)
+    assert checked.code == 0, checked.err + checked.out
+    query = "SELECT probabilities['b'] AS b FROM results LIMIT 1"
+    assert json.loads(verbs("query", place.results, query, "--json").out)["b"] < 0.5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_only_prompts_are_cut(tmp_path: Path, checkpoint: Path, reference: Reference, side: str) -> None:
+    """A row of just as many tokens as the model reads is not cut, and what is scored never is."""
+    rows = [
+        {"id": "fits", "text": "a" * 12, "answer": "b" * 8},
+        {"id": "cut", "text": "ab" * 20, "answer": "c" * 7},
+    ]
+    rows.append({"id": "long", "text": "a", "answer": "b" * 20})
+    model, score = {"path": str(checkpoint), "max_model_len": 20}, {"continuation": "answer"}
+    prompt = {"text": "text", "truncate": side}
+    path = write_job(tmp_path, checkpoint, rows, "score", score=score, model=model, prompt=prompt)
+    assert run(path, REAL).exit_code == 0
+    fits, cut, long = table(path)
+    assert fits["logprob"] == pytest.approx(sum(reference.logprobs("a" * 12, "b" * 8)[0]), abs=1e-4)
+    kept = ("ab" * 20)[-13:] if side == "left" else ("ab" * 20)[:13]
+    assert cut["logprob"] == pytest.approx(sum(reference.logprobs(kept, "c" * 7)[0]), abs=1e-4)
+    assert (cut["prompt_tokens"], long["error_code"]) == (13, "prompt_too_long")
+    write_job(tmp_path, checkpoint, rows, "score", score=score, model=model)
+    run(path, REAL)
+    assert [row["error_code"] for row in table(path)] == [None, "prompt_too_long", "prompt_too_long"]
