@@ -56,11 +56,6 @@ class Continuations:
             raise ValueError(f"continuations of {lengths} tokens behind {ends[0]}: all must be 1 at least")
         return cls(prompt[: ends[0]], tuple(np.split(prompt, ends)[1:-1]))
 
-    @property
-    def longest(self) -> int:
-        """Return the tokens of the context and the longest continuation together."""
-        return len(self.context) + max(map(len, self.each))
-
     def branches(self) -> list[Branch]:
         """Return the branches that score all continuations, each position of their trie once.
 
@@ -107,8 +102,9 @@ class _Asked:
 
 
 def longest_sequence(prompt_tokens: int, lengths: Sequence[int]) -> int:
-    """Return the positions that a request with such a prompt takes: its continuations stand at the same place."""
-    return prompt_tokens - sum(lengths) + max(lengths) if lengths else prompt_tokens
+    """Return the positions that a request with such a prompt takes. Its continuations stand at the same place, and the
+    last token of each is only looked up in what the model says before it."""
+    return prompt_tokens - sum(lengths) + max(lengths) - 1 if lengths else prompt_tokens
 
 
 def context_tokens(request: Request) -> int:

@@ -275,19 +275,19 @@ def test_every_verb_knows_labels(
 def test_only_prompts_are_cut(tmp_path: Path, checkpoint: Path, reference: Reference, side: str) -> None:
     """A row of just as many tokens as the model reads is not cut, and what is scored never is."""
     rows = [
-        {"id": "fits", "text": "a" * 12, "answer": "b" * 8},
+        {"id": "fits", "text": "a" * 12, "answer": "b" * 9},
         {"id": "cut", "text": "ab" * 20, "answer": "c" * 7},
     ]
-    rows.append({"id": "long", "text": "a", "answer": "b" * 20})
+    rows.append({"id": "long", "text": "aa", "answer": "b" * 21})
     model, score = {"path": str(checkpoint), "max_model_len": 20}, {"continuation": "answer"}
     prompt = {"text": "text", "truncate": side}
     path = write_job(tmp_path, checkpoint, rows, "score", score=score, model=model, prompt=prompt)
     assert run(path, REAL).exit_code == 0
     fits, cut, long = table(path)
-    assert fits["logprob"] == pytest.approx(sum(reference.logprobs("a" * 12, "b" * 8)[0]), abs=1e-4)
-    kept = ("ab" * 20)[-13:] if side == "left" else ("ab" * 20)[:13]
+    assert fits["logprob"] == pytest.approx(sum(reference.logprobs("a" * 12, "b" * 9)[0]), abs=1e-4)
+    kept = ("ab" * 20)[-14:] if side == "left" else ("ab" * 20)[:14]
     assert cut["logprob"] == pytest.approx(sum(reference.logprobs(kept, "c" * 7)[0]), abs=1e-4)
-    assert (cut["prompt_tokens"], long["error_code"]) == (13, "prompt_too_long")
+    assert (cut["prompt_tokens"], long["error_code"]) == (14, "prompt_too_long")
     write_job(tmp_path, checkpoint, rows, "score", score=score, model=model)
     run(path, REAL)
     assert [row["error_code"] for row in table(path)] == [None, "prompt_too_long", "prompt_too_long"]

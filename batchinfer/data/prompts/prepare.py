@@ -331,7 +331,7 @@ class Preparer:
     def _cut_before(self, tokens: TokenIds, scored: tuple[int, ...], limit: int, draft: Draft) -> TokenIds:
         """Return a prompt that is cut before its continuations, of which the longest fits behind what is left."""
         context = len(tokens) - sum(scored)
-        keep = limit - max(scored)
+        keep = limit + 1 - max(scored)  # the last token of what is scored takes no position
         if keep < 1 or draft.continuations == ():
             message = f"what is scored has {max(scored):,} tokens; {self._limits.length()}; shorten it"
             raise RowProblem("prompt_too_long", f"{message}{self._limits.remedy()}", "policy")

@@ -25,7 +25,6 @@ def test_branches_score_each_token_once(context: list[int], each: list[list[int]
     run: list[tuple[int, ...]] = []
     for branch in parts.branches():
         tokens = branch.tokens.tolist()
-        assert len(tokens) < parts.longest == longest_sequence(len(prompt), lengths)
         places = branch.positions(0, len(tokens)).tolist()
         run += [tuple(tokens[: place + 1]) for place in range(branch.first, len(tokens))]
         assert sorted(set(places)) == [*range(branch.first, len(tokens))]
@@ -36,6 +35,8 @@ def test_branches_score_each_token_once(context: list[int], each: list[list[int]
             before, behind = branch.asked(0, cut), branch.asked(cut, len(tokens))
             assert (before.start, before.stop, behind.stop) == (0, behind.start, len(places))
             assert branch.positions(0, cut).tolist() == places[before]
+    longest = max(len(branch.tokens) for branch in parts.branches())
+    assert longest == longest_sequence(len(prompt), lengths)
     assert len(run) == len(set(run)), "a node was run twice"
     wanted = [(tuple(context + one[:at]), one[at]) for one in each for at in range(len(one))]
     assert [found[slot] for slot in range(len(wanted))] == wanted
