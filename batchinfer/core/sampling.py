@@ -29,6 +29,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 1024  # answers to one row
 MAX_SCHEMA_BYTES = 1 << 20  # of a JSON Schema as text
 JSON_CONSTRAINTS = ("json_schema", "json_object")
 CONSTRAINTS = (*JSON_CONSTRAINTS, "regex", "choice", "grammar", "tool_call")

@@ -48,6 +48,7 @@ TASK_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "classify": ("label", "probability", "probabilities"),
 }
 ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
+SAMPLE = "sample_index"  # the column of a job with several answers to a row (sampling.n)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
 REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
 TOOL_CALLS_COLUMN = "tool_calls"  # of a result whose answers may call tools
@@ -70,6 +71,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_constraints(sections),
         *_fit(sections, file),
         *task_findings(values),
+        *_samples(sections),
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
@@ -253,6 +255,21 @@ def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Find
         )
 
 
+def _samples(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    sampling = sections.get("sampling", {})
+    n = sampling.get("n")
+    if not isinstance(n, int) or n < 2:
+        return
+    if "prompt" not in sections or sections.get("input", {}).get("format") == "openai":
+        message = f"is {n}, which is not for OpenAI batch files: a line has one response"
+        yield Finding(("sampling", "n"), message, "repeat the requests, or give the prompt section")
+    per_row = sampling.get("from_columns")
+    named = isinstance(per_row, Mapping | tuple) and "temperature" in dict(per_row)
+    if not named and not sampling.get("temperature"):
+        message = f"is {n}, but temperature is 0, so that all answers to a row would be the same"
+        yield Finding(("sampling", "n"), message, "set sampling.temperature, for example to 0.8")
+
+
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
     """Find options that the CPU's operators lack. With device: auto, `resolve` refuses them where that is a CPU."""
     if engine.get("device") != "cpu":
@@ -281,6 +298,7 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
     per_row = sampling.get("from_columns")
     named = isinstance(per_row, Mapping | tuple) and LOGPROBS in per_row
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
+    ours = (*ours, SAMPLE) if sampling.get("n", 1) != 1 else ours
     return (*ours, LOGPROBS) if named or sampling.get(LOGPROBS) is not None else ours
 
 
@@ -297,6 +315,7 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
             others = {
                 LOGPROBS: "a result with log-probabilities",
                 ATTEMPT: "the result of a job with on_invalid",
+                SAMPLE: "a result with several answers to a row",
                 **{
                     name: f"a result of task: {task}"
                     for task, names in TASK_COLUMNS.items()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from batchinfer.core.sampling import INT32_MAX, MAX_STOP_TOKENS, SamplingParams
+from batchinfer.core.sampling import INT32_MAX, MAX_SAMPLES, MAX_STOP_TOKENS, SamplingParams
 from batchinfer.job.field_types import (
     SAMPLING_PARAMETERS,
     Choice,
@@ -28,6 +28,10 @@ class SamplingSection(Section):
     )
     min_tokens: Annotated[int, bounded("min_tokens")] = Field(
         default=0, description="Fewest tokens of an answer: it does not end before."
+    )
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(
+        default=1,
+        description="Answers to each row: sampled ones, each a row of the result with a sample_index.",
     )
     temperature: Annotated[float, bounded("temperature")] = Field(
         default=0.0,

@@ -327,6 +327,11 @@ class Job(Section):
         return 1 + len(self.on_invalid)
 
     @property
+    def samples(self) -> int:
+        """How many answers each row gets, which are rows of the result."""
+        return self.sampling.n
+
+    @property
     def source(self) -> Path:
         """The job file, absolute; relative paths start from its folder."""
         return self._source

@@ -98,14 +98,16 @@ class RunReport:
         """Note what a process did between two moments of `time.perf_counter`."""
         self._activities.append(Activity(process, activity, self._watch.at(began), self._watch.at(ended)))
 
-    def keep_keys(self, index_parts: Sequence[Path], attempts: NDArray[np.uint8] | None = None) -> None:
+    def keep_keys(
+        self, index_parts: Sequence[Path], attempts: NDArray[np.uint8] | None = None, samples: int = 1
+    ) -> None:
         """Write which request answered which row of the result that was just published. `attempts`: which of the row's
-        own, by row; None: there is but one. Raises OSError."""
+        own, by row; None: there is but one. `samples`: answers to a row. Raises OSError."""
         if attempts is None:
-            write_rows(self.folder, self._run_id, index_parts)
+            write_rows(self.folder, self._run_id, index_parts, samples=samples)
             return
         columns = [attempt_columns(number)[0] for number in range(1, int(attempts.max(initial=1)) + 1)]
-        write_rows(self.folder, self._run_id, index_parts, columns, attempts - 1)
+        write_rows(self.folder, self._run_id, index_parts, columns, attempts - 1, samples)
 
     def planned(self, plan: Plan, seen: EngineForecast | None) -> None:
         """Note what the plan has to run, and what the engine is forecast to take for it; None: there is no forecast."""

@@ -48,8 +48,11 @@ class EqualRows:
         unique_ids: bool,
         attempts: int = 1,
         threads: int = 2,
+        samples: int = 1,
     ) -> None:
-        """folder: for what is kept meanwhile. unique_ids: a row whose custom id an earlier row has is an error row."""
+        """folder: for what is kept meanwhile. unique_ids: a row whose custom id an earlier row has is an error row.
+        samples: how many rows of the index, one after the other, a row of the input is."""
+        self._samples = samples
         self._folder, self._context, self._ops = folder, context, ops
         self._unique_ids, self._attempts, self._threads = unique_ids, attempts, threads
         self._settled = 0  # parts
@@ -59,7 +62,7 @@ class EqualRows:
         """Settle the rows of those of these parts, in row order, that were not here the last time. Return how many
         became error rows. Raises StorageError, OutOfMemory."""
         new = _Stretch(parts, self._settled, self._folder / "spill", self._ops, self._threads)
-        errors = _refuse_repeated_ids(new) if self._unique_ids else 0
+        errors = _refuse_repeated_ids(new, self._samples) if self._unique_ids else 0
         kept = self._folder / f"equal-{len(self._kept)}.parquet"
         self._kept += _number_equal_samples(new, tokens, self._context, self._attempts, self._kept, kept)
         self._settled = len(parts)
@@ -106,14 +109,14 @@ class _Stretch:
             yield number, *np.concatenate(held, axis=1)
 
 
-def _refuse_repeated_ids(new: _Stretch) -> int:
-    """Turn every row whose custom_id an earlier row has into an error row; how many became one."""
+def _refuse_repeated_ids(new: _Stretch, samples: int) -> int:
+    """Turn every row whose custom_id an earlier row of the input has into an error row; how many became one."""
     if not new.parts:
         return 0
     rows = f"SELECT row_id, custom_id, error_code FROM {parquet(new.parts)} WHERE custom_id IS NOT NULL"
     query = (
-        "SELECT row_id, first FROM (SELECT row_id, error_code, min(row_id) OVER (PARTITION BY custom_id) AS first "
-        f"FROM {_repeated(rows, 'custom_id')}) WHERE row_id > first AND error_code IS NULL"
+        f"SELECT row_id, first FROM (SELECT row_id, error_code, min(row_id // {samples}) OVER (PARTITION BY custom_id) "
+        f"AS first FROM {_repeated(rows, 'custom_id')}) WHERE row_id // {samples} > first AND error_code IS NULL"
     )
     return new.patch(query, _as_errors)
 

@@ -142,6 +142,7 @@ class Index:
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
     embedding: Embedding | None = None  # the vectors of its rows, whose answers are some
     scoring: Scoring | None = None  # what is scored behind its prompts, whose answers are scores
+    samples: int = 1  # how many of its rows, one after the other, are a row of the input
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -186,6 +187,7 @@ class Index:
             known_rows=int(known),
             embedding=made,
             scoring=None if scored is None else Scoring.from_json(scored),
+            samples=int(value.get("samples", 1)),
         )
 
     @classmethod
@@ -226,6 +228,8 @@ class Index:
             value["embedding"] = self.embedding.to_json()
         if self.scoring is not None:
             value["scoring"] = self.scoring.to_json()
+        if self.samples > 1:
+            value["samples"] = self.samples
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

@@ -193,6 +193,7 @@ class Ingestion:
             ops,
             unique_ids=job.input.unique_ids,
             attempts=job.attempts,
+            samples=job.samples,
             threads=max(2, usable_cpus()),
         )
 
@@ -295,9 +296,9 @@ class Ingestion:
         if not names:
             return None
         if schema is None:
-            return JsonSpool(names, self._spool, self._ops)
+            return JsonSpool(names, self._spool, self._ops, self._job.samples)
         typed = pa.schema([(name, schema.field(name).type) for name in names])
-        return TypedColumns(typed, self._layout.passthrough, self._ops)
+        return TypedColumns(typed, self._layout.passthrough, self._ops, self._job.samples)
 
     def _write(
         self,
@@ -310,7 +311,8 @@ class Ingestion:
         job, attempts, longest = self._job, self._job.attempts, self._options.max_model_len
         reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None
         index_columns = index_schema(spec.fields.endpoints, attempts, reasons, tools)
-        writer = self._writer = IndexWriter(self._layout, longest, index_columns, self._ops, attempts)
+        how = longest, index_columns, self._ops, attempts, job.samples
+        writer = self._writer = IndexWriter(self._layout, *how)
         workers = self._options.workers or usable_cpus()
         with self._known(spec) as kept:
             self._kept = kept
@@ -332,7 +334,9 @@ class Ingestion:
     def _known(self, spec: RenderSpec) -> AbstractContextManager[KeptIndex | None]:
         """Open what the last index knew, where that is asked for. Files and chunks of rows that a limit cuts off, or
         that a query gave, are not known as such."""
-        if self._keeping is None:
+        if (
+            self._keeping is None or self._job.samples > 1
+        ):  # equal samples need their tokens, to be told apart
             return nullcontext()
         job, ops = self._job, self._ops
         settings = _settings(job, self._options, self._tokenizer)
@@ -384,6 +388,7 @@ class Ingestion:
             ladder=self._job.on_invalid,
             reasoning=self._options.reasoning,
             tool_calls=self._options.tool_calls,
+            sampled=self._job.samples > 1,
             asked_call=prompt.asked_call,
         )
 
@@ -429,6 +434,7 @@ class Ingestion:
             writer.known_rows,
             self._options.embedding,
             self._options.scoring,
+            self._job.samples,
         )
         index.write_marker(self._ops)
         return index

@@ -22,6 +22,7 @@ from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, Prepar
 from batchinfer.data.prompts.row_facts import RowFacts
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
+from batchinfer.data.storage.rebatch import repeated
 
 Int64s = NDArray[np.int64]
 
@@ -49,11 +50,17 @@ class IndexWriter:
     """Use as a context manager; `commit()` at the end. Rows get their ids in the order of `append`."""
 
     def __init__(
-        self, layout: Layout, max_model_len: int, schema: pa.Schema, ops: FileOps, attempts: int = 1
+        self,
+        layout: Layout,
+        max_model_len: int,
+        schema: pa.Schema,
+        ops: FileOps,
+        attempts: int = 1,
+        samples: int = 1,
     ) -> None:
-        """schema: of the index, see `index_schema`."""
-        self._max_model_len, self._schema = max_model_len, schema
-        self._at_once = max(1, BATCH_ROWS // attempts)
+        """schema: of the index, see `index_schema`. samples: how many rows of the index each row becomes."""
+        self._max_model_len, self._schema, self._samples = max_model_len, schema, samples
+        self._at_once = max(1, BATCH_ROWS // attempts // samples)
         self._parts = PartWriter(layout.index, self._schema, ops)
         self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
@@ -82,14 +89,15 @@ class IndexWriter:
             columns |= _fact_columns(rows.facts, first, size)
             columns[OPENING.name] = _int8s(done.openings[first : first + size])
             columns[TOOLS.name] = _tools_column(done.tools, first, size)
-            columns["row_id"] = _numbers(self.rows + first, size)
             columns["file"] = pa.repeat(place.file, size)
             columns["row_index"] = _numbers(place.first_row + first, size)
+            columns = {name: repeated(one, self._samples) for name, one in columns.items()}
+            columns["row_id"] = _numbers(self.rows + first * self._samples, size * self._samples)
             self._even.append(pa.record_batch([columns[n] for n in self._schema.names], self._schema))
-        self.rows += len(rows)
-        self.total_tokens += int(done.counts.sum(dtype=np.int64))
-        self.known_rows += done.known_rows
-        self.error_rows += len(done.errors)
+        self.rows += len(rows) * self._samples
+        self.total_tokens += int(done.counts.sum(dtype=np.int64)) * self._samples
+        self.known_rows += done.known_rows * self._samples
+        self.error_rows += len(done.errors) * self._samples
         self.unread.join(done.unread)
 
     def _note_logprobs(self, params: Sequence[SamplingParams]) -> None:

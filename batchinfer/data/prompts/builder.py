@@ -81,6 +81,7 @@ class PromptPlan:
     asked_call: Mapping[str, Any] = field(default_factory=dict)
     before: str = ""  # put before prompts that are texts as they are
     dimensions: int = 0  # of vectors
+    sampled: bool = False  # rows get several answers, which therefore have to be sampled
     scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
     continuation: str | None = (
         None  # the column of what is scored; None: the labels are, or the prompt itself
@@ -190,6 +191,8 @@ class PromptBuilder:
         if self._plan.values_are_text:
             given = {name: from_text(name, value) for name, value in given.items()}
         params = override(self._plan.params, given, dict(self._plan.overrides))
+        if self._plan.sampled and params.greedy:
+            raise RowProblem("bad_parameter", "temperature is 0, and n > 1 equal answers are of no use")
         return self._fitted(params, given)
 
     def _fitted(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

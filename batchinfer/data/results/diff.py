@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from batchinfer.core.errors import UsageError
+from batchinfer.core.sampling import MAX_SAMPLES
 from batchinfer.data.outputs.call_column import CALLS_FIELD
 from batchinfer.data.outputs.registry import answer_column
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
@@ -15,7 +16,7 @@ from batchinfer.data.storage.duck import connection, interruptible, literal, par
 from batchinfer.data.storage.temporary import temporary_folder
 
 Kind = Literal["only in A", "only in B", "answer", "error came", "error went", "error changed", "column"]
-ROW_ID, CUSTOM_ID = "row_id", "custom_id"
+ROW_ID, CUSTOM_ID, SAMPLE = "row_id", "custom_id", "sample_index"
 # Of our own columns these three describe an answer like its typed columns; the others say where a row is from, or are
 # compared as answers and errors.
 _COMPARED = ("finish_reason", "prompt_tokens", "completion_tokens")
@@ -136,7 +137,8 @@ class _Diff:
         there = self._number(f"SELECT count({_named(column)}) FROM {side}")
         if there < rows:
             return f"{name} is null in {rows - there:,} rows"
-        different = self._number(f"SELECT count(*) FROM (SELECT DISTINCT {_named(column)} FROM {side})")
+        key = self._key_value(column) if self._samples else _named(column)
+        different = self._number(f"SELECT count(*) FROM (SELECT DISTINCT {key} FROM {side})")
         return (
             f"{name} has only {different:,} different values in {rows:,} rows" if different < rows else None
         )
@@ -156,11 +158,27 @@ class _Diff:
             return f"[[one['name'], one['arguments']] FOR one IN {_named(column)}]"
         return _named(column) if self._same_type(column) else f"CAST({_named(column)} AS VARCHAR)"
 
+    @property
+    def _samples(self) -> bool:
+        """Whether both results have several answers to a row."""
+        return all(SAMPLE in self.types[side] for side in "ab")
+
+    @property
+    def _place(self) -> str:
+        """A number that is different in every row, as SQL has it."""
+        return f"({ROW_ID} * {MAX_SAMPLES} + {SAMPLE})" if self._samples else ROW_ID
+
+    def _key_value(self, column: str) -> str:
+        """Return what rows are matched by, as SQL has it: samples of a row by their numbers, too."""
+        if self._samples and column in (ROW_ID, CUSTOM_ID):
+            return f"concat({_named(column)}, '#', {SAMPLE})"
+        return self._value(column)
+
     def _join(self, by: str, columns: Sequence[str]) -> None:
         """Write the rows that differ into a table. Long values are compared by their 64-bit hash."""
         hashes = [f"hash({self._value(name)}) AS c{at}" for at, name in enumerate(columns)]
         side = ", ".join(
-            [f"{self._value(by)} AS k", "row_id AS r", "status = 'ok' AS ok", "error_code AS code",
+            [f"{self._key_value(by)} AS k", f"{self._place} AS r", "status = 'ok' AS ok", "error_code AS code",
              f"hash({_named(self.answer)}) AS answer", *hashes]
         )  # fmt: skip
         changed = [f"both_ok AND a.c{at} <> b.c{at} AS c{at}," for at in range(len(columns))]
@@ -201,13 +219,19 @@ class _Diff:
         )
         if self.options.show:
             texts = [
-                f"LEFT JOIN (SELECT row_id, CAST({shown} AS VARCHAR) AS text FROM {side}) AS {side} "
-                f"ON {side}.row_id = first.r{side}"
+                f"LEFT JOIN (SELECT {self._place} AS place, CAST({shown} AS VARCHAR) AS text FROM {side}) AS {side} "
+                f"ON {side}.place = first.r{side}"
                 for side in ("a", "b")
             ]
             first = f"SELECT first.*, a.text, b.text FROM ({first}) AS first {' '.join(texts)} "
             first += "ORDER BY coalesce(ra, rb)"
-        return tuple(Difference(*row) for row in self.database.execute(first).fetchall())
+        found = self.database.execute(first).fetchall()
+        return tuple(
+            Difference(row[0], self._row_id(row[1]), self._row_id(row[2]), *row[3:]) for row in found
+        )
+
+    def _row_id(self, place: int | None) -> int | None:
+        return place // MAX_SAMPLES if self._samples and place is not None else place
 
 
 def _named(column: str) -> str:

@@ -35,6 +35,7 @@ from batchinfer.data.store.parts import COMPLETION_SCHEMA
 BATCH_ROWS = 4096
 _ROW_ID = pa.field("row_id", pa.int64())
 ATTEMPT = pa.field("attempt", pa.int32())
+SAMPLE = pa.field("sample_index", pa.int32())  # which of its row's answers a row has
 # The columns of the index that results are made of
 _READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", *(name for name, _ in TAIL)]
 
@@ -89,13 +90,18 @@ class IndexView(Protocol):
         """How many times a row may run; the result has a column for it where that is more than once."""
 
     @property
+    def samples(self) -> int:
+        """How many rows of the index, one after the other, are a row of the input."""
+
+    @property
     def rows(self) -> int:
-        """Rows of the input, bad ones included."""
+        """Rows of the index, bad ones included."""
 
 
 def result_schema(index: IndexView) -> pa.Schema:
     """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
     ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
+    ours += [SAMPLE] if index.samples > 1 else []
     clash = sorted(set(index.passthrough_schema.names) & {field.name for field in ours})
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
@@ -136,6 +142,8 @@ class ResultRows:
             table = self._kind.table(self._index, rows, matched, self._detokenizer)
             if self._index.attempts > 1:
                 table = table.append_column(ATTEMPT, self._numbers(first, matched))
+            if self._index.samples > 1:
+                table = _of_samples(table, self._index.samples)
             first += rows.num_rows
             for field in self._index.passthrough_schema:
                 table = table.append_column(field, values.column(field.name))
@@ -188,6 +196,13 @@ def result_rows(
     wanted = schema.remove(schema.get_field_index("key"))
     with SortedAnswers(join, wanted, starts, size, spill, working_memory() // 2) as answers:
         yield ResultRows(index, answers, spans, detokenizer, partial, join.attempts)
+
+
+def _of_samples(table: pa.Table, samples: int) -> pa.Table:
+    """Return the table with the ids of the input's rows, and which sample of its row each is."""
+    numbers = table.column("row_id").to_numpy()
+    table = table.set_column(0, "row_id", pa.array(numbers // samples))
+    return table.append_column(SAMPLE, pa.array((numbers % samples).astype(np.int32)))
 
 
 def batch_rows(index: IndexView) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import accumulate, repeat
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -67,3 +68,8 @@ def _reading(path: Path) -> Iterator[pq.ParquetFile]:
             yield file
     except (pa.ArrowInvalid, OSError) as error:
         raise InputCorrupt(f"{path}: {error}; remove its folder to have it written again") from error
+
+
+def repeated(values: pa.Array, times: int) -> pa.Array:
+    """Return each value so many times, one after the other."""
+    return values if times == 1 else values.take(pa.array(np.repeat(np.arange(len(values)), times)))

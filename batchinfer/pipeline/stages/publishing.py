@@ -45,7 +45,7 @@ def publish_result(
     changed = not same or run.report.metered
     if changed:
         with told_by(run.notice):
-            run.report.keep_keys(index.index_parts, join.attempts)
+            run.report.keep_keys(index.index_parts, join.attempts, index.samples)
     return manifest, changed
 
 

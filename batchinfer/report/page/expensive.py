@@ -58,7 +58,7 @@ def _query(run: ReportedRun) -> str:
     name, names = "coalesce('row ' || row_id, 'key ' || key[:12])", ""
     if run.results:
         name = f"coalesce(custom_id, {name})"
-        names = "LEFT JOIN (SELECT row_id, custom_id FROM results) USING (row_id)"
+        names = "LEFT JOIN (SELECT DISTINCT row_id, custom_id FROM results) USING (row_id)"
     return _EXPENSIVE.format(
         requests=run.own(REQUESTS), rows=run.own(ROWS), most=MOST_REQUESTS, name=name, names=names
     )

@@ -25,17 +25,19 @@ def write_rows(
     parts: Sequence[Path],
     columns: Sequence[str] = ("key",),
     which: NDArray[np.uint8] | None = None,
+    samples: int = 1,
 ) -> Path:
     """Write the table, whole or not at all. Raises OSError.
 
     `parts` are Parquet files with `row_id` and keys (binary); rows without a key became no request and are left out. A
-    row's key stands in the first of the `columns`, or in the one that `which` says, by row.
+    row's key stands in the first of the `columns`, or in the one that `which` says, by row. `samples`: how many of
+    these rows, one after the other, have the same id in the result.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with Spool(table_path(folder, ROWS, run_id), SCHEMAS[ROWS], dictionary=["run_id"]) as spool:
         for batch in _batches(parts, columns):
             batch = batch if which is None else _of_columns(batch, columns, which)
-            spool.write(pa.Table.from_batches([_row_batch(run_id, batch)]))
+            spool.write(pa.Table.from_batches([_row_batch(run_id, batch, samples)]))
         return spool.finish()
 
 
@@ -53,10 +55,11 @@ def _of_columns(batch: pa.RecordBatch, columns: Sequence[str], which: NDArray[np
     return pa.RecordBatch.from_arrays([rows, keys], names=["row_id", "key"])
 
 
-def _row_batch(run_id: str, batch: pa.RecordBatch) -> pa.RecordBatch:
+def _row_batch(run_id: str, batch: pa.RecordBatch, samples: int) -> pa.RecordBatch:
     batch = batch.filter(pc.is_valid(batch.column("key")))
     run = pa.array([run_id], pa.string()).take(pa.array(np.zeros(len(batch), np.int8)))
-    columns = [run, batch.column("row_id"), hexadecimal(batch.column("key"))]
+    rows = pa.array(batch.column("row_id").to_numpy() // samples)
+    columns = [run, rows, hexadecimal(batch.column("key"))]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMAS[ROWS])
 
 

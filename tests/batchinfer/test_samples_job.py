@@ -1,0 +1,156 @@
+"""Whole jobs with several answers to each row (sampling.n)."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.core.errors import BatchInferError
+from batchinfer.pipeline.options import RunOptions
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
+from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
+from tests.batchinfer.wrong_jobs import Place, command
+
+REAL = RunOptions(waves_from_s=float("inf"))
+PROMPT = {"system": "Be brief.", "user": "Say {{ text }}"}
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    """Rows of which each is there twice."""
+    return [{"id": f"r{n}", "text": f"word {n // 2}", "age": n} for n in range(count)]
+
+
+def job(folder: Path, model: Path, rows: list[Any] | None, n: int, **sections: Any) -> Path:
+    sampling = {"max_tokens": 4, "temperature": 1.0, "n": n} | sections.pop("sampling", {})
+    usual = {"input": {"id": "id"}, "output": {"columns": ["age"]}, "prompt": PROMPT}
+    return write_job(folder, model, rows, sampling=sampling, **{**usual, **sections})
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_each_row_has_its_samples(tmp_path: Path, model: Path, form: str) -> None:
+    """The same answers as those of a file in which each row stands so many times."""
+    rows: list[Any] = rows_of(8)
+    rows[3]["text"] = None
+    places = [tmp_path / name for name in ("many", "repeated")]
+    for place in places:
+        place.mkdir()
+    many, repeated = (places[0] / "job.yaml", places[1] / "job.yaml")
+    source = {"path": f"in.{form}", "id": "id"}
+    job(places[0], model, rows, 3, input=source, on_error={"max_error_rate": 0.5})
+    job(places[1], model, [row for row in rows for _ in range(3)], 1, on_error={"max_error_rate": 0.5})
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), places[0] / "in.parquet")
+    assert run(many, REAL).exit_code == run(repeated, REAL).exit_code == 0
+    found, wanted = table(many), table(repeated)
+    assert [(row["row_id"], row["sample_index"]) for row in found] == [(n // 3, n % 3) for n in range(24)]
+    same = ("custom_id", "status", "generated_text", "finish_reason", "age", "prompt_tokens", "error_code")
+    assert [[row[name] for name in same] for row in found] == [[row[name] for name in same] for row in wanted]
+    assert [row["row_index"] for row in found] == [n // 3 for n in range(24)]
+    page = (Path(__file__).parents[2] / "docs/output.md").read_text("utf-8")
+    section = page.partition("## Several answers to a row")[2]
+    (query,) = re.findall(r"```sql\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    voted = duckdb.sql(query.replace("results/samples", str(places[0] / "out/res"))).fetchall()
+    assert [row[0] for row in voted] == [*range(8)]
+    assert all(1 / 3 <= row[2] <= 1 for row in voted if row[1] is not None)
+    texts = {row["generated_text"] for row in found if row["status"] == "ok"}
+    assert len(texts) > 12, "samples differ"
+    assert run(many, NO_ENGINE).exit_code == 0
+
+
+def test_the_prompt_of_samples_runs_once(tmp_path: Path, model: Path) -> None:
+    rows = [{"id": "r", "text": "a long word " * 20, "age": 1}]
+    outcome = run(job(tmp_path, model, rows, 8, engine={"device": "cpu"}), REAL)
+    (prompt,) = {row["prompt_tokens"] for row in table(tmp_path / "job.yaml")}
+    assert (outcome.row["rows"], outcome.row["computed_requests"]) == (8, 8)
+    assert outcome.row["prompt_tokens_run"] == prompt + 7, (
+        "the last token of a prompt runs for each of its samples"
+    )
+
+
+def test_a_killed_run_ends_with_the_same_samples(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines in one run, one engine that dies in the other; more samples compute only those."""
+    places = [tmp_path / name for name in ("whole", "killed")]
+    settings = {"device": "cpu", "deterministic": True, "block_size": 16}
+    for place in places:
+        place.mkdir()
+        job(place, model, rows_of(12), 3, engine=settings)
+    whole, killed = (place / "job.yaml" for place in places)
+    outcome = run(whole, REAL, ("engine.data_parallel", "2"))
+    assert (outcome.exit_code, outcome.row["computed_requests"]) == (0, 36)
+    monkeypatch.setenv("DIES_AFTER", "3")
+    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    with pytest.raises(BatchInferError):
+        run(killed, replace(REAL, engine="tests.batchinfer.dying_engine:build"), ("engine.max_num_seqs", "2"))
+    assert run(killed, REAL, ("engine.max_num_seqs", "2")).exit_code == 0
+    results = [
+        [file.read_bytes() for file in sorted((place / "out/res").glob("*.parquet"))] for place in places
+    ]
+    assert results[0] == results[1]
+    before = {(row["custom_id"], row["sample_index"]): row["generated_text"] for row in table(whole)}
+    job(places[0], model, rows_of(2)[:1], 5, engine=settings)
+    assert run(whole, REAL).row["computed_requests"] <= 2, "those of equal rows are among them"
+    after = [row["generated_text"] for row in table(whole)]
+    assert after[:3] == [before["r0", n] for n in range(3)]
+
+
+def test_greedy_rows_are_errors(tmp_path: Path, model: Path) -> None:
+    rows = [row | {"heat": n % 2} for n, row in enumerate(rows_of(4))]
+    sampling = {"from_columns": {"temperature": "heat"}}
+    path = job(tmp_path, model, rows, 2, sampling=sampling, on_error={"max_error_rate": 0.9})
+    run(path, FAKE)
+    assert [row["error_code"] for row in table(path)] == ["bad_parameter"] * 2 + [None] * 2 + [
+        "bad_parameter"
+    ] * 2 + [None] * 2
+
+
+WRONG = [
+    ("{n: 3}", "sampling.n: is 3, but temperature is 0"),
+    ("{n: 0, temperature: 1}", "sampling.n"),
+    ("{n: 2000, temperature: 1}", "sampling.n"),
+]
+
+
+@pytest.mark.parametrize(("sampling", "message"), WRONG)
+def test_wrong_numbers_are_told(
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: str,
+    message: str,
+) -> None:
+    told = command(capsys, monkeypatch, FAKE_ENGINE)("run", place.job(sampling=f"sampling: {sampling}"))
+    assert (told.code, message in told.err) == (78, True)
+
+
+def test_every_verb_knows_samples(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+    path = place.job(sampling="sampling: {max_tokens: 8, temperature: 1.0, n: 4}")
+    for verb in ("validate", "plan", "preview"):
+        assert verbs(verb, path).code == 0
+    assert verbs("run", path).code == 0
+    query = "SELECT count(*) AS n, count(DISTINCT row_id) AS rows FROM results"
+    assert json.loads(verbs("query", place.results, query, "--json").out) == {"n": 80, "rows": 20}
+    for verb in ("report", "verify", "status"):
+        ended = verbs(verb, place.results)
+        assert ended.code == 0, ended.err
+    other = place.folder / "other"
+    whole = place.job(
+        sampling="sampling: {max_tokens: 3, temperature: 1.0, n: 4}", output=f"output: {{path: {other}}}"
+    )
+    assert verbs("run", whole).code == 0
+    assert verbs("diff", place.results, place.results).code == 0
+    told = verbs("diff", place.results, other, "--json")
+    assert json.loads(told.out)["matched"] == 80
+    assert "r0#0" in verbs("diff", place.results, other).out
