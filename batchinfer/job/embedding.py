@@ -20,6 +20,7 @@ _OF_TEXTS = (
     ("output", "schema", "describes texts"),
     ("output", "schema_file", "describes texts"),
     ("output", "column", "describes texts"),
+    ("input", "expected", "names the right answers of texts"),
     ("prompt", "reasoning", "says how texts mark reasoning"),
     ("prompt", "tool_calls", "says how texts write calls of tools"),
     ("prompt", "tool_choice", "says which tool a text calls"),

@@ -140,6 +140,7 @@ class Index:
     )
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
     embedding: Embedding | None = None  # the vectors of its rows, whose answers are some
+    expected: str | None = None  # the passthrough column with the values that answers should have
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -183,6 +184,7 @@ class Index:
             *calls,
             known_rows=int(known),
             embedding=made,
+            expected=value.get("expected"),
         )
 
     @classmethod
@@ -221,6 +223,8 @@ class Index:
             value["known_rows"] = self.known_rows
         if self.embedding is not None:
             value["embedding"] = self.embedding.to_json()
+        if self.expected is not None:
+            value["expected"] = self.expected
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

@@ -265,7 +265,7 @@ class Ingestion:
 
     def _make_folders(self) -> None:
         """Make empty folders for what is read."""
-        carried = (self._layout.passthrough, self._spool) if self._job.output.columns else ()
+        carried = (self._layout.passthrough, self._spool) if self._job.carried else ()
         with storage(self._layout.folder, "prepare"):
             for folder in (self._layout.index, self._layout.tokens.parent, *carried):
                 if folder.exists():
@@ -289,7 +289,7 @@ class Ingestion:
         return [InputFile.of(str(kept), self._files[0].name, self._files[0].format, kept.stat())]
 
     def _carried(self, schema: pa.Schema | None) -> JsonSpool | TypedColumns | None:
-        names = self._job.output.columns
+        names = self._job.carried
         if not names:
             return None
         if schema is None:
@@ -351,7 +351,7 @@ class Ingestion:
         room = 1 if options.embedding is None else 0
         limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own, room)
         model, definition = self._job.model.path, self._tokenizer.definition
-        as_text = self._job.output.columns if schema is None or values_are_text else ()
+        as_text = self._job.carried if schema is None or values_are_text else ()
         fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)
         source = str(self._job.source)
         return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
@@ -417,6 +417,7 @@ class Ingestion:
             *self._options.calls(self._job, writer.has_tools),
             writer.known_rows,
             self._options.embedding,
+            self._job.input.expected,
         )
         index.write_marker(self._ops)
         return index

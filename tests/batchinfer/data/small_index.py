@@ -62,6 +62,7 @@ class SmallIndex:
     attempts: int = 1
     reasoning: Reasoning | None = None
     tool_calls: CallStyle | None = None
+    expected: str | None = None
 
     @property
     def tokens(self) -> TokenStore:
