@@ -51,6 +51,7 @@ SUB_ROOMS_OF_DATA = (
     "index",
     "columns",
     "outputs",
+    "accuracy",
     "store",
     "results",
 )

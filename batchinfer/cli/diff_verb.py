@@ -14,6 +14,7 @@ from batchinfer.cli.terminal import painted, say_json, say_verbatim
 from batchinfer.core.wording import count, counted
 
 if TYPE_CHECKING:
+    from batchinfer.data.accuracy.compared import AccuracyDiff, RightRows
     from batchinfer.data.results.diff import Difference, DifferingRows, ResultDiff
 
 DIFFERENT = 65  # the exit code: the results do not meet what the command line asks for
@@ -70,6 +71,36 @@ def _lines(found: ResultDiff) -> Iterator[str]:
         yield from _group_lines(group, found.matched_by)
     if not found.different:
         yield "  no difference"
+    if found.accuracy is not None:
+        yield from _accuracy_lines(found.accuracy)
+
+
+def _accuracy_lines(found: AccuracyDiff) -> Iterator[str]:
+    if found.other_labels:
+        yield f"  expected answers differ in {counted(found.other_labels, 'row')}, which are not measured here"
+    if not found.rows:
+        yield "  no row has an expected answer in both"
+        return
+    yield from _right_lines(found.exact, found.rows, "right")
+    if found.normalised != found.exact:
+        yield from _right_lines(found.normalised, found.rows, "right once normalised")
+
+
+def _right_lines(right: RightRows, rows: int, what: str) -> Iterator[str]:
+    """How often A and B are right, and what McNemar's test says of it."""
+    a, b = ((right.both + only) / rows for only in (right.only_a, right.only_b))
+    yield f"  {what}: A {a:.1%}, B {b:.1%} of {counted(rows, 'row')} with an expected answer"
+    yield f"    only A in {counted(right.only_a, 'row')}, only B in {count(right.only_b)}: {_verdict(right)}"
+
+
+def _verdict(right: RightRows) -> str:
+    from batchinfer.data.accuracy.mcnemar import SIGNIFICANT
+
+    test = "McNemar's test, p < 0.001" if right.p < 0.001 else f"McNemar's test, p = {right.p:.3f}"
+    if right.p >= SIGNIFICANT:
+        return f"the difference may be chance ({test})" if right.only_a + right.only_b else "no difference"
+    better, other = "AB" if right.only_a > right.only_b else "BA"
+    return f"{better} is right more often than {other}, by more than chance ({test})"
 
 
 _WORDS = {

@@ -73,6 +73,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *task_findings(values),
         *_samples(sections),
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
+        *_expected(sections, _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
     ]
@@ -103,6 +104,9 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
     if openai and section.get("id") is not None:
         message = "is not for OpenAI batch files: their custom_id is the id"
         yield Finding(("input", "id"), message, "remove it")
+    if openai and section.get("expected") is not None:
+        message = "is not for OpenAI batch files: their requests have no other fields"
+        yield Finding(("input", "expected"), message, "make rows with a column for it, or remove it")
     if section.get("unique_ids") is True and not openai and section.get("id") is None:
         yield Finding(
             ("input", "unique_ids"), "is true, but no input.id says which column to look at", "give id"
@@ -333,6 +337,21 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
             )
             yield Finding(loc, message, "name each column once")
         seen.setdefault(folded, column)
+
+
+def _expected(sections: Mapping[str, dict[str, Any]], taken: Sequence[str]) -> Iterator[Finding]:
+    """The column of expected answers becomes one of the result, as those of output.columns do."""
+    column = sections.get("input", {}).get("expected")
+    if not isinstance(column, str):
+        return
+    loc = ("input", "expected")
+    if column.casefold() in taken:
+        message = f"{shorten(column)} is the name of a column that the result has"
+        yield Finding(loc, message, "give it another name with a query: input.sql")
+    columns = sections.get("output", {}).get("columns")
+    for other in columns if isinstance(columns, tuple) else ():
+        if isinstance(other, str) and other != column and other.casefold() == column.casefold():
+            yield Finding(loc, _alike(other, column), "rename one of the two")
 
 
 def _alike(one: str, other: str) -> str:

@@ -122,6 +122,11 @@ class InputSection(Section):
         default=None,
         description="Column that becomes custom_id in the results. OpenAI batch files have their own.",
     )
+    expected: Column | None = Field(
+        default=None,
+        description="Column with the right answer (label) of a row. Results are measured against it, and carry it; no "
+        "prompt and no key holds it.",
+    )
     unique_ids: bool = Field(
         default=False, description="Whether a row that repeats an earlier row's id becomes an error row."
     )
@@ -320,6 +325,12 @@ class Job(Section):
     def chat_template(self) -> str | None:
         """The text of the file that `prompt.chat_template` names, as it was when the job was read."""
         return self._chat_template
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """The input columns that the results have: `output.columns`, and that of the expected answers."""
+        columns, expected = self.output.columns, self.input.expected
+        return columns if expected is None or expected in columns else (*columns, expected)
 
     @property
     def attempts(self) -> int:

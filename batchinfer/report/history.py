@@ -60,6 +60,9 @@ class PastRun:
     other_cores: float | None = None
     energy_j: float | None = None
     cost: float | None = None
+    labelled_rows: int | None = None
+    accuracy: float | None = None  # exactly right; None: the job names no expected answers
+    normalised_accuracy: float | None = None
 
     @property
     def output_share(self) -> float:
@@ -230,9 +233,15 @@ _HEAD = (
 )  # fmt: skip
 
 
+_MEASURED = ("labelled", "right", "normalised")
+
+
 def history_lines(found: Sequence[tuple[PastRun, float | None]]) -> list[str]:
-    """A line a run below a line of headings."""
+    """A line a run below a line of headings. Where a run was measured, how many answers were right comes last."""
     table = [_HEAD, *(_cells(run, change) for run, change in found)]
+    if any(run.accuracy is not None for run, _ in found):
+        measured = [_MEASURED, *(_measured(run) for run, _ in found)]
+        table = [(*cells, *more) for cells, more in zip(table, measured, strict=True)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(_placed(cells, widths)).rstrip() for cells in table]
 
@@ -260,3 +269,9 @@ def _cells(run: PastRun, change: float | None) -> tuple[str, ...]:
         seconds(run.forecast_s),
         UNKNOWN if change is None else f"{change:+.1%}",
     )
+
+
+def _measured(run: PastRun) -> tuple[str, ...]:
+    """Percentages have a decimal: from one night to the next they hardly change."""
+    shares = (run.accuracy, run.normalised_accuracy)
+    return count(run.labelled_rows), *(UNKNOWN if one is None else f"{one:.1%}" for one in shares)

@@ -33,6 +33,7 @@ def summary(row: Row, report: Path | None = None) -> str:
     """
     lines = [
         ("rows", _rows(row)),
+        ("right", _right(row)),
         ("work", _work(row)),
         ("tokens", _tokens(row)),
         ("speed", _speed(row)),
@@ -74,6 +75,26 @@ def _rows(row: Row) -> str:
         text += f" ({percent(errors / row['rows'])})  {_codes(row['error_codes'] or {})}"
     missing = row["rows"] - (row["rows_ok"] or 0) - (errors or 0)
     return f"{text}, {count(missing)} not done yet" if missing else text.rstrip()
+
+
+def _right(row: Row) -> str:
+    """Say how many answers are the expected ones."""
+    rows = row["labelled_rows"]
+    if rows is None:
+        return ""
+    without = (row["unlabelled_rows"] or 0) + (row["unreadable_labels"] or 0)
+    rest = f"{counted(without, 'row')} not measured" if without else ""
+    if not rows:
+        return f"no row has an expected answer; {rest}" if rest else "no row has an expected answer"
+    parts = [
+        f"{row['accuracy']:.1%} of {counted(rows, 'labelled row')} exactly",
+        f"{row['normalised_accuracy']:.1%} normalised",
+        f"{counted(row['labelled_errors'], 'error row')} among the wrong ones"
+        if row["labelled_errors"]
+        else "",
+        rest,
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _codes(codes: Mapping[str, int]) -> str:

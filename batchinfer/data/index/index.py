@@ -143,6 +143,7 @@ class Index:
     embedding: Embedding | None = None  # the vectors of its rows, whose answers are some
     scoring: Scoring | None = None  # what is scored behind its prompts, whose answers are scores
     samples: int = 1  # how many of its rows, one after the other, are a row of the input
+    expected: str | None = None  # the passthrough column with the values that answers should have
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -188,6 +189,7 @@ class Index:
             embedding=made,
             scoring=None if scored is None else Scoring.from_json(scored),
             samples=int(value.get("samples", 1)),
+            expected=value.get("expected"),
         )
 
     @classmethod
@@ -230,6 +232,8 @@ class Index:
             value["scoring"] = self.scoring.to_json()
         if self.samples > 1:
             value["samples"] = self.samples
+        if self.expected is not None:
+            value["expected"] = self.expected
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

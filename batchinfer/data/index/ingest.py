@@ -268,7 +268,7 @@ class Ingestion:
 
     def _make_folders(self) -> None:
         """Make empty folders for what is read."""
-        carried = (self._layout.passthrough, self._spool) if self._job.output.columns else ()
+        carried = (self._layout.passthrough, self._spool) if self._job.carried else ()
         with storage(self._layout.folder, "prepare"):
             for folder in (self._layout.index, self._layout.tokens.parent, *carried):
                 if folder.exists():
@@ -292,7 +292,7 @@ class Ingestion:
         return [InputFile.of(str(kept), self._files[0].name, self._files[0].format, kept.stat())]
 
     def _carried(self, schema: pa.Schema | None) -> JsonSpool | TypedColumns | None:
-        names = self._job.output.columns
+        names = self._job.carried
         if not names:
             return None
         if schema is None:
@@ -357,7 +357,7 @@ class Ingestion:
         room = 1 if options.embedding is None and options.scoring is None else 0
         limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own, room)
         model, definition = self._job.model.path, self._tokenizer.definition
-        as_text = self._job.output.columns if schema is None or values_are_text else ()
+        as_text = self._job.carried if schema is None or values_are_text else ()
         fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)
         source = str(self._job.source)
         return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
@@ -435,6 +435,7 @@ class Ingestion:
             self._options.embedding,
             self._options.scoring,
             self._job.samples,
+            self._job.input.expected,
         )
         index.write_marker(self._ops)
         return index

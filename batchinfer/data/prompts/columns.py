@@ -97,7 +97,7 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     column = getattr(prompt, mode, None) if mode in ("messages", "text", "token_ids") else None
     identifier = "custom_id" if mode == "openai" else job.input.id
     used = template_columns(prompt.system) | template_columns(prompt.user) if prompt else set()
-    _refuse_parameters(job, mode)
+    _refuse_columns(job, mode)
     wanted = tuple(_wanted(job, mode, column))
     variables = _needed_variables(job, used)
     parameters = {name for _, name in (*job.sampling.from_columns, *_argument_columns(job))}
@@ -108,7 +108,7 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     unseen = {*variables, *(name for _, name in wanted)}
     if schema is not None:
         _check_schema(job, schema, wanted, variables)
-        kept = {*(send or schema.names), *job.output.columns, identifier}
+        kept = {*(send or schema.names), *job.carried, identifier}
         read, unseen = tuple(name for name in schema.names if name in kept), set()
     known = dict.fromkeys(schema.names if schema is not None else ())
     overrides = job.sampling.from_columns
@@ -117,10 +117,13 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     )
 
 
-def _refuse_parameters(job: Job, mode: Mode) -> None:
+def _refuse_columns(job: Job, mode: Mode) -> None:
     if mode == "openai" and job.sampling.from_columns:
         message = "is not for OpenAI batch files: the body of each request holds its parameters"
         raise JobFileError(str(job.source), [Mistake("sampling.from_columns", message, hint="take it out")])
+    if mode == "openai" and job.input.expected is not None:
+        message = "is not for OpenAI batch files: their requests have no other fields"
+        raise JobFileError(str(job.source), [Mistake("input.expected", message, hint="take it out")])
 
 
 def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str]]:
@@ -133,6 +136,8 @@ def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str
     yield from (("prompt.template_arguments_from_columns", name) for _, name in _argument_columns(job))
     yield from (("prompt.tools_from_column", name) for name in _tools_column(job))
     yield from (("score.continuation", name) for name in _continuation(job))
+    if job.input.expected is not None:
+        yield "input.expected", job.input.expected
     yield from (("output.columns", name) for name in job.output.columns)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from batchinfer.core.errors import UsageError
 from batchinfer.core.sampling import MAX_SAMPLES
+from batchinfer.data.accuracy.compared import AccuracyDiff, LabelledResult, compare_accuracy
 from batchinfer.data.outputs.call_column import CALLS_FIELD
 from batchinfer.data.outputs.registry import answer_column
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
@@ -56,6 +57,7 @@ class ResultDiff:
     columns_only_a: tuple[str, ...]
     columns_only_b: tuple[str, ...]
     note: str | None = None  # why the rows were not matched by custom_id
+    accuracy: AccuracyDiff | None = None  # None: not both have expected answers (input.expected)
 
     @property
     def different(self) -> bool:
@@ -104,7 +106,13 @@ class _Diff:
         groups = tuple(self._groups(columns))
         only_a = next((group.rows for group in groups if group.kind == "only in A"), 0)
         only = [tuple(sorted(self.types[x].keys() - self.types[y].keys())) for x, y in ("ab", "ba")]
-        return ResultDiff(by, rows["a"], rows["b"], rows["a"] - only_a, groups, only[0], only[1], note)
+        labelled = [
+            LabelledResult(side, files, self._value(by))
+            for side, files in (("a", self.files_a), ("b", self.files_b))
+        ]
+        accuracy = compare_accuracy(self.database, *labelled)
+        matched = rows["a"] - only_a
+        return ResultDiff(by, rows["a"], rows["b"], matched, groups, only[0], only[1], note, accuracy)
 
     @property
     def answer(self) -> str:

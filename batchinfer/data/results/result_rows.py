@@ -18,6 +18,7 @@ from batchinfer.core.errors import BatchInferError
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
+from batchinfer.data.accuracy.expected import marked
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.index.index import OPENING, TOOLS, AnswerSchema
 from batchinfer.data.outputs.frame import HEAD, TAIL
@@ -82,6 +83,10 @@ class IndexView(Protocol):
         """Return what is scored behind the rows' prompts; None: nothing is."""
 
     @property
+    def expected(self) -> str | None:
+        """The passthrough column with the values that answers should have; None: there is none."""
+
+    @property
     def output(self) -> str:
         """The name of the kind of answers."""
 
@@ -105,7 +110,8 @@ def result_schema(index: IndexView) -> pa.Schema:
     clash = sorted(set(index.passthrough_schema.names) & {field.name for field in ours})
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
-    return pa.schema([*ours, *index.passthrough_schema])  # without metadata: it may name tools and hosts
+    found = pa.schema([*ours, *index.passthrough_schema])  # without metadata: it may name tools and hosts
+    return found if index.expected is None else marked(found, index.expected, index.answers is not None)
 
 
 class ResultRows:

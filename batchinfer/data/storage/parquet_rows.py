@@ -18,7 +18,20 @@ class ParquetRows:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
-        self._ends = np.cumsum([_count(path) for path in paths]).tolist()
+        self._ends: list[int] = np.cumsum([_count(path) for path in paths]).tolist()
+
+    @property
+    def rows(self) -> int:
+        """How many rows all files have."""
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of the first file; without any file it has no columns."""
+        try:
+            return pq.read_schema(self._paths[0]) if self._paths else pa.schema([])
+        except (pa.ArrowInvalid, OSError) as error:
+            raise _damaged(self._paths[0], error) from error
 
     def batches(
         self, start: int, stop: int, rows: int, columns: Sequence[str] | None = None

@@ -20,6 +20,7 @@ from batchinfer.pipeline.clean import clean_after_run, note_use
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.report import told_by
 from batchinfer.pipeline.stages.identity import publish_spec
+from batchinfer.pipeline.stages.measuring import measure
 
 
 def publish_result(
@@ -46,6 +47,7 @@ def publish_result(
     if changed:
         with told_by(run.notice):
             run.report.keep_keys(index.index_parts, join.attempts, index.samples)
+            measure(run, manifest)
     return manifest, changed
 
 

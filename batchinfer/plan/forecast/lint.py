@@ -185,8 +185,10 @@ def _with_template(job: Job, template: str | None, index: Index) -> Job:
     prompt = job.prompt
     if prompt is not None and template is not None:
         prompt = prompt.model_copy(update={"user": template})
-    output = job.output.model_copy(update={"columns": ()})
-    return over_files(job, index.inputs).model_copy(update={"prompt": prompt, "output": output})
+    bare = over_files(job, index.inputs)
+    output = bare.output.model_copy(update={"columns": ()})
+    given = bare.input.model_copy(update={"expected": None})
+    return bare.model_copy(update={"prompt": prompt, "output": output, "input": given})
 
 
 def _digest(*texts: str) -> bytes:

@@ -61,6 +61,23 @@ def _look_for(columns: Columns, reader: Reader, limit: int | None) -> None:
 
 
 def _warnings(job: Job, columns: Columns) -> Iterator[str]:
+    yield from _shown_answers(job, columns)
+    yield from _idle_parameters(columns)
+
+
+def _shown_answers(job: Job, columns: Columns) -> Iterator[str]:
+    """Prompts that are made of the right answer measure nothing."""
+    name = job.input.expected
+    if name is None or job.requests or (columns.send is not None and name not in columns.send):
+        return
+    how = f"the column {name!r}" if columns.send is not None else f"`row`, which holds the column {name!r}"
+    yield (
+        f"prompts or parameters are made of {how}, the right answer by input.expected: a model that is shown it "
+        "is not measured, and a row whose label changes is computed again"
+    )
+
+
+def _idle_parameters(columns: Columns) -> Iterator[str]:
     """A column that looks like a sampling parameter and that nothing uses may have been meant as one."""
     used = {name for _, name in columns.wanted} | set(columns.variables) | set(columns.send or columns.known)
     idle = [name for name in columns.known if name in CHECKS and name not in used]

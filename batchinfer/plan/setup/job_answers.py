@@ -52,10 +52,11 @@ def _scoring(job: Job) -> Scoring | None:
 def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:
     """Raises JobFileError for a column that the job passes through under the name of one of its kind of answers."""
     ours = {name.casefold() for name in kind.schema(asked).names}
-    for name in job.output.columns:
+    for name in job.carried:
         if name.casefold() in ours:
             better = f"name it differently{_or_without(name)}"
-            raise job.mistake("output.columns", f"{name!r} is a column of the result; {better}")
+            where = "output.columns" if name in job.output.columns else "input.expected"
+            raise job.mistake(where, f"{name!r} is a column of the result; {better}")
 
 
 def _or_without(name: str) -> str:
@@ -79,7 +80,7 @@ def answer_columns(job: Job, tokenizer: Tokenizer, asked: AskedAnswers) -> Schem
     read = REASONING_COLUMNS if asked.reasoning is not None else ()
     read = read if asked.tool_calls is None else (*read, TOOL_CALLS_COLUMN)
     ours = (*RESULT_COLUMNS, LOGPROBS, *([ATTEMPT] if job.on_invalid else []), *read)
-    taken = {name.casefold(): name for name in (*ours, *job.output.columns)}
+    taken = {name.casefold(): name for name in (*ours, *job.carried)}
     for name in columns.schema.names:
         if name.casefold() in taken:
             text = f"its property {name!r} has the name of another column of the result; give output.column a name"

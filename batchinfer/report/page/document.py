@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from batchinfer.core.text import printable
 from batchinfer.core.version import __version__
+from batchinfer.report.page.accuracy import accuracy
 from batchinfer.report.page.activities import activities
 from batchinfer.report.page.all_columns import all_columns
 from batchinfer.report.page.efficiency import efficiency
@@ -87,6 +88,7 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
     else:
         yield PageSection("engine", "The engine", "Nothing to show: this run computed nothing.")
     yield failures(run)
+    yield from accuracy(run)
     yield past_runs(run)
     yield all_columns(run)
 

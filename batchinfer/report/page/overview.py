@@ -57,6 +57,9 @@ def tiles(row: RunRow) -> Iterator[Tile]:
     """Yield the figures that the page shows in large type, without those that are not known."""
     if row["rows"] is not None:
         yield _row_tile(row)
+    if row["accuracy"] is not None:
+        more = f"of {counted(row['labelled_rows'], 'labelled row')}; {percent(row['normalised_accuracy'])} normalised"
+        yield Tile("right answers", percent(row["accuracy"]), more)
     engine = row["engine_wall_s"]
     yield Tile("time", seconds(row["wall_s"]), f"{seconds(engine)} in the engine" if engine else "")
     if row["total_tokens_per_s"] is not None:

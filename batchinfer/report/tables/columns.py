@@ -42,8 +42,8 @@ from batchinfer.report.tables.formulas import (
 
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
-# activities
-TABLE_FORMAT = 6
+# activities; since 7 accuracy and confusion
+TABLE_FORMAT = 7
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
@@ -53,6 +53,8 @@ ACTIVITIES = "activities"
 PHASES = "phases"
 BUCKETS = "buckets"
 PREFIXES = "prefixes"
+ACCURACY = "accuracy"
+CONFUSION = "confusion"
 PROMPT_TOKENS = "prefill_tokens - recomputed_tokens"  # SQL over `steps`: prompt tokens run, each once
 
 
@@ -101,6 +103,23 @@ def _forecast_launches() -> Iterator[Column]:
         for mode in _LAUNCHED:
             yield count(f"forecast_{mode}_{unit}", unit, f"the forecast of `{mode}_{unit}`")
 
+
+_LABELLED: tuple[Column, ...] = (
+    count("labelled_rows", "rows", "rows with an expected answer (`input.expected`)"),
+    count("labelled_errors", "rows", "part of `labelled_rows`: error rows, which count as wrong"),
+    count("exact_rows", "rows", "part of `labelled_rows`: the answer is the expected one"),
+    count(
+        "normalised_rows",
+        "rows",
+        "`exact_rows`, and rows whose answer is the expected one once both are normalised",
+    ),
+    ratio("accuracy", "`exact_rows` ÷ `labelled_rows`", formula=over("exact_rows", "labelled_rows")),
+    ratio(
+        "normalised_accuracy",
+        "`normalised_rows` ÷ `labelled_rows`",
+        formula=over("normalised_rows", "labelled_rows"),
+    ),
+)
 
 RUN_COLUMNS: tuple[Column, ...] = (
     text("run_id", "names the run; starts with its UTC start time, so that names sort by time"),
@@ -154,6 +173,13 @@ RUN_COLUMNS: tuple[Column, ...] = (
     count("rows_ok", "rows", "rows with an answer, whichever run computed it"),
     count("rows_error", "rows", "error rows"),
     Column("error_codes", COUNTS, "rows", "error rows by `error_code`"),
+    *_LABELLED,
+    count("unlabelled_rows", "rows", "rows without an expected answer: they are not measured"),
+    count(
+        "unreadable_labels",
+        "rows",
+        "rows whose expected answer is no JSON object as the answers are: they are not measured",
+    ),
     count("distinct_requests", "requests", "distinct requests of the rows without an input error"),
     count("duplicate_rows", "rows", "rows that got the answer of an equal row"),
     count(
@@ -718,6 +744,26 @@ ACTIVITY_COLUMNS: tuple[Column, ...] = (
     seconds("until_s", "since the command was started"),
 )
 
+ACCURACY_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
+    text(
+        "field", "a field of answers that are objects; null: the answer as a whole, right if all fields are"
+    ),
+    *_LABELLED,
+)
+
+CONFUSION_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
+    text("field", "as in `accuracy`; only fields of few labels are here"),
+    text("expected", "the label that was expected, as it was first written"),
+    text(
+        "outcome",
+        "`label`: the answer is a label; `other`: it is none; `error`: the row is an error row",
+    ),
+    text("answer", "the label that was answered; null for the other outcomes"),
+    count("rows", "rows", "how many rows"),
+)
+
 COLUMNS = {
     RUN: RUN_COLUMNS,
     STEPS: STEP_COLUMNS,
@@ -728,6 +774,8 @@ COLUMNS = {
     PHASES: PHASE_COLUMNS,
     BUCKETS: BUCKET_COLUMNS,
     PREFIXES: PREFIX_COLUMNS,
+    ACCURACY: ACCURACY_COLUMNS,
+    CONFUSION: CONFUSION_COLUMNS,
 }
 SCHEMAS = {table: schema_of(columns, table) for table, columns in COLUMNS.items()}
 

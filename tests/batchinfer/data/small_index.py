@@ -62,6 +62,8 @@ class SmallIndex:
     attempts: int = 1
     reasoning: Reasoning | None = None
     tool_calls: CallStyle | None = None
+    expected: str | None = None
+    samples: int = 1
 
     @property
     def tokens(self) -> TokenStore:

@@ -391,6 +391,7 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
             "sql_memory": "auto",
             "format": "auto",
             "id": None,
+            "expected": None,
             "unique_ids": False,
             "limit": None,
             "workers": "auto",

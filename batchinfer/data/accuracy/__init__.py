@@ -1,0 +1,1 @@
+"""The answers of a result are held against the values that its input says are right."""

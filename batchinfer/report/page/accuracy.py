@@ -1,0 +1,93 @@
+"""How many answers are the expected ones: by field, and what was answered for each label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from batchinfer.core.wording import count, counted
+from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.reported import ReportedRun
+from batchinfer.report.page.section import Chart, PageSection
+from batchinfer.report.tables.columns import ACCURACY, CONFUSION
+from batchinfer.report.tables.tables import RunRow
+
+MOST_LABELS = 20  # of a field, the most frequent ones; the report's table has all
+MOST_TABLES = 5  # fields whose labels are shown
+OTHERS = "(others)"  # labels that are less frequent
+OTHER, ERROR = "(no label)", "(error row)"
+
+_FIELDS = """
+SELECT coalesce(field, '(the whole answer)'), accuracy, normalised_accuracy, labelled_rows, labelled_errors, exact_rows,
+    normalised_rows FROM {table}
+"""
+_COLUMNS = (
+    Figure("field", "field"),
+    Figure("exact", "right", "0…1"),
+    Figure("normalised", "right once normalised", "0…1"),
+    Figure("rows", "labelled rows", "rows"),
+    Figure("errors", "of them error rows", "rows"),
+    Figure("exact_rows", "right", "rows"),
+    Figure("normalised_rows", "right once normalised", "rows"),
+)
+_LABELS = "SELECT DISTINCT field FROM {table} ORDER BY field NULLS FIRST LIMIT {most}"
+_PAIRS = "SELECT expected, outcome, answer, rows FROM {table} WHERE field IS NOT DISTINCT FROM ?"
+
+
+def accuracy(run: ReportedRun) -> Iterator[PageSection]:
+    """Show what a job with expected answers got right; there is no section for others."""
+    row = run.row
+    if row["labelled_rows"] is None:
+        return
+    if not run.has(ACCURACY):
+        yield PageSection("accuracy", "Right answers", f"{_text(row)} {run.lacks(ACCURACY)}")
+        return
+    rows = run.fetch(_FIELDS.format(table=run.own(ACCURACY)))
+    options = {"category": "field", "bars": ["exact", "normalised"], "unit": "0…1", "horizontal": True}
+    chart = Chart("bars", "Bars of the shares of right answers by field", options)
+    yield PageSection("accuracy", "Right answers", _text(row), chart, Figures(_COLUMNS, rows))
+    fields = run.fetch(_LABELS.format(table=run.own(CONFUSION), most=MOST_TABLES))
+    for number, (field,) in enumerate(fields):
+        pairs = run.fetch(_PAIRS.format(table=run.own(CONFUSION)), [field])
+        yield _confusion(f"confusion-{number}", field, pairs)
+
+
+def _text(row: RunRow) -> str:
+    without = (row["unlabelled_rows"] or 0) + (row["unreadable_labels"] or 0)
+    rest = f" {counted(without, 'row')} without one that can be read are not measured." if without else ""
+    errors = row["labelled_errors"]
+    wrong = f", {counted(errors, 'error row')} among them, which count as wrong" if errors else ""
+    return f"{counted(row['labelled_rows'], 'row')} with an expected answer{wrong}.{rest}"
+
+
+def _confusion(name: str, field: str | None, pairs: Sequence[tuple[Any, ...]]) -> PageSection:
+    """A row for each label that was expected, a column for each that was answered."""
+    shown, table = _table(pairs)
+    answers = [
+        *shown,
+        *(one for one in (OTHERS, OTHER, ERROR) if any(one in found for found in table.values())),
+    ]
+    columns = (
+        Figure("expected", "expected"),
+        *(Figure(f"answer_{at}", f"answered {one}", "rows") for at, one in enumerate(answers)),
+    )
+    rows = [(expected, *(found.get(one, 0) for one in answers)) for expected, found in table.items()]
+    more = f" The {count(len(shown))} most frequent labels are shown." if OTHERS in table else ""
+    title = "Confused labels" if field is None else f"Confused labels of {field}"
+    text = f"Rows by the label that was expected, and by what was answered.{more}"
+    return PageSection(name, title, text, None, Figures(columns, rows))
+
+
+def _table(pairs: Sequence[tuple[Any, ...]]) -> tuple[list[str], dict[str, dict[str, int]]]:
+    """Return the labels that are shown, and rows by what was expected, then by what was answered."""
+    of_label: dict[str, int] = {}
+    for expected, _, _, rows in pairs:
+        of_label[expected] = of_label.get(expected, 0) + rows
+    ranked = sorted(of_label, key=lambda label: (-of_label[label], label))
+    shown = ranked[:MOST_LABELS]
+    table: dict[str, dict[str, int]] = {label: {} for label in shown}
+    for expected, outcome, answer, rows in pairs:
+        line = table.setdefault(expected if expected in shown else OTHERS, {})
+        answered = {"other": OTHER, "error": ERROR}.get(outcome, answer if answer in shown else OTHERS)
+        line[answered] = line.get(answered, 0) + rows
+    return shown, table

@@ -1,0 +1,41 @@
+"""The tables of how many answers were right: by field, and by label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.report.tables.columns import ACCURACY, COLUMNS, CONFUSION, SCHEMAS, completed
+from batchinfer.report.tables.folder import table_path
+from batchinfer.report.tables.spool import Spool
+
+
+@dataclass(frozen=True, slots=True)
+class FieldAccuracy:
+    """Rows whose answer was held against an expected one. `field` None: the answer as a whole."""
+
+    field: str | None
+    labelled_rows: int
+    labelled_errors: int
+    exact_rows: int
+    normalised_rows: int
+
+
+ConfusedRows = tuple[str | None, str, str, str | None, int]  # field, expected, outcome, answer, rows
+
+
+def write_accuracy(
+    folder: Path, run_id: str, fields: Iterable[FieldAccuracy], confusion: Iterable[ConfusedRows]
+) -> None:
+    """Write both tables, each whole or not at all. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Spool(table_path(folder, ACCURACY, run_id), SCHEMAS[ACCURACY]) as spool:
+        for one in fields:
+            row = {"run_id": run_id} | {name: getattr(one, name) for name in FieldAccuracy.__slots__}
+            spool.append(tuple(completed(row, COLUMNS[ACCURACY]).values()))
+        spool.finish()
+    with Spool(table_path(folder, CONFUSION, run_id), SCHEMAS[CONFUSION]) as spool:
+        for confused in confusion:
+            spool.append((run_id, *confused))
+        spool.finish()

@@ -1,0 +1,227 @@
+"""Jobs whose input has the right answers: what is measured, labels that change, and the page docs/accuracy.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer import run
+from batchinfer.data.results.diff import DiffOptions
+from batchinfer.verbs.diff import compare_results
+from batchinfer.verbs.query import opened_result
+from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Place, command
+
+PAGE = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text("utf-8")
+LABELLED = "input: {path: rows.jsonl, id: id, expected: label}"
+
+
+@pytest.fixture
+def fake(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    return command(capsys, monkeypatch, FAKE)
+
+
+def newest(place: Place) -> dict[str, Any]:
+    """The newest run's row."""
+    path = max(
+        (place.folder / "out/res-report").glob("run-*.parquet"), key=lambda one: one.stat().st_mtime_ns
+    )
+    return dict(pq.read_table(path).to_pylist()[0])
+
+
+def answers(place: Place, fake: Command) -> dict[str, str]:
+    """What the fake engine answers to the rows, by id."""
+    assert fake("run", place.job()).code == 0
+    return {row["custom_id"]: row["generated_text"] for row in place.table()}
+
+
+def labelled(place: Place, found: dict[str, str], wrong: int) -> None:
+    """Give the rows labels: `wrong` wrong ones, then one that is right but for its case, one null, others right."""
+    rows = []
+    for at, (name, text) in enumerate(found.items()):
+        label = "nothing like it" if at < wrong else {wrong: f" {text.upper()}!"}.get(at, text)
+        rows.append({"id": name, "text": f"word {name[1:]}", "label": None if at == wrong + 1 else label})
+    place.rows(*rows)
+
+
+def test_labels_that_change_are_published_and_measured_without_computing(
+    place: Place, fake: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = answers(place, fake)
+    labelled(place, found, 4)
+    job = place.job(input=LABELLED)
+    none = command(capsys, monkeypatch, NO_ENGINE)
+    done = none("run", job)
+    assert done.code == 0, done.err
+    row = newest(place)
+    assert (row["labelled_rows"], row["unlabelled_rows"], row["exact_rows"], row["normalised_rows"]) == (
+        19,
+        1,
+        14,
+        15,
+    )
+    assert row["accuracy"] == pytest.approx(14 / 19)
+    assert not row["computed_requests"]
+    assert "73.7% of 19 labelled rows exactly, 78.9% normalised, 1 row not measured" in done.err + done.out
+    first = place.published()
+
+    labelled(place, found, 9)
+    assert none("run", job).code == 0
+    assert newest(place)["accuracy"] == pytest.approx(9 / 19)
+    assert place.published().keys() != first.keys()
+    assert [one["label"] for one in place.table()][:9] == ["nothing like it"] * 9
+
+    told = none("history", place.folder / "out/res")
+    head, *nights = told.out.splitlines()
+    assert head.split()[-3:] == ["labelled", "right", "normalised"]
+    assert [line.split()[-3:] for line in nights[1:3]] == [["19", "73.7%", "78.9%"], ["19", "47.4%", "52.6%"]]
+    assert none("report", place.folder / "out/res").code == 0
+    page = (place.folder / "out/res-report/report.html").read_text("utf-8")
+    assert "Right answers" in page
+    assert "19 rows with an expected answer" in page
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ('prompt: {user: "Say {{ text }}"}', None),
+        ('prompt: {user: "Say {{ text }} {{ label }}"}', "the column 'label', the right answer"),
+        (
+            'prompt: {user: "Say {{ row | tojson }}"}',
+            "`row`, which holds the column 'label', the right answer",
+        ),
+    ],
+)
+def test_a_prompt_that_holds_the_answer_is_warned_of(
+    place: Place, fake: Command, prompt: str, told: str | None
+) -> None:
+    place.rows({"id": "a", "text": "hello", "label": "x"})
+    done = fake("validate", place.job(input=LABELLED, prompt=prompt))
+    assert done.code == 0
+    text = " ".join((done.out + done.err).split())
+    assert ("input.expected" in text) == (told is not None)
+    assert told is None or told in text
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"input": "input: {path: rows.jsonl, id: id, expected: Status}"}, "input.expected"),
+        ({"input": LABELLED, "output": "output: {path: out/res, columns: [Label]}"}, "differ only in case"),
+        ({"input": "input: {path: rows.jsonl, id: id, expected: lable}"}, "did you mean 'label'"),
+        ({"input": LABELLED, "sampling": "task: embed"}, "answers are vectors"),
+        (
+            {"input": "input: {path: rows.jsonl, format: openai, expected: label}", "prompt": ""},
+            "OpenAI batch files",
+        ),
+    ],
+)
+def test_a_column_that_cannot_be_the_expected_one(
+    place: Place, fake: Command, sections: dict[str, str], why: str
+) -> None:
+    place.rows({"id": "a", "text": "hello", "label": "x"})
+    done = fake("validate", place.job(**sections))
+    assert done.code == 78
+    assert why in done.err
+
+
+SHAPE = {
+    "type": "object",
+    "properties": {
+        "state": {"enum": ["open", "paid"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["state", "count"],
+}
+
+
+def test_typed_answers_are_measured_by_field(tmp_path: Path, model: Path) -> None:
+    """With a tiny model, labels of Parquet as a struct, some of one field only, and a rerun without any computing."""
+    labels = [
+        {"state": "open", "count": 1},
+        {"state": "paid", "count": None},
+        None,
+        {"state": None, "count": 3},
+    ] * 3
+    kind = pa.struct([("state", pa.string()), ("count", pa.int64())])
+    table = pa.table({"text": [f"word {n}" for n in range(12)], "label": pa.array(labels, kind)})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    job = {
+        "name": "typed",
+        "model": {"path": str(model)},
+        "input": {"path": str(tmp_path / "rows.parquet"), "expected": "label"},
+        "prompt": {"user": "Say {{ text }}"},
+        "sampling": {"max_tokens": 60, "temperature": 1.0},
+        "engine": {"device": "cpu"},
+        "output": {"path": str(tmp_path / "res"), "schema": SHAPE},
+    }
+    done = run(job)
+    rows = done.to_arrow().to_pylist()
+    wanted = [
+        all(row[name] == one for name, one in row["label"].items() if one is not None)
+        for row in rows
+        if row["label"]
+    ]
+    assert (done.row["labelled_rows"], done.row["unlabelled_rows"]) == (9, 3)
+    assert done.row["exact_rows"] == sum(wanted)
+    by_field = {
+        name: [
+            row[name] == row["label"][name] for row in rows if row["label"] and row["label"][name] is not None
+        ]
+        for name in SHAPE["properties"]
+    }
+    with opened_result(tmp_path / "res", False) as opened, opened.answer("FROM accuracy") as found:
+        fields = {one["field"]: one for one in found.to_arrow_table().to_pylist()}
+    assert fields.keys() == {None, "state", "count"}
+    for name, right in by_field.items():
+        assert (fields[name]["labelled_rows"], fields[name]["exact_rows"]) == (6, sum(right))
+
+    answered = [{"state": row["state"], "count": row["count"]} for row in rows]
+    pq.write_table(table.set_column(1, "label", pa.array(answered, kind)), tmp_path / "rows.parquet")
+    again = run(job)
+    assert (again.computed or 0, again.row["accuracy"], again.row["labelled_rows"]) == (0, 1.0, 12)
+    assert again.row["prompt_tokens_run"] in (None, 0)
+
+
+def test_the_page_is_right(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = {kind: re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("yaml", "json", "sql")}
+    Path("reviews.jsonl").write_text(
+        blocks["json"][0] + blocks["json"][0].replace('"text": "', '"text": "So: ')
+    )
+    Path("job.yaml").write_text(blocks["yaml"][0])
+    set_here = {"model.path": model, "engine.device": "cpu"}
+    done = run("job.yaml", set_here | {"output.path": "out/res"})
+    rows = done.to_arrow().to_pylist()
+    near = [row["generated_text"] == (row["sentiment"] or "").lower().rstrip(".") for row in rows]
+    assert (done.row["labelled_rows"], done.row["unlabelled_rows"]) == (10, 2)
+    assert done.row["exact_rows"] == sum(row["generated_text"] == row["sentiment"] for row in rows)
+    assert done.row["normalised_rows"] == sum(near)
+    with opened_result(done.results, False) as opened:
+        with opened.answer(blocks["sql"][0]) as found:
+            wrong = found.to_arrow_table().num_rows
+        with opened.answer("SELECT sum(rows) FROM confusion") as found:
+            assert found.fetchall() == [(10,)]
+        with opened.answer(blocks["sql"][1]) as found:
+            confused = found.to_arrow_table().to_pylist()
+    assert wrong == 10 - done.row["exact_rows"]
+    assert sum(one["rows"] for one in confused) == 10 - sum(near)
+    assert {one["expected"] for one in confused} <= {"positive", "negative", "neutral"}
+
+    other = run("job.yaml", set_here | {"output.path": "out/other", "prompt.user": "{{ text }} Is it good?"})
+    diff = compare_results(done.results, other.results, DiffOptions(by="row_id"))
+    assert diff.accuracy is not None
+    pairs = [(one, two) for one, two in zip(right(rows), right(other.to_arrow().to_pylist()), strict=True)]
+    assert diff.accuracy.rows == 10
+    assert (diff.accuracy.exact.only_a, diff.accuracy.exact.only_b) == (
+        sum(a and not b for a, b in pairs),
+        sum(b and not a for a, b in pairs),
+    )
+
+
+def right(rows: list[dict[str, Any]]) -> list[bool]:
+    return [row["generated_text"] == row["sentiment"] for row in rows]
