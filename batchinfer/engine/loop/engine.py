@@ -103,6 +103,8 @@ class Engine:
         """
         roots = self._limits.roots
         for request in requests:
+            if request.params.pooling is None and self._scheduler.config.whole_prompts:
+                raise ValueError("an encoder makes vectors, and no tokens")
             if request.params.pooling != self._pooling:
                 self._change_pooling(request.params.pooling)
             if len(request.prompt) + min(1, request.params.max_tokens) > (most := roots.max_model_len):
@@ -118,14 +120,16 @@ class Engine:
                 self._early.completions.append(completion(sequence, end))
 
     def _change_pooling(self, pooling: Pooling | None) -> None:
-        """Take requests with this pooling from now on. A mean is made of all hidden states of a prompt, of which the
-        cache has none."""
+        """Take requests with this pooling from now on. A mean is made of all hidden states of a prompt, and cls of the
+        first: the cache has none."""
         if self.unfinished:
             raise ValueError(
                 f"an engine that runs requests with pooling {self._pooling} cannot run {pooling}"
             )
-        if pooling == "mean" and self._scheduler.config.prefix_caching:
-            raise ValueError("an engine whose requests share prefixes cannot make the mean of a prompt")
+        if pooling in ("mean", "cls") and self._scheduler.config.prefix_caching:
+            raise ValueError(
+                f"an engine whose requests share prefixes cannot make vectors by pooling {pooling}"
+            )
         self._pooling = pooling
 
     def _queue(self, sequence: Sequence) -> End | None:
@@ -410,7 +414,9 @@ class Engine:
             chunks = [c for c in cut if c.length]
             sampled += sum(taken.count - 1 for taken in step.irregular)
         shared, copied = self._scheduler.shared_blocks(chunks), step.scheduled.copied_tokens
-        step.shape = step_shape(chunks, sampled, shared, self._runner.layout, copied)
+        step.shape = step_shape(
+            chunks, sampled, shared, self._runner.layout, copied, self._runner.cost.causal
+        )
         self._metering_ns += time.perf_counter_ns() - began
 
     def _new_work(self) -> ConstraintWork:

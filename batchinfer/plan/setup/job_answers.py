@@ -33,7 +33,7 @@ class AskedAnswers:
 
 def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
     """Return what the job asks of answers. Raises JobFileError."""
-    embedding = job_embedding(job, checkpoint.spec.hidden)
+    embedding = job_embedding(job, checkpoint.spec.hidden, checkpoint.spec.causal)
     if embedding is not None:
         return AskedAnswers(None, None, embedding)
     return AskedAnswers(job_reasoning(job, tokenizer), job_calls(job, tokenizer), None)

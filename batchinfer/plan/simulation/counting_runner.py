@@ -97,7 +97,7 @@ class CountingRunner:
         answers = _sampling(plan.requests, lengths, plan.sampled)
         copied = 0 if copies is None else int((copies[:, 5] - copies[:, 4])[copies[:, 1] == 0].sum())
         spans = list(zip(plan.requests, starts, lengths, strict=True))
-        shape = step_shape(spans, len(answers), plan.shared_blocks, self.layout, copied)
+        shape = step_shape(spans, len(answers), plan.shared_blocks, self.layout, copied, self.cost.causal)
         launch = None
         if self.launching is not None:
             decodes = shape.tokens == len(answers) == rows and copies is None
