@@ -35,6 +35,7 @@ def make_sentence_model(
 
 def make_sentence_encoder(folder: Path, family: str, mode: str = "cls_token", **config: Any) -> None:
     """An encoder whose tokenizer puts a token before each text, and one behind it, and the modules around it."""
+    folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder, None)
     make_encoder(folder, family)
     path = folder / "tokenizer.json"

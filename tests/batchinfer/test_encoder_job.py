@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from batchinfer.machine.hardware import Hardware
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.plan.setup.resolve import resolve
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
-from tests.batchinfer.test_embed_job import REAL, TEXTS, embeddings, write_job
+from tests.batchinfer.test_embed_job import REAL, TEXTS, embeddings, fenced, write_job
 from tests.encoder_checkpoints import encoder_folder
 from tests.sentence_checkpoints import (
     densely,
@@ -66,6 +67,18 @@ def test_layers_behind_the_pooling(tmp_path: Path) -> None:
     assert run(path, NO_ENGINE).exit_code == 0
     short = densely(model, states, kinds)[:, :7]
     np.testing.assert_allclose(embeddings(path), short.numpy(), atol=1e-4)
+
+
+def test_the_job_of_the_page_runs(tmp_path: Path) -> None:
+    make_sentence_encoder(tmp_path / "models/all-minilm-l6-v2", "bert", "mean_tokens")
+    (tmp_path / "job.yaml").write_text(fenced("yaml", 1))
+    (tmp_path / "articles.jsonl").write_text(fenced("json"))
+    assert run(tmp_path / "job.yaml", REAL).exit_code == 0
+    (file,) = (tmp_path / "results/faq").glob("*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    bodies = [json.loads(line)["body"] for line in fenced("json").splitlines()]
+    wanted = reference(tmp_path / "models/all-minilm-l6-v2", bodies, "mean_tokens")
+    np.testing.assert_allclose([row["embedding"] for row in rows], wanted.numpy(), atol=1e-4)
 
 
 def refused(folder: Path, model: Path, **sections: Any) -> str:
