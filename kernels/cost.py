@@ -411,6 +411,9 @@ class ModelCost:
     caches: tuple[tuple[int | None, int], ...]
     itemsize: int  # bytes of an activation
     weight_itemsize: int  # bytes of a weight of the linear layers; 1: codes, int8 or fp8
+    causal: bool = (
+        True  # whether a query sees earlier keys alone; else those of both sides, each as far as the window
+    )
 
     @property
     def layers(self) -> int:
@@ -431,7 +434,7 @@ class ModelCost:
         for window in self.windows:
             growing = tokens if window is None else min(tokens, window)
             total += growing * (growing + 1) // 2 + (tokens - growing) * growing
-        return total
+        return total if self.causal else 2 * total - tokens * self.layers
 
     @property
     def quantized(self) -> bool:

@@ -1,4 +1,5 @@
-"""Causal attention of query chunks over a paged KV cache: prefill, chunked prefill and decode are one operator."""
+"""Attention of query chunks over a paged KV cache: prefill, chunked prefill and decode are one operator. It is causal,
+or that of encoders, whose tokens see later ones, too."""
 
 from __future__ import annotations
 
@@ -29,6 +30,12 @@ def check_attention_extras(
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks are {tuple(sinks.shape)}, there are {q.shape[1]} query heads")
     check_scales(k_cache, k_scale, v_scale)
+
+
+def check_bias(bias: Tensor, q_heads: int) -> None:
+    """Raises ValueError unless bias is (q_heads, an even number)."""
+    if bias.dim() != 2 or len(bias) != q_heads or bias.shape[1] % 2:
+        raise ValueError(f"bias is {tuple(bias.shape)}, wanted ({q_heads}, twice the positions)")
 
 
 def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
@@ -67,6 +74,8 @@ def paged_attention_reference(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    causal: bool = True,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention in float32, one sequence after the other: slow, and what every other implementation must equal.
 
@@ -79,6 +88,10 @@ def paged_attention_reference(
     `soft_cap`: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2). `sinks`: (q_heads,), a score without
     a value that takes part in each softmax (gpt-oss). A cache of float8_e4m3fn or int8 holds k / k_scale and
     v / v_scale, rounded, with a scale for each head of a token: (blocks, kv_heads, block_size) float32.
+
+    Not `causal`, a query sees later keys, too, and with a window those of which it is less than that many positions
+    apart. `bias`: (q_heads, 2 x positions), added to scaled scores: of a key d positions after a query at positions + d
+    (MPNet).
     """
     return paged_attention_lse_reference(
         q,
@@ -93,6 +106,8 @@ def paged_attention_reference(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        causal=causal,
+        bias=bias,
     )[0]
 
 
@@ -110,6 +125,8 @@ def paged_attention_lse_reference(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    causal: bool = True,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `paged_attention_reference`, and (T, q_heads) float32: the natural logarithm of each
     softmax's sum, a sink's part included; -inf for a query that sees nothing."""
@@ -127,20 +144,34 @@ def paged_attention_lse_reference(
             left = max(0, context - queries - window + 1)
             k[:, :left], v[:, :left] = 0, 0  # 0 × NaN is NaN
         scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), k) * scale
+        if bias is not None:
+            scores = scores + bias_of(bias, *_places(queries, context))
         if soft_cap is not None:
             scores = soft_cap * (scores / soft_cap).tanh()
-        scores = scores.masked_fill(_hidden(queries, context, window).to(q.device), float("-inf"))
+        hidden = _hidden(*_places(queries, context), window, causal)
+        scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
         weights, sums = _softmax(scores, sinks)
         out[rows], lse[rows] = torch.einsum("hqk,hkd->qhd", weights, v).to(q.dtype), sums.T
     return out, lse
 
 
-def _hidden(queries: int, context: int, window: int | None) -> Tensor:
-    """(queries, context) bool: keys after the query, or behind its window."""
-    query_at = torch.arange(context - queries, context)[:, None]
-    key_at = torch.arange(context)[None]
-    hidden = key_at > query_at
-    return hidden if window is None else hidden | (key_at <= query_at - window)
+def _places(queries: int, context: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries, (queries, 1), and of keys, (1, context)."""
+    return torch.arange(context - queries, context)[:, None], torch.arange(context)[None]
+
+
+def bias_of(bias: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:
+    """Return what is added to the scores of keys at these positions: (q_heads, *positions)."""
+    distances = (key_at - query_at).to(bias.device)
+    return bias[:, bias.shape[1] // 2 + distances]
+
+
+def _hidden(query_at: Tensor, key_at: Tensor, window: int | None, causal: bool) -> Tensor:
+    """(queries, context) bool: keys after the query, or outside of its window."""
+    hidden = (key_at > query_at) & causal
+    if window is None:
+        return hidden
+    return hidden | (key_at <= query_at - window) | (key_at >= query_at + window)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

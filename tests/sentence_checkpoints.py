@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoTokenizer
 
-from tests.checkpoints import make_model_folder
+from tests.checkpoints import make_model_folder, make_tokenizer
+from tests.encoder_checkpoints import make_encoder
 
 PROMPTS = {"query": "find: ", "document": ""}
 
@@ -29,6 +31,47 @@ def make_sentence_model(
     rust.save(str(path))
     write_modules(folder, mode, normalizes)
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS, **config}))
+
+
+def make_sentence_encoder(folder: Path, family: str, mode: str = "cls_token", **config: Any) -> None:
+    """An encoder whose tokenizer puts a token before each text, and one behind it, and the modules around it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(folder, None)
+    make_encoder(folder, family)
+    path = folder / "tokenizer.json"
+    rust = Tokenizer.from_file(str(path))
+    ends = [(text, rust.token_to_id(text)) for text in ("<|bos|>", "<|im_end|>")]
+    rust.post_processor = TemplateProcessing(single="<|bos|> $A <|im_end|>", special_tokens=ends)
+    rust.save(str(path))
+    write_modules(folder, mode)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS, **config}))
+
+
+def write_dense(folder: Path, sizes: Sequence[int], activations: Sequence[str], biased: bool = True) -> None:
+    """Put layers of these sizes between the pooling and what follows it."""
+    modules = json.loads((folder / "modules.json").read_text())
+    generator = torch.Generator().manual_seed(8)
+    for at, (inputs, outputs, activation) in enumerate(zip(sizes, sizes[1:], activations, strict=False)):
+        name = f"{at + 2}_Dense"
+        (folder / name).mkdir(exist_ok=True)
+        stated = {"in_features": inputs, "out_features": outputs, "bias": biased}
+        where = f"torch.nn.modules.activation.{activation}"
+        (folder / name / "config.json").write_text(json.dumps({**stated, "activation_function": where}))
+        tensors = {"linear.weight": torch.randn(outputs, inputs, generator=generator) * 0.2}
+        if biased:
+            tensors["linear.bias"] = torch.randn(outputs, generator=generator)
+        save_file(tensors, folder / name / "model.safetensors")
+        modules.insert(at + 2, {"path": name, "type": "sentence_transformers.models.Dense"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def densely(folder: Path, vectors: torch.Tensor, activations: Sequence[str]) -> torch.Tensor:
+    """What the layers in the folder make of vectors, by torch's own modules."""
+    for at, activation in enumerate(activations):
+        tensors = load_file(folder / f"{at + 2}_Dense/model.safetensors")
+        made = torch.nn.functional.linear(vectors, tensors["linear.weight"], tensors.get("linear.bias"))
+        vectors = getattr(torch.nn, activation)()(made)
+    return vectors
 
 
 def write_modules(folder: Path, mode: str, normalizes: bool = True, *more: str) -> None:
@@ -61,11 +104,17 @@ def write_modules(folder: Path, mode: str, normalizes: bool = True, *more: str) 
 
 def reference(folder: Path, texts: Sequence[str], mode: str = "lasttoken") -> torch.Tensor:
     """What transformers gives for each text by itself, of length 1."""
+    return torch.nn.functional.normalize(pooled_states(folder, texts, mode), dim=1)
+
+
+def pooled_states(folder: Path, texts: Sequence[str], mode: str) -> torch.Tensor:
+    """What transformers gives for each text by itself, pooled."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     found = []
     with torch.no_grad():
         for text in texts:
             states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
-            found.append(states[-1] if mode == "lasttoken" else states.mean(0))
-    return torch.nn.functional.normalize(torch.stack(found), dim=1)
+            at = {"lasttoken": -1, "cls_token": 0}
+            found.append(states[at[mode]] if mode in at else states.mean(0))
+    return torch.stack(found)

@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 from batchinfer.core.reasoning import ReasoningTokens
 
 Truncate = Literal["error", "left", "right"]  # what is done with a prompt too long for the model
-# The vector of a prompt: the hidden state of its last token, or the mean of all
-Pooling = Literal["last", "mean"]
+# The vector of a prompt: the hidden state of its last token, the mean of all, or the state of its first (cls)
+Pooling = Literal["last", "mean", "cls"]
 
 
 @dataclass(frozen=True, slots=True)

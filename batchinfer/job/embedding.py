@@ -16,8 +16,8 @@ class EmbedSection(Section):
 
     pooling: Literal["auto", Pooling] = Field(
         default="auto",
-        description="Hidden states that a vector is made of: of the last token, or the mean of all. auto: as the "
-        "checkpoint's modules.json says, else last.",
+        description="Hidden states that a vector is made of: of the last token, the mean of all, or of an encoder's "
+        "first token (cls). auto: as the checkpoint's modules.json says, else last, or mean for an encoder.",
     )
     normalize: Auto | bool = Field(
         default="auto",

@@ -69,6 +69,7 @@ class ModelSource:
             tiles=arithmetic.tiles,
             latent=attention.cache.latent,
             codes=any(cache.dtype == "int8" for cache in caches),
+            causal=self.spec.causal,
         )
         for cache in caches:
             if not ops.holds(cache):
@@ -99,7 +100,7 @@ class ModelSource:
         coded = sum(linear.values for linear in self.spec.linears() if linear.coded)
         if coded or not cost.quantized:
             return coded + (self.parameters - coded) * cost.itemsize
-        head = self.spec.head.values
+        head = self.spec.head.values if self.spec.causal else 0
         linear = sum(linear.values for linear in self.spec.linears() if not linear.exact)
         others = self.parameters - linear - (0 if self.spec.tied else head)
         return (linear + head) * cost.weight_itemsize + others * cost.itemsize

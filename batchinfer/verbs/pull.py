@@ -37,7 +37,7 @@ from batchinfer.core.hub import (
 from batchinfer.data.storage.durable import check_free_space, storage
 from batchinfer.data.tokenizer.tokenizer import FILES as TOKENIZER_FILES
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from batchinfer.models.files.sentence_modules import MODULES, POOLING_FOLDER, PROMPTS, TEXTS
+from batchinfer.models.files.sentence_modules import DENSE_FOLDERS, MODULES, POOLING_FOLDER, PROMPTS, TEXTS
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.transfer import Blob, Transfer
@@ -46,7 +46,10 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 AT_ONCE = 4  # files; a hub serves one at some 100 MB/s
-_OF_SENTENCES = (MODULES, PROMPTS, TEXTS, f"{POOLING_FOLDER}/{CONFIG}")
+_OF_SENTENCES = (
+    *(MODULES, PROMPTS, TEXTS, f"{POOLING_FOLDER}/{CONFIG}"),
+    *(f"{folder}/{file}" for folder in DENSE_FOLDERS for file in (CONFIG, WEIGHTS)),
+)
 SMALL_FILES = (
     CONFIG, "generation_config.json", WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json", *_OF_SENTENCES
 )  # fmt: skip
@@ -87,8 +90,9 @@ def _listing(name: ModelName) -> tuple[str, dict[str, RepoFile]]:
     if commit is None:
         raise Unavailable(f"{_endpoint()} does not say which commit {name} is; is it a Hugging Face hub?")
     tree = [*api.list_repo_tree(name.repo, revision=commit, recursive=False)]
-    if any(entry.path == POOLING_FOLDER for entry in tree):
-        tree += api.list_repo_tree(name.repo, POOLING_FOLDER, revision=commit)
+    for folder in (POOLING_FOLDER, *DENSE_FOLDERS):
+        if any(entry.path == folder for entry in tree):
+            tree += api.list_repo_tree(name.repo, folder, revision=commit)
     return commit, {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
 
 

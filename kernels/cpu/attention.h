@@ -39,7 +39,8 @@ typedef struct {
     float mass[MOST_ROWS * LANES]; /* lane by lane: they are added up at the end */
     WEIGHT p[ROWS][PANEL];
     const REAL *q[MOST_ROWS];
-    int32_t position[MOST_ROWS];
+    int32_t position[MOST_ROWS], last[MOST_ROWS]; /* its own, and the last one that it sees */
+    const float *bias[MOST_ROWS]; /* of the key at each position, or NULL */
 #if FIXED
     float p_unit[ROWS], q_unit[MOST_ROWS];
     int16_t fixed_p[ROWS][PANEL], fixed_q[MOST_ROWS * MAX_DIM]; /* rows of dim_pad */
@@ -212,6 +213,14 @@ static __attribute__((noinline)) void NAME(cap_scores)(const NAME(Attention) *s,
     for (int c = 0; c < COLUMNS; c++) scores[c] = s->cap * tanh_vector(scores[c] * s->within);
 }
 
+/* Adds what a key adds to its score by its distance. Apart for the same reason. */
+static __attribute__((noinline)) void NAME(bias_scores)(const NAME(Tile) *tile, const float *bias, vf *scores) {
+    for (int c = 0; c < COLUMNS; c++) {
+        int32_t first = tile->position[c][0];
+        if (first != PASSED) scores[c] += load_f32(bias + first);
+    }
+}
+
 /* What weights of a unit multiply its V with. */
 INLINE vf NAME(scaled)(const NAME(Tile) *tile, vf weights, int c) {
     if (CODES) weights *= load_f32(tile->v_scale[c]);
@@ -221,13 +230,16 @@ INLINE vf NAME(scaled)(const NAME(Tile) *tile, vf weights, int c) {
 /* Scores become probabilities relative to a maximum of the row's; in return what the row's sum has to be scaled by.
  * The maximum is raised only where a score exceeds it by SLACK: weights of up to 2^SLACK are as exact, and most tiles
  * leave the sums as they are (Zadouri et al., FlashAttention-4, 2026). */
-INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) *tile, int32_t position, float *most,
-                         float *mass, WEIGHT *p) {
+INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) *tile, NAME(Work) *work, int64_t row,
+                         WEIGHT *p) {
+    int32_t position = work->position[row], last = work->last[row];
+    float *most = work->most + row, *mass = work->mass + row * LANES;
     for (int c = 0; CODES && c < COLUMNS; c++) scores[c] *= load_f32(tile->k_scale[c]);
+    if (s->bias) NAME(bias_scores)(tile, work->bias[row], scores);
     if (s->cap > 0) NAME(cap_scores)(s, scores);
-    if (s->window > 0 || tile->end > position)
+    if (s->window > 0 || tile->end > last)
         for (int c = 0; c < COLUMNS; c++) {
-            vi seen = tile->position[c] <= position;
+            vi seen = tile->position[c] <= last;
             if (s->window > 0) seen &= tile->position[c] > position - (int32_t)s->window;
             scores[c] = pick(seen, scores[c], splat(-INFINITY));
         }
@@ -265,8 +277,7 @@ INLINE void NAME(tile_rows)(const NAME(Attention) *s, const NAME(Tile) *tile, co
     float shrink[ROWS];
     NAME(score)(s, tile, ahead, work, first, scores, dim, rows, fetch);
     for (int r = 0; r < rows; r++) {
-        float *mass = work->mass + (first + r) * LANES;
-        shrink[r] = NAME(weigh)(s, scores[r], tile, work->position[first + r], work->most + first + r, mass, work->p[r]);
+        shrink[r] = NAME(weigh)(s, scores[r], tile, work, first + r, work->p[r]);
 #if FIXED
         work->p_unit[r] = NAME(to_fixed)(work->p[r], PANEL, work->fixed_p[r]);
 #endif
@@ -278,6 +289,12 @@ INLINE void NAME(tile_rows)(const NAME(Attention) *s, const NAME(Tile) *tile, co
         NAME(add_values)(s, tile, ahead, work, first, shrink, from, rows, 1, fetch);
 }
 
+/* The last position that a row of the plan sees: its own, or one after it, within the window on both sides. */
+INLINE int32_t NAME(last_seen)(const NAME(Attention) *s, int64_t row) {
+    int64_t position = s->plan->rows[row * 2 + 1], last = s->plan->last_seen ? s->plan->last_seen[row] : position;
+    return (int32_t)(s->window > 0 && last - position >= s->window ? position + s->window - 1 : last);
+}
+
 /* The rows of an item that belong to one KV head: their state set up, or taken up again. */
 INLINE void NAME(take_up)(const NAME(Attention) *s, const Item *item, int64_t head, NAME(Work) *work) {
     int64_t group = s->q_heads / s->kv_heads;
@@ -286,6 +303,8 @@ INLINE void NAME(take_up)(const NAME(Attention) *s, const Item *item, int64_t he
             const int64_t *row = s->plan->rows + (item->first_row + i) * 2;
             int64_t at = row[0] * s->q_heads + head * group + g, r = i * group + g;
             work->q[r] = s->q + at * s->dim, work->position[r] = (int32_t)row[1];
+            work->last[r] = NAME(last_seen)(s, item->first_row + i);
+            work->bias[r] = s->bias ? s->bias + (head * group + g) * s->bias_width + s->bias_reach - row[1] : NULL;
 #if FIXED
             NAME(fix_query)(work->q[r], s->dim, s->dim_pad, work->fixed_q + r * s->dim_pad, work->q_unit + r);
 #endif
@@ -361,7 +380,7 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
 #endif
     int32_t first_position = PASSED, last = 0;
     for (int64_t r = 0; r < rows; r++) {
-        last = work.position[r] > last ? work.position[r] : last;
+        last = work.last[r] > last ? work.last[r] : last;
         first_position = work.position[r] < first_position ? work.position[r] : first_position;
     }
     int32_t least = NAME(first_seen)(s, first_position);

@@ -9,14 +9,14 @@ weighted sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer_kernels.cpu.structures import PlanStructure
+from batchinfer_kernels.cpu.structures import PlanStructure, address
 from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
 
@@ -50,6 +50,7 @@ class Items:
     levels: int
     rows: Tensor  # (R, 2) int64: token of the step, position; items name stretches of it
     group: int  # query heads a KV head: an item's rows times these are at most MAX_ROWS
+    last_seen: Tensor | None = None  # (R,) int64: the last position that each row sees; None: its own
 
     def structure(self, tables: Tensor, group: int) -> PlanStructure:
         """Return the items as the operators take them; tables: (S, blocks) int32, the step's. Both must outlive it.
@@ -57,7 +58,8 @@ class Items:
         if group != self.group:
             raise ValueError(f"items planned for {self.group} query heads a KV head, used with {group}")
         items, ends, rows = (tensor.data_ptr() for tensor in (self.items, self.level_ends, self.rows))
-        return PlanStructure(tables.data_ptr(), tables.shape[1], items, ends, self.levels, rows)
+        last = address(self.last_seen)
+        return PlanStructure(tables.data_ptr(), tables.shape[1], items, ends, self.levels, rows, last)
 
 
 def attention_items(
@@ -94,6 +96,14 @@ def attention_items(
         found.append(_group_items(shared, first_row, most))
         found_level.append(np.full(len(found[-1]), shared.level))
     return _ordered(np.concatenate(found), np.concatenate(found_level), rows, levels, group)
+
+
+def whole_items(lens: Sequence[int], group: int) -> Items:
+    """Return the items of a step of whole sequences of these lengths, whose tokens see one another, also later ones.
+    Raises as `attention_items` does."""
+    planned = attention_items(lens, lens, group)
+    last = np.repeat(np.asarray(lens, np.int64) - 1, lens)
+    return replace(planned, last_seen=torch.from_numpy(last))
 
 
 def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:

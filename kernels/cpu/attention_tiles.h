@@ -157,8 +157,7 @@ INLINE void NAME(attend_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, 
         NAME(score_tile)(s, tile, ahead, q, dim, room, !CODES);
     for (int64_t r = 0; r < count; r++) {
         int64_t at = first + r;
-        float shrink = NAME(weigh)(s, (vf *)room->scores[r], tile, work->position[at], work->most + at,
-                                   work->mass + at * LANES, room->p[r]);
+        float shrink = NAME(weigh)(s, (vf *)room->scores[r], tile, work, at, room->p[r]);
         for (int64_t d = 0; shrink != 1.0f && d < s->dim_pad; d += LANES)
             store_f32(sum + r * s->dim_pad + d, load_f32(sum + r * s->dim_pad + d) * shrink);
     }

@@ -10,6 +10,8 @@ typedef struct {
     float scale;        /* of scores, times log2(e): exponentials are powers of 2 here */
     float cap, within;  /* cap > 0: a product p of q and k becomes the score cap * tanh(p * within) before that */
     const float *sinks; /* (q_heads,) scores without a value, or NULL */
+    const float *bias;  /* (q_heads, bias_width), or NULL: at bias_reach + d what a key d places after a query adds to p */
+    int64_t bias_width, bias_reach; /* beyond what is used there are LANES numbers */
 } NAME(Attention);
 
 /* Jobs of a level, which threads take some at a time. */

@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer_kernels.copy_parts import check_copy_parts
@@ -23,7 +24,7 @@ from batchinfer_kernels.cpu.structures import (
     address,
     scoring,
 )
-from batchinfer_kernels.paged_attention import check_attention_extras, check_scales
+from batchinfer_kernels.paged_attention import check_attention_extras, check_bias, check_scales
 from batchinfer_kernels.rope_store import check_pairs, check_rotary
 
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
@@ -208,10 +209,11 @@ class CachedOperators:
         sinks: Tensor | None = None,
         *,
         scales: Scales | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Attend as batchinfer_kernels.paged_attention says; sinks are float32. `items` were planned for these tables
-        with `pages(block_size)`, the caches are (blocks, *cache_shape), the scales of codes (blocks,
-        *cache_shape[:2])."""
+        """Attend as batchinfer_kernels.paged_attention says; sinks and bias are float32. `items` were planned for these
+        tables with `pages(block_size)`, or are `whole_items`: then tokens see later ones, too. The caches are (blocks,
+        *cache_shape), the scales of codes (blocks, *cache_shape[:2])."""
         tokens, q_heads, dim = q.shape
         kv_heads = k_cache.shape[1]
         cache = self._cache((k_cache, v_cache), scales, kv_heads, block_size, q)
@@ -224,6 +226,7 @@ class CachedOperators:
             raise ValueError(f"sinks are {sinks.dtype}, not float32")
         self._checked("paged_attention", q, block_tables, *([] if sinks is None else [sinks]))
         out, width = torch.empty_like(q), k_cache.shape[3]
+        added = None if bias is None else self._added(bias, q_heads, scale)
         state = self.attention_state(items, tokens, q_heads, width)
         plan = items.structure(block_tables, q_heads // kv_heads)
         attention = Attention(
@@ -240,10 +243,18 @@ class CachedOperators:
             block_pad=k_cache.shape[2],
             window=window or 0,
             sinks=address(sinks),
+            bias=address(added),
+            bias_width=0 if added is None else added.shape[1],
+            bias_reach=0 if bias is None else bias.shape[1] // 2,
             **scoring(scale, soft_cap),
         )
         self._function_of("paged_attention", q.dtype, scales is not None)(attention)
         return out
+
+    def _added(self, bias: Tensor, q_heads: int, scale: float) -> Tensor:
+        """Return what is added to products, before they are scaled; the operators read whole vectors of it."""
+        check_bias(bias, q_heads)
+        return F.pad(bias.float() / scale, (0, self.lanes))
 
     def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:
         """Where rows keep their maximum, mass and weighted sum between levels."""

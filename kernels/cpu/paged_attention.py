@@ -35,21 +35,24 @@ class AttentionGroup:
     real: Tensor | None  # (n,) int64, which of the G × Q are real; None: all
     unused: Tensor  # (G, 1, K, 1) bool: cached slots behind a sequence's end, or that every window has left
     masks: dict[int | None, Tensor]  # window → (G, 1, Q, K) bool, True: attend
+    query_at: Tensor  # (G, Q) int64, on the host: the position of each query
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceShape:
-    """Adjacent queries of one sequence: where they start, how many, and how much is cached up to the last one."""
+    """Adjacent queries of one sequence: where they start, how many, and how many keys they see. `later`: how many of
+    these come after the last query."""
 
     row: int
     start: int
     queries: int
     context: int
+    later: int = 0
 
 
-def group_sequences(shapes: list[SequenceShape]) -> list[list[SequenceShape]]:
-    """Sort by shape and cut wherever padding would exceed the limits above."""
-    tiles = [tile for shape in shapes for tile in _tiles(shape)]
+def group_sequences(shapes: list[SequenceShape], causal: bool = True) -> list[list[SequenceShape]]:
+    """Sort by shape and cut wherever padding would exceed the limits above. Not `causal`: queries see later keys."""
+    tiles = [tile for shape in shapes for tile in _tiles(shape, causal)]
     ordered = sorted(tiles, key=lambda s: (s.queries, s.context), reverse=True)
     groups: list[list[SequenceShape]] = []
     for shape in ordered:
@@ -60,15 +63,18 @@ def group_sequences(shapes: list[SequenceShape]) -> list[list[SequenceShape]]:
     return groups
 
 
-def _tiles(shape: SequenceShape) -> Iterator[SequenceShape]:
+def _tiles(shape: SequenceShape, causal: bool) -> Iterator[SequenceShape]:
     """Cut a long chunk of a long sequence: with four heads a KV head, the masks of 1,024 queries over 16,384 keys
     took 370 MiB.
     """
     most = max(1, MAX_GROUP_PAIRS // shape.context)
-    before = shape.context - shape.queries
     for at in range(0, shape.queries, most):
         queries = min(most, shape.queries - at)
-        yield SequenceShape(shape.row, shape.start + at, queries, before + at + queries)
+        left = shape.queries - at - queries
+        if causal:
+            yield SequenceShape(shape.row, shape.start + at, queries, shape.context - left)
+        else:
+            yield SequenceShape(shape.row, shape.start + at, queries, shape.context, left)
 
 
 def _fits(group: list[SequenceShape], shape: SequenceShape) -> bool:
@@ -81,7 +87,11 @@ def _fits(group: list[SequenceShape], shape: SequenceShape) -> bool:
 
 
 def build_group(
-    members: list[SequenceShape], block_tables: Tensor, block_size: int, windows: frozenset[int | None]
+    members: list[SequenceShape],
+    block_tables: Tensor,
+    block_size: int,
+    windows: frozenset[int | None],
+    causal: bool = True,
 ) -> AttentionGroup:
     """The index tensors of one group."""
     most, device = max(s.queries for s in members), block_tables.device
@@ -92,28 +102,32 @@ def build_group(
     contexts = torch.tensor([s.context for s in members])[:, None]
     step = torch.arange(most)[None]
     taken = torch.minimum(step, lens - 1)
-    query_at, key_at = contexts - lens + taken, torch.arange(blocks * block_size)[None]
+    firsts = contexts - torch.tensor([s.later for s in members])[:, None] - lens
+    query_at, key_at = firsts + taken, torch.arange(blocks * block_size)[None]
     ragged = any(s.queries != most for s in members)
     return AttentionGroup(
         blocks=block_tables[rows.to(device), :blocks].flatten().long(),
         shape=(len(members), most, blocks),
         queries=(starts + taken).flatten().to(device),
         real=(step < lens).flatten().nonzero()[:, 0].to(device) if ragged else None,
-        unused=_unused(key_at, contexts, lens, windows)[:, None, :, None].to(device),
-        masks={w: _mask(query_at, key_at, w).to(device) for w in windows},
+        unused=_unused(key_at, contexts, firsts, windows)[:, None, :, None].to(device),
+        masks={w: _mask(query_at, key_at, contexts, w, causal).to(device) for w in windows},
+        query_at=query_at,
     )
 
 
-def _unused(key_at: Tensor, contexts: Tensor, lens: Tensor, windows: frozenset[int | None]) -> Tensor:
+def _unused(key_at: Tensor, contexts: Tensor, firsts: Tensor, windows: frozenset[int | None]) -> Tensor:
     behind = key_at >= contexts
     widths = [w for w in windows if w is not None]
-    return behind if len(widths) < len(windows) else behind | (key_at <= contexts - lens - max(widths))
+    return behind if len(widths) < len(windows) else behind | (key_at <= firsts - max(widths))
 
 
-def _mask(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
+def _mask(query_at: Tensor, key_at: Tensor, contexts: Tensor, window: int | None, causal: bool) -> Tensor:
     query_at, key_at = query_at[:, None, :, None], key_at[None, None]
-    seen = key_at <= query_at
-    return seen if window is None else seen & (key_at > query_at - window)
+    seen = key_at <= query_at if causal else key_at < contexts[:, None, None]
+    if window is None:
+        return seen
+    return seen & (key_at > query_at - window) & (key_at < query_at + window)
 
 
 def _gather(cache: Tensor, group: AttentionGroup) -> Tensor:
@@ -132,12 +146,13 @@ def grouped_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Paged attention over prepared groups; shapes as batchinfer_kernels.paged_attention."""
     out = torch.empty_like(q)
     for group in groups:
         k, v = _gather(k_cache, group), _gather(v_cache, group)
-        made = _attend(q.index_select(0, group.queries), k, v, group, scale, window, soft_cap, sinks)
+        made = _attend(q.index_select(0, group.queries), k, v, group, scale, window, soft_cap, sinks, bias)
         _put(made, group, out)
     return out
 
@@ -172,6 +187,7 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """K and V are gathered, (G, kv_heads, keys, D). The heads that share a KV head become rows of one query matrix, so
     that K and V are read once for all."""
@@ -181,6 +197,8 @@ def _attend(
     rows = q.view(members, queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(members, kv_heads, share * queries, dim)
     mask = group.masks[window].expand(members, 1, queries, -1).repeat(1, 1, share, 1)
+    if bias is not None:
+        mask = _biased(bias, group, mask, (kv_heads, share)).to(q.dtype)
     if soft_cap is None and sinks is None:
         result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
     else:
@@ -188,6 +206,16 @@ def _attend(
         result = _weighed(rows, k, v, mask, scale, soft_cap, each)
     result = result.view(members, kv_heads, share, queries, -1).permute(0, 3, 1, 2, 4)
     return result.reshape(members * queries, heads, -1)
+
+
+def _biased(bias: Tensor, group: AttentionGroup, mask: Tensor, heads: tuple[int, int]) -> Tensor:
+    """Return what is added to scores, (G, kv_heads, share * queries, keys), minus infinity where nothing is seen."""
+    keys = mask.shape[-1]
+    reach = bias.shape[1] // 2
+    distances = torch.arange(keys)[None, None] - group.query_at[..., None]
+    added = bias[:, (distances + reach).clamp(0, 2 * reach - 1).to(bias.device)].float()  # (heads, G, Q, K)
+    each = added.view(*heads, *added.shape[1:]).permute(2, 0, 1, 3, 4)
+    return each.flatten(2, 3).masked_fill(~mask, float("-inf"))
 
 
 def _weighed(

@@ -14,4 +14,5 @@ typedef struct {
     const int64_t *level_ends;
     int64_t levels;
     const int64_t *rows; /* (token, position) each */
+    const int64_t *last_seen; /* of each row the last position that it sees; NULL: its own */
 } Plan;

@@ -69,6 +69,7 @@ class PlanStructure(ctypes.Structure):
         ("level_ends", _P),
         ("levels", _L),
         ("rows", _P),
+        ("last_seen", _P),
     ]
 
 
@@ -84,7 +85,8 @@ class Attention(ctypes.Structure):
         *_SIZES,
         ("window", _L),
         *((name, _F) for name in ("scale", "cap", "within")),
-        ("sinks", _P),
+        *((name, _P) for name in ("sinks", "bias")),
+        *((name, _L) for name in ("bias_width", "bias_reach")),
     ]
 
 

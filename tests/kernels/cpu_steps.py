@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.cpu.attention_plan import attention_items
+from batchinfer_kernels.cpu.attention_plan import attention_items, whole_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.paged_attention import AttentionGroup, SequenceShape, build_group, group_sequences
 from batchinfer_kernels.latent_attention import latent_attention_reference
@@ -45,10 +45,13 @@ class Step:
         (k, k_scale), (v, v_scale) = coded(self.k, code_dtype), coded(self.v, code_dtype)
         return replace(self, q=self.q.to(dtype), k=k, v=v, scales=(k_scale, v_scale))
 
-    def attend(self, compiled: CompiledOperators, window=None, share=True, **rules) -> Tensor:
+    def attend(self, compiled: CompiledOperators, window=None, share=True, causal=True, **rules) -> Tensor:
         size, group = self.k.shape[2], self.q.shape[1] // self.k.shape[1]
         pages = (self.table.numpy(), compiled.pages(size)) if share else ()
-        items, scales = attention_items(self.queries, self.contexts, group, *pages), None
+        if causal:
+            items, scales = attention_items(self.queries, self.contexts, group, *pages), None
+        else:
+            items, scales = whole_items(self.queries, group), None
         if self.scales is None:
             k, v = laid_out(compiled, self.k, self.v)
         else:
@@ -80,14 +83,15 @@ class Step:
         chunks = [(count, context - queries + first + count)]
         return replace(self, q=self.q[start : start + count], table=self.table[row : row + 1], chunks=chunks)
 
-    def groups(self, window: int | None = None) -> list[AttentionGroup]:
+    def groups(self, window: int | None = None, causal: bool = True) -> list[AttentionGroup]:
         """Return the groups of sequences as torch's operators take them."""
         shapes = [
             SequenceShape(row, sum(self.queries[:row]), queries, context)
             for row, (queries, context) in enumerate(self.chunks)
         ]
         size, windows = self.k.shape[2], frozenset({window})
-        return [build_group(group, self.table, size, windows) for group in group_sequences(shapes)]
+        groups = group_sequences(shapes, causal)
+        return [build_group(group, self.table, size, windows, causal) for group in groups]
 
 
 @dataclass(frozen=True)

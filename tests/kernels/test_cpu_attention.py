@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.paged_attention import grouped_attention
 from batchinfer_kernels.rope_store import coded_reference
 from tests.examples import examples
 from tests.kernels.cpu_cache import codes_laid_out, plain
@@ -28,6 +29,37 @@ KINDS = [
 ]
 COMPILED = operators("none", codes=True)
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    kind=st.sampled_from(KINDS),
+    kv_heads=st.sampled_from([1, 2]),
+    group=st.sampled_from([1, 3]),
+    dim=st.sampled_from([2, 20, 64, 96]),
+    block_size=st.sampled_from([1, 4, 16, 21, 100]),
+    window=st.sampled_from([None, 1, 5, 63, 64, 130]),
+    biased=st.booleans(),
+    lengths=st.lists(st.integers(1, 140), min_size=1, max_size=5),
+)
+@settings(max_examples=examples(30, 380), deadline=None)
+def test_whole_texts_whose_tokens_see_later_ones(
+    seed, kind, kv_heads, group, dim, block_size, window, biased, lengths
+):
+    """By compiled operators and by torch's; with what distances add to scores; to the bit whatever runs beside it."""
+    way, dtype, codes = kind
+    chunks = [(length, length) for length in lengths]
+    step = poisoned_step(seed, kv_heads * group, kv_heads, dim, block_size, chunks).to(dtype, codes)
+    bias = torch.randn(kv_heads * group, 2 * max(lengths)) if biased else None
+    rules = {"causal": False, "bias": bias}
+    got, wanted = step.attend(operators(way, codes), window, **rules), step.reference(window, **rules)
+    torch.testing.assert_close(got, wanted, **TOLERANCE[dtype])
+    alone = step.part(len(chunks) - 1, 0, lengths[-1])
+    assert torch.equal(alone.attend(operators(way, codes), window, **rules), got[-lengths[-1] :])
+    if not codes:
+        groups = step.groups(window, causal=False)
+        grouped = grouped_attention(step.q, step.k, step.v, groups, 0.3, window, bias=bias)
+        torch.testing.assert_close(grouped, wanted, **TOLERANCE[dtype])
 
 
 @given(

@@ -15,6 +15,7 @@ from batchinfer.core.embedding import Embedding
 from batchinfer.core.request import Completion, Output, Request, Vector
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.columns.schema_columns import SchemaColumns
+from batchinfer.data.outputs.dense_layers import passed
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs, Receiver, TokenBytes
 
@@ -101,10 +102,11 @@ def _lists(found: Sequence[NDArray[np.float32] | None]) -> pa.ListArray:
 
 
 def _embedded(vectors: pa.ListArray, answered: NDArray[np.bool_], made: Embedding) -> pa.Array:
-    """Return the vectors of the answered rows, shortened and normalised; null elsewhere."""
+    """Return the vectors of the answered rows, behind the dense layers, shortened and normalised; null elsewhere."""
     count = len(vectors)
-    values = vectors.flatten().to_numpy().reshape(count, -1) if count else np.empty((0, made.dimensions))
-    kept = values[:, : made.dimensions]
+    inputs = made.dense[0].inputs if made.dense else made.dimensions
+    values = vectors.flatten().to_numpy().reshape(count, -1) if count else np.empty((0, inputs))
+    kept = passed(values.astype(np.float32, copy=False), made.dense)[:, : made.dimensions]
     finished = np.zeros((len(answered), made.dimensions), np.float32)
     finished[answered] = normalized(kept) if made.normalize else kept
     missing = pa.array(~answered)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from batchinfer.core.sampling import SamplingParams
 
-TOKENS, SCORES, MEANS = "tokens", "scores", "vectors (mean)"
+TOKENS, SCORES = "tokens", "scores"
+OF_WHOLE_PROMPTS = ("vectors (mean)", "vectors (cls)")  # of hidden states that the cache does not have
 
 
 def answer_of(params: SamplingParams) -> str:

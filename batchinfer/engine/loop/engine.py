@@ -12,7 +12,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.continuations import longest_sequence
 from batchinfer.core.request import Completion, ConstraintFailed, Request, RowError, TokenLogprobs
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
-from batchinfer.engine.loop.answers import MEANS, TOKENS, answer_of
+from batchinfer.engine.loop.answers import OF_WHOLE_PROMPTS, TOKENS, answer_of
 from batchinfer.engine.loop.constrained_end import constrained_end, without_token
 from batchinfer.engine.loop.ended import completion, ends_request, prompt_end, request_sample
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
@@ -104,6 +104,8 @@ class Engine:
         """
         roots = self._limits.roots
         for request in requests:
+            if request.params.pooling is None and self._scheduler.config.whole_prompts:
+                raise ValueError("an encoder makes vectors, and nothing else")
             if answer_of(request.params) != self._answers:
                 self._change_answers(answer_of(request.params))
             length = longest_sequence(len(request.prompt), request.params.scored)
@@ -120,14 +122,14 @@ class Engine:
                     self._early.completions.append(completion(sequence, end))
 
     def _change_answers(self, answers: str) -> None:
-        """Take requests for such answers from now on. A mean is made of all hidden states of a prompt, of which the
-        cache has none."""
+        """Take requests for such answers from now on. A mean is made of all hidden states of a prompt, and cls of the
+        first: the cache has none."""
         if self.unfinished:
             raise ValueError(
                 f"an engine that runs requests for {self._answers} cannot run some for {answers}"
             )
-        if answers == MEANS and self._scheduler.config.prefix_caching:
-            raise ValueError("an engine whose requests share prefixes cannot make the mean of a prompt")
+        if answers in OF_WHOLE_PROMPTS and self._scheduler.config.prefix_caching:
+            raise ValueError(f"an engine whose requests share prefixes cannot make {answers}")
         self._answers = answers
 
     def _sequences_of(self, request: Request, watch: StopStream | None) -> list[Sequence]:
@@ -427,7 +429,9 @@ class Engine:
             chunks = [c for c in cut if c.length]
             sampled += sum(taken.count - 1 for taken in step.irregular)
         shared, copied = self._scheduler.shared_blocks(chunks), step.scheduled.copied_tokens
-        step.shape = step_shape(chunks, sampled, shared, self._runner.layout, copied)
+        step.shape = step_shape(
+            chunks, sampled, shared, self._runner.layout, copied, self._runner.cost.causal
+        )
         self._metering_ns += time.perf_counter_ns() - began
 
     def _new_work(self) -> ConstraintWork:

@@ -91,6 +91,8 @@ def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = Tru
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device]
     default = DEFAULT_MAX_NUM_BATCHED_TOKENS[device]
     tokens = config.max_num_batched_tokens or step_tokens(cost, config.peaks, seqs, default)
+    if not cost.causal:  # a step has to take the longest prompt
+        tokens = max(tokens, config.longest)
     waits = device == "cuda" and captured
     return SchedulerConfig(
         max_num_seqs=seqs,
@@ -98,4 +100,5 @@ def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = Tru
         prefix_caching=config.prefix_caching,
         admission_costs=admission_costs(cost, config.peaks) if waits else None,
         least_copied=least_copied(cost, config.peaks),
+        whole_prompts=not cost.causal,
     )

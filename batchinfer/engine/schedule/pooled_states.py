@@ -13,14 +13,18 @@ _NONE = np.empty(0, np.int32)
 
 
 def pooled_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks whose hidden states are asked for: those that end a prompt, or all where a mean is made. All
-    sequences of an engine have the same pooling."""
-    every = chunks[0].sequence.pooling == "mean"
-    return [chunk for chunk in chunks if every or chunk.end == len(chunk.sequence)]
+    """Return the chunks whose hidden states are asked for: those that end a prompt, or begin it, or all where a mean is
+    made. All sequences of an engine have the same pooling."""
+    pooling = chunks[0].sequence.pooling
+    if pooling == "mean":
+        return [*chunks]
+    if pooling == "cls":
+        return [chunk for chunk in chunks if chunk.start == 0]
+    return [chunk for chunk in chunks if chunk.end == len(chunk.sequence)]
 
 
 def pooled_rows(chunks: Sequence[Chunk], asked: Sequence[Chunk]) -> AskedRows:
-    """Ask for the states of these chunks: of the last token of each, or of all tokens, added up."""
+    """Ask for the states of these chunks: of the first or last token of each, or of all tokens, added up."""
     if not asked:
         return AskedRows(_NONE, None, SamplingPlan(chooses=False))
     lengths = [chunk.length for chunk in chunks]
@@ -28,6 +32,8 @@ def pooled_rows(chunks: Sequence[Chunk], asked: Sequence[Chunk]) -> AskedRows:
         pools = np.repeat(np.arange(len(lengths)), lengths).tolist()
         rows = np.arange(len(pools), dtype=np.int32)
         return AskedRows(rows, lengths, SamplingPlan(states=rows.tolist(), pools=pools, chooses=False))
-    ends = np.cumsum(lengths, dtype=np.int32) - np.int32(1)
-    last = [chunk.end == len(chunk.sequence) for chunk in chunks]
-    return AskedRows(ends[last], None, SamplingPlan(states=[*range(len(asked))], chooses=False))
+    ends = np.cumsum(lengths, dtype=np.int32)
+    rows = ends - np.array(lengths, np.int32) if chunks[0].sequence.pooling == "cls" else ends - np.int32(1)
+    kept = {id(chunk.sequence) for chunk in asked}
+    chosen = [id(chunk.sequence) in kept for chunk in chunks]
+    return AskedRows(rows[chosen], None, SamplingPlan(states=[*range(len(asked))], chooses=False))

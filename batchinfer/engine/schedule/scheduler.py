@@ -31,6 +31,9 @@ class SchedulerConfig:
     `admission_costs`: what decides when places that have come free are filled; None: as soon as a sequence fits.
 
     `least_copied`: tokens that it pays to copy from the middle of another sequence's block; None: none.
+
+    `whole_prompts`: a prompt runs in one step, as that of an encoder has to, whose tokens see later ones. Then nothing
+    is shared, as what a prompt's beginning gives depends on its end.
     """
 
     max_num_seqs: int
@@ -38,6 +41,13 @@ class SchedulerConfig:
     prefix_caching: bool = True
     admission_costs: AdmissionCosts | None = None
     least_copied: int | None = 1
+    whole_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
+            raise ValueError(f"both limits must be at least 1: {self}")
+        if self.whole_prompts and self.prefix_caching:
+            raise ValueError(f"prompts that run as a whole share nothing: {self}")
 
 
 class Chunk(NamedTuple):
@@ -118,8 +128,6 @@ class Scheduler:
         lengths: OutputLengths | None = None,
         windows: tuple[int | None, ...] = (None,),
     ) -> None:
-        if config.max_num_seqs < 1 or config.max_num_batched_tokens < 1:
-            raise ValueError(f"both limits must be at least 1: {config}")
         self.config = config
         self._most_tokens = config.max_num_batched_tokens  # of a step, where memory lasts
         self.pool = pool
@@ -141,7 +149,11 @@ class Scheduler:
         self._available_at_stop = 0  # blocks that were available when admission stopped
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises ValueError if the whole cache could not hold it."""
+        """Queue a sequence. Raises ValueError if the whole cache could not hold it, or no step its whole prompt."""
+        if self.config.whole_prompts and sequence.prompt_length > self._most_tokens:
+            raise ValueError(
+                f"a prompt of {sequence.prompt_length} tokens, which run in one step, and steps of {self._most_tokens}"
+            )
         most = self.tables.sizes.alone(sequence.max_length, self._most_tokens)
         sequence.arrival, fits = self._added, most <= self.pool.total
         if fits:
@@ -403,6 +415,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if len(self.running) == self.config.max_num_seqs:
                 self._stop_admitting()
+                break
+            if self.config.whole_prompts and len(sequence.tokens) > budget:
                 break
             sources = self._share(sequence, budget)
             if sources is None:

@@ -218,7 +218,7 @@ class Sequence:
     def pool(self, start: int, states: States) -> None:
         """Take the hidden states, (1, hidden), of a chunk that begins at `start`. A mean begins anew with its prompt,
         which a preempted sequence runs again as a whole."""
-        if self.pooled is None or start == 0 or self.pooling == "last":
+        if self.pooled is None or start == 0 or self.pooling != "mean":
             self.pooled = states.copy()
             return
         # The sum of infinities is no number, and found at the end

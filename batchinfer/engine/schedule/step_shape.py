@@ -10,19 +10,26 @@ from batchinfer_kernels.cost import StepShape
 
 
 def step_shape(
-    chunks: Sequence[tuple[object, int, int]], sampled: int, shared: int, layout: CacheLayout, copied: int = 0
+    chunks: Sequence[tuple[object, int, int]],
+    sampled: int,
+    shared: int,
+    layout: CacheLayout,
+    copied: int = 0,
+    causal: bool = True,
 ) -> StepShape:
     """The least work and memory traffic of chunks, each of tokens [start, start + length) of whatever it names first.
 
     They sample `sampled` tokens and take over `copied` ones. `shared`: how often a table that keeps all tokens names a
-    block that another chunk's table named before; such a block is read once for all.
+    block that another chunk's table named before; such a block is read once for all. Not `causal`: they are whole
+    prompts, whose tokens see later ones, too.
     """
     _, starts, lengths = zip(*chunks, strict=True) if chunks else ((), (), ())
     pairs = kv_tokens = 0
     for window, layers in Counter(layout.windows).items():
         counted = _attended(starts, lengths, window)
         again = shared * layout.block_size if window is None else 0
-        pairs, kv_tokens = pairs + layers * counted[0], kv_tokens + layers * (counted[1] - again)
+        seen = counted[0] if causal else 2 * counted[0] - sum(lengths)  # each token sees itself once
+        pairs, kv_tokens = pairs + layers * seen, kv_tokens + layers * (counted[1] - again)
     return StepShape(sum(lengths), sampled, pairs, kv_tokens, copied)
 
 

@@ -228,6 +228,8 @@ def _missing(
 ) -> list[str]:
     """Tied, the head or the embedding may be absent, not both."""
     missing = [name for name in expected if name not in found]
+    if not spec.causal:
+        return missing
     names = table_names(spec, prefixes)
     tables = {names[HEAD].tensor, names[EMBEDDING].tensor}
     if spec.tied and not tables <= set(missing):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
+from batchinfer.models.spec.parameters import FINAL_NORM
 from batchinfer.models.spec.spec import ModelSpec
 
 # Two of 192 channels in every norm of the quickstart's model so many times the others (docs/models.md): at 10 the mean
@@ -40,7 +41,8 @@ class WatchedWeights(Weights):
 
     def tables(self) -> Tables:
         tables = self._weights.tables()
-        self._look("final norm", tables.final_norm)
+        if FINAL_NORM in tables.norms:
+            self._look("final norm", tables.norms[FINAL_NORM])
         return tables
 
     def layer(self, index: int) -> LayerWeights:

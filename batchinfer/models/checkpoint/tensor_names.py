@@ -10,10 +10,13 @@ from batchinfer.models.families.family import Modules, NamePrefixes, Part, Rows
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.spec.parameters import (
     BIAS,
+    DISTANCES,
     EMBEDDING,
+    EMBEDDING_NORM,
     FINAL_NORM,
     HEAD,
     POSITIONS,
+    TOKEN_TYPES,
     Shape,
     layer_parameters,
     table_parameters,
@@ -58,8 +61,9 @@ def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixe
 
 
 def ignores(family: str, name: str) -> bool:
-    """Whether a tensor is one that old checkpoints saved although it is computed."""
-    return name.endswith(FAMILIES[family].names.ignored)
+    """Whether a tensor is one that old checkpoints saved although it is computed, or one on top of an encoder."""
+    names = FAMILIES[family].names
+    return name.endswith(names.ignored) or name.removeprefix(names.base).startswith(names.unread)
 
 
 def further_layers(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
@@ -79,8 +83,11 @@ def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredPara
         POSITIONS: prefixes.base + names.positions,
         FINAL_NORM: prefixes.base + names.final_norm,
         HEAD: prefixes.head + names.head,
+        EMBEDDING_NORM: prefixes.base + names.embedding_norm,
+        TOKEN_TYPES: prefixes.base + names.token_types,
+        DISTANCES: prefixes.base + names.distances,
     }
-    return dict(_stored([*table_parameters(spec), HEAD], modules))
+    return dict(_stored([*table_parameters(spec), *([HEAD] if spec.causal else [])], modules))
 
 
 def layer_names(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
@@ -109,7 +116,8 @@ def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]
     """Name → shape of every tensor; a tied checkpoint may leave out the head or the embedding."""
     tables = table_parameters(spec)
     shapes: dict[str, Shape] = {}
-    _add(shapes, table_names(spec, prefixes), {HEAD: tables[EMBEDDING], **tables})
+    head = {HEAD: tables[EMBEDDING]} if spec.causal else {}
+    _add(shapes, table_names(spec, prefixes), {**head, **tables})
     for index, layer in enumerate(spec.layers):
         _add(shapes, layer_names(spec, index, prefixes), layer_parameters(layer))
     return shapes

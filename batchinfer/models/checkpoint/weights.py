@@ -19,17 +19,21 @@ from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_nam
 from batchinfer.models.families.family import Part
 from batchinfer.models.spec.parameters import (
     BIAS,
+    DISTANCES,
     EMBEDDING,
+    EMBEDDING_NORM,
     FINAL_NORM,
     HEAD,
     LINES,
     POSITIONS,
     SCALES,
+    TOKEN_TYPES,
     fused,
 )
 from batchinfer.models.spec.spec import LinearSpec
 
 FP8 = torch.float8_e4m3fn
+_NORMS = (FINAL_NORM, FINAL_NORM + BIAS, EMBEDDING_NORM, EMBEDDING_NORM + BIAS)
 # One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on; beside a weight
 # that stays quantised "qkv.scales" and, where blocks share them, "qkv.lines": see models.ops.interface.CodedWeight
 LayerWeights = Mapping[str, Tensor]
@@ -41,9 +45,10 @@ class Tables:
 
     embedding: Tensor  # (vocab, hidden)
     head: Tensor  # (vocab, hidden)
-    final_norm: Tensor  # (hidden,)
-    final_norm_bias: Tensor | None = None  # (hidden,)
+    norms: Mapping[str, Tensor]  # (hidden,) each, weights and biases by the names of their parameters
     positions: Tensor | None = None  # (max positions, hidden)
+    token_types: Tensor | None = None  # (types, hidden)
+    distances: Tensor | None = None  # (buckets, query heads)
 
     @classmethod
     def of(cls, found: Mapping[str, Tensor]) -> Tables:
@@ -53,9 +58,10 @@ class Tables:
         return cls(
             embedding=table,
             head=table if head is None else head,
-            final_norm=found[FINAL_NORM],
-            final_norm_bias=found.get(FINAL_NORM + BIAS),
+            norms={name: found[name] for name in _NORMS if name in found},
             positions=found.get(POSITIONS),
+            token_types=found.get(TOKEN_TYPES),
+            distances=found.get(DISTANCES),
         )
 
 

@@ -20,6 +20,7 @@ from batchinfer.models.ops.interface import (
     LayerParts,
     Ops,
     RopeTable,
+    placed,
 )
 from batchinfer.models.spec.spec import AttentionSpec, LatentAttentionSpec, LayerSpec
 
@@ -85,6 +86,9 @@ class HeadsAttention(AttentionHalf):
         spec = self.spec
         if inputs.parts is not None and spec.kv_layer is None:
             self.ops.copy_parts(cache, inputs.parts)
+        if self.parts.distances is not None:
+            found = self.ops.biased_attention(queries, cache, plan, spec.scale, self.parts.distances)
+            return placed(found, out)
         sinks = self.parts.vectors.get("sinks")
         return self.ops.attention(queries, cache, plan, spec.scale, spec.window, spec.soft_cap, sinks, out)
 

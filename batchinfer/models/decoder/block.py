@@ -39,7 +39,7 @@ class Block(DecoderLayer):
         inputs: AttentionInputs,
         cache: LayerCache | None,
         plan: AttentionPlan | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         if self._attention is None:
             x, residual = self._before("post_norm", x, residual)
             return self._feed(x, inputs), residual
@@ -71,14 +71,22 @@ class Block(DecoderLayer):
 
     def end(
         self, attended: Tensor, normed: Tensor | None, residual: Tensor, inputs: AttentionInputs
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the part of a layer after attention → the next layer's x and residual."""
+        if self._spec.norms_sums:
+            return self._end_of_sums(self.attention.result(attended), residual, inputs), None
         attended = self._after("attention_norm", self.attention.result(attended))
         if self._spec.parallel:
             x = self._before("post_norm", residual, None)[0] if normed is None else normed
             return attended + self._feed(x, inputs), residual
         x, residual = self._before("post_norm", attended, residual)
         return self._feed(x, inputs), residual
+
+    def _end_of_sums(self, attended: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Compute the same where sums are normed: nothing is left to be added."""
+        x, _ = self._before("attention_norm", attended, residual)
+        fed = feed_forward(self._ops, self._spec, self._parts, x, inputs)
+        return self._before("feed_forward_norm", fed, x)[0]
 
     def _feed(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """The feed-forward half, from what its norm gave to what is added to the residual."""

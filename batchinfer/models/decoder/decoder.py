@@ -1,4 +1,4 @@
-"""A decoder over a paged KV cache, as its spec describes it, made of `ops`."""
+"""A decoder over a paged KV cache, or an encoder, as its spec describes it, made of `ops`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.block import Block, build_layer
+from batchinfer.models.decoder.distances import distance_table, position_table
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.decoder.packed import PackedWeights
@@ -23,7 +24,7 @@ from batchinfer.models.ops.interface import (
     RopeTable,
     finite_argmax,
 )
-from batchinfer.models.spec.parameters import BIAS, FINAL_NORM
+from batchinfer.models.spec.parameters import EMBEDDING_NORM, FINAL_NORM
 from batchinfer.models.spec.spec import ModelSpec, Rotation
 
 
@@ -40,16 +41,16 @@ class Decoder:
         self.spec, self.max_positions = spec, max_positions
         self._ops = ops
         self._tables, self._head = packed.tables, packed.head
-        self._norm = {FINAL_NORM: self._tables.final_norm}
-        if self._tables.final_norm_bias is not None:
-            self._norm[FINAL_NORM + BIAS] = self._tables.final_norm_bias
+        self._positions, distances = position_table(spec, packed.tables), None
+        if packed.tables.distances is not None:
+            distances = distance_table(packed.tables.distances, max_positions)
         self._multiplier = _rounded(spec.embedding_multiplier, self._tables.embedding.dtype)
         ropes = {layer.rotation for layer in spec.layers if layer.rotation is not None}
         tables: dict[Rotation | None, RopeTable] = {
             rope: rope_table(rope, max_positions, packed.device) for rope in ropes
         }
         self._layers = [
-            build_layer(ops, layer, replace(parts, rope=tables.get(layer.rotation)))
+            build_layer(ops, layer, replace(parts, rope=tables.get(layer.rotation), distances=distances))
             for layer, parts in zip(spec.layers, packed.layers, strict=True)
         ]
         self._attending = [index for index, layer in enumerate(spec.layers) if layer.attention is not None]
@@ -126,9 +127,10 @@ class Decoder:
         x = self._ops.embedding(token_ids, self._tables.embedding)
         if self._multiplier != 1:
             x = x * self._multiplier
-        if self._tables.positions is not None:
-            x = x + self._ops.embedding(positions, self._tables.positions)
-        return x
+        if self._positions is not None:
+            x = x + self._ops.embedding(positions, self._positions)
+        norm = None if self.spec.encoder is None else self.spec.encoder.embedding_norm
+        return x if norm is None else apply_norm(self._ops, norm, self._tables.norms, EMBEDDING_NORM, x)[0]
 
     def states(self, hidden: Tensor) -> Tensor:
         """hidden: rows of `forward` → (n, hidden), behind the final norm: what transformers calls last_hidden_state."""
@@ -136,6 +138,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden), the rows of `forward` to sample from → (n, vocab) float32."""
+        assert self._head is not None, "an encoder makes no logits"
         logits = self._head(self._normed(hidden))
         if self.spec.logit_multiplier != 1:
             logits = logits * self.spec.logit_multiplier
@@ -145,11 +148,15 @@ class Decoder:
     def argmax(self, hidden: Tensor) -> Tensor:
         """hidden: as for `logits` → (n,) int64, the argmax of the logits; NO_TOKEN where they are no finite numbers."""
         if _keeps_order(self.spec):
+            assert self._head is not None, "an encoder makes no logits"
             return self._head.argmax(self._normed(hidden))
         return finite_argmax(self.logits(hidden))
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        return apply_norm(self._ops, self.spec.final_norm, self._norm, FINAL_NORM, hidden)[0]
+        norm = self.spec.final_norm
+        return (
+            hidden if norm is None else apply_norm(self._ops, norm, self._tables.norms, FINAL_NORM, hidden)[0]
+        )
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

@@ -18,7 +18,7 @@ class PackedWeights:
 
     spec: ModelSpec
     tables: Tables
-    head: Head
+    head: Head | None  # None: an encoder's
     layers: tuple[LayerParts, ...]  # without their rotary tables
     device: torch.device | str
 
@@ -26,7 +26,7 @@ class PackedWeights:
 def pack_weights(spec: ModelSpec, weights: Weights, ops: Ops, device: torch.device | str) -> PackedWeights:
     """Pack the weights for `ops`, a layer at a time."""
     tables = weights.tables()
-    head = ops.pack_head(tables.head)
+    head = ops.pack_head(tables.head) if spec.causal else None
     # or a head that was copied would be there twice while the layers are packed
     tables = replace(tables, head=tables.embedding)
     layers = tuple(

@@ -87,7 +87,7 @@ def llama_modules(_: LayerSpec) -> Modules:
 class TableNames:
     """The names that a family's checkpoints have for the modules around the layers. `base` stands before all names but
     the head's, unless only the base model was saved. Tensors whose names end with one of `ignored` are computed, not
-    read."""
+    read; those that begin with one of `unread`, behind the base, belong to what is put on top of an encoder."""
 
     base: str = "model."
     embedding: str = "embed_tokens"
@@ -96,6 +96,10 @@ class TableNames:
     final_norm: str = "norm"
     head: str = "lm_head"
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    unread: tuple[str, ...] = ()
+    embedding_norm: str = "embeddings.LayerNorm"
+    token_types: str = "embeddings.token_type_embeddings"
+    distances: str = "encoder.relative_attention_bias"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from batchinfer.models.files.config_fields import Fields
 from batchinfer.models.spec.rope_config import RopeConfig, parse_rope
 from batchinfer.models.spec.spec import (
     AttentionSpec,
+    EncoderSpec,
     FeedForwardSpec,
     LayerSpec,
     ModelSpec,
@@ -85,7 +86,23 @@ def parse_gemma3(files: ConfigFiles) -> ModelSpec:
         kind: replace(attended, rotation=Rotation(_rope(fields, kind), attended.head_dim)) for kind in THETA
     }
     layers = tuple(_layer(fields, turned[kind], kind) for kind in _kinds(fields, "gemma3_text"))
-    return _model("gemma3_text", files, layers, logit_cap=_cap(fields, "final_logit_softcapping"))
+    made = _model("gemma3_text", files, layers, logit_cap=_cap(fields, "final_logit_softcapping"))
+    if not _sees_later(fields):
+        return made
+    return replace(made, layers=tuple(map(_on_both_sides, layers)), tied=True, encoder=EncoderSpec())
+
+
+def _sees_later(fields: Fields) -> bool:
+    """Whether it is an encoder, as EmbeddingGemma is."""
+    return fields.boolean("use_bidirectional_attention", False)
+
+
+def _on_both_sides(layer: LayerSpec) -> LayerSpec:
+    """Return an encoder's layer, half of whose window lies on each side."""
+    attended = layer.attention
+    assert isinstance(attended, AttentionSpec), "a Gemma's"
+    window = None if attended.window is None else attended.window // 2 + 1
+    return replace(layer, attention=replace(attended, window=window))
 
 
 def _attention(fields: Fields, qk_norm: NormSpec | None, rotation: RotationOf) -> AttentionSpec:
@@ -136,7 +153,7 @@ def _cap(fields: Fields, key: str, absent: float | None = None) -> float | None:
 
 def _model(family: str, files: ConfigFiles, layers: tuple[LayerSpec, ...], **special: Any) -> ModelSpec:
     fields = files.config
-    if fields.boolean("use_bidirectional_attention", False):
+    if family != "gemma3_text" and _sees_later(fields):
         fields.mistakes.append(
             f"{fields.name}: use_bidirectional_attention is true, which is no decoder; only false is supported"
         )

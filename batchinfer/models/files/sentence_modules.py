@@ -8,16 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchinfer.core.embedding import Dense
 from batchinfer.core.sampling import Pooling
 from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.dense_modules import dense_module
 from batchinfer.models.files.folder import CheckpointFolder
 
 MODULES, PROMPTS, TEXTS = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
-POOLING_FOLDER = "1_Pooling"  # where it always is; modules.json says so, too
+# Where its modules always are; modules.json says so, too
+POOLING_FOLDER, DENSE_FOLDERS = "1_Pooling", ("2_Dense", "3_Dense")
 _CONFIG = "config.json"
 _MODE = "pooling_mode_"
-_POOLINGS: Mapping[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
-_KINDS = ("Transformer", "Pooling", "Normalize")
+_POOLINGS: Mapping[str, Pooling] = {
+    "lasttoken": "last",
+    "mean_tokens": "mean",
+    "mean": "mean",
+    "cls_token": "cls",
+    "cls": "cls",
+}
+_KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 _MOST_BYTES = 1 << 20
 
 
@@ -30,6 +39,7 @@ class SentenceModules:
     prompts: Mapping[str, str]  # texts by name, which are put before others
     default_prompt: str | None
     pools_prompt: bool  # whether a prompt's tokens count, too
+    dense: tuple[Dense, ...] = ()  # layers behind the pooling, in order
 
     @property
     def pooling(self) -> Pooling | None:
@@ -46,11 +56,7 @@ def sentence_modules(path: Path) -> SentenceModules | None:
         return None
     modules = _modules(file)
     kinds = [_kind(module) for module in modules]
-    if kinds not in ([*_KINDS[:2]], [*_KINDS]):
-        text = (
-            f"{MODULES} has the modules {', '.join(kinds)[:200] or 'none'}; computed are {', '.join(_KINDS)}"
-        )
-        raise wrong_checkpoint(path, f"{text}, in this order and the last one optional")
+    _check_kinds(path, kinds)
     if modules[0].get("path"):
         text = f"{MODULES} has the model in the folder {shown(modules[0]['path'])}"
         raise wrong_checkpoint(
@@ -65,9 +71,24 @@ def sentence_modules(path: Path) -> SentenceModules | None:
     default = prompts.get("default_prompt_name")
     if default is not None and default not in texts:
         raise wrong_checkpoint(path, f"{PROMPTS} has the default prompt {shown(default)}, and no such prompt")
+    places = (str(module.get("path")) for module, kind in zip(modules, kinds, strict=True) if kind == "Dense")
+    dense = tuple(dense_module(folder, place, MODULES) for place in places)
     return SentenceModules(
-        "Normalize" in kinds, mode, texts, default, bool(pooling.get("include_prompt", True))
+        "Normalize" in kinds, mode, texts, default, bool(pooling.get("include_prompt", True)), dense
     )
+
+
+def _check_kinds(path: Path, kinds: list[str]) -> None:
+    """Raises JobFileError unless there is a model, a pooling, then any number of layers, and perhaps a norm."""
+    unknown = [kind for kind in kinds if kind not in _KINDS]
+    if unknown:
+        text = f"{MODULES} has the module {unknown[0][:80]}, which is not computed; {', '.join(_KINDS)} are"
+        raise wrong_checkpoint(path, text)
+    between = kinds[2 : len(kinds) - (kinds[-1:] == ["Normalize"])]
+    if kinds[:2] != [*_KINDS[:2]] or any(kind != "Dense" for kind in between):
+        text = f"{MODULES} has the modules {', '.join(kinds)[:200] or 'none'}"
+        order = "Transformer and Pooling, any number of Dense, and perhaps Normalize"
+        raise wrong_checkpoint(path, f"{text}; computed are {order}, in this order")
 
 
 def _modules(file: Path) -> list[dict[str, Any]]:

@@ -69,6 +69,11 @@ class ForeignSpec:
     streamed: int
 
     @property
+    def causal(self) -> bool:
+        """Whether a token sees those before it alone: others are refused."""
+        return True
+
+    @property
     def caches(self) -> Caches:
         """Return the cache of each layer."""
         return [layer.cache for layer in self.layers]

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 LEAST_CAPABILITY = 80
 # What to do about matrix tiles
 _OTHER_KIND = "run it on a CPU of the kind that it was planned on"
+ON_CPU = "use engine.device: cpu"  # what to do with an encoder
 _NEWER = "install gcc 11 or clang 12, or a newer one"
 # It builds its link to the driver when it is first asked
 NEEDS_OF_TRITON = "check that there are a driver, a C compiler (gcc or clang) and Python's headers"
@@ -49,6 +50,7 @@ def choose_ops(
     tiles: bool = False,
     latent: bool = False,
     codes: bool = False,
+    causal: bool = True,
 ) -> Ops:
     """Compiled operators on a CPU that has a compiler, Triton's on a GPU, for the dtypes and sizes that they cover;
     else torch's.
@@ -56,7 +58,8 @@ def choose_ops(
     `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `tiles`: whether
     the bits that are promised are those of a CPU's matrix tiles, which are else used wherever they are granted;
     `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`: whether it is to keep int8
-    values, for which a CPU has operators of their own. Falling back to torch's operators is logged, and `ops` in the
+    values, for which a CPU has operators of their own; `causal`: False for an encoder, which Triton's do not read.
+    Falling back to torch's operators is logged, and `ops` in the
     report says it. Raises Unavailable where torch's would have to do, and cannot: they neither quantise weights
     or the cache, nor promise row-invariance.
     """
@@ -65,7 +68,10 @@ def choose_ops(
     wanted += ["model.kv_cache_dtype: int8"] if codes else []
     if device.type == "cpu":
         needed, promised = "compiled CPU operators", deterministic and dtype == torch.bfloat16
-        found = _compiled(dtype, group, head_dim, quantization, latent, tiles if promised else None, codes)
+        in_tiles = tiles if promised else None
+        found = _compiled(dtype, group, head_dim, quantization, latent, in_tiles, codes, causal)
+    elif not causal:
+        raise Unavailable(f"an encoder runs on a CPU alone; {ON_CPU}")
     else:
         needed = "Triton operators"
         found = _triton(dtype, group, head_dim, quantization, deterministic, kv_heads, latent)
@@ -78,7 +84,7 @@ def choose_ops(
         other = "take model.quantization: none" if automatic else "take it out"
         raise Unavailable(f"{asked} the {needed}: {found.reason}; {found.remedy}, or {other}")
     _log.warning("%s; torch's operators are used, which are several times slower", found.reason)
-    return TorchOps()
+    return TorchOps(causal)
 
 
 def _compiled(
@@ -89,6 +95,7 @@ def _compiled(
     latent: bool,
     tiles: bool | None,
     codes: bool,
+    causal: bool,
 ) -> Ops | Lacking:
     """Return the compiled operators of this CPU. `tiles`: whether they have to be in matrix tiles; None: wherever these
     are granted."""
@@ -112,7 +119,7 @@ def _compiled(
             _NEWER,
         )
     _warn_of_tiles(grant, compiled.has_tiles or tiles is False)
-    return CpuOps(compiled, group, quantization, latent, dtype)
+    return CpuOps(compiled, group, quantization, latent, dtype, causal)
 
 
 def _warn_of_tiles(grant: Grant, as_chosen: bool) -> None:

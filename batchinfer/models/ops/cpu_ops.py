@@ -27,7 +27,7 @@ from batchinfer.models.ops.interface import (
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
 from batchinfer_kernels.arithmetic import Quantization
-from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items
+from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items, whole_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
@@ -49,7 +49,7 @@ class CpuOps(TorchOps):
     """`group` is the model's number of query heads a KV head; `latent`: whether what its cache keeps are latents.
 
     Every operator gives a row results that depend on that row alone, bit by bit. `dtype`: what the model is computed
-    in, for the name of what is done.
+    in, for the name of what is done; `causal` as for TorchOps.
     """
 
     name = "cpu"
@@ -61,7 +61,9 @@ class CpuOps(TorchOps):
         quantization: Quantization = "none",
         latent: bool = False,
         dtype: torch.dtype = torch.float32,
+        causal: bool = True,
     ) -> None:
+        super().__init__(causal)
         self._compiled, self._latent = compiled, latent
         self._group = _slice(group) if latent else group
         if quantization == "fp8":
@@ -197,6 +199,8 @@ class CpuOps(TorchOps):
     ) -> AttentionPlan:
         before = beside if isinstance(beside, ItemPlan) else None
         queries, contexts = inputs.query_lens, inputs.context_lens
+        if not self._causal:
+            return ItemPlan(inputs, whole_items(queries, self._group), before)
         if inputs.whole:
             tables, compiled = inputs.block_tables.numpy(), self._compiled
             pages = (
@@ -235,6 +239,16 @@ class CpuOps(TorchOps):
             scales=cache.scales,
         )
         return placed(attended, out)
+
+    def biased_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, bias: Tensor
+    ) -> Tensor:
+        if not isinstance(plan, ItemPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        caches, tables = (cache.k, cache.v, cache.block_size), plan.inputs.block_tables
+        return self._compiled.paged_attention(
+            q, *caches, tables, plan.items, scale, scales=cache.scales, bias=bias
+        )
 
     def pack_heads(self, weight: Tensor) -> HeadsLinear:
         packed = pack(self._compiled, ExpertWeights(weight), "plain", self._quantization)

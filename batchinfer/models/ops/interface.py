@@ -208,6 +208,8 @@ class LayerParts:
     experts: Experts | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict)
     latent_heads: LatentHeads | None = None
+    # (query heads, 2 x positions) float32, of the model: what a key adds to its score by its distance
+    distances: Tensor | None = None
 
 
 class DecoderLayer(ABC):
@@ -223,9 +225,9 @@ class DecoderLayer(ABC):
         inputs: AttentionInputs,
         cache: LayerCache | None,
         plan: AttentionPlan | None,
-    ) -> tuple[Tensor, Tensor]:
-        """x, residual: (T, hidden), to be added; residual is None for the first layer → the next layer's. Writes K and
-        V of the step's tokens to `cache`, unless that is an earlier layer's. A layer without attention has neither
+    ) -> tuple[Tensor, Tensor | None]:
+        """x, residual: (T, hidden), to be added, None for nothing, as in the first layer → the next layer's. Writes K
+        and V of the step's tokens to `cache`, unless that is an earlier layer's. A layer without attention has neither
         cache nor plan, and the inputs of any group. What is given, and what a layer before it returned, may be
         overwritten."""
 
@@ -399,6 +401,14 @@ class Ops(ABC):
     ) -> Tensor:
         """(T, q_heads, D) → (T, q_heads, D), which is written to `out` if given. See
         batchinfer_kernels.paged_attention."""
+
+    def biased_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, bias: Tensor
+    ) -> Tensor:
+        """(T, q_heads, D) → (T, q_heads, D) with scores that depend on distances, too: bias is (q_heads, 2 x positions)
+        float32; see batchinfer_kernels.paged_attention. Raises TypeError where these operators have no such attention:
+        who chooses operators has asked before."""
+        raise TypeError(f"{self.name} operators have no attention with a bias")
 
     def latent_store(
         self,

@@ -129,9 +129,13 @@ class GroupedPlan(AttentionPlan):
 
 
 class TorchOps(Ops):
-    """The implementation for every device that has no kernels of its own."""
+    """The implementation for every device that has no kernels of its own. Not `causal`, tokens see later ones, too, and
+    every step has whole sequences."""
 
     name = "torch"
+
+    def __init__(self, causal: bool = True) -> None:
+        self._causal = causal
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return TorchLinear(weight, bias)
@@ -202,8 +206,9 @@ class TorchOps(Ops):
         for row, (queries, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
             shapes.append(SequenceShape(row, start, queries, context))
             start += queries
-        members = group_sequences(shapes)
-        return GroupedPlan([build_group(m, inputs.block_tables, block_size, windows) for m in members], start)
+        members, causal = group_sequences(shapes, self._causal), self._causal
+        tables = inputs.block_tables
+        return GroupedPlan([build_group(m, tables, block_size, windows, causal) for m in members], start)
 
     def attention(
         self,
@@ -220,6 +225,13 @@ class TorchOps(Ops):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         found = grouped_attention(q, cache.k, cache.v, plan.groups, scale, window, soft_cap, sinks)
         return placed(found, out)
+
+    def biased_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, bias: Tensor
+    ) -> Tensor:
+        if not isinstance(plan, GroupedPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        return grouped_attention(q, cache.k, cache.v, plan.groups, scale, bias=bias)
 
     def latent_attention(
         self,

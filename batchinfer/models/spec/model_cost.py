@@ -57,20 +57,18 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
         OperatorCost("embedding", token=_embedding(spec, itemsize)),
         _attention(spec, itemsize),
         OperatorCost("copy_parts", copied=_copying(spec, itemsize)),
-        _sampled("final_norm", lambda n: _norm(spec.final_norm, n, itemsize, residual=True)),
-        _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize)),
-        *_after_head(spec),
-        _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize)),
+        *_behind_layers(spec, itemsize, weight_itemsize),
     )
     return ModelCost(
         operators=(*summed.values(), *once),
         windows=spec.windows,
         parameters=sum(linear.values for linear in spec.linears()),
         active_parameters=sum(linear.active_values for linear in spec.linears()),
-        head_parameters=spec.head.values,
+        head_parameters=spec.head.values if spec.causal else 0,
         caches=tuple((cache.window, cache.token_bytes(itemsize)) for cache in keeping(spec.caches).values()),
         itemsize=itemsize,
         weight_itemsize=1 if _is_coded(spec) else weight_itemsize,
+        causal=spec.causal,
     )
 
 
@@ -85,7 +83,20 @@ def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
     found = embedding_cost(1, spec.hidden, itemsize) * (1 + spec.learned_positions)
     if spec.embedding_multiplier != 1:
         found += scale_cost(1, spec.hidden, itemsize)
+    if spec.encoder is not None and spec.encoder.embedding_norm is not None:
+        found += _norm(spec.encoder.embedding_norm, 1, itemsize, residual=False)
     return found
+
+
+def _behind_layers(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
+    """Yield the costs of the operators that see only the rows that are asked for. An encoder has no head."""
+    norm = spec.final_norm
+    if norm is not None:
+        yield _sampled("final_norm", lambda n: _norm(norm, n, itemsize, residual=True))
+    if spec.causal:
+        yield _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize))
+        yield from _after_head(spec)
+        yield _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize))
 
 
 def _after_head(spec: ModelSpec) -> Iterator[OperatorCost]:
@@ -216,7 +227,7 @@ def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
         attention = layer.attention
         of_heads = isinstance(attention, AttentionSpec) and attention.norms_heads
         if not (of_heads and name in ("q_norm", "k_norm")):
-            residual = name in ("input_norm", "post_norm")
+            residual = layer.norms_sums or name in ("input_norm", "post_norm")
             found += _norm(norm, tokens, itemsize, residual)
     return found
 

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from batchinfer.models.spec.spec import LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.spec.spec import EncoderSpec, LayerSpec, ModelSpec, NormSpec
 
 BIAS, SCALES, LINES = ".bias", ".scales", ".lines"
 EMBEDDING, POSITIONS, HEAD, FINAL_NORM = "embedding", "positions", "head", "final_norm"
+# Of an encoder
+EMBEDDING_NORM, TOKEN_TYPES, DISTANCES = "embedding_norm", "token_types", "distances"
 Shape = tuple[int, ...]
 Joined = TypeVar("Joined")
 
@@ -40,8 +42,21 @@ def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
     table: Shape = (spec.vocab, spec.hidden)
     tables = {EMBEDDING: table} if spec.tied else {EMBEDDING: table, HEAD: table}
     if spec.learned_positions:
-        tables[POSITIONS] = (spec.max_positions, spec.hidden)
-    return {**tables, **norm_parameters(FINAL_NORM, spec.final_norm)}
+        first = 0 if spec.encoder is None else spec.encoder.first_position
+        tables[POSITIONS] = (first + spec.max_positions, spec.hidden)
+    tables |= {} if spec.final_norm is None else norm_parameters(FINAL_NORM, spec.final_norm)
+    return tables if spec.encoder is None else tables | _encoder_tables(spec, spec.encoder)
+
+
+def _encoder_tables(spec: ModelSpec, encoder: EncoderSpec) -> dict[str, Shape]:
+    """Return the shapes of the tables that a decoder does not have."""
+    norm, tables = encoder.embedding_norm, dict[str, Shape]()
+    tables |= {} if norm is None else norm_parameters(EMBEDDING_NORM, norm)
+    if encoder.token_types:
+        tables[TOKEN_TYPES] = (encoder.token_types, spec.hidden)
+    if encoder.distance_buckets:
+        tables[DISTANCES] = (encoder.distance_buckets, spec.attention.q_heads)
+    return tables
 
 
 def parameter_count(spec: ModelSpec) -> int:

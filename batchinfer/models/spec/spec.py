@@ -17,6 +17,7 @@ from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer_kernels.arithmetic import Activation, CacheDtype, CodedForm, Dtype, KvCacheDtype
 from batchinfer_kernels.routing import Routing
 
+BUCKETS = 32  # of distances of keys: MPNet's, whatever its configuration says
 SHARED = "shared."  # begins the names of the products of shared experts
 
 
@@ -366,8 +367,10 @@ class LayerSpec:
     """A decoder layer: h += m * attention_norm(attention(input_norm(h))); then
     h += m * feed_forward_norm(feed_forward(post_norm(h))). A norm that is None is left out; m is `residual_multiplier`.
     Where it is `parallel`, both halves read the layer's input, through the same norm if there is no post_norm. Without
-    an `attention` it is the feed-forward half alone, and has neither input_norm nor attention_norm. `coded`: the names
-    of its products whose weights stay in fp8, and the form of their scales.
+    an `attention` it is the feed-forward half alone, and has neither input_norm nor attention_norm. Where it
+    `norms_sums`, it is h = attention_norm(h + attention(h)), then h = feed_forward_norm(h + feed_forward(h)), as in the
+    first Transformers (Vaswani et al., 2017), and has no other norms. `coded`: the names of its products whose weights
+    stay in fp8, and the form of their scales.
     """
 
     hidden: int
@@ -379,12 +382,17 @@ class LayerSpec:
     feed_forward_norm: NormSpec | None = None
     residual_multiplier: float = 1.0
     parallel: bool = False
+    norms_sums: bool = False
     coded: tuple[tuple[str, CodedForm], ...] = ()
 
     def __post_init__(self) -> None:
         halved = self.input_norm is None and self.attention_norm is None and not self.parallel
         if self.attention is None and not halved:
             raise ValueError("a layer without attention has no norm of it, and no half beside it")
+        both = self.attention_norm is not None and self.feed_forward_norm is not None
+        alone = self.input_norm is None and self.post_norm is None and self.residual_multiplier == 1
+        if self.norms_sums and not (both and alone and not self.parallel):
+            raise ValueError("a layer that norms sums has a norm behind each half, and none before")
 
     @property
     def rotation(self) -> Rotation | None:
@@ -426,8 +434,26 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """An encoder: its tokens see one another, also later ones, and no token follows, so that it has no head. A window
+    of its attention is on both sides: a query sees the keys of which it is less than that many positions apart.
+
+    `embedding_norm` norms embeddings, once those of positions and types are added. With `token_types` each token has
+    the type 0. `first_position`: the row of the first token in the table of learned positions. With `distance_buckets`
+    each query head adds a learned number to a score, by the distance of query and key (MPNet; see
+    models/decoder/distances.py).
+    """
+
+    embedding_norm: NormSpec | None = None
+    token_types: int = 0
+    first_position: int = 0
+    distance_buckets: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder: an embedding, layers, a norm, and a head that makes logits. Sizes are counts of values.
+    """A decoder: an embedding, layers, a norm, and a head that makes logits; or an `encoder`, without the head. Sizes
+    are counts of values.
 
     Embeddings and logits are multiplied with their multipliers, that of embeddings rounded to the run's dtype. With
     `learned_positions` an embedding of the position is added; with a `logit_cap` logits become cap * tanh(logit / cap).
@@ -437,7 +463,7 @@ class ModelSpec:
     hidden: int
     vocab: int
     layers: tuple[LayerSpec, ...]
-    final_norm: NormSpec
+    final_norm: NormSpec | None
     tied: bool  # the head is the embedding, unless the checkpoint brings a different one
     max_positions: int
     eos_token_ids: tuple[int, ...]
@@ -447,6 +473,12 @@ class ModelSpec:
     logit_multiplier: float = 1.0
     logit_cap: float | None = None
     learned_positions: bool = False
+    encoder: EncoderSpec | None = None
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees those before it alone, so that a prompt can be read in parts, and continued."""
+        return self.encoder is None
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec:

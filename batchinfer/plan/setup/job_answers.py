@@ -35,7 +35,7 @@ class AskedAnswers:
 
 def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
     """Return what the job asks of answers. Raises JobFileError."""
-    embedding = job_embedding(job, checkpoint.spec.hidden)
+    embedding = job_embedding(job, checkpoint.spec.hidden, checkpoint.spec.causal)
     scoring = _scoring(job)
     if embedding is not None or scoring is not None:
         return AskedAnswers(None, None, embedding, scoring)

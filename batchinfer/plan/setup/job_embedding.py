@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchinfer.core.embedding import Embedding
+from batchinfer.core.embedding import Dense, Embedding
 from batchinfer.core.sampling import Pooling
 from batchinfer.job import Job
 from batchinfer.models.files.sentence_modules import MODULES, PROMPTS, SentenceModules, sentence_modules
@@ -10,34 +10,56 @@ from batchinfer.models.files.sentence_modules import MODULES, PROMPTS, SentenceM
 _NO_PROMPT = "none"
 
 
-def job_embedding(job: Job, hidden: int) -> Embedding | None:
-    """Return the vectors of a job whose model has `hidden` numbers in a hidden state; None: it generates texts. Raises
-    JobFileError, SecurityRefusal."""
+def job_embedding(job: Job, hidden: int, causal: bool = True) -> Embedding | None:
+    """Return the vectors of a job whose model has `hidden` numbers in a hidden state, and is an encoder if it is not
+    `causal`; None: it generates texts. Raises JobFileError, SecurityRefusal."""
     if job.task != "embed":
         return None
     asked, modules = job.embed, sentence_modules(job.model.path)
-    kept = hidden if asked.dimensions is None else asked.dimensions
-    if kept > hidden:
-        text = f"is {kept}, and the model's vectors have {hidden} dimensions; it must be from 1 to {hidden}"
+    dense = () if modules is None else modules.dense
+    width = _width(job, hidden, dense)
+    kept = width if asked.dimensions is None else asked.dimensions
+    if kept > width:
+        text = f"is {kept}, and the model's vectors have {width} dimensions; it must be from 1 to {width}"
         raise job.mistake("embed.dimensions", text)
     normalize = modules is None or modules.normalizes if asked.normalize == "auto" else asked.normalize
-    pooling, prompt = _pooling(job, modules), _prompt(job, modules)
-    if prompt and modules is not None and pooling == "mean" and not modules.pools_prompt:
-        text = "the checkpoint leaves its prompt's tokens out of the mean (include_prompt), which is not computed"
+    pooling, prompt = _pooling(job, modules, causal), _prompt(job, modules)
+    if prompt and modules is not None and pooling != "last" and not modules.pools_prompt:
+        text = "the checkpoint leaves its prompt's tokens out of the pooling (include_prompt), which is not computed"
         raise job.mistake("embed.prompt", f"{text}; set it to none, or pooling to last")
-    return Embedding(pooling, normalize, kept, prompt)
+    return Embedding(pooling, normalize, kept, prompt, dense)
 
 
-def _pooling(job: Job, modules: SentenceModules | None) -> Pooling:
+def _width(job: Job, hidden: int, layers: tuple[Dense, ...]) -> int:
+    """Return how many numbers a vector has behind the layers. Raises JobFileError where they do not fit."""
+    for layer in layers:
+        if layer.inputs != hidden:
+            text = f"{layer.file} takes vectors of {layer.inputs} numbers, and those before it have {hidden}"
+            raise job.mistake("model.path", text)
+        hidden = layer.outputs
+    return hidden
+
+
+def _pooling(job: Job, modules: SentenceModules | None, causal: bool) -> Pooling:
     asked = job.embed.pooling
-    if asked != "auto":
-        return asked
-    if modules is None:
-        return "last"
-    if modules.pooling is None:
-        text = f"is not given, and the checkpoint's pooling ({modules.mode}, see {MODULES}) is not computed"
-        raise job.mistake("embed.pooling", f"{text}; last and mean are")
-    return modules.pooling
+    if asked == "auto":
+        found = _usual(causal) if modules is None else modules.pooling
+        if found is None:
+            assert modules is not None, "what is usual is computed"
+            text = (
+                f"is not given, and the checkpoint's pooling ({modules.mode}, see {MODULES}) is not computed"
+            )
+            raise job.mistake("embed.pooling", f"{text}; last, mean and cls are")
+        asked = found
+    if asked == "cls" and causal:
+        text = "cls is the state of the first token, which in a decoder sees no other; use last or mean"
+        raise job.mistake("embed.pooling", text)
+    return asked
+
+
+def _usual(causal: bool) -> Pooling:
+    """Return the pooling of a checkpoint that does not say any: for an encoder what sentence-transformers takes."""
+    return "last" if causal else "mean"
 
 
 def _prompt(job: Job, modules: SentenceModules | None) -> str:

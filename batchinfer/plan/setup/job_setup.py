@@ -106,7 +106,7 @@ def check_setup(
     state.refuse_newer()
     check_followed(job, tokenizer)
     kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
-    if read.embedding is not None and read.embedding.pooling == "mean":
+    if read.embedding is not None and (read.embedding.pooling != "last" or not checkpoint.spec.causal):
         setting = setting.without_sharing()
     check_names(job, kind, read)
     columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)

@@ -73,8 +73,8 @@ class Setting:
         return replace(self, replicas=replicas, gpus=self.gpus[:replicas] if replicas > 1 else ())
 
     def without_sharing(self) -> Setting:
-        """Return the setting of a job that needs the hidden states of all tokens: the cache has K and V of a prompt's
-        beginning, and not these."""
+        """Return the setting of a job that needs the hidden states of more than the last token, or of an encoder: the
+        cache has K and V of a prompt's beginning, and not these, which in an encoder depend on its end, too."""
         return replace(self, shares_prefixes=False)
 
     @property
@@ -268,6 +268,7 @@ def _most_threads(threads: int | None) -> int:
 def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -> Iterator[Mistake]:
     """Yield what neither checkpoint nor device can do. A CPU that the job names was refused with the job file; here
     it is one that `auto` has found."""
+    yield from _wrong_for_encoders(job, checkpoint, device)
     asked, length = job.model.quantization, job.model.max_model_len
     positions, cpu = checkpoint.spec.max_positions, device == "cpu"
     if length is not None and length > positions:
@@ -298,6 +299,19 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
     quantized, coded_cache = asked not in ("auto", "none"), job.model.kv_cache_dtype != "auto"
     refused = checkpoint.refusals(quantized, job.engine.deterministic, coded_cache)
     yield from (Mistake(key, text) for key, text in refused)
+
+
+def _wrong_for_encoders(job: Job, checkpoint: StoredModel, device: Device) -> Iterator[Mistake]:
+    """Yield what an encoder cannot do."""
+    spec = checkpoint.spec
+    if spec.causal:
+        return
+    if job.task != "embed":
+        text = f"the checkpoint is an encoder (model_type {spec.family}), which generates no texts"
+        yield Mistake("task", f"{job.task}: {text}; use task: embed, or another model")
+    if device == "cuda":
+        text = f"encoders (model_type {spec.family}) run on a CPU alone, not on a GPU"
+        yield Mistake("engine.device", f"{job.engine.device}: {text}; use cpu")
 
 
 def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:

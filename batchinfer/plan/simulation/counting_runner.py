@@ -104,7 +104,7 @@ class CountingRunner:
         spans = list(zip(plan.requests, starts, lengths, strict=True))
         scored = plan.sampling.scored
         rows_asked = len(answers) + (0 if scored is None else len(np.unique(scored.rows)))
-        shape = step_shape(spans, rows_asked, plan.shared_blocks, self.layout, copied)
+        shape = step_shape(spans, rows_asked, plan.shared_blocks, self.layout, copied, self.cost.causal)
         launch = None
         if self.launching is not None:
             decodes = shape.tokens == len(answers) == rows and copies is None

@@ -192,6 +192,8 @@ def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np
     ran, answered = ran_tokens(requests), answered_tokens(requests)
     end = requests["prompt_tokens"] + answered
     pairs = sum(_pairs(end, window) - _pairs(requests["cached_tokens"], window) for window in cost.windows)
+    if not cost.causal:
+        pairs = 2 * pairs - end * cost.layers
     sampled = np.where(ran > 0, requests["completion_tokens"] - requests["forced_tokens"], 0)
     dense = 2 * (cost.active_parameters * (ran + answered) + cost.head_parameters * sampled)
     pair = sum(operator.pair.flops for operator in cost.operators)

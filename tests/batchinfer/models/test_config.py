@@ -88,8 +88,8 @@ def test_rope_scaling_beside_rope_parameters_wins() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
-        {"model_type": "bert"},
-        "model_type 'bert' is not supported; llama, mistral, qwen2, qwen3",
+        {"model_type": "t5"},
+        "model_type 't5' is not supported; llama, mistral, qwen2, qwen3",
     ),
     ({"model_type": ...}, "model_type None is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "['LlamaForCausalLM'] is"),

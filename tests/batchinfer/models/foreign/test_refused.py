@@ -37,7 +37,7 @@ from tests.foreign_models import RUNS, make_foreign, other_types, stated
 from tests.foreign_table import reason_of, reasons_on_page, rows_on_page
 
 # One for each reason
-SOME = ("bart", "bert", "bloom", "diffllama", "doge", "falcon", "jamba", "llama4", "minimax_m3_vl_text")
+SOME = ("bart", "bloom", "camembert", "diffllama", "doge", "falcon", "jamba", "llama4", "minimax_m3_vl_text")
 
 
 @pytest.fixture(scope="module")

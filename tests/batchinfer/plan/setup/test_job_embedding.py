@@ -12,7 +12,8 @@ from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import JobFileError, SecurityRefusal
 from batchinfer.job import Job, load_job
 from batchinfer.plan.setup.job_embedding import job_embedding
-from tests.sentence_checkpoints import PROMPTS, write_modules
+from tests.checkpoints import edit_json
+from tests.sentence_checkpoints import PROMPTS, write_dense, write_modules
 
 HIDDEN = 48
 
@@ -59,9 +60,20 @@ def test_modules_say_what_the_job_does_not(tmp_path: Path, mode: str, pooling: A
 @pytest.mark.parametrize(
     ("mode", "more", "words"),
     [
-        ("cls_token", (), r"embed\.pooling: is not given.*cls_token"),
+        (
+            "cls_token",
+            (),
+            r"embed\.pooling: cls is the state of the first token, which in a decoder sees no other",
+        ),
+        ("max_tokens", (), r"embed\.pooling: is not given.*max_tokens.*; last, mean and cls are"),
         ("weightedmean_tokens", (), r"embed\.pooling: is not given.*weightedmean_tokens"),
-        ("lasttoken", ("Dense",), r"modules Transformer, Pooling, Dense, Normalize; computed are"),
+        ("lasttoken", ("Dense",), r"module Dense in the folder '2_Dense', which has no config\.json"),
+        (
+            "lasttoken",
+            ("LayerNorm",),
+            r"the module LayerNorm, which is not computed; Transformer, Pooling, Dense",
+        ),
+        ("lasttoken", ("Normalize",), r"modules Transformer, Pooling, Normalize, Normalize; computed are"),
         ("none", (), r"its pooling has 0 modes"),
     ],
 )
@@ -74,6 +86,47 @@ def test_what_is_not_computed_is_refused(
         found(tmp_path)
     if mode == "cls_token":
         assert found(tmp_path, pooling="mean") == Embedding("mean", True, HIDDEN)
+        assert job_embedding(job_of(tmp_path), HIDDEN, causal=False) == Embedding("cls", True, HIDDEN)
+
+
+def test_an_encoder_without_modules_has_the_mean(tmp_path: Path) -> None:
+    assert job_embedding(job_of(tmp_path), HIDDEN, causal=False) == Embedding("mean", True, HIDDEN)
+
+
+def test_layers_behind_the_pooling(tmp_path: Path) -> None:
+    job_of(tmp_path)
+    write_modules(tmp_path / "m", "mean_tokens")
+    write_dense(tmp_path / "m", (HIDDEN, 20, 30), ("Tanh", "Identity"))
+    made = found(tmp_path)
+    assert made is not None
+    assert [(one.inputs, one.outputs, one.activation) for one in made.dense] == [
+        (HIDDEN, 20, "Tanh"),
+        (20, 30, "Identity"),
+    ]
+    assert (made.dimensions, Embedding.from_json(json.loads(json.dumps(made.to_json())))) == (30, made)
+    assert "dense" not in Embedding("mean", True, HIDDEN).to_json(), "or results would be made anew"
+    with pytest.raises(JobFileError, match=r"is 31, and the model's vectors have 30 dimensions"):
+        found(tmp_path, dimensions=31)
+    with pytest.raises(JobFileError, match=r"takes vectors of 48 numbers, and those before it have 64"):
+        job_embedding(job_of(tmp_path), 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activation_function": "torch.nn.modules.activation.GELU"}, "its activation GELU is not computed"),
+        ({"in_features": 47}, r"its weights are .*, and config\.json says"),
+        ({"bias": False}, r"its weights are .*, and config\.json says"),
+        ({"module_input_name": "token_embeddings"}, "its module_input_name is 'token_embeddings'; only"),
+    ],
+)
+def test_layers_that_are_not_computed(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    job_of(tmp_path)
+    write_modules(tmp_path / "m", "mean_tokens")
+    write_dense(tmp_path / "m", (HIDDEN, 20), ("Tanh",))
+    edit_json(tmp_path / "m/2_Dense/config.json", **changes)
+    with pytest.raises(JobFileError, match=f"module Dense in '2_Dense': {words}"):
+        found(tmp_path)
 
 
 def test_prompts(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""ModernBERT (Warner et al., 2024): an encoder with the layers of newer decoders, every third of which sees all tokens,
+and the others those near by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from batchinfer.models.families.family import (
+    FULL,
+    LOCAL,
+    ConfigFiles,
+    Family,
+    LayerKind,
+    Modules,
+    Part,
+    TableNames,
+    activation,
+    attention,
+    hidden_size,
+    layer_count,
+    layer_kinds,
+    max_positions,
+    model,
+    no_rotation,
+)
+from batchinfer.models.files.config_fields import Fields
+from batchinfer.models.spec.rope_config import RopeConfig, parse_rope
+from batchinfer.models.spec.spec import (
+    EncoderSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    Rotation,
+)
+
+ABSENT_EOS = (50282,)
+THETA: dict[LayerKind, tuple[str, float]] = {
+    FULL: ("global_rope_theta", 160_000.0),
+    LOCAL: ("local_rope_theta", 10_000.0),
+}
+
+
+def parse_modernbert(files: ConfigFiles) -> ModelSpec:
+    """Make the spec of a ModernBertConfig."""
+    fields = files.config
+    hidden, bias = hidden_size(fields), fields.boolean("attention_bias", False)
+    norm = NormSpec(
+        hidden, fields.number("norm_eps", 1e-5), "layer", biased=fields.boolean("norm_bias", False)
+    )
+    attended = attention(fields, qkv_bias=bias, o_bias=bias, rotation=no_rotation)
+    fed = FeedForwardSpec(
+        fields.integer("intermediate_size"),
+        activation(fields, "hidden_activation", "gelu"),
+        biased=fields.boolean("mlp_bias", False),
+    )
+    # of keys on both sides, which half of it is away at most
+    window = fields.integer("local_attention", 128) // 2 + 1
+    layers = []
+    for index, kind in enumerate(_kinds(fields)):
+        rotation = Rotation(_rope(fields, kind), attended.head_dim)
+        own = replace(attended, rotation=rotation, window=window if kind == LOCAL else None)
+        # the first layer reads embeddings that are normed already
+        layers.append(LayerSpec(hidden, norm if index else None, own, norm, fed))
+    made = model("modernbert", files, tuple(layers), norm=norm, absent_eos=ABSENT_EOS)
+    return replace(made, tied=True, encoder=EncoderSpec(embedding_norm=norm))
+
+
+def _kinds(fields: Fields) -> list[LayerKind]:
+    """`layer_types`, or as often as `global_attn_every_n_layers` says one that sees all, the first one among them."""
+    count, every = layer_count(fields), fields.integer("global_attn_every_n_layers", 3)
+    return layer_kinds(fields, count) or [LOCAL if index % every else FULL for index in range(count)]
+
+
+def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
+    """`rope_parameters` by kind of layer as transformers 5 writes them; else a theta for each."""
+    key, absent = THETA[kind]
+    stated = fields.raw.get("rope_parameters")
+    each = stated.get(kind) if isinstance(stated, dict) else None
+    raw: dict[str, Any] = {"rope_theta": fields.raw.get(key), "rope_parameters": each}
+    return parse_rope(raw, max_positions(fields), fields.mistakes, absent_theta=absent)
+
+
+def modernbert_modules(layer: LayerSpec) -> Modules:
+    """q, k and v above one another, and what is activated above what it is multiplied with."""
+    inner, width = layer.feed_forward.inner, layer.hidden
+    return {
+        **{name: Part("attn.Wqkv", i * width, (i + 1) * width) for i, name in enumerate("qkv")},
+        "input_norm": "attn_norm",
+        "o": "attn.Wo",
+        "post_norm": "mlp_norm",
+        "gate": Part("mlp.Wi", 0, inner),
+        "up": Part("mlp.Wi", inner, 2 * inner),
+        "down": "mlp.Wo",
+    }
+
+
+MODERNBERT = Family(
+    "modernbert",
+    ("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+    parse_modernbert,
+    modernbert_modules,
+    TableNames(
+        "model.",
+        "embeddings.tok_embeddings",
+        final_norm="final_norm",
+        unread=("head.", "decoder.", "classifier."),
+        embedding_norm="embeddings.norm",
+    ),
+)

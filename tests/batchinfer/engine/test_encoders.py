@@ -1,0 +1,141 @@
+"""Vectors of encoders: those of transformers, whatever the batch and the order were."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from transformers import AutoModel
+
+from batchinfer.core.request import Request, Vector
+from batchinfer.core.sampling import Pooling, SamplingParams
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.ops.choose import choose_ops
+from batchinfer.models.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, key_of, make_runner
+from tests.encoder_checkpoints import ENCODERS, encoder_folder
+from tests.examples import examples
+
+Floats = NDArray[np.float32]
+LONGEST, BLOCKS = 128, 400
+LENGTHS = (1, 17, 40, 100, 2, 5, 128, 33)
+POOLINGS: tuple[Pooling, ...] = ("cls", "mean", "last")
+
+
+@cache
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Prompts of these lengths, without the token that pads."""
+    rng = random.Random(3)
+    return [[rng.randrange(2, 250) for _ in range(length)] for length in lengths]
+
+
+@cache
+def reference(family: str, lengths: tuple[int, ...]) -> list[Floats]:
+    """The last hidden states of transformers, of one prompt at a time."""
+    place = encoder_folder(family)
+    model = AutoModel.from_pretrained(place, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in prompts(lengths)]
+
+
+def pooled(states: Floats, pooling: Pooling) -> Floats:
+    return {"cls": states[0], "last": states[-1], "mean": states.mean(0)}[pooling]
+
+
+@cache
+def runner_of(family: str, plain: bool = False) -> ModelRunner:
+    model = inspect_checkpoint(encoder_folder(family))
+    sizes = (model.spec.attention.group, model.spec.attention.head_dim)
+    compiled = choose_ops(torch.device("cpu"), torch.float32, *sizes, causal=False)
+    return make_runner(model, TorchOps(causal=False) if plain else compiled, Limits(blocks=BLOCKS))
+
+
+def engine_of(runner: ModelRunner, budget: int = LONGEST, seqs: int = 64) -> Engine:
+    config = SchedulerConfig(seqs, budget, prefix_caching=False, whole_prompts=True)
+    windows = runner.layout.sizes.windows
+    scheduler = Scheduler(config, BlockPool(BLOCKS, 8, len(windows)), windows=windows)
+    roots = inspect_checkpoint(encoder_folder("bert")).spec.content_roots(LONGEST)
+    return Engine(runner, scheduler, EngineLimits(roots, frozenset()))
+
+
+def asked(ids: list[list[int]], pooling: Pooling) -> list[Request]:
+    params = SamplingParams.vector(pooling)
+    return [Request(key_of(row), np.array(one, np.int32), params) for row, one in enumerate(ids)]
+
+
+def vectors(ran: Ran) -> list[Floats]:
+    found = []
+    for row in range(len(ran.completions)):
+        output = ran.completions[key_of(row)].output
+        assert isinstance(output, Vector)
+        found.append(output.values)
+    return found
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_those_of_transformers(family: str) -> None:
+    """By the compiled operators in steps of a few prompts, and by torch's in one step."""
+    ids, states = prompts(LENGTHS), reference(family, LENGTHS)
+    for pooling in POOLINGS:
+        for plain in (False, True):
+            runner = runner_of(family, plain)
+            ran = drain(engine_of(runner, 1000 if plain else LONGEST), asked(ids, pooling))
+            assert (len(ran.steps) > 1) != plain
+            assert all(request.cached_tokens == 0 for request in ran.requests.values())
+            for found, wanted in zip(vectors(ran), states, strict=True):
+                np.testing.assert_allclose(found, pooled(wanted, pooling), atol=1e-4, rtol=1e-4)
+
+
+@given(
+    family=st.sampled_from(["bert", "mpnet", "modernbert", "gemma3_text"]),
+    order=st.permutations(range(len(LENGTHS))),
+    budget=st.integers(LONGEST, 400),
+    seqs=st.integers(1, 8),
+    pooling=st.sampled_from(POOLINGS),
+)
+@settings(max_examples=examples(20, 300), deadline=None, print_blob=True)
+def test_no_batch_changes_a_vector(
+    family: str, order: list[int], budget: int, seqs: int, pooling: Pooling
+) -> None:
+    """To the bit: no operator looks at other rows. Prompts never run in parts, and no step is larger than it may be."""
+    ids, runner = prompts(LENGTHS), runner_of(family)
+    alone = [vectors(drain(engine_of(runner), asked([ids[row]], pooling)))[0] for row in order]
+    ran = drain(engine_of(runner, budget, seqs), asked([ids[row] for row in order], pooling))
+    for found, wanted in zip(vectors(ran), alone, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert max(step.prefill_tokens for step in ran.steps) <= budget
+    assert ran.total("prefill_tokens") == sum(LENGTHS)
+    assert ran.total("preemptions") == 0
+
+
+def test_pairs_are_those_of_both_sides() -> None:
+    """Counted one by one: a window of 11 sees 10 keys on each side."""
+    cost = runner_of("modernbert").cost
+    assert cost.windows == (None, 11, 11)
+    near = sum(1 for i in range(40) for j in range(40) if abs(i - j) < 11)
+    assert cost.pairs(40) == 40 * 40 + 2 * near
+    ran = drain(engine_of(runner_of("modernbert")), asked(prompts((40,)), "mean"))
+    assert ran.total("pairs") == cost.pairs(40)
+
+
+def test_what_an_encoder_does_not_do_is_refused() -> None:
+    engine = engine_of(runner_of("bert"), budget=20)
+    ran = drain(engine, asked([[5] * 21, [5] * 20], "mean"))
+    errors = [ran.completions[key_of(row)].error for row in range(2)]
+    assert errors[0] is not None
+    assert errors[1] is None
+    assert "21 tokens, which run in one step, and steps of 20" in errors[0].message
+    with pytest.raises(ValueError, match="an encoder makes vectors, and nothing else"):
+        engine.add(greedy([[5] * 3], 2))
+    with pytest.raises(ValueError, match="prompts that run as a whole share nothing"):
+        SchedulerConfig(8, 20, prefix_caching=True, whole_prompts=True)
