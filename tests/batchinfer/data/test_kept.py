@@ -22,5 +22,6 @@ def test_runs_that_end_at_the_same_time_leave_one(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert len(list(pool.map(commit, names))) == len(names)
     marker = read_marker(kept)
-    assert marker is not None and marker.identity in names
+    assert marker is not None
+    assert marker.identity in names
     assert sorted(entry.name for entry in kept.iterdir()) == sorted([MARKER, marker.folder])
