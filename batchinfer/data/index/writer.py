@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
-from batchinfer.data.index.index import OPENING, TOOLS, Layout, attempt_columns
+from batchinfer.data.index.index import OPENING, TOOLS, Layout, attempt_columns, unlike_columns
 from batchinfer.data.index.token_store import TokenStore, TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
@@ -54,7 +54,7 @@ class IndexWriter:
         """schema: of the index, see `index_schema`."""
         self._max_model_len, self._schema = max_model_len, schema
         self._at_once = max(1, BATCH_ROWS // attempts)
-        self._parts = PartWriter(layout.index, self._schema, ops)
+        self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike_columns(attempts))
         self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
         self.rows = 0
