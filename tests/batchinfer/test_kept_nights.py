@@ -14,7 +14,9 @@ import pytest
 from batchinfer.core.errors import StorageError
 from batchinfer.data.index.keeping import KeptIndex
 from batchinfer.data.kept.rows import Marks, Records
+from batchinfer.data.results.result_files import StagedFile
 from batchinfer.data.results.reuse.answered import AnsweredRows
+from batchinfer.data.results.reuse.earlier_files import EarlierFiles
 from batchinfer.data.results.verify import verify_result
 from batchinfer.job import load_job
 from batchinfer.pipeline.clean import clean_job
@@ -99,6 +101,32 @@ def test_what_is_published_is_what_a_fresh_state_publishes(
     run(path)
     assert sum(known) >= 23, "six rows are others, and of equal sampled ones both may be read"
     check(path)
+
+
+def test_files_of_the_result_that_stay_the_same_are_copied(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of the job changes them all."""
+    copied: list[int] = []
+    copy = EarlierFiles.copied
+
+    def noted(self: EarlierFiles, number: int, *rest: Any) -> StagedFile | None:
+        file = copy(self, number, *rest)
+        copied.extend([] if file is None else [number])
+        return file
+
+    monkeypatch.setattr(EarlierFiles, "copied", noted)
+    rows: list[Any] = people(30)
+    run(write_job(tmp_path, model, rows, **FIELDS))
+    assert copied == []
+    rows[25] = rows[25] | {"age": 1000}
+    path = write_job(tmp_path, model, rows, **FIELDS)
+    run(path)
+    assert copied == [0, 1]
+    check(path)
+    assert copied == [0, 1], "a job without state has nothing to copy"
+    run(write_job(tmp_path, model, rows, **FIELDS | {"sampling": {"max_tokens": 9}}))
+    assert copied == [0, 1]
 
 
 @pytest.mark.slow

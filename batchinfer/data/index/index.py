@@ -68,6 +68,12 @@ def attempt_columns(attempt: int) -> tuple[str, str, str]:
     return f"key_{attempt}", f"params_{attempt}", f"expected_tokens_{attempt}"
 
 
+def unlike_columns(attempts: int) -> list[str]:
+    """Return the columns of an index in which hardly any two rows have the same."""
+    keys = [attempt_columns(attempt)[0] for attempt in range(1, attempts + 1)]
+    return ["row_id", "row_index", "custom_id", "token_offset", *keys]
+
+
 def index_schema(
     endpoints: bool, attempts: int = 1, openings: bool = False, tools: bool = False
 ) -> pa.Schema:

@@ -58,7 +58,9 @@ class IngestProgress:
     rows: int
     bytes_read: int
     bytes_total: int
-    keys: bytes = b""  # of the rows that came last, 32 bytes each; an error row has none
+    keys: bytes = (
+        b""  # of the rows that came last, 32 bytes each; an error row has none, nor one that was known
+    )
 
 
 def ingest(
@@ -319,6 +321,8 @@ class Ingestion:
             wanted = _Wanted(_chunks(reader, columns.read, kept, carried), job.input.limit)
             pool: RenderPool[InputChunk] = RenderPool(kept.spec if kept else spec, workers, self._happened)
             with writer, pool:
+                if kept is not None and carried is None and kept.lacks_files(reader):
+                    pool.expect()
                 for chunk, rows in pool.map(wanted.chunks()):
                     columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
                     if carried is not None:
@@ -326,7 +330,7 @@ class Ingestion:
                     writer.append(wanted.place(chunk, len(rows)), rows)
                     if kept is not None:
                         kept.append(rows)
-                    keys = rows.prompts.keys_of_work()
+                    keys = rows.prompts.keys_of_new_work()
                     yield IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys)
                 writer.commit()
             return () if kept is None else kept.finish(reader, writer.parts, self._spill)

@@ -131,6 +131,11 @@ class _Last:
         rows, words, order = files["rows.bin"], files["words.bin"], files["order.bin"]
         return KeptSource(rows, words, order, files["params.bin"], usable, attempts)
 
+    def is_new(self, file: InputFile) -> bool:
+        """Whether a file with this name and size was not read last."""
+        known = self._of.get(file.path)
+        return known is None or known.file.size != file.size
+
     def unchanged(self, file: InputFile) -> tuple[str, list[KeptReply]] | None:
         """Return the sha256 and the chunks of a file that is as it was; None: it has to be read."""
         known = self._of.get(file.path)
@@ -180,6 +185,13 @@ class KeptIndex:
         self._greedy: dict[str, bool] = {}
         # A row that comes later may equal one of a sampled answer that is known: see `finish`
         self.may_need_tokens = last is not None and last.has_samples
+
+    def lacks_files(self, reader: Reader) -> bool:
+        """Whether files have rows that are surely new, behind others that are not read again."""
+        last = self._last
+        if last is None or not self._whole or last.unchanged(reader.files[0]) is None:
+            return False
+        return any(last.is_new(file) for file in reader.files)
 
     def chunks(self, reader: Reader, columns: Sequence[str] | None, typed: bool) -> Iterator[InputChunk]:
         """Yield the chunks of all files. `typed`: columns are carried that only the file has, with their types."""

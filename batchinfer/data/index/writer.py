@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
-from batchinfer.data.index.index import OPENING, TOOLS, Layout, attempt_columns
+from batchinfer.data.index.index import OPENING, TOOLS, Layout, attempt_columns, unlike_columns
 from batchinfer.data.index.token_store import TokenStore, TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
@@ -61,7 +61,7 @@ class IndexWriter:
         """schema: of the index, see `index_schema`. samples: how many rows of the index each row becomes."""
         self._max_model_len, self._schema, self._samples = max_model_len, schema, samples
         self._at_once = max(1, BATCH_ROWS // attempts // samples)
-        self._parts = PartWriter(layout.index, self._schema, ops)
+        self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike_columns(attempts))
         self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
         self.rows = 0

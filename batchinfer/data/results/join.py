@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from batchinfer.core.errors import BatchInferError
 from batchinfer.data.results.attempts import (
     PART_SHIFT,
     POSITION,
@@ -24,7 +25,7 @@ from batchinfer.data.results.attempts import (
 )
 from batchinfer.data.storage.duck import Watched, connection, naming_errors, parquet
 
-_ROW = (1 << PART_SHIFT) - 1
+ROW_IN_PART = (1 << PART_SHIFT) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,21 @@ class Join:
         """Rows that became requests, and have no completion yet."""
         return self.counts.rows - self.counts.input_errors - len(self.rows)
 
+    def refuse_missing(self) -> None:
+        """Raises BatchInferError where rows have no completion."""
+        if self.missing:
+            raise BatchInferError(f"{self.missing} rows have no completion yet: nothing published")
+
+    def within(self, spans: Sequence[tuple[int, int]]) -> Join:
+        """Return what it says of the rows of these spans, each from a row to another."""
+        wanted = np.zeros(self.counts.rows, np.bool_)
+        for start, stop in spans:
+            wanted[start:stop] = True
+        if wanted.all():
+            return self
+        chosen = wanted[self.rows]
+        return replace(self, positions=self.positions[chosen], rows=self.rows[chosen])
+
     def of_part(self, number: int) -> slice:
         """Return the part's share of `positions` and `rows`."""
         return _of_part(self.positions, number)
@@ -72,7 +88,7 @@ class Join:
         too, without which further attempts would not have been made."""
         used = np.union1d(self.positions, self.others) if len(self.others) else self.positions
         for number, part in enumerate(self.parts):
-            found = used[_of_part(used, number)] & _ROW
+            found = used[_of_part(used, number)] & ROW_IN_PART
             if len(found):
                 yield part.name, found
 

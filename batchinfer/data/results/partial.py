@@ -13,8 +13,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from batchinfer.data.columns.logprob_column import Detokenizer
+from batchinfer.data.results.index_rows import IndexView
 from batchinfer.data.results.join import joined
-from batchinfer.data.results.result_rows import IndexView, result_rows, result_schema
+from batchinfer.data.results.result_rows import result_rows, result_schema
 from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.durable import Digest, FileOps
 from batchinfer.data.store.completion_store import read_records, write_table

@@ -8,7 +8,8 @@ bytes.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import BatchInferError, OutputConflict
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.outputs.registry import KINDS
+from batchinfer.data.results.index_rows import IndexView
 from batchinfer.data.results.join import Join
 from batchinfer.data.results.manifest import (
     MANIFEST_NAME,
@@ -30,8 +32,10 @@ from batchinfer.data.results.manifest import (
     generation_of,
 )
 from batchinfer.data.results.published import intact
-from batchinfer.data.results.result_files import ResultFiles, Written, spans_of
-from batchinfer.data.results.result_rows import IndexView, result_rows, result_schema
+from batchinfer.data.results.result_files import ResultFiles, StagedFile, spans_of
+from batchinfer.data.results.result_rows import result_rows, result_schema
+from batchinfer.data.results.reuse.earlier_files import EarlierFiles, remember_files
+from batchinfer.data.results.reuse.fingerprints import fingerprints
 from batchinfer.data.storage.durable import ExchangeUnsupported, FileOps, storage, write_json
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.machine.cpus import usable_cpus
@@ -48,31 +52,69 @@ def publish(
     *,
     replace: bool = False,
     threads: int | None = None,
+    remember: bool = True,
     on_rows: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Publish the result of a job to `state.results`; the caller holds the state's lock.
 
     `join` has a completion for every key of the index. `replace` allows taking the place of another job's result.
-    `threads` write files at once; None: as many as there are cores. `on_rows` hears how many rows were staged. Raises
-    OutputConflict (73), StorageError (74), BatchInferError when rows are missing.
+    `threads` write files at once; None: as many as there are cores. Files that the job's last result has, too, are
+    copied; `remember` makes this one the last. `on_rows` hears how many rows were staged. Raises OutputConflict (73),
+    StorageError (74), BatchInferError when rows are missing.
     """
     older = check_destination(state.results, spec.job, replace, ours=state.has_published)
+    join.refuse_missing()
     stage = _fresh(state)
     threads = threads or min(usable_cpus(), MOST_THREADS)
-    spans = spans_of(index.rows, spec.rows_per_file, threads)
-    files = ResultFiles(stage, result_schema(index), KINDS[index.output], spec.rows_per_file, state.ops)
-    with result_rows(index, join, detokenizer, state.staging / "spill", spans) as rows:
-        written = files.write(spans, rows.tables, threads, on_rows or (lambda rows: None))
-    if written.rows != index.rows:
-        raise BatchInferError(
-            f"the join gave {written.rows} rows for an input of {index.rows}: nothing published"
-        )
-    manifest = _finish(stage, written, spec, _endpoints(index), state.ops)
+    prints = fingerprints(index, join, spec, threads)
+    staging = _Staging(index, join, spec, stage, threads, on_rows or (lambda rows: None))
+    files = staging.copied(prints, EarlierFiles(state))
+    files += staging.made(detokenizer, {file.number for file in files}, state)
+    files.sort(key=lambda file: file.number)
+    written = sum(file.rows for file in files)
+    if written != index.rows:
+        raise BatchInferError(f"the join gave {written} rows for an input of {index.rows}: nothing published")
+    manifest = _finish(stage, files, spec, _endpoints(index), state.ops)
     if older and older.generation == manifest.generation and intact(state.results):
         _remove(stage, state.ops)
     else:
         _put_in_place(stage, older, state)
+    if remember:
+        remember_files(state, dict(zip(prints, files, strict=True)))
     return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Staging:
+    """The ways in which files of a result come to the folder in which they are staged."""
+
+    index: IndexView
+    join: Join
+    spec: PublishSpec
+    stage: Path
+    threads: int
+    on_rows: Callable[[int], None]
+
+    def copied(self, fingerprints: Sequence[str], earlier: EarlierFiles) -> list[StagedFile]:
+        """Copy the files that the result before has, too."""
+        found = []
+        for number, fingerprint in enumerate(fingerprints):
+            left = self.index.rows - number * self.spec.rows_per_file
+            file = earlier.copied(number, fingerprint, min(left, self.spec.rows_per_file), self.stage)
+            if file is not None:
+                found.append(file)
+                self.on_rows(file.rows)
+        return found
+
+    def made(self, detokenizer: Detokenizer, there: Collection[int], state: StateFolder) -> list[StagedFile]:
+        """Write the other files."""
+        index, per_file = self.index, self.spec.rows_per_file
+        spans = spans_of(index.rows, per_file, self.threads, there)
+        if not spans:
+            return []
+        files = ResultFiles(self.stage, result_schema(index), KINDS[index.output], per_file, state.ops)
+        with result_rows(index, self.join, detokenizer, state.staging / "spill", spans) as rows:
+            return files.write(spans, rows.tables, self.threads, self.on_rows)
 
 
 def _fresh(state: StateFolder) -> Path:
@@ -87,23 +129,25 @@ def _fresh(state: StateFolder) -> Path:
 
 
 def _finish(
-    stage: Path, written: Written, spec: PublishSpec, endpoints: tuple[str, ...], ops: FileOps
+    stage: Path, staged: Sequence[StagedFile], spec: PublishSpec, endpoints: tuple[str, ...], ops: FileOps
 ) -> Manifest:
     """Give the files their generation's names and write the manifest."""
-    generation = generation_of(spec, written.files)
+    written = [file.published for file in staged]
+    generation = generation_of(spec, written)
     files = tuple(
-        _renamed(stage, file, file_name(generation, number), ops) for number, file in enumerate(written.files)
+        _renamed(stage, file, file_name(generation, number), ops) for number, file in enumerate(written)
     )
+    rows, errors = sum(file.rows for file in staged), sum(file.errors for file in staged)
     manifest = Manifest(
         job=spec.job,
         identity=spec.identity,
         inputs=spec.inputs,
         numerics=spec.numerics,
         generation=generation,
-        rows=written.rows,
-        ok=written.rows - written.errors,
-        errors=written.errors,
-        retryable=written.retryable,
+        rows=rows,
+        ok=rows - errors,
+        errors=errors,
+        retryable=sum(file.retryable for file in staged),
         endpoints=endpoints,
         files=files,
     )

@@ -6,11 +6,12 @@ No byte of a file depends on the number of threads: row groups are cut by a file
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,34 +27,47 @@ from batchinfer.data.storage.durable import DurableFile, FileOps
 GROUP_ENTRIES = 1 << 20
 SPAN_ROWS = 1 << 15  # at least, where files have fewer
 OnRows = Callable[[int], None]
+T = TypeVar("T")
 
 
-def spans_of(rows: int, rows_per_file: int, threads: int) -> list[tuple[int, int]]:
-    """Cut the rows of a result at the ends of files: one span for one thread, for several as many as there can be."""
-    files_each = -(-SPAN_ROWS // rows_per_file)
-    each = files_each * rows_per_file if threads > 1 else max(1, rows)
-    return [(start, min(start + each, rows)) for start in range(0, max(1, rows), each)]
+def spans_of(
+    rows: int, rows_per_file: int, threads: int, there: Collection[int] = ()
+) -> list[tuple[int, int]]:
+    """Cut the rows of a result at the ends of files, but for those of the files that are `there`: one span for one
+    thread, for several as many as there can be."""
+    files = range(-(-max(1, rows) // rows_per_file))
+    most = -(-SPAN_ROWS // rows_per_file) if threads > 1 else len(files)
+    spans: list[range] = []
+    for number in files:
+        if number in there:
+            continue
+        if spans and spans[-1].stop == number and len(spans[-1]) < most:
+            spans[-1] = range(spans[-1].start, number + 1)
+        else:
+            spans.append(range(number, number + 1))
+    return [(span.start * rows_per_file, min(span.stop * rows_per_file, rows)) for span in spans]
 
 
-@dataclass(slots=True)
-class Written:
-    """Files that were written, in order, and what their rows are."""
+def staged_name(number: int) -> str:
+    """Return what the file with this number is called until it has its generation's name."""
+    return f"{number:05d}.parquet"
 
-    files: list[ResultFile] = field(default_factory=list)
-    rows: int = 0
-    errors: int = 0
-    retryable: int = 0
 
-    def count(self, table: pa.Table) -> None:
-        self.rows += table.num_rows
-        self.errors += pc.sum(pc.equal(table.column("status"), "error")).as_py() or 0
-        self.retryable += pc.sum(table.column("retryable")).as_py() or 0
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """A file that was written, and how many of its rows are errors, and retryable ones."""
 
-    def add(self, other: Written) -> None:
-        self.files += other.files
-        self.rows += other.rows
-        self.errors += other.errors
-        self.retryable += other.retryable
+    number: int
+    rows: int
+    bytes: int
+    sha256: str
+    errors: int
+    retryable: int
+
+    @property
+    def published(self) -> ResultFile:
+        """Return what the manifest says of it."""
+        return ResultFile(staged_name(self.number), self.rows, self.bytes, self.sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,51 +86,46 @@ class ResultFiles:
         tables: Callable[[int], Iterator[pa.Table]],
         threads: int,
         on_rows: OnRows,
-    ) -> Written:
+    ) -> list[StagedFile]:
         """Write the files of all spans; `tables` gives the rows of the span with that number. Where there are more
         threads than spans, rows are made while others are written. `on_rows` is called in this thread. Raises what
         fails first, and leaves no file that is written still."""
 
-        def span(number: int, heard: OnRows) -> Written:
+        def span(number: int, heard: OnRows) -> list[StagedFile]:
             made = _ahead(tables(number)) if threads > len(spans) else tables(number)
             return self._write_span(spans[number][0] // self.rows_per_file, made, heard)
 
-        found = Written()
-        for one in _at_once(span, len(spans), threads, on_rows):
-            found.add(one)
-        return found
+        return [file for files in _at_once(span, len(spans), threads, on_rows) for file in files]
 
-    def _write_span(self, first: int, tables: Iterator[pa.Table], on_rows: OnRows) -> Written:
+    def _write_span(self, first: int, tables: Iterator[pa.Table], on_rows: OnRows) -> list[StagedFile]:
         """Write the files from the `first` on: at least one, so that the schema is always there."""
-        written = Written()
+        written: list[StagedFile] = []
         writer = self._open(first)
         try:
-            for group in _row_groups(_counted(tables, written, on_rows), self.rows_per_file, self.kind):
+            for group in _row_groups(_told(tables, on_rows), self.rows_per_file, self.kind):
                 if writer.rows == self.rows_per_file:
-                    written.files.append(writer.finish())
-                    writer = self._open(first + len(written.files))
+                    written.append(writer.finish())
+                    writer = self._open(first + len(written))
                 writer.write(group)
-            written.files.append(writer.finish())
+            written.append(writer.finish())
         except BaseException:
             writer.abandon()
             raise
         return written
 
     def _open(self, number: int) -> _ResultWriter:
-        return _ResultWriter(self.folder / f"{number:05d}.parquet", self.schema, self.ops)
+        return _ResultWriter(self.folder, number, self.schema, self.ops)
 
 
 class _GivenUp(Exception):
     """Raised in a thread whose work is of no use any more."""
 
 
-def _at_once(
-    work: Callable[[int, OnRows], Written], count: int, threads: int, on_rows: OnRows
-) -> list[Written]:
+def _at_once(work: Callable[[int, OnRows], T], count: int, threads: int, on_rows: OnRows) -> list[T]:
     """Do the work with the numbers below `count`; what it says of rows is told to `on_rows` in this thread."""
-    if min(threads, count) == 1:
+    if min(threads, count) <= 1:
         return [work(number, on_rows) for number in range(count)]
-    told: SimpleQueue[int | Future[Written]] = SimpleQueue()
+    told: SimpleQueue[int | Future[T]] = SimpleQueue()
     stop = threading.Event()
 
     def heard(rows: int) -> None:
@@ -137,7 +146,7 @@ def _at_once(
     return [future.result() for future in futures]
 
 
-def _wait(told: SimpleQueue[int | Future[Written]], left: int, on_rows: OnRows) -> None:
+def _wait(told: SimpleQueue[int | Future[Any]], left: int, on_rows: OnRows) -> None:
     """Return when all work is done. Raises what fails first."""
     while left:
         heard = told.get()
@@ -157,9 +166,8 @@ def _ahead(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
             yield table
 
 
-def _counted(tables: Iterator[pa.Table], written: Written, on_rows: OnRows) -> Iterator[pa.Table]:
+def _told(tables: Iterator[pa.Table], on_rows: OnRows) -> Iterator[pa.Table]:
     for table in tables:
-        written.count(table)
         on_rows(table.num_rows)
         yield table
 
@@ -187,9 +195,10 @@ def _row_groups(tables: Iterator[pa.Table], rows_per_file: int, kind: OutputKind
 class _ResultWriter:
     """One staged Parquet file; the footer is written only by `finish`, the file given up by any exception."""
 
-    def __init__(self, path: Path, schema: pa.Schema, ops: FileOps) -> None:
+    def __init__(self, folder: Path, number: int, schema: pa.Schema, ops: FileOps) -> None:
         self.rows = 0
-        self._file = DurableFile(path, ops)
+        self._number, self._errors, self._retryable = number, 0, 0
+        self._file = DurableFile(folder / staged_name(number), ops)
         self._writer = pq.ParquetWriter(
             self._file, schema, compression="zstd", write_page_checksum=True, write_statistics=True
         )
@@ -197,11 +206,14 @@ class _ResultWriter:
     def write(self, group: pa.Table) -> None:
         self._writer.write_table(_with_own_dictionaries(group), row_group_size=group.num_rows)
         self.rows += group.num_rows
+        self._errors += pc.sum(pc.equal(group.column("status"), "error")).as_py() or 0
+        self._retryable += pc.sum(group.column("retryable")).as_py() or 0
 
-    def finish(self) -> ResultFile:
+    def finish(self) -> StagedFile:
         self._writer.close()
         digest = self._file.commit()
-        return ResultFile(self._file.path.name, self.rows, digest.bytes, digest.sha256)
+        counts = self._errors, self._retryable
+        return StagedFile(self._number, self.rows, digest.bytes, digest.sha256, *counts)
 
     def abandon(self) -> None:
         self._file.abandon()

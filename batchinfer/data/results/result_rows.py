@@ -6,28 +6,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import BatchInferError
-from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import Scoring
-from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.accuracy.expected import marked
 from batchinfer.data.columns.logprob_column import Detokenizer
-from batchinfer.data.index.index import OPENING, TOOLS, AnswerSchema
-from batchinfer.data.outputs.frame import HEAD, TAIL
 from batchinfer.data.outputs.registry import KINDS
+from batchinfer.data.results.index_rows import IndexRows, IndexView
 from batchinfer.data.results.join import Join
 from batchinfer.data.results.sorted_answers import SortedAnswers
 from batchinfer.data.storage.duck import working_memory
-from batchinfer.data.storage.parquet_rows import ParquetRows
-from batchinfer.data.storage.rebatch import rebatch
 from batchinfer.data.store.parts import COMPLETION_SCHEMA
 
 # Rows decoded, joined and held at a time, and the row group of a result file. 1,024, 4,096 and 16,384 published
@@ -37,70 +29,6 @@ BATCH_ROWS = 4096
 _ROW_ID = pa.field("row_id", pa.int64())
 ATTEMPT = pa.field("attempt", pa.int32())
 SAMPLE = pa.field("sample_index", pa.int32())  # which of its row's answers a row has
-# The columns of the index that results are made of
-_READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", *(name for name, _ in TAIL)]
-
-
-class IndexView(Protocol):
-    """The part of a job's index that publishing needs."""
-
-    @property
-    def index_parts(self) -> Sequence[Path]:
-        """Index parts in row order."""
-
-    @property
-    def passthrough_parts(self) -> Sequence[Path]:
-        """Parts with `row_id` and the passthrough columns, in the rows of the index; empty if there are
-        none.
-        """
-
-    @property
-    def passthrough_schema(self) -> pa.Schema:
-        """Types of the passthrough columns, without `row_id`."""
-
-    @property
-    def answers(self) -> AnswerSchema | None:
-        """Return the schema of answers; None if the result has no columns of their parts."""
-
-    @property
-    def logprobs(self) -> int | None:
-        """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
-
-    @property
-    def reasoning(self) -> Reasoning | None:
-        """How answers mark their reasoning; None: the result has no columns for it."""
-
-    @property
-    def tool_calls(self) -> CallStyle | None:
-        """How answers write calls of tools; None: the result has no column for them."""
-
-    @property
-    def embedding(self) -> Embedding | None:
-        """The vectors that the rows ask for; None: their answers are no vectors."""
-
-    @property
-    def scoring(self) -> Scoring | None:
-        """Return what is scored behind the rows' prompts; None: nothing is."""
-
-    @property
-    def expected(self) -> str | None:
-        """The passthrough column with the values that answers should have; None: there is none."""
-
-    @property
-    def output(self) -> str:
-        """The name of the kind of answers."""
-
-    @property
-    def attempts(self) -> int:
-        """How many times a row may run; the result has a column for it where that is more than once."""
-
-    @property
-    def samples(self) -> int:
-        """How many rows of the index, one after the other, are a row of the input."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of the index, bad ones included."""
 
 
 def result_schema(index: IndexView) -> pa.Schema:
@@ -134,15 +62,14 @@ class ResultRows:
         self._detokenizer, self._partial = detokenizer, partial
         self._kind, self._schema = KINDS[index.output], result_schema(index)
         self._batch_rows = batch_rows(index)
-        self._rows = ParquetRows(index.index_parts)
-        self._values = ParquetRows(index.passthrough_parts if len(index.passthrough_schema) else ())
+        self._rows = IndexRows(index)
         counts = (len(range(*span, self._batch_rows)) for span in spans)
         self._first = list(accumulate(counts, initial=0))  # batch of each span
 
     def tables(self, span: int) -> Iterator[pa.Table]:
         """Yield the rows of a span in tables of at most `batch_rows`, in `result_schema`."""
         first = self._spans[span][0]
-        for batch, (rows, values) in enumerate(self._zipped(*self._spans[span]), self._first[span]):
+        for batch, (rows, values) in enumerate(self._read(*self._spans[span]), self._first[span]):
             _check_order(rows.column("row_id").to_numpy(), first)
             matched = _matching(first, rows.num_rows, self._answers.of(batch))
             table = self._kind.table(self._index, rows, matched, self._detokenizer)
@@ -158,6 +85,9 @@ class ResultRows:
                 table = table.filter(finished)
             yield table.cast(self._schema)
 
+    def _read(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:
+        return self._rows.tables(start, stop, [self._batch_rows])
+
     def _numbers(self, first: int, matched: pa.Table) -> pa.Array:
         """Return the number of the attempt that each row's completion is of; null where it has none."""
         numbers = np.ones(matched.num_rows, np.int32)
@@ -165,21 +95,6 @@ class ResultRows:
             numbers[:] = self._attempts[first : first + len(numbers)]
         made = matched.column("row_id").is_valid().to_numpy(zero_copy_only=False)
         return pa.array(numbers, ATTEMPT.type, mask=~made)
-
-    def _zipped(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """Yield rows of the index and their passthrough values, side by side."""
-        size = self._batch_rows
-        read = [*_READ, *([] if self._index.reasoning is None else [OPENING.name])]
-        read += [] if self._index.tool_calls is None else [TOOLS.name]
-        rows = rebatch(self._rows.batches(start, stop, size, read), size)
-        if not len(self._index.passthrough_schema):
-            yield from ((table, table) for table in rows)
-            return
-        values = rebatch(self._values.batches(start, stop, size), size)
-        for row, value in zip(rows, values, strict=True):
-            if not row.column("row_id").equals(value.column("row_id")):
-                raise BatchInferError("index and passthrough parts do not hold the same rows")
-            yield row, value
 
 
 @contextmanager
@@ -194,13 +109,13 @@ def result_rows(
 ) -> Iterator[ResultRows]:
     """Read the answers of the spans' rows; the rows can be made within the block. The folder `spill` has what is too
     large for memory. Raises StorageError, and BatchInferError where completions are missing that are not `partial`."""
-    if join.missing and not partial:
-        raise BatchInferError(f"{join.missing} rows have no completion yet: nothing published")
+    if not partial:
+        join.refuse_missing()
     size = batch_rows(index)
     starts = np.concatenate([np.arange(start, stop, size, dtype=np.int64) for start, stop in spans])
     schema = pa.schema([_ROW_ID, *COMPLETION_SCHEMA, *KINDS[index.output].read(index)])
     wanted = schema.remove(schema.get_field_index("key"))
-    with SortedAnswers(join, wanted, starts, size, spill, working_memory() // 2) as answers:
+    with SortedAnswers(join.within(spans), wanted, starts, size, spill, working_memory() // 2) as answers:
         yield ResultRows(index, answers, spans, detokenizer, partial, join.attempts)
 
 

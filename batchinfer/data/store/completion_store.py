@@ -14,13 +14,14 @@ whatever is added later.
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from batchinfer.data.store.uses import unfinished
 
 RECORD_FORMAT = 1
 PENDING_BYTES = 64 << 20  # of large answers: more than these in memory are written as a part early
+_NO_RECORDS: Mapping[Path, CommitRecord] = MappingProxyType({})
 # The whole name: other programs call their files part-00000.parquet, too, and theirs are not ours to remove.
 _OURS = re.compile(r"part-\d{10}-[0-9a-f]{8}(-[0-9a-f]{8})?\.(parquet|json)(\.tmp)?")
 
@@ -175,7 +177,7 @@ class CompletionStore:
         Raises StorageError for a part that was damaged meanwhile."""
         known = {one.path for one in self.discarded}
         with self._lock.ordered():
-            records, discarded = read_records(self.path)
+            records, discarded = read_records(self.path, known=self._records)
         self._records = {part: record for part, record in records.items() if part not in known}
         discarded += tuple(_differing(self.path, self._records)) if self._digests else ()
         for one in discarded:
@@ -215,15 +217,20 @@ def sweep(path: Path, records: Iterable[Path], ops: FileOps) -> None:
 
 def _record_names(path: Path) -> set[str]:
     with storage(path, "list"):
-        return {record.name for record in path.glob("part-*.json") if _OURS.fullmatch(record.name)}
+        return {name for name in os.listdir(path) if name.endswith(".json") and _OURS.fullmatch(name)}
 
 
 def read_records(
-    path: Path, *, verify: bool = False, digests: bool = False
+    path: Path,
+    *,
+    verify: bool = False,
+    digests: bool = False,
+    known: Mapping[Path, CommitRecord] = _NO_RECORDS,
 ) -> tuple[dict[Path, CommitRecord], tuple[Discarded, ...]]:
     """The usable parts of a store with their records, and what is not usable. Changes nothing, needs no lock.
 
     Sizes are always compared; with `digests` the sha256 is, too, once for each state of a part; with `verify`, anew.
+    Records that are `known` are not read again: none is ever changed.
 
     Raises StorageError for a record of a newer format, or when the disk does.
     """
@@ -231,7 +238,7 @@ def read_records(
     discarded: list[Discarded] = []
     for name in sorted(_record_names(path)):
         part = (path / name).with_suffix(".parquet")
-        record = _read_record(path / name)
+        record = known.get(part) or _read_record(path / name)
         reason = "unreadable record" if record is None else _damage(part, record)
         if record is not None and reason is None:
             usable[part] = record
@@ -282,10 +289,11 @@ def _differing(path: Path, records: Mapping[Path, CommitRecord], *, fresh: bool 
 
 
 def _damage(part: Path, record: CommitRecord) -> str | None:
-    if not part.exists():
-        return "the part is missing"
     with storage(part, "read"):
-        size = part.stat().st_size
+        try:
+            size = part.stat().st_size
+        except FileNotFoundError:
+            return "the part is missing"
     if size != record.bytes:
         return f"{size} bytes, the record says {record.bytes}"
     return None

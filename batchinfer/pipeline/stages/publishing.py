@@ -38,6 +38,7 @@ def publish_result(
         run.setup.tokenizer,
         run.state,
         replace=run.options.replace,
+        remember=run.options.limit is None,  # a trial has few of the next night's rows
         on_rows=run.progress.rows,
     )
     if not run.job.input.sql:

@@ -82,9 +82,10 @@ class Prepared:
         """How many rows have work and no tokens."""
         return 0 if self.known is None else int((self.known & (self.counts > 0)).sum())
 
-    def keys_of_work(self) -> bytes:
-        """Return the keys of the rows that are no error rows."""
-        return np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[np.asarray(self.counts) > 0].tobytes()
+    def keys_of_new_work(self) -> bytes:
+        """Return the keys of the rows whose tokens are there: error rows have none, and the answers of known ones are
+        stored."""
+        return np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[self.tokens_there() > 0].tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ SPEC = PublishSpec("crash", "0" * 64, ({"path": "in.jsonl", "bytes": 1, "sha256"
 
 def prepare(folder: Path) -> SmallIndex:
     """An index, and an older result in place, so that publishing has to exchange."""
-    older = write_index(folder / "older", mixed_rows(5))
+    older = write_index(folder / "older", mixed_rows(13))  # the first file of which the newer one has, too
     run_job(folder, older, FileOps())
     return write_index(folder / "newer", mixed_rows(ROWS))
 

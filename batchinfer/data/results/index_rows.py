@@ -1,0 +1,109 @@
+"""The rows of an index as results are made of them, beside the columns that are carried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+
+from batchinfer.core.embedding import Embedding
+from batchinfer.core.errors import BatchInferError
+from batchinfer.core.reasoning import Reasoning
+from batchinfer.core.scoring import Scoring
+from batchinfer.core.tool_calls import CallStyle
+from batchinfer.data.index.index import OPENING, TOOLS, AnswerSchema
+from batchinfer.data.outputs.frame import HEAD, TAIL
+from batchinfer.data.storage.parquet_rows import ParquetRows
+from batchinfer.data.storage.rebatch import cut
+
+# The columns of the index that results are made of
+_READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", *(name for name, _ in TAIL)]
+
+
+class IndexView(Protocol):
+    """The part of a job's index that publishing needs."""
+
+    @property
+    def index_parts(self) -> Sequence[Path]:
+        """Index parts in row order."""
+
+    @property
+    def passthrough_parts(self) -> Sequence[Path]:
+        """Parts with `row_id` and the passthrough columns, in the rows of the index; empty if there are
+        none.
+        """
+
+    @property
+    def passthrough_schema(self) -> pa.Schema:
+        """Types of the passthrough columns, without `row_id`."""
+
+    @property
+    def answers(self) -> AnswerSchema | None:
+        """Return the schema of answers; None if the result has no columns of their parts."""
+
+    @property
+    def logprobs(self) -> int | None:
+        """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
+
+    @property
+    def reasoning(self) -> Reasoning | None:
+        """How answers mark their reasoning; None: the result has no columns for it."""
+
+    @property
+    def tool_calls(self) -> CallStyle | None:
+        """How answers write calls of tools; None: the result has no column for them."""
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The vectors that the rows ask for; None: their answers are no vectors."""
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """Return what is scored behind the rows' prompts; None: nothing is."""
+
+    @property
+    def expected(self) -> str | None:
+        """The passthrough column with the values that answers should have; None: there is none."""
+
+    @property
+    def output(self) -> str:
+        """The name of the kind of answers."""
+
+    @property
+    def attempts(self) -> int:
+        """How many times a row may run; the result has a column for it where that is more than once."""
+
+    @property
+    def samples(self) -> int:
+        """How many rows of the index, one after the other, are a row of the input."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the index, bad ones included."""
+
+
+class IndexRows:
+    """The rows of an index, any stretch of them; several threads may read them."""
+
+    def __init__(self, index: IndexView) -> None:
+        self._rows = ParquetRows(index.index_parts)
+        self._carries = bool(len(index.passthrough_schema))
+        self._values = ParquetRows(index.passthrough_parts if self._carries else ())
+        self._columns = [*_READ, *([] if index.reasoning is None else [OPENING.name])]
+        self._columns += [] if index.tool_calls is None else [TOOLS.name]
+
+    def tables(self, start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """Yield the rows from `start` to `stop` and their passthrough values, side by side, in tables of these sizes,
+        over and over; the last may be shorter. Raises InputCorrupt for a damaged file."""
+        rows = cut(self._rows.batches(start, stop, max(sizes), self._columns), cycle(sizes))
+        if not self._carries:
+            yield from ((table, table) for table in rows)
+            return
+        values = cut(self._values.batches(start, stop, max(sizes)), cycle(sizes))
+        for row, value in zip(rows, values, strict=True):
+            if not row.column("row_id").equals(value.column("row_id")):
+                raise BatchInferError("index and passthrough parts do not hold the same rows")
+            yield row, value
