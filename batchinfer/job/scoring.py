@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from batchinfer.core.scoring import MAX_LABELS
 from batchinfer.job.field_types import Choice, Text
 from batchinfer.job.section import Section
 
@@ -25,7 +26,11 @@ class ClassifySection(Section):
     """The labels of a job with `task: classify`."""
 
     choices: Choice = Field(
-        default=(), max_length=1000, description="The labels: texts that may stand behind each prompt."
+        default=(), max_length=MAX_LABELS, description="The labels: texts that may stand behind each prompt."
+    )
+    choices_from_column: Text | None = Field(
+        default=None,
+        description="Column of lists of texts: each row's own labels. null: all rows have choices.",
     )
     length_normalized: bool = Field(
         default=False,

@@ -71,9 +71,17 @@ def _scored(values: Mapping[str, Any], task: str) -> Iterator[Finding]:
     if task != "classify":
         return
     choices = section.get("choices") if isinstance(section, dict) else None
-    if section is None or (isinstance(section, dict) and not choices):
+    column = section.get("choices_from_column") if isinstance(section, dict) else None
+    if choices and column is not None:
+        message = "is given beside choices: a row has the labels of one of them"
+        yield Finding(("classify", "choices_from_column"), message, "remove one of the two")
+    if section is None or (isinstance(section, dict) and not choices and column is None):
         message = "are missing: a job with task: classify names its labels"
-        yield Finding(("classify", "choices"), message, "give two at least, as in [positive, negative]")
+        yield Finding(
+            ("classify", "choices"),
+            message,
+            "give two at least, as in [positive, negative], or choices_from_column",
+        )
     if not isinstance(choices, tuple):
         return
     if len(choices) == 1:

@@ -150,6 +150,39 @@ def test_labels_are_those_of_brute_force(
     assert len(found) == len(rows)
 
 
+def test_rows_have_labels_of_their_own(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
+    """Of any number; and a second night, which knows the rows, says the same."""
+    rows: list[dict[str, Any]] = [
+        row | {"labels": LABELS[n % 3 : n % 3 + 2 + n % 2]} for n, row in enumerate(rows_of(7))
+    ]
+    rows[3]["labels"] = ["one </s>"]
+    wrong: list[Any] = [None, [], ["a", "a"], ["a", 3], "a"]
+    rows += [{"id": f"w{n}", "text": "x", "labels": labels} for n, labels in enumerate(wrong)]
+    path = write_job(tmp_path, checkpoint, rows, "classify", classify={"choices_from_column": "labels"})
+    assert run(path, REAL).exit_code == 0
+    found = table(path)
+    for row, got in zip(rows[:7], found, strict=False):
+        assert [label for label, _ in got["probabilities"]] == row["labels"]
+        each = [
+            sum(reference.logprobs(str(row["text"]), label)[0])
+            for label in row["labels"]
+            if "</s>" not in label
+        ]
+        if each:
+            wanted = np.exp(np.array(each) - max(each))
+            wanted /= wanted.sum()
+            np.testing.assert_allclose([one for _, one in got["probabilities"]], wanted, atol=1e-4)
+            assert got["label"] == row["labels"][int(wanted.argmax())]
+    assert found[3]["probability"] == 1
+    assert [row["error_code"] for row in found[7:]] == ["labels_missing", *["labels_type"] * 4]
+    more = [*rows, {"id": "new", "text": "y", "labels": ["a", "b"]}]
+    write_job(tmp_path, checkpoint, more, "classify", classify={"choices_from_column": "labels"})
+    assert run(path, REAL).row["computed_requests"] == 1
+    same = ("label", "probability", "probabilities", "error_code")
+    again = [[row[name] for name in same] for row in table(path)]
+    assert again[:-1] == [[row[name] for name in same] for row in found]
+
+
 def test_a_prompt_runs_once_for_all_labels(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
     """The tokens that are run are those of the prompts, of which all share the beginning, and of the labels' trie."""
     rows = [{"id": f"r{n}", "text": f"{'A long text. ' * 20}And number {n}:"} for n in range(6)]
@@ -221,6 +254,7 @@ WRONG = [
     ("task: classify", "classify.choices: are missing"),
     ("task: classify\nclassify: {choices: [a]}", "classify.choices: has one label"),
     ("task: classify\nclassify: {choices: [a, b, a]}", 'has "a" 2 times'),
+    ("task: classify\nclassify: {choices: [a, b], choices_from_column: c}", "is given beside choices"),
     ("task: score\nclassify: {choices: [a, b]}", "is given, but the job has not task: classify"),
     ("task: score\nsampling: {max_tokens: 3}", "sampling: says how tokens are chosen"),
     ("score: {per_token: true}", "so that its answers are texts"),

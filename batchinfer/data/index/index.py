@@ -39,6 +39,8 @@ ENDPOINT = pa.field("endpoint", pa.string())  # of OpenAI requests: an index of 
 OPENING = pa.field("reasoning_opening", pa.int8())
 # The tools that a row has, as `known_tools` writes them: an index of a job without calls has no such column
 TOOLS = pa.field("tools", pa.string())
+# The labels that a row has of its own, as a JSON list
+LABELS = pa.field("labels", pa.string())
 INDEX_SCHEMA = pa.schema(
     [
         ("row_id", pa.int64()),
@@ -75,11 +77,11 @@ def unlike_columns(attempts: int) -> list[str]:
 
 
 def index_schema(
-    endpoints: bool, attempts: int = 1, openings: bool = False, tools: bool = False
+    endpoints: bool, attempts: int = 1, openings: bool = False, tools: bool = False, labels: bool = False
 ) -> pa.Schema:
     """Return the columns of an index of OpenAI requests, or other rows, each of which may run so many times.
-    `openings`: their answers may reason first; `tools`: they may call tools."""
-    further = ((ENDPOINT, endpoints), (OPENING, openings), (TOOLS, tools))
+    `openings`: their answers may reason first; `tools`: they may call tools; `labels`: they have their own labels."""
+    further = ((ENDPOINT, endpoints), (OPENING, openings), (TOOLS, tools), (LABELS, labels))
     fields = [*INDEX_SCHEMA, *(field for field, there in further if there)]
     for attempt in range(2, attempts + 1):
         first = zip(attempt_columns(attempt), attempt_columns(1), strict=True)

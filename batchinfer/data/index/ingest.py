@@ -312,7 +312,8 @@ class Ingestion:
         """Write what workers make of the rows. Return the keys of rows whose tokens are needed after all."""
         job, attempts, longest = self._job, self._job.attempts, self._options.max_model_len
         reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None
-        index_columns = index_schema(spec.fields.endpoints, attempts, reasons, tools)
+        labels = self._options.scoring is not None and self._options.scoring.own_labels
+        index_columns = index_schema(spec.fields.endpoints, attempts, reasons, tools, labels)
         how = longest, index_columns, self._ops, attempts, job.samples
         writer = self._writer = IndexWriter(self._layout, *how)
         workers = self._options.workers or usable_cpus()
@@ -373,6 +374,7 @@ class Ingestion:
             params=self._params(),
             scoring=self._options.scoring,
             continuation=self._job.score.continuation,
+            labels=self._job.classify.choices_from_column,
             before="" if embedding is None else embedding.prompt,
             dimensions=0 if embedding is None else embedding.dimensions,
             system=prompt.system,

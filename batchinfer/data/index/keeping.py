@@ -270,9 +270,9 @@ class KeptIndex:
         if not len(places):
             return records
         records["tools_at"] = -1
-        if prompts.tools.texts:
+        if prompts.own_texts.texts:
             none = np.array([[-1, 0]], np.int64)
-            tools = np.vstack([none, self._writer.texts(prompts.tools.texts)])[prompts.tools.of]
+            tools = np.vstack([none, self._writer.texts(prompts.own_texts.texts)])[prompts.own_texts.of]
             records["tools_at"], records["tools_size"] = tools[:, 0], tools[:, 1]
         greedy = np.array([self._is_greedy(text) for text in prompts.params], np.bool_)
         records["sampled"] = ~greedy[prompts.params_of] & (prompts.counts > 0)

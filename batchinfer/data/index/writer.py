@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
-from batchinfer.data.index.index import OPENING, TOOLS, Layout, attempt_columns, unlike_columns
+from batchinfer.data.index.index import LABELS, OPENING, TOOLS, Layout, attempt_columns, unlike_columns
 from batchinfer.data.index.token_store import TokenStore, TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedTools
+from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows
 from batchinfer.data.prompts.row_facts import RowFacts
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
@@ -79,7 +79,7 @@ class IndexWriter:
         starts = self._tokens.append(done.tokens) + np.cumsum(there) - there
         params = [SamplingParams.from_json(text) for text in done.params]
         self._note_logprobs(params)
-        self.has_tools |= bool(done.tools.texts)
+        self.has_tools |= bool(done.own_texts.texts) and LABELS.name not in self._schema.names
         # some at a time: the text of a schema stands in every row
         for first in range(0, len(rows), self._at_once):
             size = min(self._at_once, len(rows) - first)
@@ -88,7 +88,7 @@ class IndexWriter:
             columns |= _error_columns(done.errors, first, size)
             columns |= _fact_columns(rows.facts, first, size)
             columns[OPENING.name] = _int8s(done.openings[first : first + size])
-            columns[TOOLS.name] = _tools_column(done.tools, first, size)
+            columns[TOOLS.name] = columns[LABELS.name] = _texts_column(done.own_texts, first, size)
             columns["file"] = pa.repeat(place.file, size)
             columns["row_index"] = _numbers(place.first_row + first, size)
             columns = {name: repeated(one, self._samples) for name, one in columns.items()}
@@ -151,11 +151,11 @@ def _valid(marks: NDArray[np.bool_]) -> pa.Buffer | None:
     return None if marks.all() else pa.py_buffer(np.packbits(marks, bitorder="little"))
 
 
-def _tools_column(tools: PreparedTools, first: int, size: int) -> pa.Array:
-    if not tools.texts:
+def _texts_column(own: OwnTexts, first: int, size: int) -> pa.Array:
+    if not own.texts:
         return pa.nulls(size, TOOLS.type)
-    numbers = tools.of[first : first + size]
-    return pa.array(tools.texts, TOOLS.type).take(pa.array(numbers - 1, mask=numbers == 0))
+    numbers = own.of[first : first + size]
+    return pa.array(own.texts, TOOLS.type).take(pa.array(numbers - 1, mask=numbers == 0))
 
 
 def _rung_columns(done: Prepared, rows: slice, longest: int) -> dict[str, pa.Array]:

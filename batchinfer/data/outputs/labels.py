@@ -3,6 +3,7 @@ made."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchinfer.core.request import Output, Scores
 from batchinfer.core.scoring import Scoring
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.columns.schema_columns import SchemaColumns
+from batchinfer.data.index.index import LABELS
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs, Receiver, TokenBytes
 from batchinfer.data.outputs.scores import NOT_OPENAI, SCORED_ROWS, STORED, context_counts
@@ -54,20 +56,18 @@ class LabelsKind:
     ) -> pa.Table:
         frame, scoring = Frame(rows, matched), _asked(asked)
         answered = frame.answered.to_numpy(zero_copy_only=False)
-        scores = matched.select(STORED.names).take(pa.array(np.flatnonzero(answered)))
-        logprobs, _, lengths = (
-            one.combine_chunks().flatten().to_numpy(zero_copy_only=False) for one in scores.columns
-        )
-        found = np.full((len(answered), len(scoring.choices)), np.nan)
-        found[answered] = label_probabilities(logprobs, lengths, scoring)
-        best = np.where(answered, np.nan_to_num(found, nan=-1.0).argmax(axis=1), 0)
-        missing = ~answered
-        label = pa.array(scoring.choices, pa.string()).take(pa.array(best, mask=missing))
-        probability = pa.array(found[np.arange(len(found)), best], mask=missing)
+        places = pa.array(np.flatnonzero(answered))
+        logprobs, _, lengths = matched.select(STORED.names).take(places).columns
+        each = _labels(rows.take(places), scoring)
+        found = label_probabilities(_values(logprobs), _values(lengths), list(map(len, each)), scoring)
+        where = pa.array(np.cumsum(answered) - 1, mask=~answered)
+        best = [int(one.argmax()) for one in found]
+        label = pa.array([labels[at] for labels, at in zip(each, best, strict=True)], pa.string())
+        probability = pa.array([one[at] for one, at in zip(found, best, strict=True)], pa.float64())
         return frame.around(
-            label=label,
-            probability=probability,
-            probabilities=_maps(found, answered, scoring.choices),
+            label=label.take(where),
+            probability=probability.take(where),
+            probabilities=_maps(found, each, answered),
             prompt_tokens=frame.when_answered(context_counts(rows, matched)),
         )
 
@@ -83,22 +83,35 @@ class LabelsKind:
 
 
 def label_probabilities(
-    logprobs: NDArray[np.float32], lengths: NDArray[np.int32], scoring: Scoring
-) -> NDArray[np.float64]:
-    """Return the probability of each label of each row, (rows, labels): the softmax over the log-probabilities of the
-    labels, which are the sums, or length-normalised the means, of their tokens'.
+    logprobs: NDArray[np.float32], lengths: NDArray[np.int32], counts: Sequence[int], scoring: Scoring
+) -> list[NDArray[np.float64]]:
+    """Return the probability of each label of each row: the softmax over the log-probabilities of the row's labels,
+    which are the sums, or length-normalised the means, of their tokens'.
 
-    logprobs: of the tokens of all labels of all rows. lengths: (rows × labels,), tokens of each label.
+    logprobs: of the tokens of all labels of all rows. lengths: tokens of each of these labels. counts: labels of each
+    row.
     """
-    sizes = lengths.reshape(-1, len(scoring.choices)).astype(np.int64)
-    if not len(sizes):
-        return np.empty(sizes.shape)
-    begins = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
-    sums = np.add.reduceat(logprobs.astype(np.float64), begins).reshape(sizes.shape)
+    if not len(counts):
+        return []
+    sizes = lengths.astype(np.int64)
+    sums = np.add.reduceat(logprobs.astype(np.float64), np.cumsum(sizes) - sizes)
     logits = sums / sizes if scoring.length_normalized else sums
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    found: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
+    begins = np.cumsum([0, *counts[:-1]])
+    weights = np.exp(logits - np.repeat(np.maximum.reduceat(logits, begins), counts))
+    found = weights / np.repeat(np.add.reduceat(weights, begins), counts)
+    return np.split(found, begins[1:])
+
+
+def _values(column: pa.ChunkedArray) -> NDArray[Any]:
+    found: NDArray[Any] = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
     return found
+
+
+def _labels(rows: pa.Table, scoring: Scoring) -> list[Sequence[str]]:
+    """Return the labels of each row."""
+    if not scoring.own_labels:
+        return [scoring.choices] * rows.num_rows
+    return [json.loads(text) for text in rows.column(LABELS.name).to_pylist()]
 
 
 def _asked(asked: AskedOutputs) -> Scoring:
@@ -106,10 +119,13 @@ def _asked(asked: AskedOutputs) -> Scoring:
     return asked.scoring
 
 
-def _maps(found: NDArray[np.float64], answered: NDArray[np.bool_], choices: Sequence[str]) -> pa.MapArray:
+def _maps(
+    found: Sequence[NDArray[np.float64]], each: Sequence[Sequence[str]], answered: NDArray[np.bool_]
+) -> pa.MapArray:
     """Return what each answered row says of each label; null elsewhere."""
-    rows, count = int(answered.sum()), len(choices)
-    ends = np.concatenate([[0], np.cumsum(answered * count)]).astype(np.int32)
+    counts = np.zeros(len(answered), np.int64)
+    counts[answered] = [*map(len, each)]
+    ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     offsets = pa.array(ends, mask=np.append(~answered, False))
-    keys = pa.array(choices, pa.string()).take(pa.array(np.tile(np.arange(count), rows)))
-    return pa.MapArray.from_arrays(offsets, keys, pa.array(found[answered].reshape(-1)))
+    keys = pa.array([label for labels in each for label in labels], pa.string())
+    return pa.MapArray.from_arrays(offsets, keys, pa.array(np.concatenate([np.empty(0), *found])))

@@ -5,6 +5,7 @@ Runs in a process of its own (render_worker.py), because a template may hang or 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,7 +18,7 @@ from jinja2 import nodes
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.rung import Rung
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import MAX_LABELS, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, TOOLS, VECTOR_URL, embedding_input, openai_request
@@ -83,9 +84,8 @@ class PromptPlan:
     dimensions: int = 0  # of vectors
     sampled: bool = False  # rows get several answers, which therefore have to be sampled
     scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
-    continuation: str | None = (
-        None  # the column of what is scored; None: the labels are, or the prompt itself
-    )
+    continuation: str | None = None  # the column of what is scored; None: labels are, or the prompt itself
+    labels: str | None = None  # the column of rows' own labels; None: all have the job's
 
 
 class Draft(NamedTuple):
@@ -105,6 +105,7 @@ class Draft(NamedTuple):
     unread: tuple[str, ...] = ()
     tools: str | None = None
     continuations: tuple[str | Sequence[int], ...] | None = None
+    labels: str | None = None  # of the row's own, as a JSON list
 
 
 def template_columns(source: str | None) -> set[str]:
@@ -154,7 +155,7 @@ class PromptBuilder:
         """The row's prompt and parameters."""
         draft = self._build(values)
         if self._plan.scoring is not None:
-            draft = draft._replace(continuations=self._continuations(self._plan.scoring, values))
+            draft = self._scored(draft, self._plan.scoring, values)
         text, limit = draft.text, self._plan.max_text_bytes
         if text is None or len(text) <= limit // _MOST_BYTES:
             return draft
@@ -163,6 +164,15 @@ class PromptBuilder:
                 "text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy"
             )
         return draft
+
+    def _scored(self, draft: Draft, scoring: Scoring, values: Values) -> Draft:
+        if self._plan.labels is None:
+            return draft._replace(continuations=self._continuations(scoring, values))
+        given = values.get(self._plan.labels)
+        as_text = self._plan.values_are_text and isinstance(given, str)
+        labels = check_labels(self._plan.labels, parse_value(str(given)) if as_text else given)
+        text = json.dumps(labels, ensure_ascii=False)
+        return draft._replace(continuations=tuple(labels), labels=text)
 
     def _continuations(self, scoring: Scoring, values: Values) -> tuple[str | Sequence[int], ...]:
         name = self._plan.continuation
@@ -388,6 +398,21 @@ def check_text(value: Any) -> str:
         raise RowProblem("prompt_missing", "the prompt is null or missing")
     if not isinstance(value, str):
         raise RowProblem("prompt_type", f"the prompt must be text, not {kind_of(value)}")
+    return value
+
+
+def check_labels(column: str, value: Any) -> list[str]:
+    """A list of different texts, of which none is empty. Raises RowProblem."""
+    if value is None:
+        raise RowProblem(
+            "labels_missing", f"column {column!r}, which has the row's labels, is null or missing"
+        )
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise RowProblem("labels_type", f"column {column!r} must be a list of texts, not {kind_of(value)}")
+    if not 1 <= len(value) <= MAX_LABELS or len({*value}) < len(value):
+        raise RowProblem(
+            "labels_type", f"column {column!r} must have 1 to {MAX_LABELS} labels, all different"
+        )
     return value
 
 

@@ -101,7 +101,7 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     wanted = tuple(_wanted(job, mode, column))
     variables = _needed_variables(job, used)
     parameters = {name for _, name in (*job.sampling.from_columns, *_argument_columns(job))}
-    parameters.update((*_tools_column(job), *_continuation(job)))
+    parameters.update((*_tools_column(job), *(name for _, name in _of_scores(job))))
     whole = mode == "openai" or ROW_VARIABLE in used
     send = None if whole else tuple(sorted({*used, *parameters, *([column] if column else [])}))
     read = None
@@ -135,7 +135,7 @@ def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str
     yield from (("sampling.from_columns", name) for _, name in job.sampling.from_columns)
     yield from (("prompt.template_arguments_from_columns", name) for _, name in _argument_columns(job))
     yield from (("prompt.tools_from_column", name) for name in _tools_column(job))
-    yield from (("score.continuation", name) for name in _continuation(job))
+    yield from _of_scores(job)
     if job.input.expected is not None:
         yield "input.expected", job.input.expected
     yield from (("output.columns", name) for name in job.output.columns)
@@ -150,8 +150,12 @@ def _tools_column(job: Job) -> tuple[str, ...]:
     return () if name is None else (name,)
 
 
-def _continuation(job: Job) -> tuple[str, ...]:
-    return () if job.score.continuation is None else (job.score.continuation,)
+def _of_scores(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield the keys that name the column of what is scored, each with that column."""
+    if job.score.continuation is not None:
+        yield "score.continuation", job.score.continuation
+    if job.classify.choices_from_column is not None:
+        yield "classify.choices_from_column", job.classify.choices_from_column
 
 
 def _needed_variables(job: Job, used: set[str]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
 from batchinfer.data.prompts.prepared.continued import ContinuedPrompts
 from batchinfer.data.prompts.prepared.known_rows import KnownRows
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs, PreparedTools
+from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 from batchinfer.data.tokenizer.reasoned_rows import ReasonedRows
 from batchinfer.data.tokenizer.reasoning_styles import Openings
@@ -424,8 +424,8 @@ class _FinishedPrompts:
         self._max_tokens: list[int] = []
         self._keys: list[bytes] = []
         self._openings: list[Openings] = [_NO_OPENINGS]
-        self._tools: dict[str, int] = {}
-        self._tools_of: list[int] = []
+        self._own_texts: dict[str, int] = {}
+        self._own_text_of: list[int] = []
         self._counts: list[TokenIds] = [_NO_TOKENS]
         self._tokens: list[TokenIds] = [_NO_TOKENS]
 
@@ -439,8 +439,9 @@ class _FinishedPrompts:
             self._params_of.append(number)
             self._max_tokens.append(params.max_tokens)
             self._keys.append(self._makers[number].key(data[start:end]))
-            self._tools_of.append(
-                0 if draft.tools is None else self._tools.setdefault(draft.tools, len(self._tools) + 1)
+            said = draft.tools if draft.labels is None else draft.labels
+            self._own_text_of.append(
+                0 if said is None else self._own_texts.setdefault(said, len(self._own_texts) + 1)
             )
             if self._rungs:
                 self._climb(draft.params, opening, number, data[start:end])
@@ -484,12 +485,12 @@ class _FinishedPrompts:
 
     def finished(self, size: int) -> Prepared:
         """Return all rows; those that are not among the finished ones are error rows."""
-        names = ("params_of", "max_tokens", "counts", "tools_of")
+        names = ("params_of", "max_tokens", "counts", "own_text_of")
         columns = {name: np.zeros(size, np.int32) for name in names}
         keys = np.zeros((size, KEY_BYTES), np.uint8)
         columns["params_of"][self._rows] = self._params_of
         columns["max_tokens"][self._rows] = self._max_tokens
-        columns["tools_of"][self._rows] = self._tools_of
+        columns["own_text_of"][self._rows] = self._own_text_of
         columns["counts"][self._rows] = np.concatenate(self._counts)
         openings = np.zeros(size, np.int8)
         openings[self._rows] = np.concatenate(self._openings)
@@ -497,8 +498,8 @@ class _FinishedPrompts:
         rungs = [rung.finished(size, self._rows) for rung in self._rungs]
         numbers = columns["params_of"], columns["max_tokens"], columns["counts"]
         tokens, unread = np.concatenate(self._tokens), self.unread.rows
-        packed, tools = keys.tobytes(), PreparedTools.found(self._tools, columns["tools_of"])
-        return Prepared(self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs, tools)
+        packed, own = keys.tobytes(), OwnTexts.found(self._own_texts, columns["own_text_of"])
+        return Prepared(self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs, own)
 
 
 class _FinishedRung:

@@ -15,7 +15,7 @@ from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import RowPiece
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs, PreparedTools
+from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts
 
 # What a row gets that found no memory: rows before it may have taken it.
@@ -170,14 +170,14 @@ class _JoinedTools:
         self._of = [_EMPTY]
 
     def add(self, piece: Prepared) -> None:
-        """Take the tools of a piece."""
-        texts, of = piece.tools
+        """Take the texts of a piece."""
+        texts, of = piece.own_texts
         own = [0, *(self._numbers.setdefault(text, len(self._numbers) + 1) for text in texts)]
         self._of.append(np.array(own, np.int32)[of] if texts else np.zeros(len(piece), np.int32))
 
-    def joined(self) -> PreparedTools:
-        """Return the tools of all rows."""
-        return PreparedTools.found(self._numbers, np.concatenate(self._of))
+    def joined(self) -> OwnTexts:
+        """Return the texts of all rows."""
+        return OwnTexts.found(self._numbers, np.concatenate(self._of))
 
 
 class _JoinedRung:

@@ -21,7 +21,7 @@ from batchinfer.data.input.json_kinds import KINDS
 from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs, PreparedTools
+from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.row_facts import MOST_NAMES, RowFacts, RowFields
 from batchinfer.data.tool_calls.known_tools import KnownTools
 
@@ -41,7 +41,7 @@ def packed(done: PreparedRows) -> bytes:
         "errors": {str(at): asdict(error) for at, error in prompts.errors.items()},
         "params": prompts.params,
         "unread_arguments": prompts.unread,
-        "tools": prompts.tools.texts,
+        "tools": prompts.own_texts.texts,
         "kinds": [sorted(kinds) for kinds in facts.kinds],
         "unread": facts.unread,
         "names": facts.names,
@@ -49,7 +49,12 @@ def packed(done: PreparedRows) -> bytes:
     }
     parts = [json.dumps(head).encode()]
     parts += [column.tobytes() for column in (prompts.params_of, prompts.max_tokens, prompts.counts)]
-    parts += [prompts.keys, prompts.tokens.tobytes(), prompts.openings.tobytes(), prompts.tools.of.tobytes()]
+    parts += [
+        prompts.keys,
+        prompts.tokens.tobytes(),
+        prompts.openings.tobytes(),
+        prompts.own_texts.of.tobytes(),
+    ]
     for rung in prompts.rungs:
         parts += [(rung.params_of + 1).tobytes(), rung.max_tokens.tobytes(), rung.keys]
     for column in _text_columns(facts):
@@ -217,11 +222,14 @@ def _texts(values: Any) -> list[str]:
     return values
 
 
-def _tools(values: Any, parts: _ReplyParts, size: int) -> PreparedTools:
+def _tools(values: Any, parts: _ReplyParts, size: int) -> OwnTexts:
     texts = _texts(values)
     for text in texts:
-        KnownTools.check(text)
-    return PreparedTools(texts, parts.numbers(size if texts else 0, below=len(texts) + 1))
+        if not text.startswith("["):  # a list of labels
+            KnownTools.check(text)
+        else:
+            _texts(json.loads(text))
+    return OwnTexts(texts, parts.numbers(size if texts else 0, below=len(texts) + 1))
 
 
 def _counts(values: Any) -> dict[str, int]:

@@ -14,7 +14,7 @@ from batchinfer.core.errors import BatchInferError
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
-from batchinfer.data.index.index import OPENING, TOOLS, AnswerSchema
+from batchinfer.data.index.index import LABELS, OPENING, TOOLS, AnswerSchema
 from batchinfer.data.outputs.frame import HEAD, TAIL
 from batchinfer.data.storage.parquet_rows import ParquetRows
 from batchinfer.data.storage.rebatch import cut
@@ -94,6 +94,7 @@ class IndexRows:
         self._values = ParquetRows(index.passthrough_parts if self._carries else ())
         self._columns = [*_READ, *([] if index.reasoning is None else [OPENING.name])]
         self._columns += [] if index.tool_calls is None else [TOOLS.name]
+        self._columns += [LABELS.name] if index.scoring is not None and index.scoring.own_labels else []
 
     def tables(self, start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[pa.Table, pa.Table]]:
         """Yield the rows from `start` to `stop` and their passthrough values, side by side, in tables of these sizes,

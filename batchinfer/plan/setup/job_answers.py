@@ -46,7 +46,9 @@ def _scoring(job: Job) -> Scoring | None:
     if job.task == "score":
         return Scoring(per_token=job.score.per_token)
     asked = job.classify
-    return Scoring(asked.choices, asked.length_normalized) if job.task == "classify" else None
+    if job.task != "classify":
+        return None
+    return Scoring(asked.choices, asked.choices_from_column is not None, asked.length_normalized)
 
 
 def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.kept.rows import KeptRows, Numbers, Records, attempt_names
-from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared, PreparedRungs, PreparedTools
+from batchinfer.data.prompts.prepared.rows import KEY_TYPE, OwnTexts, Prepared, PreparedRungs
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -42,7 +42,7 @@ class KnownRows:
         prompts.counts = _with(prompts.counts, found, records["count"])
         prompts.openings = _with(prompts.openings, found, records["opening"])
         numbers = {text: number for number, text in enumerate(prompts.params)}
-        prompts.tools = self._tools(prompts, found, records)
+        prompts.own_texts = self._tools(prompts, found, records)
         key, _, _, most = attempt_names(1)
         prompts.params_of = _with(prompts.params_of, found, self._params(records, 1, numbers))
         prompts.max_tokens = _with(prompts.max_tokens, found, records[most])
@@ -59,15 +59,15 @@ class KnownRows:
         rung.max_tokens = _with(rung.max_tokens, found, records[most])
         rung.keys = _with_keys(rung.keys, found, records[key])
 
-    def _tools(self, prompts: Prepared, found: Numbers, records: Records) -> PreparedTools:
-        """Return the tools of all rows."""
-        own = prompts.tools
+    def _tools(self, prompts: Prepared, found: Numbers, records: Records) -> OwnTexts:
+        """Return the texts of all rows."""
+        own = prompts.own_texts
         if not own.texts and not records["tools_size"].any():
             return own
         numbers = {text: number for number, text in enumerate(own.texts)}
         known = self._numbers(records["tools_at"], records["tools_size"], numbers)
         of = _with(own.of if own.texts else np.zeros(len(prompts), np.int32), found, known + 1)
-        return PreparedTools([*numbers], of)
+        return OwnTexts([*numbers], of)
 
     def _numbers(
         self, at: NDArray[np.int64], size: NDArray[np.int32], numbers: dict[str, int]

@@ -26,20 +26,21 @@ class PreparedRungs:
     keys: bytes
 
 
-class PreparedTools(NamedTuple):
-    """The tools of n rows: distinct ones as `known_tools` writes them, and where each row's stand in that list, plus 1;
-    0: it has none. Where no row has any, nothing is said of rows."""
+class OwnTexts(NamedTuple):
+    """The texts of n rows that say how their answers are read: tools as `known_tools` writes them, or labels as a JSON
+    list. `texts` are distinct; `of` says where each row's stands in that list, plus 1; 0: it has none. Where no row has
+    any, nothing is said of rows."""
 
     texts: list[str]
     of: NDArray[np.int32]
 
     @classmethod
-    def found(cls, numbers: dict[str, int], of: NDArray[np.int32]) -> PreparedTools:
-        """Return tools numbered from 1."""
-        return cls(list(numbers), of) if numbers else NO_TOOLS
+    def found(cls, numbers: dict[str, int], of: NDArray[np.int32]) -> OwnTexts:
+        """Return texts numbered from 1."""
+        return cls(list(numbers), of) if numbers else NO_TEXTS
 
 
-NO_TOOLS = PreparedTools([], np.zeros(0, np.int32))
+NO_TEXTS = OwnTexts([], np.zeros(0, np.int32))
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class Prepared:
     `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
     `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers;
     `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts;
-    `tools` those that answers may call.
+    `own_texts` what rows say of how their answers are read.
 
     `digests` are those of the rows (row_digest.py), if they were taken. `known` says which rows the last index knew:
     their tokens are not among `tokens`. None: it knew none.
@@ -65,7 +66,7 @@ class Prepared:
     openings: Openings
     unread: dict[str, int] = field(default_factory=dict)
     rungs: Sequence[PreparedRungs] = ()
-    tools: PreparedTools = NO_TOOLS
+    own_texts: OwnTexts = NO_TEXTS
     digests: bytes = b""
     known: NDArray[np.bool_] | None = None
 
