@@ -5,8 +5,8 @@
 A file whose fingerprint is known is copied instead of made: its rows are neither joined nor written as Parquet again.
 Whoever looks at results may have changed or removed it, so what is copied counts by its bytes, whose sha256 is taken on
 the way; where it is another one, or the file cannot be read, the file is made as if nothing were known. A copy and no
-hard link: a result that somebody edits in place must not change the one before or after it, and 100,000 rows of short
-answers are 7 MB.
+hard link: a result that somebody edits in place must not change the one before or after it, and a million rows of short
+answers are 8 MB.
 
 Only ever a shortcut: fingerprints and digests say all, so that a note of another result, or an older one, is not wrong.
 """
