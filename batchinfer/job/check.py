@@ -295,10 +295,15 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
         yield Finding(("engine", "deterministic"), f"is true, which is {message}", hint)
 
 
+def task_columns(task: str) -> tuple[str, ...]:
+    """Return the columns of a result whose answers are no texts."""
+    return (*RESULT_COLUMNS[:5], *TASK_COLUMNS[task], "prompt_tokens", *RESULT_COLUMNS[-4:])
+
+
 def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns that the result has of its own."""
-    if (of_task := TASK_COLUMNS.get(str(values.get("task")))) is not None:
-        return (*RESULT_COLUMNS[:5], *of_task, "prompt_tokens", *RESULT_COLUMNS[-4:])
+    if (task := str(values.get("task"))) in TASK_COLUMNS:
+        return task_columns(task)
     per_row = sampling.get("from_columns")
     named = isinstance(per_row, Mapping | tuple) and LOGPROBS in per_row
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS

@@ -29,10 +29,6 @@ class SamplingSection(Section):
     min_tokens: Annotated[int, bounded("min_tokens")] = Field(
         default=0, description="Fewest tokens of an answer: it does not end before."
     )
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(
-        default=1,
-        description="Answers to each row: sampled ones, each a row of the result with a sample_index.",
-    )
     temperature: Annotated[float, bounded("temperature")] = Field(
         default=0.0,
         description="0: always the most likely token. Higher: more random.",
@@ -94,6 +90,10 @@ class SamplingSection(Section):
     thinking_budget: Annotated[int, bounded("thinking_budget")] | None = Field(
         default=None,
         description="Most tokens of reasoning: then its end is forced, and the answer follows. null: no such limit.",
+    )
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(
+        default=1,
+        description="Answers to each row: sampled ones, each a row of the result with a sample_index.",
     )
     from_columns: FromColumns = Field(
         default=(),

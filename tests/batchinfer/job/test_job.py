@@ -18,6 +18,9 @@ from pydantic import ValidationError
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import Mistake
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.scoring import Scoring
+from batchinfer.data.outputs.labels import LabelsKind
+from batchinfer.data.outputs.scores import ScoresKind
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.outputs.vectors import VectorsKind
 from batchinfer.data.prompts.sampling_fields import override
@@ -30,7 +33,7 @@ from batchinfer.job import (
     SamplingSection,
     load_job,
 )
-from batchinfer.job.check import RESULT_COLUMNS, VECTOR_COLUMNS
+from batchinfer.job.check import RESULT_COLUMNS, TASK_COLUMNS, task_columns
 from batchinfer.job.field_types import SAMPLING_PARAMETERS
 
 MINIMAL = """\
@@ -453,18 +456,20 @@ def test_describe_says_every_option_where_that_is_asked_for(tmp_path: Path) -> N
 
 
 def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
-    assert list(SamplingSection.model_fields) == [*SAMPLING_PARAMETERS, "from_columns"]
+    assert list(SamplingSection.model_fields) == [*SAMPLING_PARAMETERS, "n", "from_columns"]
     assert SamplingSection().params() == SamplingParams()
     given = SamplingSection().model_dump(
-        exclude={"from_columns", "choice"}
+        exclude={"n", "from_columns", "choice"}
     )  # a row's empty choice is a mistake
     assert override(SamplingParams(), given) == SamplingParams()
 
 
 def test_result_columns_are_those_that_are_written() -> None:
     assert list(RESULT_COLUMNS) == RESULT_SCHEMA.names
-    asked: Any = SimpleNamespace(embedding=Embedding("last", True, 3))
-    assert list(VECTOR_COLUMNS) == VectorsKind().schema(asked).names
+    asked: Any = SimpleNamespace(embedding=Embedding("last", True, 3), scoring=Scoring())
+    kinds = {"embed": VectorsKind(), "score": ScoresKind(), "classify": LabelsKind()}
+    for task in TASK_COLUMNS:
+        assert list(task_columns(task)) == kinds[task].schema(asked).names
 
 
 def test_a_dumped_section_is_a_section() -> None:
