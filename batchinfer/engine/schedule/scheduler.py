@@ -526,8 +526,11 @@ class Scheduler:
     def _start(self, sequence: Sequence, step: Step) -> None:
         self._unreserve(sequence)
         step.admitted.append(sequence)
-        # what it had computed before a preemption was run once, and saves nothing
-        saved = max(0, sequence.computed - sequence.computed_before_preemption)
+        # What it had computed before a preemption was run once, and saves nothing; nor does what another sequence of its
+        # request has run
+        saved = (
+            max(0, sequence.computed - sequence.computed_before_preemption) if sequence.begins_request else 0
+        )
         sequence.cached_tokens += saved
         step.cached_tokens += saved
         self.running[sequence] = None

@@ -172,6 +172,11 @@ class Sequence:
         return self.request.params.has_known_length
 
     @property
+    def begins_request(self) -> bool:
+        """Whether it is the first sequence of its request."""
+        return self.scored is None or self.scored.is_first
+
+    @property
     def most_cached(self) -> int:
         """The most tokens that may come from the cache instead of being run: those behind which nothing is asked."""
         last = len(self.tokens) - 1

@@ -112,7 +112,9 @@ def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> 
         for parts in (Continuations.of(r.prompt, r.params.scored) for r in asked(rows))
     ]
     assert [ran.requests[key_of(row)].prompt_tokens for row in range(len(rows))] == nodes
-    once = sum(nodes) - sum(one.cached_tokens for one in ran.requests.values())
+    cached = sum(one.cached_tokens for one in ran.requests.values())
+    assert ran.total("cached_tokens") == cached, "a row does not save what it has run itself"
+    once = sum(nodes) - cached
     assert ran.total("prefill_tokens") == once, "prompts are run once, and then the nodes of their tries"
     scored = sum(count - len(context) + 1 for count, (context, _) in zip(nodes, rows, strict=True))
     assert ran.total("sampled_tokens") == scored
