@@ -526,7 +526,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, step: Step) -> None:
         self._unreserve(sequence)
         step.admitted.append(sequence)
-        # What it had computed before a preemption was run once, and saves nothing; nor does what another sequence of its
+        # What it had computed before a preemption was run once, and saves nothing; nor does what another branch of its
         # request has run
         saved = (
             max(0, sequence.computed - sequence.computed_before_preemption) if sequence.begins_request else 0
