@@ -227,11 +227,11 @@ def test_a_killed_run_ends_with_the_same_bytes(
     assert published(whole) != published(killed)
 
 
-def fenced(section: str, language: str) -> str:
+def fenced(section: str, language: str, which: int = 0) -> str:
     page = (Path(__file__).parents[2] / "docs/scores.md").read_text("utf-8")
     text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    (found,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-    return str(found)
+    found = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    return str(found[which])
 
 
 def test_the_jobs_of_the_page_run(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +245,20 @@ def test_the_jobs_of_the_page_run(tmp_path: Path, checkpoint: Path, monkeypatch:
     found = duckdb.sql(fenced("Labels", "sql")).fetchall()
     assert {row[0] for row in found} == {"r1", "r2", "r3"}
     assert all(row[1] in ("positive", "negative", "mixed") and 0 < row[3] <= 1 for row in found)
+    rows = fenced("Labels", "json") + json.dumps({"id": "content-free", "body": "N/A"})
+    (tmp_path / "job.yaml").write_text(fenced("Labels", "yaml"))
+    (tmp_path / "reviews.jsonl").write_text(rows)
+    assert run(tmp_path / "job.yaml", REAL).exit_code == 0
+    calibrated = duckdb.sql(fenced("Labels", "sql", 1)).fetchall()
+    probabilities = dict(
+        duckdb.sql("SELECT custom_id, probabilities FROM 'results/moods/*.parquet'").fetchall()
+    )
+    prior = probabilities.pop("content-free")
+    for name, label, probability in calibrated:
+        divided = {one: p / prior[one] for one, p in probabilities[name].items()}
+        assert divided[label] == max(divided.values())
+        assert probability == pytest.approx(max(divided.values()) / sum(divided.values()))
+    assert [row[0] for row in calibrated] == sorted(probabilities)
     perplexity = "SELECT exp(-sum(logprob) / sum(scored_tokens)) FROM 'results/answers/*.parquet'"
     ((value,),) = duckdb.sql(perplexity).fetchall()
     assert value > 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchinfer.engine.schedule.step_plan import ScoredTokens
 from batchinfer.engine.tensors.staging import upload
 
-_ROWS_AT_ONCE = 256  # of 150,000 logits these are 150 MB in float32, and as much their log-softmax
+_ROWS_AT_ONCE = 128  # of 150,000 logits these are 77 MB in float32, and as much their log-softmax
 
 
 @dataclass(frozen=True, slots=True, eq=False)
