@@ -37,6 +37,8 @@ ROWS = {
     "phases": "prefill, decode or mixed steps of a run",
     "buckets": "prompts of a run by length",
     "prefixes": "a prefix that requests share",
+    "accuracy": "a field of the answers, and how many were right",
+    "confusion": "an expected label and an answered one, and how often they met",
     "history": "a run, with the figures by which runs are compared",
 }
 # A text in quotes, a name in quotes, a text between dollars, comments; a lone beginning of one; anything else
