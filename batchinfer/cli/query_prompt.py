@@ -39,6 +39,7 @@ ROWS = {
     "prefixes": "a prefix that requests share",
     "accuracy": "a field of the answers, and how many were right",
     "confusion": "an expected label and an answered one, and how often they met",
+    "calibration": "answers of similar probability, and how many were right",
     "history": "a run, with the figures by which runs are compared",
 }
 # A text in quotes, a name in quotes, a text between dollars, comments; a lone beginning of one; anything else

@@ -89,6 +89,7 @@ def _right(row: Row) -> str:
     parts = [
         f"{row['accuracy']:.1%} of {counted(rows, 'labelled row')} exactly",
         f"{row['normalised_accuracy']:.1%} normalised",
+        f"calibration error {row['calibration_error']:.3f}" if row["calibration_error"] is not None else "",
         f"{counted(row['labelled_errors'], 'error row')} among the wrong ones"
         if row["labelled_errors"]
         else "",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,6 +16,7 @@ from batchinfer import run
 from batchinfer.data.results.diff import DiffOptions
 from batchinfer.verbs.diff import compare_results
 from batchinfer.verbs.query import opened_result
+from batchinfer.verbs.report_page import write_page
 from tests.batchinfer.wrong_jobs import FAKE, NO_ENGINE, Command, Place, command
 
 PAGE = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text("utf-8")
@@ -225,3 +228,38 @@ def test_the_page_is_right(tmp_path: Path, model: Path, monkeypatch: pytest.Monk
 
 def right(rows: list[dict[str, Any]]) -> list[bool]:
     return [row["generated_text"] == row["sentiment"] for row in rows]
+
+
+def test_labels_are_measured_with_their_probabilities(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = {kind: re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("yaml", "sql")}
+    moods = (" Positive", "negative", "mixed", None)
+    lines = [json.dumps({"id": f"r{n}", "body": f"Soup {n}.", "mood": moods[n % 4]}) for n in range(40)]
+    Path("reviews.jsonl").write_text("\n".join(lines))
+    Path("job.yaml").write_text(blocks["yaml"][1])
+    set_here = {"model.path": model, "engine.device": "cpu", "output.path": "out/res"}
+    done = run("job.yaml", set_here)
+    rows = [row for row in done.to_arrow().to_pylist() if row["mood"] is not None]
+    p = np.array([row["probability"] for row in rows])
+    right = np.array([row["label"] == row["mood"].strip().lower() for row in rows])
+    assert (done.row["labelled_rows"], done.row["normalised_rows"]) == (30, right.sum())
+    assert done.row["exact_rows"] == sum(row["label"] == row["mood"] for row in rows)
+    assert done.row["mean_probability"] == pytest.approx(p.mean())
+    assert done.row["brier_score"] == pytest.approx(((p - right) ** 2).mean())
+    bins = np.minimum((p * 10).astype(int), 9)
+    error = sum(abs((p - right)[bins == at].sum()) for at in range(10)) / len(p)
+    assert done.row["calibration_error"] == pytest.approx(error)
+    with opened_result(done.results, False) as opened:
+        with opened.answer(blocks["sql"][2]) as found:
+            table = found.to_arrow_table().to_pylist()
+        with opened.answer("SELECT sum(rows) FROM confusion") as found:
+            assert found.fetchall() == [(30,)]
+    assert [one["from_probability"] * 10 for one in table] == pytest.approx(sorted({*bins.tolist()}))
+    assert sum(one["rows"] for one in table) == 30
+    write_page(done.results, tmp_path / "page.html")
+    assert "Probabilities and right answers" in (tmp_path / "page.html").read_text("utf-8")
+    Path("reviews.jsonl").write_text("\n".join(lines).replace("mixed", "negative"))
+    again = run("job.yaml", set_here)
+    assert (again.computed or 0, again.row["labelled_rows"]) == (0, 30)

@@ -10,10 +10,9 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from batchinfer.data.columns.answer_check import parsed_answer
-from batchinfer.data.outputs.tokens import TokensKind
+from batchinfer.data.outputs.registry import answer_column, probability_column
 from batchinfer.data.storage.parquet_rows import ParquetRows
 
-ANSWER = TokensKind.answer
 ROWS = 4096  # read at a time
 _MARK = b"batchinfer.expected"  # in the metadata of the column; its value is the kind
 Kind = Literal["text", "json"]
@@ -37,18 +36,24 @@ def marked(schema: pa.Schema, column: str, typed: bool) -> pa.Schema:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedColumn:
-    """The column of a result with expected values. `json`: they and the answers are compared as JSON values, and those
-    of objects by field; else as texts."""
+    """The column of a result with expected values, and that of its answers. `json`: both are compared as JSON values,
+    and those of objects by field; else as texts."""
 
     name: str
     kind: Kind
+    answer: str
+    probability: str | None  # the column that says how probable the answer is
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> ExpectedColumn | None:
         """Find the column in the files of a result; None: its job named none. Raises InputCorrupt."""
         schema = ParquetRows(files[:1]).schema
         found = {field.name: field.metadata[_MARK] for field in schema if _MARK in (field.metadata or {})}
-        return next((cls(name, "json" if kind == b"json" else "text") for name, kind in found.items()), None)
+        answer = answer_column(schema.names)
+        if answer is None or not found:
+            return None
+        ((name, kind), *_) = found.items()
+        return cls(name, "json" if kind == b"json" else "text", answer, probability_column(answer))
 
     def values(self, batch: pa.RecordBatch) -> list[Any]:
         """Return the expected value of each row, None where it has none, UNREADABLE where it cannot be read."""

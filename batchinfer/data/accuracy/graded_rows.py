@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.data.accuracy.expected import ANSWER, UNREADABLE, ExpectedColumn, result_batches
+from batchinfer.data.accuracy.expected import UNREADABLE, ExpectedColumn, result_batches
 from batchinfer.data.accuracy.grades import Grade, json_answer, text_grade, value_grade
 from batchinfer.data.accuracy.labels import Field, fields_of
 
@@ -29,6 +29,7 @@ class GradedRow:
     row_id: int
     failed: bool  # it is an error row
     fields: tuple[GradedField, ...] | None
+    probability: float | None = None  # of the answer, where the result says it
 
     @property
     def grade(self) -> Grade:
@@ -38,14 +39,21 @@ class GradedRow:
 
 def graded_rows(files: Sequence[Path], column: ExpectedColumn) -> Iterator[GradedRow | None]:
     """Yield the rows of a result in order; None for each that has no expected value. Raises InputCorrupt."""
-    for batch in result_batches(files, ["row_id", "status", ANSWER, column.name]):
-        ids, statuses, texts = (batch.column(name).to_pylist() for name in ("row_id", "status", ANSWER))
-        for row_id, status, text, expected in zip(ids, statuses, texts, column.values(batch), strict=True):
-            if expected is None or expected == {}:
+    more = [] if column.probability is None else [column.probability]
+    for batch in result_batches(files, ["row_id", "status", column.answer, *more, column.name]):
+        ids, statuses, texts = (
+            batch.column(name).to_pylist() for name in ("row_id", "status", column.answer)
+        )
+        probable = batch.column(more[0]).to_pylist() if more else [None] * len(ids)
+        expected = column.values(batch)
+        for row_id, status, text, wanted, likely in zip(
+            ids, statuses, texts, expected, probable, strict=True
+        ):
+            if wanted is None or wanted == {}:
                 yield None
             else:
                 failed = status != "ok"
-                yield GradedRow(row_id, failed, _fields(column, expected, None if failed else text))
+                yield GradedRow(row_id, failed, _fields(column, wanted, None if failed else text), likely)
 
 
 def _fields(column: ExpectedColumn, expected: Any, text: str | None) -> tuple[GradedField, ...] | None:

@@ -13,6 +13,7 @@ from batchinfer.data.accuracy.expected import ExpectedColumn, result_batches
 from batchinfer.data.accuracy.graded_rows import GradedField, GradedRow, graded_rows
 from batchinfer.data.accuracy.grades import Grade
 from batchinfer.data.accuracy.labels import MOST_FIELDS, Field, Labels, find_labels
+from batchinfer.data.accuracy.reliability import Reliability
 
 Outcome = Literal["label", "other", "error"]
 
@@ -55,6 +56,7 @@ class Accuracy:
     whole: Tally = field(default_factory=Tally)
     fields: dict[str, Tally] = field(default_factory=dict)
     confusion: tuple[Confused, ...] = ()
+    calibration: Reliability | None = None  # None: the result does not say how probable answers are
 
     @property
     def notice(self) -> str | None:
@@ -75,6 +77,8 @@ class Accuracy:
             self.first_unreadable = row.row_id if self.first_unreadable is None else self.first_unreadable
         else:
             self.whole.add(row.grade, row.failed)
+            if self.calibration is not None and row.probability is not None:
+                self.calibration.add(row.probability, row.grade is not Grade.WRONG)
             for one in row.fields:
                 self._add_field(one, row.failed)
 
@@ -127,7 +131,7 @@ def measured(files: Sequence[Path]) -> Accuracy | None:
     column = ExpectedColumn.of(files)
     if column is None:
         return None
-    found = Accuracy(column.name)
+    found = Accuracy(column.name, calibration=None if column.probability is None else Reliability())
     confusion = _Confusion(find_labels(map(column.values, result_batches(files, [column.name]))))
     for row in graded_rows(files, column):
         found.add(row)

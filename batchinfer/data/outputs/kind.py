@@ -92,6 +92,10 @@ class OutputKind(Protocol):
     def answer(self) -> str:
         """The column of a result that people read as the answer."""
 
+    @property
+    def probability(self) -> str | None:
+        """The column of a result that says how probable the answer is; None: there is none."""
+
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
         """Return what takes the answers of one run. `columns`: those of the job's schema."""
 

@@ -26,6 +26,7 @@ class LabelsKind:
     """The kind of answers that are labels with probabilities. See OutputKind for the methods."""
 
     name, version, output, answer = "labels", 0, Scores, "label"
+    probability: str | None = "probability"
     stored = STORED
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:

@@ -27,3 +27,8 @@ def answer_column(names: Iterable[str]) -> str | None:
     stand before columns of the input, which may have the name of another kind's."""
     answers = {kind.answer for kind in KINDS.values()}
     return next((name for name in names if name in answers), None)
+
+
+def probability_column(answer: str) -> str | None:
+    """Return the column that says how probable the answers in the column `answer` are; None: there is none."""
+    return next((kind.probability for kind in KINDS.values() if kind.answer == answer), None)

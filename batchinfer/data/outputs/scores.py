@@ -34,6 +34,7 @@ class ScoresKind:
     """The kind of answers that say how likely a text is. See OutputKind for the methods."""
 
     name, version, output, answer = "scores", 0, Scores, "logprob"
+    probability: str | None = None
     stored = STORED
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:

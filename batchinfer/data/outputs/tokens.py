@@ -51,6 +51,7 @@ class TokensKind:
     """The kind of answers that are texts. See OutputKind for the methods."""
 
     name, version, output, answer = "tokens", 0, Tokens, "generated_text"
+    probability: str | None = None
     stored = LOGPROB_SCHEMA
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:

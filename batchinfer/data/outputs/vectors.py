@@ -27,6 +27,7 @@ class VectorsKind:
     """The kind of answers that are vectors. See OutputKind for the methods."""
 
     name, version, output, answer = "vectors", 0, Vector, "embedding"
+    probability: str | None = None
     stored = STORED
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:

@@ -6,9 +6,10 @@ from dataclasses import astuple
 from pathlib import Path
 
 from batchinfer.data.accuracy.measured import Accuracy, Tally, measured
+from batchinfer.data.accuracy.reliability import BINS, Reliability
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.pipeline.open_run import OpenRun
-from batchinfer.report.tables.accuracy import FieldAccuracy, write_accuracy
+from batchinfer.report.tables.accuracy import FieldAccuracy, ProbableRows, write_accuracy
 
 
 def measure(run: OpenRun, manifest: Manifest) -> None:
@@ -30,12 +31,31 @@ def measure(run: OpenRun, manifest: Manifest) -> None:
         exact_rows=whole.exact_rows,
         normalised_rows=whole.normalised_rows,
     )
+    calibration = found.calibration or Reliability()
+    run.report.note(
+        mean_probability=calibration.mean_probability,
+        calibration_error=calibration.expected_error,
+        brier_score=calibration.brier_score,
+    )
     confusion = (astuple(one) for one in found.confusion)
-    write_accuracy(run.report.folder, run.report.identity["run_id"], _by_field(found), confusion)
+    tables = _by_field(found), confusion, _by_probability(calibration)
+    write_accuracy(run.report.folder, run.report.identity["run_id"], *tables)
 
 
 def _by_field(found: Accuracy) -> list[FieldAccuracy]:
     return [_figures(None, found.whole), *(_figures(name, one) for name, one in found.fields.items())]
+
+
+def _by_probability(found: Reliability) -> list[ProbableRows]:
+    """Return the rows of each bin; none where no answer has a probability."""
+    if not found.rows:
+        return []
+    return [
+        ProbableRows(
+            at / BINS, (at + 1) / BINS, one.rows, one.right, one.probability / one.rows if one.rows else None
+        )
+        for at, one in enumerate(found.bins)
+    ]
 
 
 def _figures(field: str | None, tally: Tally) -> FieldAccuracy:

@@ -9,7 +9,7 @@ from batchinfer.core.wording import count, counted
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import ACCURACY, CONFUSION
+from batchinfer.report.tables.columns import ACCURACY, CALIBRATION, CONFUSION
 from batchinfer.report.tables.tables import RunRow
 
 MOST_LABELS = 20  # of a field, the most frequent ones; the report's table has all
@@ -29,6 +29,16 @@ _COLUMNS = (
     Figure("errors", "of them error rows", "rows"),
     Figure("exact_rows", "right", "rows"),
     Figure("normalised_rows", "right once normalised", "rows"),
+)
+_BINS = """
+SELECT printf('%.1f to %.1f', from_probability, to_probability), rows, mean_probability, accuracy FROM {table}
+WHERE rows > 0 ORDER BY from_probability
+"""
+_BIN_COLUMNS = (
+    Figure("bin", "probability"),
+    Figure("rows", "labelled rows", "rows"),
+    Figure("probability", "mean probability", "0…1"),
+    Figure("right", "right once normalised", "0…1"),
 )
 _LABELS = "SELECT DISTINCT field FROM {table} ORDER BY field NULLS FIRST LIMIT {most}"
 _PAIRS = "SELECT expected, outcome, answer, rows FROM {table} WHERE field IS NOT DISTINCT FROM ?"
@@ -50,6 +60,24 @@ def accuracy(run: ReportedRun) -> Iterator[PageSection]:
     for number, (field,) in enumerate(fields):
         pairs = run.fetch(_PAIRS.format(table=run.own(CONFUSION)), [field])
         yield _confusion(f"confusion-{number}", field, pairs)
+    if row["calibration_error"] is not None and run.has(CALIBRATION):
+        yield _calibration(row, run.fetch(_BINS.format(table=run.own(CALIBRATION))))
+
+
+def _calibration(row: RunRow, bins: Sequence[tuple[Any, ...]]) -> PageSection:
+    """Say how often answers of each probability are right."""
+    options = {"category": "bin", "bars": ["probability", "right"], "unit": "0…1"}
+    chart = Chart(
+        "bars", "Bars of the mean probability and the share of right answers, by probability", options
+    )
+    text = (
+        f"Answers by their probability: were it right, both bars would be equal. Their distance is "
+        f"{row['calibration_error']:.3f} on average (expected calibration error); the Brier score is "
+        f"{row['brier_score']:.3f}."
+    )
+    return PageSection(
+        "calibration", "Probabilities and right answers", text, chart, Figures(_BIN_COLUMNS, bins)
+    )
 
 
 def _text(row: RunRow) -> str:

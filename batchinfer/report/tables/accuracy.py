@@ -1,4 +1,4 @@
-"""The tables of how many answers were right: by field, and by label."""
+"""The tables of how many answers were right: by field, by label, and by probability."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.report.tables.columns import ACCURACY, COLUMNS, CONFUSION, SCHEMAS, completed
+from batchinfer.report.tables.columns import ACCURACY, CALIBRATION, COLUMNS, CONFUSION, SCHEMAS, completed
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool
 
@@ -22,19 +22,35 @@ class FieldAccuracy:
     normalised_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class ProbableRows:
+    """Labelled rows whose answers have a probability within these bounds; `mean_probability` None: there are none."""
+
+    from_probability: float
+    to_probability: float
+    rows: int
+    right_rows: int
+    mean_probability: float | None
+
+
 ConfusedRows = tuple[str | None, str, str, str | None, int]  # field, expected, outcome, answer, rows
 
 
 def write_accuracy(
-    folder: Path, run_id: str, fields: Iterable[FieldAccuracy], confusion: Iterable[ConfusedRows]
+    folder: Path,
+    run_id: str,
+    fields: Iterable[FieldAccuracy],
+    confusion: Iterable[ConfusedRows],
+    probable: Iterable[ProbableRows],
 ) -> None:
-    """Write both tables, each whole or not at all. Raises OSError."""
+    """Write the tables, each whole or not at all. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Spool(table_path(folder, ACCURACY, run_id), SCHEMAS[ACCURACY]) as spool:
-        for one in fields:
-            row = {"run_id": run_id} | {name: getattr(one, name) for name in FieldAccuracy.__slots__}
-            spool.append(tuple(completed(row, COLUMNS[ACCURACY]).values()))
-        spool.finish()
+    for table, rows in ((ACCURACY, fields), (CALIBRATION, probable)):
+        with Spool(table_path(folder, table, run_id), SCHEMAS[table]) as spool:
+            for one in rows:
+                row = {"run_id": run_id} | {name: getattr(one, name) for name in type(one).__slots__}
+                spool.append(tuple(completed(row, COLUMNS[table]).values()))
+            spool.finish()
     with Spool(table_path(folder, CONFUSION, run_id), SCHEMAS[CONFUSION]) as spool:
         for confused in confusion:
             spool.append((run_id, *confused))

@@ -42,7 +42,7 @@ from batchinfer.report.tables.formulas import (
 
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
-# activities; since 7 accuracy and confusion
+# activities; since 7 accuracy, confusion and calibration
 TABLE_FORMAT = 7
 RUN = "run"
 STEPS = "steps"
@@ -55,6 +55,7 @@ BUCKETS = "buckets"
 PREFIXES = "prefixes"
 ACCURACY = "accuracy"
 CONFUSION = "confusion"
+CALIBRATION = "calibration"
 PROMPT_TOKENS = "prefill_tokens - recomputed_tokens"  # SQL over `steps`: prompt tokens run, each once
 
 
@@ -179,6 +180,14 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "unreadable_labels",
         "rows",
         "rows whose expected answer is no JSON object as the answers are: they are not measured",
+    ),
+    ratio(
+        "mean_probability", "mean of the answers' probabilities, in labelled rows; null: answers have none"
+    ),
+    ratio("calibration_error", "expected calibration error of these probabilities, in ten bins"),
+    ratio(
+        "brier_score",
+        "mean squared distance of these probabilities from 1 for right answers, 0 for wrong ones",
     ),
     count("distinct_requests", "requests", "distinct requests of the rows without an input error"),
     count("duplicate_rows", "rows", "rows that got the answer of an equal row"),
@@ -764,6 +773,16 @@ CONFUSION_COLUMNS: tuple[Column, ...] = (
     count("rows", "rows", "how many rows"),
 )
 
+CALIBRATION_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
+    ratio("from_probability", "answers whose probability is at least so much"),
+    ratio("to_probability", "and less than so much, or 1"),
+    count("rows", "rows", "labelled rows with such an answer"),
+    count("right_rows", "rows", "part of `rows`: the answer is the expected one, once both are normalised"),
+    ratio("mean_probability", "of these answers"),
+    ratio("accuracy", "`right_rows` ÷ `rows`", formula=over("right_rows", "rows")),
+)
+
 COLUMNS = {
     RUN: RUN_COLUMNS,
     STEPS: STEP_COLUMNS,
@@ -776,6 +795,7 @@ COLUMNS = {
     PREFIXES: PREFIX_COLUMNS,
     ACCURACY: ACCURACY_COLUMNS,
     CONFUSION: CONFUSION_COLUMNS,
+    CALIBRATION: CALIBRATION_COLUMNS,
 }
 SCHEMAS = {table: schema_of(columns, table) for table, columns in COLUMNS.items()}
 
