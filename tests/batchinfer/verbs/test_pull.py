@@ -19,7 +19,7 @@ from tests.checkpoints import make_tokenizer
 from tests.foreign_models import make_foreign
 from tests.hub_server import Hub, files_of, serving, sha256
 from tests.patience import PATIENCE_S, wait_until
-from tests.sentence_checkpoints import make_sentence_model
+from tests.sentence_checkpoints import make_sentence_model, write_dense
 
 ROOT = Path(__file__).parents[3]
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -91,17 +91,19 @@ def test_a_pulled_model_answers_as_its_folder_does(
 
 def test_what_says_how_vectors_are_made_is_pulled(tmp_path: Path, cache: Path) -> None:
     make_sentence_model(tmp_path / "vectors", "mean_tokens")
-    (tmp_path / "vectors/2_Dense").mkdir()
-    (tmp_path / "vectors/2_Dense/config.json").write_text("{}")
+    write_dense(tmp_path / "vectors", (48, 20), ("Tanh",))
+    (tmp_path / "vectors/4_Other").mkdir()
+    (tmp_path / "vectors/4_Other/config.json").write_text("{}")
     with serving(Hub("org/tiny", {FIRST: files_of(tmp_path / "vectors")}, {"main": FIRST})) as hub:
         code, _, err = pull(hub, cache, "org/tiny")
     assert code == 0, err
     wanted = files_of(tmp_path / "vectors")
-    del wanted["2_Dense/config.json"]
+    del wanted["4_Other/config.json"]
     assert files_of(snapshot(cache)) == wanted
     modules = sentence_modules(snapshot(cache))
     assert modules is not None
     assert (modules.pooling, modules.normalizes, modules.prompts["query"]) == ("mean", True, "find: ")
+    assert [layer.outputs for layer in modules.dense] == [20]
 
 
 def test_a_second_pull_fetches_nothing(hub: Hub, cache: Path) -> None:
