@@ -46,6 +46,7 @@ TASK_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "embed": ("embedding",),
     "score": ("logprob", "is_greedy", "scored_tokens"),
     "classify": ("label", "probability", "probabilities"),
+    "rerank": ("score",),
 }
 ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 SAMPLE = "sample_index"  # the column of a job with several answers to a row (sampling.n)

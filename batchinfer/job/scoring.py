@@ -1,4 +1,4 @@
-"""The sections of a job file that say what is scored: continuations of rows, or labels."""
+"""The sections of a job file that say what is scored: continuations of rows, labels, or relevance."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pydantic import Field
 from batchinfer.core.scoring import MAX_LABELS
 from batchinfer.job.field_types import Choice, Text
 from batchinfer.job.section import Section
+
+DEFAULT_ANSWERS = ("yes", "no")  # of rerankers that say whether a document answers a query
 
 
 class ScoreSection(Section):
@@ -36,4 +38,18 @@ class ClassifySection(Section):
         default=False,
         description="Whether labels are compared by the mean log-probability of their tokens; else by the sum, which "
         "favours short labels.",
+    )
+
+
+class RerankSection(Section):
+    """The two answers of a job with `task: rerank`: whether the document in the prompt is relevant."""
+
+    yes: Text = Field(
+        default=DEFAULT_ANSWERS[0],
+        description="Text that says, behind the prompt, that the document is relevant: the score is its probability "
+        "between the two.",
+    )
+    no: Text = Field(
+        default=DEFAULT_ANSWERS[1],
+        description="Text that says, behind the prompt, that it is not.",
     )

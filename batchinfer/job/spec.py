@@ -46,7 +46,7 @@ from batchinfer.job.prompt import PromptSection
 from batchinfer.job.results_root import results_root, trial_results
 from batchinfer.job.sampling import SamplingSection
 from batchinfer.job.schema_file import read_schema_file
-from batchinfer.job.scoring import ClassifySection, ScoreSection
+from batchinfer.job.scoring import ClassifySection, RerankSection, ScoreSection
 from batchinfer.job.section import Section, shown
 from batchinfer.job.tasks import TASK_SECTIONS, Task
 from batchinfer.job.template_file import read_template_file
@@ -245,8 +245,8 @@ class Job(Section):
     name: Name = Field(description="Name of the job, for reports and messages.")
     task: Task = Field(
         default="generate",
-        description="What the model makes of a row: a text, a vector (embed), how likely a text is (score), or a label "
-        "(classify).",
+        description="What the model makes of a row: a text, a vector (embed), how likely a text is (score), a label "
+        "(classify), or how relevant a document is (rerank).",
     )
     model: ModelSection = Field(description="Which model answers, and in what type it computes.")
     input: InputSection = Field(description="The rows: files (path) or a query (sql).")
@@ -259,6 +259,9 @@ class Job(Section):
     score: ScoreSection = Field(default=ScoreSection(), description="What is scored, with task: score.")
     classify: ClassifySection = Field(
         default=ClassifySection(), description="Between which labels rows choose, with task: classify."
+    )
+    rerank: RerankSection = Field(
+        default=RerankSection(), description="How the model says what is relevant, with task: rerank."
     )
     sampling: SamplingSection = Field(
         default=SamplingSection(),

@@ -7,11 +7,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from batchinfer.job.prompt import PROMPT_SOURCES
+from batchinfer.job.scoring import DEFAULT_ANSWERS
 from batchinfer.job.yaml_tree import Finding, shorten
 
-Task = Literal["generate", "embed", "score", "classify"]
+Task = Literal["generate", "embed", "score", "classify", "rerank"]
 TASK_SECTIONS = tuple(name for name in get_args(Task) if name != "generate")  # each task has one of its name
-_ANSWERS = {"generate": "texts", "embed": "vectors", "score": "log-probabilities", "classify": "labels"}
+_ANSWERS = {
+    "generate": "texts",
+    "embed": "vectors",
+    "score": "log-probabilities",
+    "classify": "labels",
+    "rerank": "scores of relevance",
+}
 # What a job says of answers that are texts, by section; an empty name: the section as a whole
 _OF_TEXTS = (
     ("sampling", "", "says how tokens are chosen"),
@@ -68,8 +75,28 @@ def _scored(values: Mapping[str, Any], task: str) -> Iterator[Finding]:
     if not given or (isinstance(source, dict) and source.get("format") == "openai"):
         message = f"is {task}, and requests of an OpenAI batch file do not say what is to be scored"
         yield Finding(("task",), message, "give the prompt section, with input.format: jsonl")
-    if task != "classify":
-        return
+    if task == "rerank":
+        yield from _two_answers(section)
+        yield from _whole_pairs(prompt)
+    if task == "classify":
+        yield from _labels(section)
+
+
+def _two_answers(section: Any) -> Iterator[Finding]:
+    yes, no = DEFAULT_ANSWERS
+    given = section if isinstance(section, dict) else {}
+    if given.get("yes", yes) == given.get("no", no):
+        message = f"is {shorten(given.get('no', no))}, as yes is, so that every row would get 0.5"
+        yield Finding(("rerank", "no"), message, "give two different texts")
+
+
+def _whole_pairs(prompt: Any) -> Iterator[Finding]:
+    if isinstance(prompt, dict) and (side := prompt.get("truncate")) in ("left", "right"):
+        message = f"is {side}, which cuts the prompt that asks for the answer, and not the document"
+        yield Finding(("prompt", "truncate"), message, "remove it, and cut the document in prompt.user")
+
+
+def _labels(section: Any) -> Iterator[Finding]:
     choices = section.get("choices") if isinstance(section, dict) else None
     column = section.get("choices_from_column") if isinstance(section, dict) else None
     if choices and column is not None:

@@ -23,6 +23,7 @@ _ANSWERS = {
     "embed": "a vector",
     "score": "how likely a text is",
     "classify": "a label",
+    "rerank": "how relevant a document is",
 }  # of tasks without texts
 TOKENS_SHOWN = 64  # of a previewed prompt: what is wrong with a template shows at its ends
 

@@ -55,12 +55,9 @@ class LabelsKind:
     def table(
         self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        frame, scoring = Frame(rows, matched), _asked(asked)
+        frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
-        places = pa.array(np.flatnonzero(answered))
-        logprobs, _, lengths = matched.select(STORED.names).take(places).columns
-        each = _labels(rows.take(places), scoring)
-        found = label_probabilities(_values(logprobs), _values(lengths), list(map(len, each)), scoring)
+        each, found = answered_probabilities(asked, rows, matched, answered)
         where = pa.array(np.cumsum(answered) - 1, mask=~answered)
         best = [int(one.argmax()) for one in found]
         label = pa.array([labels[at] for labels, at in zip(each, best, strict=True)], pa.string())
@@ -81,6 +78,19 @@ class LabelsKind:
 
     def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
         raise ValueError(NOT_OPENAI)
+
+
+def answered_probabilities(
+    asked: AskedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
+) -> tuple[list[Sequence[str]], list[NDArray[np.float64]]]:
+    """Return the labels of each answered row, and their probabilities.
+
+    rows, matched: as `OutputKind.table` has them. answered: whether each of these rows has an answer.
+    """
+    scoring, places = _asked(asked), pa.array(np.flatnonzero(answered))
+    logprobs, _, lengths = matched.select(STORED.names).take(places).columns
+    each = _labels(rows.take(places), scoring)
+    return each, label_probabilities(_values(logprobs), _values(lengths), list(map(len, each)), scoring)
 
 
 def label_probabilities(

@@ -6,14 +6,15 @@ from collections.abc import Iterable
 
 from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.outputs.labels import LabelsKind
+from batchinfer.data.outputs.relevance import RelevanceKind
 from batchinfer.data.outputs.scores import ScoresKind
 from batchinfer.data.outputs.tokens import TokensKind
 from batchinfer.data.outputs.vectors import VectorsKind
 from batchinfer.job import Job
 
-_ALL: tuple[OutputKind, ...] = (TokensKind(), VectorsKind(), ScoresKind(), LabelsKind())
+_ALL: tuple[OutputKind, ...] = (TokensKind(), VectorsKind(), ScoresKind(), LabelsKind(), RelevanceKind())
 KINDS = {kind.name: kind for kind in _ALL}
-_OF_TASKS = {"embed": "vectors", "score": "scores", "classify": "labels"}
+_OF_TASKS = {"embed": "vectors", "score": "scores", "classify": "labels", "rerank": "relevance"}
 USUAL = "tokens"  # the kind of parts, indexes and identities that name none
 
 

@@ -45,6 +45,8 @@ def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> As
 def _scoring(job: Job) -> Scoring | None:
     if job.task == "score":
         return Scoring(per_token=job.score.per_token)
+    if job.task == "rerank":
+        return Scoring((job.rerank.yes, job.rerank.no))
     asked = job.classify
     if job.task != "classify":
         return None

@@ -308,6 +308,8 @@ def _wrong_for_encoders(job: Job, checkpoint: StoredModel, device: Device) -> It
         return
     if job.task != "embed":
         text = f"the checkpoint is an encoder (model_type {spec.family}), which generates no texts"
+        if job.task == "rerank":
+            text += ", and the heads of cross-encoders are not computed"
         yield Mistake("task", f"{job.task}: {text}; use task: embed, or another model")
     if device == "cuda":
         text = f"encoders (model_type {spec.family}) run on a CPU alone, not on a GPU"

@@ -1,0 +1,136 @@
+"""Whole jobs with `task: rerank`, against transformers."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
+from tests.batchinfer.test_score_jobs import REAL, Reference, checkpoint, published, reference, write_job
+from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
+from tests.batchinfer.wrong_jobs import Place, command
+
+__all__ = ["checkpoint", "reference"]  # fixtures
+PAGE = (Path(__file__).parents[2] / "docs/rerank.md").read_text("utf-8")
+PROMPT = {"user": "{{ query }} Is it said here: {{ document }}?", "chat": False}
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    return [
+        {"id": f"p{n}", "query": f"query {n % 3}", "document": f"It is{' not' * n} number {n}"}
+        for n in range(count)
+    ]
+
+
+def prompt_of(row: dict[str, Any]) -> str:
+    return f"{row['query']} Is it said here: {row['document']}?"
+
+
+@pytest.mark.parametrize(("yes", "no"), [("yes", "no"), ("!", "?")])
+def test_scores_are_those_of_transformers(
+    tmp_path: Path, checkpoint: Path, reference: Reference, yes: str, no: str
+) -> None:
+    """Whatever runs beside a pair; a pair that is there twice runs once; the order of rows changes nothing."""
+    rows = [*pairs(9), pairs(1)[0] | {"id": "again"}, {"id": "bad", "query": None}]
+    said = None if (yes, no) == ("yes", "no") else {"yes": yes, "no": no}
+    path = write_job(tmp_path, checkpoint, rows, "rerank", prompt=PROMPT, rerank=said)
+    outcome = run(path, REAL)
+    assert (outcome.exit_code, outcome.row["computed_requests"], outcome.row["duplicate_rows"]) == (0, 9, 1)
+    found = table(path)
+    for row, got in zip(rows[:-1], found, strict=False):
+        each = [sum(reference.logprobs(prompt_of(row), text)[0]) for text in (yes, no)]
+        assert got["score"] == pytest.approx(1 / (1 + math.exp(each[1] - each[0])), rel=3e-4, abs=0)
+        assert got["prompt_tokens"] == len(reference.encode(prompt_of(row)))
+    assert len({got["score"] for got in found[:9]}) == 9
+    assert (found[-1]["status"], found[-1]["score"], found[-1]["prompt_tokens"]) == ("error", None, None)
+    write_job(tmp_path, checkpoint, rows[::-1], "rerank", prompt=PROMPT, rerank=said)
+    assert run(path, NO_ENGINE).exit_code == 0, "the second night computes nothing"
+    assert [got["score"] for got in table(path)][::-1] == [got["score"] for got in found]
+
+
+def test_steps_and_engines_change_no_byte(tmp_path: Path, checkpoint: Path) -> None:
+    jobs = []
+    for name, (key, value) in {
+        "one": ("max_num_batched_tokens", 24),
+        "two": ("data_parallel", 2),
+    }.items():
+        (tmp_path / name).mkdir()
+        engine = {"device": "cpu", "deterministic": True, "block_size": 16, key: value}
+        jobs.append(write_job(tmp_path / name, checkpoint, pairs(8), "rerank", prompt=PROMPT, engine=engine))
+    assert [run(path, REAL).exit_code for path in jobs] == [0, 0]
+    assert published(jobs[0]) == published(jobs[1])
+
+
+def fenced(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return str(found)
+
+
+def test_the_job_of_the_page_runs(
+    tmp_path: Path, checkpoint: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/qwen3-reranker-0.6b").symlink_to(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(fenced("yaml"))
+    (tmp_path / "pairs.jsonl").write_text(fenced("json"))
+    assert run(tmp_path / "job.yaml", REAL).exit_code == 0
+    ranked = duckdb.sql(fenced("sql")).fetchall()
+    assert [(row[0], row[3]) for row in ranked] == [
+        (query, place) for query in ("How is stock made?", "What causes tides?") for place in (1, 2)
+    ]
+    assert all(one[2] >= two[2] for one, two in zip(ranked[::2], ranked[1::2], strict=True))
+    assert all(0 < row[2] < 1 for row in ranked)
+
+
+WRONG = [
+    ("task: rerank\nrerank: {yes: no}", 'rerank.no: is "no", as yes is'),
+    ("task: rerank\nrerank: {query: text}", "rerank.query"),
+    ("rerank: {yes: good}", "so that its answers are texts"),
+    ("task: rerank\nsampling: {max_tokens: 3}", "answers are scores of relevance"),
+    ("task: rerank\nclassify: {choices: [a, b]}", "is given, but the job has not task: classify"),
+]
+
+
+@pytest.mark.parametrize(("lines", "message"), WRONG)
+def test_wrong_jobs_are_told(
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    lines: str,
+    message: str,
+) -> None:
+    told = command(capsys, monkeypatch, FAKE_ENGINE)("run", place.job(lines, sampling=""))
+    assert (told.code, message in told.err) == (78, True), told.err
+
+
+def test_pairs_are_not_cut(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = 'prompt: {user: "{{ text }}", truncate: right}'
+    told = command(capsys, monkeypatch, FAKE_ENGINE)(
+        "run", place.job("task: rerank", prompt=cut, sampling="")
+    )
+    assert (told.code, "and not the document" in told.err) == (78, True), told.err
+
+
+def test_every_verb_knows_scores_of_relevance(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verbs = command(capsys, monkeypatch, FAKE_ENGINE)
+    clash = place.job("task: rerank", sampling="", output="output: {path: out/res, columns: [score]}")
+    assert "that a result of task: rerank has" in verbs("run", clash).err
+    job = place.job("task: rerank", sampling="")
+    previewed = verbs("preview", job, "--rows", "1")
+    assert "how relevant a document is" in previewed.err + previewed.out
+    assert verbs("plan", job).code == 0
+    assert verbs("run", job).code == 0
+    assert all(0 <= row["score"] <= 1 for row in place.table())
+    assert verbs("report", place.results).code == 0
+    checked = verbs("verify", place.results)
+    assert checked.code == 0, checked.err + checked.out
