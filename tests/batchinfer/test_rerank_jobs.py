@@ -66,6 +66,19 @@ def test_steps_and_engines_change_no_byte(tmp_path: Path, checkpoint: Path) -> N
     assert published(jobs[0]) == published(jobs[1])
 
 
+def test_a_pair_that_is_too_long_is_told(tmp_path: Path, checkpoint: Path) -> None:
+    """With advice that the job may follow; the last token of an answer takes no position."""
+    fits = {"query": "", "document": "a" * 8}
+    rows, room = [fits, fits | {"document": "b" * 9}], {"text": "document"}
+    model = {"path": str(checkpoint), "max_model_len": 8}
+    said = {"yes": "!", "no": "?"}
+    path = write_job(tmp_path, checkpoint, rows, "rerank", prompt=room, rerank=said, model=model)
+    assert run(path, REAL).exit_code == 0
+    fit, long = table(path)
+    assert (fit["status"], fit["prompt_tokens"], long["error_code"]) == ("ok", 8, "prompt_too_long")
+    assert "shorten it, or raise model.max_model_len" in long["error_message"]
+
+
 def fenced(language: str) -> str:
     (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
     return str(found)

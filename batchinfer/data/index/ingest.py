@@ -360,7 +360,15 @@ class Ingestion:
         truncate = prompt.truncate if prompt else "error"
         own = self._job.model.max_model_len is not None
         room = 1 if options.embedding is None and options.scoring is None else 0
-        limits = Limits(options.max_model_len, options.vocab_size, truncate, options.context, own, room)
+        limits = Limits(
+            options.max_model_len,
+            options.vocab_size,
+            truncate,
+            options.context,
+            own,
+            room,
+            may_cut=self._job.task != "rerank",
+        )
         model, definition = self._job.model.path, self._tokenizer.definition
         as_text = self._job.carried if schema is None or values_are_text else ()
         fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)

@@ -74,12 +74,17 @@ class Limits:
     context: bytes
     job_limit: bool = False
     room: int = 1  # tokens that have to fit behind a prompt: none where answers are vectors
+    may_cut: bool = True  # whether the job may set prompt.truncate
 
     def length(self) -> str:
         """The limit on tokens and where it comes from, for people."""
         if self.job_limit:
             return f"model.max_model_len of the job allows {self.max_model_len:,}"
         return f"the model reads at most {self.max_model_len:,}"
+
+    def cut(self) -> str:
+        """Return advice that cuts prompts, or nothing where the job may not."""
+        return ", or set prompt.truncate to left or right to cut such prompts" if self.may_cut else ""
 
     def remedy(self) -> str:
         """Return advice that makes a prompt fit, or nothing: the model's own limit cannot be raised."""
@@ -316,7 +321,7 @@ class Preparer:
             )
             message = (
                 f"the prompt has {longest:,} tokens{more}; {self._limits.length()}; shorten "
-                f"it, or set prompt.truncate to left or right to cut such prompts{self._limits.remedy()}"
+                f"it{self._limits.cut()}{self._limits.remedy()}"
             )
             raise RowProblem("prompt_too_long", message, "policy")
         keep = limit - draft.params.max_tokens
