@@ -51,7 +51,11 @@ def task_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
             message = f"{what}, and with task: {task} answers are {_ANSWERS[task]}"
             yield Finding(loc, message, "remove it")
     source = values.get("input")
-    if task in ("embed", "score") and isinstance(source, dict) and source.get("expected") is not None:
+    if (
+        task in ("embed", "score", "rerank")
+        and isinstance(source, dict)
+        and source.get("expected") is not None
+    ):
         message = f"names the right answers, and with task: {task} answers are {_ANSWERS[task]}, which are not compared"
         yield Finding(("input", "expected"), message, "remove it")
     if task == "embed":

@@ -16,6 +16,7 @@ class RelevanceKind(LabelsKind):
     """The kind of answers that are the probability of the first of two labels. See OutputKind for the methods."""
 
     name, version, answer = "relevance", 0, "score"
+    probability = None
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
         """Return the columns of a result: the probability of yes between yes and no."""

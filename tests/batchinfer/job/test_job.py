@@ -20,6 +20,7 @@ from batchinfer.core.errors import Mistake
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.scoring import Scoring
 from batchinfer.data.outputs.labels import LabelsKind
+from batchinfer.data.outputs.relevance import RelevanceKind
 from batchinfer.data.outputs.scores import ScoresKind
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.outputs.vectors import VectorsKind
@@ -467,7 +468,12 @@ def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
 def test_result_columns_are_those_that_are_written() -> None:
     assert list(RESULT_COLUMNS) == RESULT_SCHEMA.names
     asked: Any = SimpleNamespace(embedding=Embedding("last", True, 3), scoring=Scoring())
-    kinds = {"embed": VectorsKind(), "score": ScoresKind(), "classify": LabelsKind()}
+    kinds = {
+        "embed": VectorsKind(),
+        "score": ScoresKind(),
+        "classify": LabelsKind(),
+        "rerank": RelevanceKind(),
+    }
     for task in TASK_COLUMNS:
         assert list(task_columns(task)) == kinds[task].schema(asked).names
 
