@@ -102,6 +102,7 @@ class RoundedCache(TorchOps):
     """Keeps K and V as what their codes stand for, which a GPU's operators read."""
 
     def __init__(self, kept: CacheDtype) -> None:
+        super().__init__()
         self._kept = CODES[kept]
 
     def rope_store(

@@ -179,6 +179,7 @@ class ReferenceOps(TorchOps):
     """torch's operators, with linear layers that are quantised as the references of products say."""
 
     def __init__(self, quantization: str) -> None:
+        super().__init__()
         int8 = quantization == "int8"
         self._quantize = quantize_weight if int8 else quantize_rows_fp8
         self._product = quantized_linear_reference if int8 else fp8_matmul_reference
