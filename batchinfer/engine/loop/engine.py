@@ -428,7 +428,10 @@ class Engine:
             cut = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)
             chunks = [c for c in cut if c.length]
             sampled += sum(taken.count - 1 for taken in step.irregular)
-        shared, copied = self._scheduler.shared_blocks(chunks), step.scheduled.copied_tokens
+        # A step that is counted again, with what its drafts came to, may have sequences that were preempted meanwhile:
+        # what they shared is not known any more
+        holding = [c for c in chunks if c[0].tables] if step.irregular else chunks
+        shared, copied = self._scheduler.shared_blocks(holding), step.scheduled.copied_tokens
         step.shape = step_shape(
             chunks, sampled, shared, self._runner.layout, copied, self._runner.cost.causal
         )
