@@ -20,7 +20,7 @@ class Bin:
 class Reliability:
     """Counts answers by their probability, and how many of them are right.
 
-    What it holds does not grow with the rows. Source: Guo et al., On Reliability of Modern Neural Networks, 2017,
+    What it holds does not grow with the rows. Source: Guo et al., On Calibration of Modern Neural Networks, 2017,
     https://arxiv.org/abs/1706.04599.
     """
 
