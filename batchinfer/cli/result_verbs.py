@@ -28,7 +28,8 @@ Sql = Annotated[
     typer.Argument(
         metavar="SQL",
         help="One query in DuckDB's SQL, over results, run, history, steps, phases, buckets, prefixes, requests, "
-        "rows, experts, accuracy, confusion and calibration. Without it queries are typed at a prompt, or read from a pipe.",
+        "rows, experts, accuracy, confusion and calibration. Without it queries are typed at a prompt, or read from "
+        "a pipe.",
         show_default=False,
     ),
 ]
