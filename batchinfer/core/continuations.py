@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.request import Request, TokenIds, common_prefix
+from batchinfer.core.request import TokenIds, common_prefix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +65,8 @@ class Continuations:
         order = sorted(range(len(self.each)), key=lambda number: self.each[number].tolist())
         slots = np.cumsum([0, *map(len, self.each)]).tolist()
         path: list[_Asked] = []  # of each node of the continuation before: what is asked there
-        owned: list[
-            tuple[int, list[_Asked]]
-        ] = []  # a continuation, and the nodes that it is the first to reach
+        # A continuation, and the nodes that it is the first to reach
+        owned: list[tuple[int, list[_Asked]]] = []
         before: TokenIds = self.each[order[0]][:0]
         for number in order:
             own = self.each[number]
@@ -105,8 +104,3 @@ def longest_sequence(prompt_tokens: int, lengths: Sequence[int]) -> int:
     """Return the positions that a request with such a prompt takes. Its continuations stand at the same place, and the
     last token of each is only looked up in what the model says before it."""
     return prompt_tokens - sum(lengths) + max(lengths) - 1 if lengths else prompt_tokens
-
-
-def context_tokens(request: Request) -> int:
-    """Return how many tokens of a request's prompt are no continuations of it."""
-    return len(request.prompt) - sum(request.params.scored)

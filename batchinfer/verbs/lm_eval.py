@@ -26,7 +26,7 @@ from batchinfer.pipeline.result import RunResult
 
 _MAX_TOKENS = 256  # of an answer whose task says nothing
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-_PARTS = 40  # characters of a digest that name a job's folder
+_DIGEST_CHARACTERS = 40  # of the digest that names a job's folder
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and its continuation
 
 
@@ -122,7 +122,7 @@ class BatchInferLM(TemplateLM):
             one for one in handle_stop_sequences(kwargs.pop("until", None), eos=eos) if one and one != eos
         ]
         most = int(kwargs.pop("max_gen_toks"))
-        ids = self.tok_encode(context)[-(self.max_length - most) :]
+        ids = self.tok_encode(context)[-max(1, self.max_length - most) :]
         given = {name: kwargs[name] for name in _SAMPLING if kwargs.get(name) is not None}
         return {
             **dict.fromkeys(_SAMPLING),
@@ -149,7 +149,7 @@ class BatchInferLM(TemplateLM):
         """Run a job over these rows. Raises ErrorBudgetExceeded where a row became an error row: no number would count
         what is missing."""
         lines = "".join(f"{json.dumps(row)}\n" for row in rows)
-        name = hashlib.sha256(lines.encode()).hexdigest()[:_PARTS]
+        name = hashlib.sha256(lines.encode()).hexdigest()[:_DIGEST_CHARACTERS]
         folder = self._folder / f"{task}-{name}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "rows.jsonl").write_text(lines, encoding="utf-8")

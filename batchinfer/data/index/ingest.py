@@ -58,9 +58,7 @@ class IngestProgress:
     rows: int
     bytes_read: int
     bytes_total: int
-    keys: bytes = (
-        b""  # of the rows that came last, 32 bytes each; an error row has none, nor one that was known
-    )
+    keys: bytes = b""  # of the rows that came last, 32 bytes each; error rows and known ones have none
 
 
 def ingest(
@@ -339,9 +337,8 @@ class Ingestion:
     def _known(self, spec: RenderSpec) -> AbstractContextManager[KeptIndex | None]:
         """Open what the last index knew, where that is asked for. Files and chunks of rows that a limit cuts off, or
         that a query gave, are not known as such."""
-        if (
-            self._keeping is None or self._job.samples > 1
-        ):  # equal samples need their tokens, to be told apart
+        # Samples of a row are told apart by their tokens, which known rows do not have
+        if self._keeping is None or self._job.samples > 1:
             return nullcontext()
         job, ops = self._job, self._ops
         settings = _settings(job, self._options, self._tokenizer)

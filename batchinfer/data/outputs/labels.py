@@ -11,37 +11,24 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.core.request import Output, Scores
+from batchinfer.core.request import Output
 from batchinfer.core.scoring import Scoring
 from batchinfer.data.columns.logprob_column import Detokenizer
-from batchinfer.data.columns.schema_columns import SchemaColumns
 from batchinfer.data.index.index import LABELS
 from batchinfer.data.outputs.frame import Frame, framed
-from batchinfer.data.outputs.kind import AskedOutputs, Receiver, TokenBytes
-from batchinfer.data.outputs.scores import NOT_OPENAI, SCORED_ROWS, STORED, context_counts
-from batchinfer.data.outputs.vectors import AsTheyAre
+from batchinfer.data.outputs.kind import AskedOutputs
+from batchinfer.data.outputs.scores import STORED, ScoresKind, context_counts
 
 
-class LabelsKind:
+class LabelsKind(ScoresKind):
     """The kind of answers that are labels with probabilities. See OutputKind for the methods."""
 
-    name, version, output, answer = "labels", 0, Scores, "label"
+    name, version, answer = "labels", 0, "label"
     probability: str | None = "probability"
-    stored = STORED
-
-    def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return what takes scores as they are."""
-        return AsTheyAre()
 
     def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
         """Return None: ScoresKind stores what is made of continuations, labels included."""
         return None
-
-    def read(self, asked: AskedOutputs) -> pa.Schema:
-        return STORED
-
-    def batch_rows(self, asked: AskedOutputs) -> int | None:
-        return SCORED_ROWS
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
         """Return the columns of a result: the likeliest label, its probability, and those of all labels."""
@@ -72,12 +59,6 @@ class LabelsKind:
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         """Return zeros: a row has a few numbers."""
         return np.zeros(table.num_rows, np.int64)
-
-    def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        raise ValueError(NOT_OPENAI)
-
-    def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
-        raise ValueError(NOT_OPENAI)
 
 
 def answered_probabilities(

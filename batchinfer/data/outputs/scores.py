@@ -15,7 +15,7 @@ from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.columns.schema_columns import SchemaColumns
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs, Receiver, TokenBytes
-from batchinfer.data.outputs.vectors import AsTheyAre
+from batchinfer.data.outputs.vectors import AsTheyAre, lists_of
 
 STORED = pa.schema(
     [
@@ -24,9 +24,9 @@ STORED = pa.schema(
         ("score_lengths", pa.list_(pa.int32())),
     ]
 )
-SCORED_ROWS = (
-    2048  # of a result that are made at a time: a continuation may have as many tokens as the model reads
-)
+# Rows of a result that are made at a time: a continuation may have as many tokens as the model reads
+_SCORED_ROWS = 2048
+_NOT_OPENAI = "a job that scores has no OpenAI batch file as its input, so none is made of its result"
 _PER_TOKEN = pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
@@ -47,16 +47,16 @@ class ScoresKind:
         if all(one is None for one in found):
             return None
         return [
-            _lists([None if one is None else one.logprobs for one in found], np.float32),
-            _lists([None if one is None else one.greedy for one in found], np.bool_),
-            _lists([None if one is None else np.array(one.lengths) for one in found], np.int32),
+            lists_of([None if one is None else one.logprobs for one in found], np.float32),
+            lists_of([None if one is None else one.greedy for one in found], np.bool_),
+            lists_of([None if one is None else np.array(one.lengths) for one in found], np.int32),
         ]
 
     def read(self, asked: AskedOutputs) -> pa.Schema:
         return STORED
 
     def batch_rows(self, asked: AskedOutputs) -> int | None:
-        return SCORED_ROWS
+        return _SCORED_ROWS
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
         """Return the columns of a result, with those of single tokens where the job asks for them."""
@@ -94,27 +94,16 @@ class ScoresKind:
         return found
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        raise ValueError(NOT_OPENAI)
+        raise ValueError(_NOT_OPENAI)
 
     def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
-        raise ValueError(NOT_OPENAI)
-
-
-NOT_OPENAI = "a job that scores has no OpenAI batch file as its input, so none is made of its result"
+        raise ValueError(_NOT_OPENAI)
 
 
 def context_counts(rows: pa.Table, matched: pa.Table) -> pa.ChunkedArray:
     """Return how many tokens the prompt of each row has without its continuations; null for rows without scores."""
     scored = pc.list_value_length(matched.column("score_logprobs"))
     return pc.subtract(rows.column("token_count"), scored)
-
-
-def _lists(found: Sequence[NDArray[Any] | None], kind: type[np.generic]) -> pa.ListArray:
-    """Return a list of each array, null for None."""
-    values = np.concatenate([np.empty(0, kind), *(one for one in found if one is not None)]).astype(kind)
-    ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)]).astype(np.int32)
-    missing = pa.array([one is None for one in found], pa.bool_())
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(values), mask=missing)
 
 
 def _of_each(column: pa.ChunkedArray, operation: np.ufunc, empty: float | bool) -> pa.ChunkedArray:

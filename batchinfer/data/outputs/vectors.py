@@ -37,7 +37,7 @@ class VectorsKind:
     def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
         """Return the column of vectors."""
         found = [one.values if isinstance(one, Vector) else None for one in outputs]
-        return None if all(one is None for one in found) else [_lists(found)]
+        return None if all(one is None for one in found) else [lists_of(found, np.float32)]
 
     def read(self, asked: AskedOutputs) -> pa.Schema:
         return STORED
@@ -95,8 +95,9 @@ def _asked(asked: AskedOutputs) -> Embedding:
     return asked.embedding
 
 
-def _lists(found: Sequence[NDArray[np.float32] | None]) -> pa.ListArray:
-    values = np.concatenate([np.empty(0, np.float32), *(one for one in found if one is not None)])
+def lists_of(found: Sequence[NDArray[Any] | None], kind: type[np.generic]) -> pa.ListArray:
+    """Return a list of the values of each array, null for None."""
+    values = np.concatenate([np.empty(0, kind), *(one for one in found if one is not None)]).astype(kind)
     ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)]).astype(np.int32)
     missing = pa.array([one is None for one in found], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(values), mask=missing)

@@ -9,13 +9,10 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import BatchInferError
-from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import Scoring
-from batchinfer.core.tool_calls import CallStyle
-from batchinfer.data.index.index import LABELS, OPENING, TOOLS, AnswerSchema
+from batchinfer.data.index.index import LABELS, OPENING, TOOLS
 from batchinfer.data.outputs.frame import HEAD, TAIL
+from batchinfer.data.outputs.kind import AskedOutputs
 from batchinfer.data.storage.parquet_rows import ParquetRows
 from batchinfer.data.storage.rebatch import cut
 
@@ -23,7 +20,7 @@ from batchinfer.data.storage.rebatch import cut
 _READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", *(name for name, _ in TAIL)]
 
 
-class IndexView(Protocol):
+class IndexView(AskedOutputs, Protocol):
     """The part of a job's index that publishing needs."""
 
     @property
@@ -39,30 +36,6 @@ class IndexView(Protocol):
     @property
     def passthrough_schema(self) -> pa.Schema:
         """Types of the passthrough columns, without `row_id`."""
-
-    @property
-    def answers(self) -> AnswerSchema | None:
-        """Return the schema of answers; None if the result has no columns of their parts."""
-
-    @property
-    def logprobs(self) -> int | None:
-        """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
-
-    @property
-    def reasoning(self) -> Reasoning | None:
-        """How answers mark their reasoning; None: the result has no columns for it."""
-
-    @property
-    def tool_calls(self) -> CallStyle | None:
-        """How answers write calls of tools; None: the result has no column for them."""
-
-    @property
-    def embedding(self) -> Embedding | None:
-        """The vectors that the rows ask for; None: their answers are no vectors."""
-
-    @property
-    def scoring(self) -> Scoring | None:
-        """Return what is scored behind the rows' prompts; None: nothing is."""
 
     @property
     def expected(self) -> str | None:

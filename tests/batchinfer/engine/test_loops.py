@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.request import Request
 from batchinfer.engine.schedule.loops import LoopDetector
 from tests.batchinfer.engine.hashing_model import EOS
 from tests.batchinfer.engine.random_work import Work, works
-from tests.batchinfer.engine.small_engine import drain, make_engine, request
+from tests.batchinfer.engine.small_engine import Limits, drain, make_engine, request
 from tests.batchinfer.engine.speculating import Speculating, next_token
 from tests.batchinfer.engine.test_look_ahead import Way, run
 from tests.batchinfer.engine.test_token_counts import guesses
@@ -89,8 +89,25 @@ def expected(one: Request, eos: int) -> tuple[list[int], str]:
     return answer, "length"
 
 
+# While a step runs, one of its sequences is preempted, and the step is counted again for its drafts
+PREEMPTED = Work(
+    Limits(budget=3, seqs=3, blocks=30, block_size=4, scarce=True),
+    [
+        request(row, prompt, 0)
+        for row, prompt in enumerate([[0], [0, 0], [0, 0, 0, 0, 1], [0] * 7, [0, 0], [0]])
+    ],
+    arrivals=[0, 0, 3, 3, 3, 3],
+    windows=(12, None, 1),
+    nan_every=0,
+    seed=1735,
+)
+
+
 @settings(max_examples=examples(25, 250), deadline=None, print_blob=True)
-@given(works(), st.sampled_from([None, 0.5, 1.0]), st.booleans(), st.integers(1, 16))
+@given(
+    work=works(), right=st.sampled_from([None, 0.5, 1.0]), looks_ahead=st.booleans(), least=st.integers(1, 16)
+)
+@example(work=PREEMPTED, right=1.0, looks_ahead=True, least=8)
 def test_answers_end_where_they_loop(work: Work, right: float | None, looks_ahead: bool, least: int) -> None:
     """With any number of tokens a step, drafts, look-ahead and preemptions."""
     rows, limits = rows_of(work, least), work.limits

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from batchinfer.core.request import common_prefix
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.input.rows import RowProblem
 from batchinfer.data.prompts.builder import Draft
@@ -130,12 +133,8 @@ class _Tail:
 
 def _behind(context: Ids, whole: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
     """Return what all of `whole` begin with of the context, and what of each follows."""
-    shared = min(_common(context, one) for one in whole)
+    alone = np.asarray(context, np.int32)
+    shared = min(common_prefix(alone, np.asarray(one, np.int32)) for one in whole)
     if not shared:
         raise RowProblem("empty_prompt", "no token of the prompt stays one before what continues it")
     return context[:shared], [one[shared:] for one in whole]
-
-
-def _common(one: Ids, other: Ids) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
