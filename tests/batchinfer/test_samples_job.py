@@ -104,13 +104,13 @@ def test_a_killed_run_ends_with_the_same_samples(
 
 
 def test_a_repeated_id_is_an_error_of_all_its_samples(tmp_path: Path, model: Path) -> None:
-    rows = [row | {"id": name} for row, name in zip(rows_of(4), "abca", strict=True)]
+    rows = [row | {"id": name} for row, name in zip(rows_of(4), "baca", strict=True)]
     path = job(
         tmp_path, model, rows, 3, input={"id": "id", "unique_ids": True}, on_error={"max_error_rate": 0.5}
     )
     run(path, FAKE)
     assert [row["error_code"] for row in table(path)] == [None] * 9 + ["duplicate_custom_id"] * 3
-    assert "row 0 has" in table(path)[-1]["error_message"]
+    assert "row 1 has" in table(path)[-1]["error_message"]
 
 
 def test_greedy_rows_are_errors(tmp_path: Path, model: Path) -> None:

@@ -121,6 +121,18 @@ def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert ran.total("decode_tokens") == 0
 
 
+def test_what_is_asked_of_a_cached_beginning_runs_again() -> None:
+    """Rows that are alike up to the middle of what is scored: the cache has K and V of it, and no logits."""
+    context, shared = tuple(range(40, 57)), tuple(range(60, 72))
+    rows: tuple[Row, ...] = tuple((context, ((*shared, last), (7, last))) for last in (1, 2, 3))
+    model, limits = checkpoint("llama"), Limits(budget=64, block_size=4)
+    ran = drain(make_engine(make_runner(model, TorchOps(), limits), limits, frozenset()), asked(rows))
+    check(ran, reference("llama", rows))
+    assert ran.total("cached_tokens") == 2 * (len(context) - 1), (
+        "all but the token behind which something is asked"
+    )
+
+
 @dataclass(frozen=True)
 class Cut:
     """Rows, and a way to cut them into steps."""
