@@ -11,14 +11,6 @@ from pathlib import Path
 from batchinfer.core.hub import GGUF
 from batchinfer.core.wording import size
 from batchinfer.models.checkpoint.config import decoder_config, is_supported, load_config, multimodal_of
-from batchinfer.models.checkpoint.packed import (
-    PackedTensor,
-    PackedTensors,
-    coded_form,
-    packed_tensors,
-    packing_of,
-    unpacked_shapes,
-)
 from batchinfer.models.checkpoint.tensor_names import (
     StoredParameter,
     expected_shapes,
@@ -40,6 +32,8 @@ from batchinfer.models.files.weight_files import (
     listed,
     read_weight_files,
 )
+from batchinfer.models.formats.packed_tensor import PackedTensor, PackedTensors
+from batchinfer.models.formats.registry import packed_tensors, stored_format
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import EMBEDDING, HEAD, Shape
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
@@ -95,7 +89,7 @@ class Checkpoint(WeightFiles):
             return None
         if part is not None and part.transposed:
             return None
-        return coded_form(packed, self.tensors[packed.values].info.dtype)
+        return packed.form
 
     @property
     def dtype(self) -> Dtype:
@@ -149,7 +143,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
         for name, tensor in files.tensors.items()
         if not (ignores(spec.family, name) or name.startswith(unused) or (whole and whole.part_of(name)))
     }
-    packed = packed_tensors(packing_of(stated, []), tensors)
+    packed = packed_tensors(stored_format(stated, []), tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in packed.unused}
     shapes = _check_tensors(folder, spec, tensors, packed, prefixes)
     notices = (
@@ -201,10 +195,10 @@ def _check_tensors(
     prefixes: NamePrefixes,
 ) -> dict[str, Shape]:
     """The shapes of all tensors once they are dequantised."""
-    expected, found = expected_shapes(spec, prefixes), dict(unpacked_shapes(packed, tensors))
+    expected, found = expected_shapes(spec, prefixes), dict(packed.unpacked_shapes(tensors))
     stored = packed.stored
     messages = [
-        *packed.mistakes,
+        *packed.told,
         *_told("missing tensors", _missing(spec, expected, found, prefixes)),
         *_told("unexpected tensors", [name for name in found if name not in expected]),
         *_told("tensors of a wrong shape", [

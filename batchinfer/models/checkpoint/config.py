@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchinfer.models.checkpoint.packed import packing_of
 from batchinfer.models.families.family import ConfigFiles, Family
 from batchinfer.models.families.multimodal import MULTIMODAL, Multimodal
 from batchinfer.models.families.registry import FAMILIES
@@ -17,6 +16,7 @@ from batchinfer.models.files.config_fields import (
     shown,
     wrong_checkpoint,
 )
+from batchinfer.models.formats.registry import stored_format
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer.models.spec.spec import ModelSpec, wrong_caches
 
@@ -36,7 +36,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Pa
     """The model that these JSON objects describe; `path` is config.json's, for messages. Raises JobFileError."""
     mistakes: list[str] = []
     family, raw, name = _decoder(raw, mistakes)
-    packing_of(raw, mistakes)
+    stored_format(raw, mistakes)
     if family is None or mistakes:  # what follows depends on the family
         raise wrong_checkpoint(path, *mistakes)
     files = ConfigFiles(Fields(raw, name, mistakes), Fields(generation, "generation_config.json", mistakes))

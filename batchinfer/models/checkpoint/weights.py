@@ -14,7 +14,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.checkpoint.dequantize import dequantized
 from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
 from batchinfer.models.families.family import Part
 from batchinfer.models.spec.parameters import (
@@ -184,17 +183,14 @@ class _OpenFiles:
     def parameter(self, stored: StoredParameter) -> Tensor:
         """Read a parameter as it is stored, or dequantised to float32."""
         if stored.rows:
-            return torch.stack([self._read(row, None) for row in stored.rows])
+            return torch.stack([self._read(row) for row in stored.rows])
         return _stretches(self._matrix(stored.tensor, stored.index), stored.part).flatten(0, 1)
 
     def coded(self, stored: StoredParameter) -> StoredCodes:
         """Read a parameter's quantised values as they are stored, of a tensor that `Checkpoint.as_stored` names."""
-        packed = self._checkpoint.packed[stored.tensor]
-        codes, scales = self._read(packed.values, None), self._read(packed.scales, None).float()
-        high = 1 if packed.block is None else packed.block[0]
+        codes, scales, high = self._checkpoint.packed[stored.tensor].codes(self._read)
         lines = torch.arange(len(codes), dtype=torch.int32) // high
-        if packed.block is None or (packed.block[1] == codes.shape[1] and high == 1):
-            scales = scales.reshape(-1).expand(len(codes))
+        if scales.dim() == 1:
             scales = _stretches(scales, stored.part).flatten(0, 1)
         # Of a part all scales are kept, which its lines choose from
         return StoredCodes(
@@ -210,13 +206,14 @@ class _OpenFiles:
             packed = self._checkpoint.packed.get(name)
             if packed is None:
                 found = self._read(name, index)
+            elif packed.matrices or index is None:
+                found = packed.dequantized(self._read, index)
             else:
-                scales = self._read(packed.scales, index if packed.format == "mxfp4" else None)
-                found = dequantized(packed, self._read(packed.values, index), scales)
+                found = packed.dequantized(self._read)[index]
             self._last = (name, index), found
         return self._last[1]
 
-    def _read(self, name: str, index: int | None) -> Tensor:
+    def _read(self, name: str, index: int | None = None) -> Tensor:
         """A view of the mapped file."""
         path = self._checkpoint.tensors[name].file
         if path not in self._open:

@@ -7,6 +7,9 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from batchinfer.core.errors import JobFileError, SecurityRefusal
 from batchinfer.core.hub import GGUF, PICKLE_SUFFIXES, SAFETENSORS_INSTEAD
 from batchinfer.core.hub import WEIGHT_INDEX as INDEX
@@ -14,7 +17,7 @@ from batchinfer.core.hub import WEIGHTS as SINGLE
 from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
 from batchinfer.models.files.fingerprint import Progress, model_fingerprint
 from batchinfer.models.files.folder import CheckpointFolder
-from batchinfer.models.files.safetensors_header import TensorInfo, read_header
+from batchinfer.models.files.safetensors_header import DTYPE_BYTES, PREFIX_BYTES, TensorInfo, read_header
 from batchinfer_kernels.arithmetic import Dtype
 
 FLOAT_DTYPES: dict[str, Dtype] = {
@@ -32,6 +35,17 @@ class StoredTensor:
 
     file: Path
     info: TensorInfo
+
+    def content(self) -> bytes:
+        """Read its bytes: of small tensors, on which it depends what larger ones mean."""
+        with self.file.open("rb") as file:
+            header = int.from_bytes(file.read(PREFIX_BYTES), "little")
+            file.seek(PREFIX_BYTES + header + self.info.start)
+            return file.read(self.info.nbytes)
+
+    def integers(self) -> NDArray[np.int64]:
+        """Read a tensor of I32 or I64, flattened."""
+        return np.frombuffer(self.content(), f"<i{DTYPE_BYTES[self.info.dtype]}").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

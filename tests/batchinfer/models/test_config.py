@@ -95,8 +95,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForSequenceClassification"]}, "['LlamaForCausalLM'] is"),
     ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM' is not supported"),
     (
-        {"quantization_config": {"quant_method": "gptq"}},
-        "quant_method 'gptq' are not supported; float weights, mxfp4, fp8",
+        {"quantization_config": {"quant_method": "aqlm"}},
+        "quant_method 'aqlm' are not supported; float weights and mxfp4, fp8",
     ),
     ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method ['fp8'] are not supported"),
     ({"quantization_config": [1]}, "quantization_config is [1]; wanted an object"),

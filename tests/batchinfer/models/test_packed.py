@@ -17,11 +17,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from batchinfer.core.errors import JobFileError
-from batchinfer.models.checkpoint import weights
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
-from batchinfer.models.checkpoint.dequantize import dequantized
-from batchinfer.models.checkpoint.packed import PackedTensor, Packing, packing_of
 from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.formats import mxfp4
+from batchinfer.models.formats.compressed import CompressedFormat
+from batchinfer.models.formats.fp8 import fp8_values
+from batchinfer.models.formats.mxfp4 import mxfp4_values
+from batchinfer.models.formats.registry import stored_format
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import edit_json
@@ -38,7 +40,6 @@ KINDS: dict[str, Callable[[Path, Path], PreTrainedModel]] = {
     "fp8 of experts": lambda folder, plain: make_fp8(folder, plain, "gpt_oss", "tensor"),
 }
 UNREAD = ("input_scale", ".k_scale", ".v_scale", ".kv_scale")
-MXFP4 = PackedTensor("mxfp4", "", "", ())
 
 
 @pytest.fixture(params=KINDS)
@@ -57,7 +58,7 @@ def test_mxfp4_bitwise(dtype: torch.dtype) -> None:
     """Every byte under every scale but that of NaN."""
     values = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
     scales = torch.arange(255, dtype=torch.uint8)[None, :, None].expand(1, 255, 16)
-    found = dequantized(MXFP4, values, scales).to(dtype)
+    found = mxfp4_values(values, scales).transpose(-1, -2).to(dtype)
     assert torch.equal(bits(found), bits(convert_moe_packed_tensors(values, scales, dtype=dtype)))
 
 
@@ -68,9 +69,9 @@ def test_fp8_bitwise(dtype: torch.dtype, scale_dtype: torch.dtype, grid: tuple[i
     generator = torch.Generator().manual_seed(2)
     values = (torch.randn(3 * 8, 5 * 4, generator=generator) * 90).to(torch.float8_e4m3fn)
     scales = (torch.rand(grid, generator=generator) + 0.01).to(scale_dtype)
-    packed = PackedTensor("fp8", "", "", values.shape, None if grid == (1, 1) else (8, 4))
+    found = fp8_values(values, scales, None if grid == (1, 1) else (8, 4)).to(dtype)
     wanted = Fp8Dequantize(None)._dequantize_one(values, scales, dtype)
-    assert torch.equal(bits(dequantized(packed, values, scales).to(dtype)), bits(wanted))
+    assert torch.equal(bits(found), bits(wanted))
 
 
 def test_fp8_whose_last_blocks_are_cut() -> None:
@@ -79,7 +80,7 @@ def test_fp8_whose_last_blocks_are_cut() -> None:
         torch.ones(10, 7).to(torch.float8_e4m3fn),
         torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
     )
-    found = dequantized(PackedTensor("fp8", "", "", (10, 7), (4, 4)), values, scales)
+    found = fp8_values(values, scales, (4, 4))
     assert found[:, [0, 3, 4, 6]].tolist() == [
         [s, s, t, t] for s, t in ((1, 2),) * 4 + ((3, 4),) * 4 + ((5, 6),) * 2
     ]
@@ -123,9 +124,9 @@ def test_memory_is_that_of_dequantised_weights(both: tuple[Path, Path, PreTraine
             {"sparsity_config": {"format": "sparse-24-bitmask"}},
             r"format is 'sparse-24-bitmask'; wanted dense",
         ),
-        ({"num_bits": 4}, r"weights of group_0 are .*num_bits.*4.*; wanted float, 8, symmetric"),
-        ({"type": "int"}, r"weights of group_0 are .*int.*; wanted float, 8"),
-        ({"strategy": "group"}, r"strategy.*group.*; wanted float, 8, symmetric, one of \('tensor'"),
+        ({"num_bits": 6}, r"weights of group_0 are .*num_bits.*6.*; wanted 8-bit float by tensor, channel"),
+        ({"type": "quant"}, r"weights of group_0 are .*quant.*; wanted 8-bit float"),
+        ({"strategy": "group"}, r"strategy.*group.*; wanted 8-bit float by tensor, channel, block"),
         ({"strategy": "block", "block_structure": [0]}, r"block_structure of group_0 is \[0\]; wanted two"),
     ],
 )
@@ -146,9 +147,11 @@ def test_blocks_of_compressed_tensors() -> None:
     }
     mistakes: list[str] = []
     stated = {"quantization_config": {"quant_method": "compressed-tensors"} | groups}
-    assert packing_of(stated, mistakes) == Packing("fp8", (128, 64))
+    found = stored_format(stated, mistakes)
+    assert isinstance(found, CompressedFormat)
+    assert found.block == (128, 64)
     groups["config_groups"]["b"] = {"weights": weights | {"strategy": "channel"}}
-    assert packing_of(stated, mistakes) is None
+    assert stored_format(stated, mistakes) is None
     assert "different blocks" in mistakes[0]
 
 
@@ -170,14 +173,14 @@ def test_one_expert_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     make_mxfp4(tmp_path / "packed", tmp_path / "plain")
     made: list[tuple[int, ...]] = []
 
-    def noted(packed: PackedTensor, values: Tensor, scales: Tensor) -> Tensor:
-        found = dequantized(packed, values, scales)
+    def noted(values: Tensor, scales: Tensor) -> Tensor:
+        found = mxfp4_values(values, scales)
         made.append(tuple(found.shape))
         return found
 
-    monkeypatch.setattr(weights, "dequantized", noted)
+    monkeypatch.setattr(mxfp4, "mxfp4_values", noted)
     CheckpointWeights(inspect_checkpoint(tmp_path / "packed"), torch.float32, "cpu").layer(0)
-    assert sorted(made) == sorted([(64, 64), (32, 64)] * 5)
+    assert sorted(made) == sorted([(64, 64), (64, 32)] * 5)
 
 
 def test_scales_are_part_of_the_fingerprint(tmp_path: Path) -> None:

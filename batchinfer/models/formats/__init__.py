@@ -1,0 +1,1 @@
+"""The formats in which checkpoints store quantised weights: a file for each, and a registry of them."""

@@ -1,0 +1,80 @@
+"""AWQ as AutoAWQ writes it for its `gemm` kernels (Lin et al., 2024, "AWQ"): codes of 4 bits along the outputs, with a
+scale and a zero for each group of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from batchinfer.models.files.config_fields import shown
+from batchinfer.models.formats.packed_tensor import (
+    PackedTensor,
+    PackedTensors,
+    Read,
+    Stored,
+    StoredFormat,
+    is_float,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BITS, HELD = 4, 8  # of a code, and codes in a word
+# Where each of the eight outputs of a word lies in it
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class AwqFormat(StoredFormat):
+    """Weights of AWQ. `group`: inputs that share a scale, None: all."""
+
+    group: int | None
+
+    def find(self, tensors: Stored) -> PackedTensors:
+        packed = PackedTensors()
+        for name in tensors:
+            if name.endswith(".qweight"):
+                self._add(packed, name.removesuffix("qweight"), tensors)
+        return packed
+
+    def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None:
+        stored = values, scales, zeros = module + "qweight", module + "scales", module + "qzeros"
+        if packed.lacks(values, tensors, scales, zeros):
+            return
+        shape = tensors[values].info.shape
+        inputs, words = shape if len(shape) == 2 else (0, 0)
+        group = self.group or max(1, inputs)
+        lines = inputs // group
+        right = tensors[values].info.dtype == tensors[zeros].info.dtype == "I32" and is_float(tensors[scales])
+        right = right and inputs % group == 0 and tensors[zeros].info.shape == (lines, words)
+        right = right and tensors[scales].info.shape == (lines, words * HELD)
+        packed.add(module + "weight", AwqTensor((words * HELD, inputs), stored), tensors, right)
+
+
+def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
+    """Return the format of `quant_method: awq`."""
+    bits, version = stated.get("bits", stated.get("w_bit")), stated.get("version", "gemm")
+    group = stated.get("group_size", stated.get("q_group_size", -1))
+    wrong = []
+    if bits != BITS:
+        wrong.append(f"bits is {shown(bits)}; wanted {BITS}")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        wrong.append(f"version is {shown(version)}; wanted 'gemm'")
+    if type(group) is not int or not (group == -1 or group > 0):
+        wrong.append(f"group_size is {shown(group)}; wanted a number above 0, or -1 for all inputs")
+    mistakes += wrong
+    return None if wrong else AwqFormat(None if group == -1 else group)
+
+
+@dataclass(frozen=True, slots=True)
+class AwqTensor(PackedTensor):
+    """A matrix stored as codes (K, words of outputs), scales (groups, N) and zeros (groups, words of outputs)."""
+
+    format: ClassVar[str] = "awq"
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        from batchinfer.models.formats.codes import scaled, unpacked
+
+        values, scales, zeros = map(read, self.stored)
+        return scaled(unpacked(values, BITS, ORDER), scales, unpacked(zeros, BITS, ORDER)).t()

@@ -1,0 +1,128 @@
+"""Integers of 4 and 8 bits along the inputs, as compressed-tensors stores them: packed in words, or as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from batchinfer.models.formats.packed_tensor import (
+    PackedTensor,
+    PackedTensors,
+    Read,
+    Shape,
+    Stored,
+    are_groups,
+    is_float,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WORD_BITS = 32
+
+
+def add_packed_integers(packed: PackedTensors, module: str, tensors: Stored, among: Collection[int]) -> None:
+    """Note the weight of a module that is stored in words of codes which have one of these numbers of bits."""
+    values, scales, shape = (module + end for end in ("weight_packed", "weight_scale", "weight_shape"))
+    zeros, groups = module + "weight_zero_point", module + "weight_g_idx"
+    if packed.lacks(values, tensors, scales, shape):
+        return
+    outputs, inputs = _stated_shape(tensors, shape)
+    rows = tensors[values].info.shape
+    fitting = (bits for bits in among if rows == (outputs, -(-inputs * bits // WORD_BITS)))
+    bits = next(fitting, 0)
+    lines = tensors[scales].info.shape
+    right = bits > 0 and is_float(tensors[scales]) and _fit(lines, outputs, inputs)
+    number = lines[1] if right and len(lines) == 2 else 1
+    stored = [values, scales, shape]
+    if zeros in tensors:
+        info = tensors[zeros].info
+        right = right and (info.dtype, info.shape) == ("I32", (-(-outputs * bits // WORD_BITS), number))
+        stored.append(zeros)
+    if groups in tensors:
+        right = right and are_groups(tensors, groups, inputs, number)
+        stored.append(groups)
+    found = PackedIntegers(
+        (outputs, inputs), tuple(stored), bits, zeros=zeros in tensors, ordered=groups in tensors
+    )
+    packed.add(module + "weight", found, tensors, right)
+
+
+def _stated_shape(tensors: Stored, name: str) -> tuple[int, int]:
+    """Return the shape that a tensor states; (0, 0) if it is none of a matrix."""
+    info = tensors[name].info
+    if info.shape != (2,) or info.dtype not in ("I64", "I32"):
+        return 0, 0
+    outputs, inputs = tensors[name].integers().tolist()
+    return (outputs, inputs) if outputs > 0 and inputs > 0 else (0, 0)
+
+
+def _fit(scales: Shape, outputs: int, inputs: int) -> bool:
+    """Whether a tensor has a scale for all values, for each output, or for each of its groups of inputs."""
+    if scales in ((1,), (), (outputs,)):
+        return True
+    return len(scales) == 2 and scales[0] == outputs and scales[1] > 0 and inputs % scales[1] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers(PackedTensor):
+    """A matrix stored as words of codes (N, words of inputs), scales (N, groups), and maybe zeros (words of outputs,
+    groups) and the group of each input. The least code is -2^(bits - 1)."""
+
+    format: ClassVar[str] = "pack-quantized"
+
+    bits: int
+    zeros: bool
+    ordered: bool
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        from batchinfer.models.formats.codes import scaled, unpacked
+
+        values, scales, *_ = map(read, self.stored)
+        outputs, inputs = self.shape
+        codes = unpacked(values, self.bits)[:, :inputs]
+        lines = _lines(scales, outputs)
+        least = 2 ** (self.bits - 1)
+        if self.zeros:  # as the codes, they are kept above the least one
+            offsets = unpacked(read(self.stored[3]).t(), self.bits)[:, :outputs]
+        else:
+            offsets = lines.new_full(lines.shape, least)
+        groups = read(self.stored[-1]) if self.ordered else None
+        return scaled(codes.t(), lines, offsets, groups).t()
+
+
+def _lines(scales: Tensor, outputs: int) -> Tensor:
+    """Return the scales as (groups, N)."""
+    return scales.expand(outputs, 1).t() if scales.numel() == 1 else scales.reshape(outputs, -1).t()
+
+
+def add_int8(packed: PackedTensors, name: str, tensors: Stored) -> None:
+    """Note a weight that is stored as int8, with scales and maybe zeros beside it."""
+    scales, zeros = name + "_scale", name + "_zero_point"
+    if packed.lacks(name, tensors, scales):
+        return
+    shape, lines = tensors[name].info.shape, tensors[scales].info
+    right = len(shape) == 2 and is_float(tensors[scales]) and _fit(lines.shape, *shape)
+    stored: tuple[str, ...] = (name, scales)
+    if zeros in tensors:
+        right = right and tensors[zeros].info.dtype == "I8" and tensors[zeros].info.shape == lines.shape
+        stored = (*stored, zeros)
+    packed.add(name, Int8Tensor(shape, stored), tensors, right)
+    module = name.removesuffix("weight")
+    activations = (module + end for end in ("input_scale", "input_zero_point"))
+    packed.unused.update(each for each in activations if each in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Tensor(PackedTensor):
+    """A matrix (N, K) stored as int8, with scales and maybe zeros (N, groups)."""
+
+    format: ClassVar[str] = "int8"
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        from batchinfer.models.formats.codes import scaled
+
+        values, scales, *zeros = map(read, self.stored)
+        lines = _lines(scales, self.shape[0])
+        return scaled(values.t(), lines, _lines(zeros[0], self.shape[0]) if zeros else None).t()

@@ -1,0 +1,115 @@
+"""A weight that a checkpoint stores as quantised values with scales, and a collection of them. No torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from batchinfer.models.files.weight_files import FLOAT_DTYPES, NAMED, StoredTensor
+from batchinfer_kernels.arithmetic import CodedForm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The stored tensor of a name, as a view of the mapped file
+Read = Callable[[str], "Tensor"]
+Shape = tuple[int, ...]
+Stored = Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor(ABC):
+    """A weight of `shape` once it is dequantised, which is stored as the tensors `stored`: values, scales and more."""
+
+    format: ClassVar[str]  # as messages call it
+
+    shape: Shape
+    stored: tuple[str, ...]
+
+    @property
+    def matrices(self) -> bool:
+        """Whether it holds several matrices, which can be read one at a time by their index."""
+        return False
+
+    @property
+    def form(self) -> CodedForm | None:
+        """Return the form of its scales if products can be computed of its values as they are stored; None if they have
+        to be dequantised."""
+        return None
+
+    @abstractmethod
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        """Return the weight as float32, or with an index that matrix of it. Products of values and scales are exact or
+        rounded once."""
+
+    def codes(self, read: Read) -> tuple[Tensor, Tensor, int]:
+        """Return the quantised values (N, K), their float32 scales, and how many outputs share a line of these, where
+        there is a `form`. Raises TypeError where there is none."""
+        raise TypeError(f"weights of {self.format} have to be dequantised")
+
+
+@dataclass(slots=True)
+class PackedTensors:
+    """The packed tensors of a checkpoint by the names of the weights that they hold, the stored tensors that nothing
+    reads, and what is wrong with them."""
+
+    found: dict[str, PackedTensor] = field(default_factory=dict)
+    unused: set[str] = field(default_factory=set)
+    mistakes: list[str] = field(default_factory=list)
+
+    @property
+    def stored(self) -> set[str]:
+        """The names that they are stored under."""
+        return {name for each in self.found.values() for name in each.stored}
+
+    @property
+    def told(self) -> Iterator[str]:
+        """Yield the first mistakes, and how many more there are: mostly all layers have the same."""
+        yield from self.mistakes[:NAMED]
+        if more := len(self.mistakes[NAMED:]):
+            yield f"{more} more quantised weights are as wrong"
+
+    def add(self, name: str, packed: PackedTensor, tensors: Stored, fits: bool) -> None:
+        """Note a packed tensor, also one that does not fit: it would be reported again as an unexpected one."""
+        self.found[name] = packed
+        if not fits:
+            infos = [(each, tensors[each].info) for each in packed.stored]
+            told = " and ".join(f"{each} {list(info.shape)} ({info.dtype})" for each, info in infos)
+            self.mistakes.append(f"{told} are no weights of {packed.format} and their scales")
+
+    def lacks(self, name: str, tensors: Stored, *needed: str) -> bool:
+        """Whether tensors that belong to the quantised tensor `name` are missing, which is noted."""
+        missing = [each for each in needed if each not in tensors]
+        if missing:
+            self.mistakes.append(f"{name} is quantised, and its {' and '.join(missing)} are missing")
+        return bool(missing)
+
+    def unpacked_shapes(self, tensors: Stored) -> Iterator[tuple[str, Shape]]:
+        """Name → shape of all tensors once they are dequantised."""
+        stored = self.stored
+        yield from ((name, tensor.info.shape) for name, tensor in tensors.items() if name not in stored)
+        yield from ((name, each.shape) for name, each in self.found.items())
+
+
+class StoredFormat(ABC):
+    """How config.json says that weights are stored."""
+
+    @abstractmethod
+    def find(self, tensors: Stored) -> PackedTensors:
+        """Return the tensors that are stored so; all others are stored as they are."""
+
+
+def is_float(tensor: StoredTensor) -> bool:
+    """Whether a tensor holds floats that scales may have."""
+    return tensor.info.dtype in FLOAT_DTYPES
+
+
+def are_groups(tensors: Stored, name: str, inputs: int, number: int) -> bool:
+    """Whether a tensor names one of a `number` of groups for each input."""
+    found = tensors[name]
+    if found.info.dtype != "I32" or found.info.shape != (inputs,):
+        return False
+    groups = found.integers()
+    return not len(groups) or (int(groups.min()) >= 0 and int(groups.max()) < number)

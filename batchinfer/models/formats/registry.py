@@ -1,0 +1,59 @@
+"""The formats by the `quant_method` of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from batchinfer.models.files.config_fields import shown
+from batchinfer.models.formats import compressed
+from batchinfer.models.formats.awq import awq_format
+from batchinfer.models.formats.bitsandbytes import bitsandbytes_format
+from batchinfer.models.formats.compressed import compressed_format
+from batchinfer.models.formats.fp8 import fp8_format
+from batchinfer.models.formats.gptq import gptq_format
+from batchinfer.models.formats.mxfp4 import mxfp4_format
+from batchinfer.models.formats.nvfp4 import modelopt_format
+from batchinfer.models.formats.packed_tensor import PackedTensors, Stored, StoredFormat
+
+KEY = "quantization_config"
+# What config.json states, and a list for what is wrong with it → the format, if it is one that is read
+Parse = Callable[[Mapping[str, Any], list[str]], StoredFormat | None]
+FORMATS: Mapping[str, Parse] = {
+    "mxfp4": mxfp4_format,
+    "fp8": fp8_format,
+    "fbgemm_fp8": fp8_format,
+    "modelopt": modelopt_format,
+    compressed.NAME: compressed_format,
+    "gptq": gptq_format,
+    "awq": awq_format,
+    "bitsandbytes": bitsandbytes_format,
+}
+
+
+def stored_format(raw: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
+    """Return the format that `quantization_config` states; None if weights are floats, or if something is wrong with
+    it, which is noted."""
+    stated = raw.get(KEY)
+    if not stated:
+        return None
+    if not isinstance(stated, Mapping):
+        mistakes.append(f"config.json: {KEY} is {shown(stated)}; wanted an object")
+        return None
+    method = stated.get("quant_method")
+    parse = FORMATS.get(method) if isinstance(method, str) else None
+    if parse is None:
+        mistakes.append(
+            f"config.json: {KEY}: weights quantized by quant_method {shown(method)} are not supported; float weights "
+            f"and {', '.join(FORMATS)} are, with model.quantization: int8 where memory is short"
+        )
+        return None
+    wrong: list[str] = []
+    found = parse(stated, wrong)
+    mistakes += [f"config.json: {KEY}: {text}" for text in wrong]
+    return found
+
+
+def packed_tensors(stored: StoredFormat | None, tensors: Stored) -> PackedTensors:
+    """Return the tensors that are stored in a format; all others are stored as they are."""
+    return PackedTensors() if stored is None else stored.find(tensors)

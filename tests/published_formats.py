@@ -1,0 +1,331 @@
+"""Tiny checkpoints stored in 4 and 8 bits as published ones are: names, shapes and keys of config.json as AutoGPTQ,
+GPTQModel, AutoAWQ, llm-compressor, bitsandbytes and Model Optimizer write them. Every value is packed on its own, by
+its place in words, so that nothing here resembles how batchinfer unpacks it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.checkpoints import edit_json, make_checkpoint
+from tests.packed_weights import SINGLE
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+Random = np.random.Generator
+Tensors = dict[str, Tensor]
+# Packs the matrix (N, K) of a module: the tensors by the ends of their names, and the values that they stand for
+Pack = Callable[[NDArray[np.float32], Random], tuple[Tensors, NDArray[np.float64]]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """How a tool stores weights, what it writes into config.json, and the family that a test has it for."""
+
+    pack: Pack
+    config: Mapping[str, Any]
+    family: str = "llama"
+    kept: tuple[str, ...] = ("lm_head", "layers.0.self_attn.o_proj")  # modules that stay in floats
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def words(codes: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """codes (R, C) → int32 (R, ceil(C × bits / 32)), code c of a word in the bits number `order[c]`."""
+    held = 32 // bits
+    rows, columns = codes.shape
+    packed = np.zeros((rows, -(-columns // held)), np.uint64)
+    for column in range(columns):
+        place = column % held if order is None else order[column % held]
+        shifted = codes[:, column].astype(np.uint64) << np.uint64(place * bits)
+        packed[:, column // held] |= shifted
+    return torch.from_numpy(packed.astype(np.uint32).view(np.int32))
+
+
+def codes_of(
+    matrix: NDArray[np.float32], bits: int, groups: NDArray[np.int64], generator: Random, low_zeros: bool
+) -> tuple[NDArray[np.int64], NDArray[np.float16], NDArray[np.int64]]:
+    """Codes (N, K), scales (N, G) and zeros (N, G), 1 to 2^bits - 1, or also 0 where `low_zeros`."""
+    number, most = int(groups.max()) + 1, 2**bits - 1
+    scales = np.zeros((len(matrix), number), np.float16)
+    for group in range(number):
+        part = matrix[:, groups == group]
+        scales[:, group] = (part.max(1) - part.min(1)) / most + 1e-3
+    zeros = generator.integers(0 if low_zeros else 1, most + 1, scales.shape)
+    wide = matrix / scales.astype(np.float64)[:, groups] + zeros[:, groups]
+    return np.clip(np.rint(wide), 0, most).astype(np.int64), scales, zeros
+
+
+def values_of(
+    codes: NDArray[np.int64], scales: NDArray[Any], zeros: NDArray[np.int64], groups: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = (codes - zeros[:, groups]) * scales.astype(np.float64)[:, groups]
+    return found
+
+
+def float16(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, np.float16))
+
+
+def gptq(bits: int, group: int, added: int, ordered: bool = False) -> Pack:
+    def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+        groups = np.arange(matrix.shape[1]) // (matrix.shape[1] if group == -1 else group)
+        if ordered:
+            generator.shuffle(groups)
+        codes, scales, zeros = codes_of(matrix, bits, groups, generator, low_zeros=not added)
+        tensors = {
+            "qweight": words(codes, bits).t().contiguous(),
+            "qzeros": words((zeros - added).T, bits),
+            "scales": float16(scales.T),
+            "g_idx": torch.from_numpy(groups.astype(np.int32)),
+        }
+        return tensors, values_of(codes, scales, zeros, groups)
+
+    return pack
+
+
+def awq(group: int) -> Pack:
+    order = tuple([0, 2, 4, 6, 1, 3, 5, 7].index(column) for column in range(8))
+
+    def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+        groups = np.arange(matrix.shape[1]) // group
+        codes, scales, zeros = codes_of(matrix, 4, groups, generator, low_zeros=True)
+        tensors = {
+            "qweight": words(codes.T, 4, order),
+            "qzeros": words(zeros.T, 4, order),
+            "scales": float16(scales.T),
+        }
+        return tensors, values_of(codes, scales, zeros, groups)
+
+    return pack
+
+
+def pack_quantized(bits: int, group: int | None, zeros: bool = False, ordered: bool = False) -> Pack:
+    def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+        groups = np.arange(matrix.shape[1]) // (group or matrix.shape[1])
+        if ordered:
+            generator.shuffle(groups)
+        codes, scales, offsets = codes_of(matrix, bits, groups, generator, low_zeros=True)
+        if not zeros:
+            offsets = np.full_like(offsets, 2 ** (bits - 1))
+        tensors = {
+            "weight_packed": words(codes, bits),
+            "weight_scale": torch.from_numpy(scales.astype(np.float32)).bfloat16(),
+            "weight_shape": torch.tensor(matrix.shape),
+        }
+        scales = tensors["weight_scale"].float().numpy()
+        if zeros:
+            tensors["weight_zero_point"] = words(offsets.T, bits).t().contiguous()
+        if ordered:
+            tensors["weight_g_idx"] = torch.from_numpy(groups.astype(np.int32))
+        return tensors, values_of(codes, scales, offsets, groups)
+
+    return pack
+
+
+def int_quantized(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+    scales = np.abs(matrix).max(1, keepdims=True) / 127
+    codes = np.rint(matrix / scales).astype(np.int8)
+    tensors = {"weight": torch.from_numpy(codes), "weight_scale": torch.from_numpy(scales)}
+    return tensors, codes * scales.astype(np.float64)
+
+
+def float4(group: int, style: str) -> Pack:
+    """NVFP4 of compressed-tensors ("divided") or Model Optimizer ("multiplied"), or MXFP4 ("power")."""
+
+    def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+        codes = generator.integers(0, 16, matrix.shape)
+        halves = codes[:, 0::2] | codes[:, 1::2] << 4
+        values = torch.from_numpy(halves.astype(np.uint8))
+        shape = (len(matrix), matrix.shape[1] // group)
+        if style == "power":
+            exponents = generator.integers(119, 124, shape)
+            spread = 2.0 ** (exponents - 127)
+            tensors = {"weight_packed": values, "weight_scale": torch.from_numpy(exponents.astype(np.uint8))}
+        else:
+            stored = torch.from_numpy(generator.uniform(0.5, 2.0, shape)).to(torch.float8_e4m3fn)
+            whole = 40.0 if style == "divided" else 0.025
+            factor = 1 / 40.0 if style == "divided" else float(np.float32(0.025))
+            spread = stored.double().numpy() * factor
+            names = (
+                ("weight_packed", "weight_global_scale")
+                if style == "divided"
+                else ("weight", "weight_scale_2")
+            )
+            one = torch.tensor([whole]) if style == "divided" else torch.tensor(whole)
+            tensors = {names[0]: values, "weight_scale": stored, names[1]: one}
+            tensors["input_global_scale" if style == "divided" else "input_scale"] = torch.tensor([3.0])
+        return tensors, np.array(E2M1)[codes] * spread.repeat(group, 1)
+
+    return pack
+
+
+def bits4(kind: str, block: int, nested: bool) -> Pack:
+    """As bitsandbytes stores a flattened matrix; `nested`: its scales are quantised again."""
+
+    def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+        table = np.sort(generator.uniform(-1, 1, 16)).astype(np.float32)
+        flat = matrix.reshape(-1)
+        blocks = -(-len(flat) // block)
+        largest = np.array(
+            [np.abs(flat[i * block : (i + 1) * block]).max() for i in range(blocks)], np.float32
+        )
+        state: dict[str, Any] = {
+            "quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": list(matrix.shape),
+        }  # fmt: skip
+        tensors: Tensors = {"weight.quant_map": torch.from_numpy(table)}
+        if nested:
+            offset, places = (
+                float(np.float32(largest.mean())),
+                generator.uniform(-1, 1, 256).astype(np.float32),
+            )
+            chosen = generator.integers(0, 256, blocks)
+            again = np.full(-(-blocks // 8), 0.01, np.float32) * np.arange(
+                1, -(-blocks // 8) + 1, dtype=np.float32
+            )
+            largest = places[chosen].astype(np.float64) * again.repeat(8)[:blocks] + offset
+            state |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": offset}
+            tensors |= {
+                "weight.absmax": torch.from_numpy(chosen.astype(np.uint8)),
+                "weight.nested_absmax": torch.from_numpy(again),
+                "weight.nested_quant_map": torch.from_numpy(places),
+            }
+        else:
+            tensors["weight.absmax"] = torch.from_numpy(largest)
+        spread = np.repeat(largest.astype(np.float64), block)[: len(flat)]
+        codes = np.abs((flat / spread)[:, None] - table[None]).argmin(1)
+        tensors["weight"] = torch.from_numpy((codes[0::2] << 4 | codes[1::2]).astype(np.uint8))[:, None]
+        text = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.from_numpy(text)
+        return tensors, (table[codes] * spread).reshape(matrix.shape)
+
+    return pack
+
+
+def bits8(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+    largest = np.abs(matrix).max(1)
+    codes = np.rint(matrix / largest[:, None] * 127).astype(np.int8)
+    tensors = {
+        "weight": torch.from_numpy(codes),
+        "SCB": torch.from_numpy(largest),
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return tensors, codes * (largest.astype(np.float64)[:, None] / 127)
+
+
+def compressed(
+    weights: Mapping[str, Any], layout: str, activations: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "config_groups": {"group_0": group},
+    }  # fmt: skip
+
+
+def _integers(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
+    strategy = "channel" if group is None else "group"
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": strategy,
+        "symmetric": symmetric,
+        "group_size": group,
+    }
+
+
+_GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "desc_act": False,
+    "sym": False,
+    "lm_head": False,
+}
+_AWQ = {
+    "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+    "modules_to_not_convert": None,
+}  # fmt: skip
+_BNB = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+}
+_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+_MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+
+PUBLISHED: Mapping[str, Published] = {
+    "gptq": Published(gptq(4, 32, 1), {**_GPTQ, "damp_percent": 0.01, "true_sequential": True}),
+    "gptq of 8 bits, desc_act, v2": Published(
+        gptq(8, 32, 0, ordered=True),
+        {**_GPTQ, "bits": 8, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        "phi3",
+    ),
+    "gptq without groups": Published(gptq(4, -1, 1), {**_GPTQ, "group_size": -1, "sym": True}, "mixtral"),
+    "awq": Published(awq(32), _AWQ, "qwen3_moe", sizes={"moe_intermediate_size": 32}),
+    "w4a16": Published(pack_quantized(4, 32), compressed(_integers(4, 32), "pack-quantized"), "qwen3"),
+    "w4a16 with zeros": Published(
+        pack_quantized(4, 32, zeros=True), compressed(_integers(4, 32, symmetric=False), "pack-quantized")
+    ),
+    "w8a16, actorder": Published(
+        pack_quantized(8, 16, ordered=True),
+        compressed({**_integers(8, 16), "actorder": "group"}, "pack-quantized"),
+    ),
+    "w8a16 by channel": Published(
+        pack_quantized(8, None), compressed(_integers(8, None), "pack-quantized"), "gemma2"
+    ),
+    "w8a8": Published(int_quantized, compressed(_integers(8, None), "int-quantized", _TOKENS), "qwen2"),
+    "nvfp4": Published(
+        float4(16, "divided"), compressed(_NVFP4, "nvfp4-pack-quantized", {**_NVFP4, "dynamic": "local"})
+    ),
+    "nvfp4 of modelopt": Published(
+        float4(16, "multiplied"),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        "qwen3",
+    ),
+    "mxfp4 of linear layers": Published(float4(32, "power"), compressed(_MXFP4, "mxfp4-pack-quantized")),
+    "nf4": Published(bits4("nf4", 64, nested=False), _BNB),
+    "nf4, double": Published(
+        bits4("nf4", 64, nested=True), {**_BNB, "bnb_4bit_use_double_quant": True}, "mistral"
+    ),
+    "fp4": Published(bits4("fp4", 128, nested=True), {**_BNB, "bnb_4bit_quant_type": "fp4"}, "granite"),
+    "int8 of bitsandbytes": Published(bits8, {**_BNB, "load_in_4bit": False, "load_in_8bit": True}),
+}
+_NEVER = ("norm", "embed_tokens", "mlp.gate.", "block_sparse_moe.gate.")
+
+
+def make_published(folder: Path, plain: Path, name: str) -> PreTrainedModel:
+    """A checkpoint in `folder` that is stored so, the same dequantised in `plain`, and transformers' model of that."""
+    published, generator = PUBLISHED[name], np.random.default_rng(7)
+    model = make_checkpoint(plain, published.family, **SIZES, **published.sizes)
+    stored, packed = load_file(plain / SINGLE), {}
+    for tensor_name, tensor in stored.items():
+        module = tensor_name.removesuffix("weight")
+        apart = tensor.dim() != 2 or any(part in tensor_name for part in (*_NEVER, *published.kept))
+        if apart or module == tensor_name:
+            packed[tensor_name] = tensor
+            continue
+        tensors, values = published.pack(tensor.numpy(), generator)
+        packed |= {module + end: each for end, each in tensors.items()}
+        stored[tensor_name] = torch.from_numpy(values).float()
+    save_file(stored, plain / SINGLE, metadata={"format": "pt"})
+    folder.mkdir(exist_ok=True, parents=True)
+    for file in plain.iterdir():
+        if file.name != SINGLE:
+            (folder / file.name).write_bytes(file.read_bytes())
+    edit_json(folder / "config.json", quantization_config=dict(published.config))
+    save_file(packed, folder / SINGLE, metadata={"format": "pt"})
+    return type(model).from_pretrained(plain, attn_implementation="eager", dtype=torch.float32).eval()
