@@ -1,7 +1,8 @@
-"""A whole job on weights that are stored in MXFP4, quantised anew for the run."""
+"""Whole jobs on weights that are stored in few bits, quantised anew for the run or not."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,19 @@ from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.checkpoints import edit_json, make_tokenizer
 from tests.packed_weights import make_mxfp4
+from tests.published_formats import make_published
 
 ROWS = [{"text": text} for text in ("alpha", "beta and gamma", "alpha and more", "delta")]
 PLAIN = {"prompt": {"text": "text", "system": None, "user": None}, "sampling": {"max_tokens": 6}}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["mxfp4", "gptq"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    make_mxfp4(folder / "packed", folder / "dequantised")
+    if request.param == "mxfp4":
+        make_mxfp4(folder / "packed", folder / "dequantised")
+    else:
+        make_published(folder / "packed", folder / "dequantised", request.param)
     for name in ("packed", "dequantised"):
         make_tokenizer(folder / name)
     return folder
@@ -41,12 +46,14 @@ def test_answers_are_those_of_the_dequantised_checkpoint(models: Path, tmp_path:
 
 def test_validate_says_what_the_weights_take(models: Path, tmp_path: Path) -> None:
     found = "\n".join(validate_job(load_job(write_job(tmp_path, models / "packed", ROWS, **PLAIN), ())))
-    assert "weights stored as mxfp4 are dequantised when they are loaded: all weights take" in found
+    assert re.search(
+        "weights stored as (mxfp4|gptq) are dequantised when they are loaded: all weights take", found
+    )
 
 
 def test_other_ways_to_quantize_are_refused(models: Path, tmp_path: Path) -> None:
-    edit_json(models / "packed" / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    edit_json(models / "packed" / "config.json", quantization_config={"quant_method": "hqq", "bits": 4})
     with pytest.raises(
-        JobFileError, match="quant_method 'awq' are not supported; float weights, mxfp4, fp8, "
+        JobFileError, match="quant_method 'hqq' are not supported; float weights and mxfp4, fp8"
     ):
         validate_job(load_job(write_job(tmp_path, models / "packed", ROWS, **PLAIN), ()))
