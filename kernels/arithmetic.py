@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 Device = Literal["cpu", "cuda"]
@@ -12,9 +13,21 @@ CacheDtype = Literal["int8", "fp8"]
 KvCacheDtype = Literal["auto", CacheDtype]  # auto: values in the dtype of the run
 # Of the linear layers' weights, as they are loaded; stored: codes of fp8 stay as the checkpoint has them
 Quantization = Literal["none", "int8", "fp8", "stored"]
-# How codes of fp8 that a checkpoint stores are scaled: a scale for each output, or for each block
-CodedForm = Literal["channel", "block"]
+# Of a weight's quantised values; fp8: float8_e4m3fn
+WeightCodes = Literal["int8", "fp8"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How a weight lies in memory whose values are quantised: as `codes`, with a scale for each output, or for each
+    block of outputs and inputs. `stored`: the checkpoint holds them so; else they are made when it is loaded."""
+
+    codes: WeightCodes
+    scales: Literal["channel", "block"] = "channel"
+    stored: bool = False
+
+
 NO_TOKEN = -1  # in place of a token where a row's logits are not numbers
 # Of the clamped SwiGLU of gpt-oss (OpenAI, 2025); see batchinfer_kernels.gated_activation
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0

@@ -38,4 +38,4 @@ def llama_cost(
 ) -> ModelCost:
     """itemsize: bytes of an activation; weight_itemsize: of a weight, 1: int8."""
     spec = llama_spec(layers, hidden, intermediate, q_heads, kv_heads, head_dim, vocab)
-    return model_cost(spec, itemsize, weight_itemsize)
+    return model_cost(spec.quantized("int8") if weight_itemsize == 1 else spec, itemsize)

@@ -151,8 +151,8 @@ def _source(options: BenchOptions, quantization: Quantization) -> Source:
         refused = open_checkpoint(options.folder).refusals(False, False, options.kv_cache_dtype != "auto")
         if refused:
             raise UsageError(f"--kv-cache-dtype is {options.kv_cache_dtype!r}, and {refused[0][1]}")
-        return checkpoint_source(options.folder, _kv_cache(options), quantization == "stored")
-    spec = shape_config(options.model).caching(_kv_cache(options))
+        return checkpoint_source(options.folder, _kv_cache(options), quantization)
+    spec = shape_config(options.model).quantized(quantization).caching(_kv_cache(options))
     return ModelSource(spec, parameter_count(spec), lambda *place: DummyWeights(spec, *place))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization
+from batchinfer_kernels.arithmetic import KvCacheDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,6 @@ class Arithmetic:
 
     dtype: torch.dtype
     device: torch.device
-    quantization: Quantization = "none"
     deterministic: bool = False
     tiles: bool = False  # as in EngineConfig
     kv_cache: KvCacheDtype = "auto"  # as the job asks for it; the model's spec says what each layer keeps
-
-    @property
-    def weight_itemsize(self) -> int:
-        return self.dtype.itemsize if self.quantization in ("none", "stored") else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
-from batchinfer_kernels.arithmetic import KvCacheDtype
+from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization, WeightCodes
 from batchinfer_kernels.cost import ModelCost
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class ModelSource:
             arithmetic.dtype,
             attention.group,
             attention.head_dim,
-            quantization=arithmetic.quantization,
+            forms=self.spec.forms,
             deterministic=arithmetic.deterministic,
             kv_heads=attention.kv_heads,
             tiles=arithmetic.tiles,
@@ -85,29 +86,30 @@ class ModelSource:
         how they read prompts, and the tokens of the longest sequence. Raises what its files make it raise."""
         weights = WatchedWeights(self.weights(arithmetic.dtype, arithmetic.device), self.spec)
         packed = pack_weights(self.spec, weights, ops, arithmetic.device)
-        warning = warning_of(weights.worst) if arithmetic.quantization == "int8" else None
+        rounded = any(form.codes == "int8" and not form.stored for form in self.spec.forms)
+        warning = warning_of(weights.worst) if rounded else None
         if warning is not None:
             _log.warning("%s", warning)
         return partial(Decoder, packed)
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
         """Return what its steps cost."""
-        return model_cost(self.spec, arithmetic.dtype.itemsize, arithmetic.weight_itemsize)
+        return model_cost(self.spec, arithmetic.dtype.itemsize)
 
     def weight_bytes(self, cost: ModelCost) -> int:
         """Return the bytes of its loaded weights; a tied head counts once, unless it is quantised beside its
         embedding."""
-        coded = sum(linear.values for linear in self.spec.linears() if linear.coded)
-        if coded or not cost.quantized:
-            return coded + (self.parameters - coded) * cost.itemsize
-        head = self.spec.head.values if self.spec.causal else 0
-        linear = sum(linear.values for linear in self.spec.linears() if not linear.exact)
-        others = self.parameters - linear - (0 if self.spec.tied else head)
-        return (linear + head) * cost.weight_itemsize + others * cost.itemsize
+        coded = sum(linear.values for linear in self.spec.linears() if linear.form is not None)
+        head = self.spec.head.values if self.spec.head_form is not None else 0
+        others = self.parameters - coded - (0 if self.spec.tied else head)
+        return coded + head + others * cost.itemsize
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
         """Return whose operators compute it, and how its linear layers are computed, for the report."""
-        return ops.name, ops.linear
+        values = Counter[WeightCodes | None]()
+        for linear in self.spec.linears():
+            values[None if linear.form is None else linear.form.codes] += linear.values
+        return ops.name, ops.linear(values.most_common(1)[0][0])
 
 
 def _describe_here(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
@@ -117,14 +119,16 @@ def _describe_here(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> For
     return describe(raw, generation)
 
 
-def checkpoint_source(path: Path, kv_cache: KvCacheDtype = "auto", as_stored: bool = False) -> Source:
-    """Open a checkpoint folder as a model with such a cache; `as_stored` keeps codes of fp8 where it stores them.
-    Raises what inspecting a checkpoint raises."""
+def checkpoint_source(
+    path: Path, kv_cache: KvCacheDtype = "auto", quantization: Quantization = "none"
+) -> Source:
+    """Open a checkpoint folder as a model with such a cache and such weights. Raises what inspecting a checkpoint
+    raises, and Unavailable for weights that the model cannot have."""
     checkpoint = open_checkpoint(path, _describe_here)
-    checkpoint = checkpoint.as_stored() if as_stored else checkpoint
+    checkpoint = checkpoint.as_stored() if quantization == "stored" else checkpoint
     if isinstance(checkpoint, Checkpoint):
-        spec = checkpoint.spec.caching(kv_cache)
+        spec = checkpoint.spec.quantized(quantization).caching(kv_cache)
         return ModelSource(spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint))
     from batchinfer.models.foreign.source import ForeignSource  # slow to import, and not for our families
 
-    return ForeignSource(checkpoint)
+    return ForeignSource(checkpoint, quantization)

@@ -21,7 +21,15 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from batchinfer.models import sources
-from batchinfer.models.ops.interface import AttentionInputs, Head, LayerCache, Linear, RopeTable
+from batchinfer.models.ops.interface import (
+    AttentionInputs,
+    Head,
+    LayerCache,
+    Linear,
+    RopeTable,
+    Weight,
+    values_of,
+)
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.arithmetic import CacheDtype, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
@@ -146,11 +154,11 @@ class Fp8Head(Fp8Linear, Head):
 class Fp8Weights(TorchOps):
     """Linear layers in fp8."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return Fp8Linear(weight, bias)
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        return Fp8Linear(values_of(weight, self.name), bias)
 
-    def pack_head(self, weight: Tensor) -> Head:
-        return Fp8Head(weight)
+    def pack_head(self, weight: Weight) -> Head:
+        return Fp8Head(values_of(weight, self.name))
 
 
 def measured_codes(

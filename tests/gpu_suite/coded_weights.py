@@ -12,7 +12,7 @@ from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
 from batchinfer.models.spec.parameters import LINES, SCALES
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
-from batchinfer_kernels.arithmetic import CodedForm
+from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.block_fp8_matmul import GROUP, block_lines
 from batchinfer_kernels.fp8_matmul import FP8
 
@@ -22,13 +22,13 @@ WIDEST = 6.0  # deviations: what is farther away is cut, one value in a thousand
 
 def in_blocks(spec: ModelSpec) -> ModelSpec:
     """The same model with codes in every linear layer that can have them, a scale for each 128 × 128."""
-    layers = (replace(layer, coded=tuple(_coded(layer))) for layer in spec.layers)
+    layers = (replace(layer, forms=tuple(_coded(layer))) for layer in spec.layers)
     return replace(spec, layers=tuple(layers))
 
 
-def _coded(layer: LayerSpec) -> Iterator[tuple[str, CodedForm]]:
+def _coded(layer: LayerSpec) -> Iterator[tuple[str, WeightForm]]:
     yield from (
-        (linear.name, "block")
+        (linear.name, WeightForm("fp8", "block", stored=True))
         for linear in layer.linears
         if not (linear.exact or linear.heads or linear.experts)
     )
@@ -38,7 +38,7 @@ class CodedWeights(Weights):
     """DummyWeights in codes where `spec` says so. All scales are the same: a kernel reads each of them all the same."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
-        plain = replace(spec, layers=tuple(replace(layer, coded=()) for layer in spec.layers))
+        plain = replace(spec, layers=tuple(replace(layer, forms=()) for layer in spec.layers))
         self._spec, self._plain = spec, DummyWeights(plain, dtype, device)
         self._scale = WIDEST * float(spec.hidden) ** -0.5 / LARGEST
 
@@ -47,7 +47,7 @@ class CodedWeights(Weights):
 
     def layer(self, index: int) -> LayerWeights:
         found = dict(self._plain.layer(index))
-        for name, _ in self._spec.layers[index].coded:
+        for name, _ in self._spec.layers[index].forms:
             found |= self._codes(name, found[name])
         return found
 

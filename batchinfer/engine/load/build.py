@@ -146,7 +146,7 @@ def load_weights(
     device, threads = _settled(config)
     if device.type == "cuda":
         _announce_compilations(untimed)
-    source = source or checkpoint_source(config.model, config.kv_cache, config.quantization == "stored")
+    source = source or checkpoint_source(config.model, config.kv_cache, config.quantization)
     arithmetic = _arithmetic(config, device)
     ops = source.choose_ops(arithmetic)
     decoder = source.load(ops, arithmetic)
@@ -170,7 +170,6 @@ def _arithmetic(config: LoadConfig, device: torch.device) -> Arithmetic:
     return Arithmetic(
         dtype=getattr(torch, config.dtype),
         device=device,
-        quantization=config.quantization,
         deterministic=config.deterministic,
         tiles=config.tiles,
         kv_cache=config.kv_cache,

@@ -106,7 +106,7 @@ _NARROW = _shape(256, 640, 4, 2, 4, 2_048)
 
 
 def _loaded(config: dict[str, Any], dtype: Dtype, quantization: Quantization) -> LoadedModel:
-    spec = parse_config(config, {}, Path("calibration") / "config.json")
+    spec = parse_config(config, {}, Path("calibration") / "config.json").quantized(quantization)
     source = ModelSource(spec, parameter_count(spec), lambda dtype, device: DummyWeights(spec, dtype, device))
     settings = EngineConfig(
         LoadConfig(Path("calibration"), dtype, "cpu", quantization=quantization),

@@ -37,7 +37,7 @@ from batchinfer.models.formats.registry import packed_tensors, stored_format
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import EMBEDDING, HEAD, Shape
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
-from batchinfer_kernels.arithmetic import CodedForm, Dtype, KvCacheDtype
+from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization, WeightForm
 from batchinfer_kernels.cost import ModelCost
 
 _IN_16_BITS = " in 16 bits"
@@ -58,12 +58,12 @@ class Checkpoint(WeightFiles):
     @property
     def stores_codes(self) -> bool:
         """Whether products can be computed of quantised weights as they are stored."""
-        return any(layer.coded for layer in self.as_stored().spec.layers)
+        return any(layer.forms for layer in self.as_stored().spec.layers)
 
     def as_stored(self) -> Checkpoint:
         """Return the checkpoint with weights that stay in fp8 where products can be computed with them."""
         layers = tuple(
-            replace(layer, coded=tuple(self._coded(index, layer)))
+            replace(layer, forms=tuple(self._forms(index, layer)))
             for index, layer in enumerate(self.spec.layers)
         )
         spec = replace(self.spec, layers=layers)
@@ -71,7 +71,7 @@ class Checkpoint(WeightFiles):
         others = (notice for notice in self.notices if not (kept and notice.endswith(_IN_16_BITS)))
         return replace(self, spec=spec, notices=(*kept, *others))
 
-    def _coded(self, index: int, layer: LayerSpec) -> Iterator[tuple[str, CodedForm]]:
+    def _forms(self, index: int, layer: LayerSpec) -> Iterator[tuple[str, WeightForm]]:
         names = layer_names(self.spec, index, self.prefixes)
         for linear in layer.linears:
             if linear.exact or linear.heads:
@@ -82,8 +82,9 @@ class Checkpoint(WeightFiles):
             if form is not None and not found:
                 yield linear.name, form
 
-    def _form(self, stored: StoredParameter, whole: bool) -> CodedForm | None:
-        """How a parameter is coded; None: in a way that is dequantised. `whole`: it has to be a tensor of its own."""
+    def _form(self, stored: StoredParameter, whole: bool) -> WeightForm | None:
+        """How a parameter lies in memory as it is stored; None: it is dequantised. `whole`: it has to be a tensor of
+        its own."""
         packed, part = self.packed.get(stored.tensor), stored.part
         if packed is None or stored.rows or (part is not None and (whole or part.index is not None)):
             return None
@@ -114,9 +115,11 @@ class Checkpoint(WeightFiles):
         why = f"{self.spec.family} keeps latents in its cache, which are small already and have no codes"
         return [("model.kv_cache_dtype", f"{why}; leave it out")]
 
-    def cost(self, itemsize: int, weight_itemsize: int, kv_cache: KvCacheDtype = "auto") -> ModelCost:
+    def cost(
+        self, itemsize: int, quantization: Quantization = "none", kv_cache: KvCacheDtype = "auto"
+    ) -> ModelCost:
         """Return the cost of its steps; see model_cost."""
-        return model_cost(self.spec.caching(kv_cache), itemsize, weight_itemsize)
+        return model_cost(self.spec.quantized(quantization).caching(kv_cache), itemsize)
 
 
 def inspect_checkpoint(path: Path) -> Checkpoint:
@@ -163,7 +166,7 @@ def _dequantised(packed: PackedTensors, shapes: Mapping[str, Shape]) -> Iterator
 
 def _kept(spec: ModelSpec) -> Iterator[str]:
     """Yield the notices about quantised weights that are multiplied as they are stored."""
-    weights = [(linear.values, linear.coded is not None) for linear in spec.linears()]
+    weights = [(linear.values, linear.stored) for linear in spec.linears()]
     kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
     if kept:
         share = f"{kept / all_values:.1%} of the weights of linear layers"

@@ -51,7 +51,7 @@ class WatchedWeights(Weights):
             if name in layer:
                 self._look(f"{words} of layer {index}", layer[name])
         for linear in self._spec.layers[index].linears:
-            if linear.gated and linear.coded is None:
+            if linear.gated and not linear.stored:
                 weight = layer[linear.name]
                 ups = weight.view(max(1, linear.experts), 2, -1, weight.shape[1])[:, 1].float().norm(dim=-1)
                 for up in ups:

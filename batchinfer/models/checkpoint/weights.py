@@ -31,7 +31,6 @@ from batchinfer.models.spec.parameters import (
 )
 from batchinfer.models.spec.spec import LinearSpec
 
-FP8 = torch.float8_e4m3fn
 _NORMS = (FINAL_NORM, FINAL_NORM + BIAS, EMBEDDING_NORM, EMBEDDING_NORM + BIAS)
 # One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on; beside a weight
 # that stays quantised "qkv.scales" and, where blocks share them, "qkv.lines": see models.ops.interface.CodedWeight
@@ -110,7 +109,7 @@ class CheckpointWeights(Weights):
 
             found = dict(fused(layer, joined))
             for linear in layer.linears:
-                if linear.coded is not None:
+                if linear.stored:
                     parts = [files.coded(names[part]) for part, _ in linear.parts]
                     found |= self._coded(linear, parts)
             return found
@@ -118,10 +117,10 @@ class CheckpointWeights(Weights):
     def _coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
         """The parts above one another, with their scales and, where blocks share these, the lines that say which."""
         copied = {
-            linear.name: self._copied([part.codes for part in parts], FP8),
+            linear.name: self._copied([part.codes for part in parts], parts[0].codes.dtype),
             linear.name + SCALES: self._copied([part.scales for part in parts], torch.float32),
         }
-        if linear.coded == "block":
+        if linear.form is not None and linear.form.scales == "block":
             first, lines = 0, []
             for part in parts:
                 lines.append(part.lines + first)
@@ -142,7 +141,8 @@ class CheckpointWeights(Weights):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredCodes:
-    """A parameter quantised to fp8, (N, K). Scales are (N,), or (blocks, groups) of which each output has a line."""
+    """A parameter whose values are quantised, (N, K). Scales are (N,), or (blocks, groups) of which each output has a
+    line."""
 
     codes: Tensor
     scales: Tensor

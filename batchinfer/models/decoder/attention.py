@@ -10,6 +10,7 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.decoder.norm import apply_norm
+from batchinfer.models.decoder.quantize import quantized_heads
 from batchinfer.models.ops.interface import (
     NO_NORMS,
     AttentionInputs,
@@ -201,4 +202,7 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
         return None
     weight = weights["kv_b"].view(attention.q_heads, -1, attention.rank)
     k, v = weight[:, : attention.plain_dim], weight[:, attention.plain_dim :]
-    return LatentHeads(ops.pack_heads(k.transpose(1, 2)), ops.pack_heads(v))
+    form = next(linear.form for linear in spec.linears if linear.heads)
+    return LatentHeads(
+        ops.pack_heads(quantized_heads(k.transpose(1, 2), form)), ops.pack_heads(quantized_heads(v, form))
+    )

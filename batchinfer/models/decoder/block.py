@@ -9,7 +9,6 @@ from batchinfer.models.decoder.attention import AttentionHalf, attention_half, p
 from batchinfer.models.decoder.feed_forward import feed_forward, pack_experts
 from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.ops.interface import (
-    ActivatedLinear,
     AttentionInputs,
     AttentionPlan,
     CodedWeight,
@@ -19,6 +18,7 @@ from batchinfer.models.ops.interface import (
     Linear,
     Ops,
     RopeTable,
+    Weight,
 )
 from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, norm_parameters
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec
@@ -132,19 +132,16 @@ def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable
 
 
 def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
-    weight, bias = weights[linear.name], weights.get(linear.name + BIAS)
-    if linear.coded is not None:
-        codes = CodedWeight(weight, weights[linear.name + SCALES], weights.get(linear.name + LINES))
-        return _packed_codes(ops, linear, codes, bias)
+    weight, bias = _weight(linear, weights), weights.get(linear.name + BIAS)
     if linear.exact:
-        return ops.pack_exact(weight, bias)
+        return ops.pack_exact(weights[linear.name], bias)
     if linear.activation is None:
         return ops.pack_linear(weight, bias)
     pack = ops.pack_gated if linear.gated else ops.pack_activated
     return pack(weight, bias, linear.activation)
 
 
-def _packed_codes(ops: Ops, linear: LinearSpec, weight: CodedWeight, bias: Tensor | None) -> Linear:
-    if linear.activation is None or linear.gated:
-        return ops.pack_codes(weight, bias, linear.activation)
-    return ActivatedLinear(ops, ops.pack_codes(weight, bias), linear.activation)
+def _weight(linear: LinearSpec, weights: LayerWeights) -> Weight:
+    """Return a product's weight, with its scales where it is quantised."""
+    weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
+    return weight if scales is None else CodedWeight(weight, scales, weights.get(linear.name + LINES))

@@ -19,6 +19,7 @@ from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cost import ModelCost
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class ForeignSource:
     """A model of a checkpoint that is no family of ours: transformers' code computes it."""
 
     checkpoint: ForeignCheckpoint
+    quantization: Quantization = "none"  # as it was asked for
     # Whether its steps launch the same kernels each time is not known, nor what its layers ask of attention
     can_be_captured: ClassVar[bool] = False
     plain_attention: ClassVar[bool] = False
@@ -45,9 +47,7 @@ class ForeignSource:
         Raises Unavailable for an arithmetic that transformers' code does not have.
         """
         coded_cache = arithmetic.kv_cache != "auto"
-        refused = self.checkpoint.refusals(
-            arithmetic.quantization != "none", arithmetic.deterministic, coded_cache
-        )
+        refused = self.checkpoint.refusals(self.quantization != "none", arithmetic.deterministic, coded_cache)
         if refused:
             raise Unavailable("; ".join(f"{key}: {text}" for key, text in refused))
         sizes = {(layer.group, layer.head_dim, layer.kv_heads) for layer in self.spec.layers}
@@ -75,7 +75,7 @@ class ForeignSource:
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
         """Return what its steps cost."""
         itemsize = arithmetic.dtype.itemsize
-        return self.checkpoint.cost(itemsize, itemsize)
+        return self.checkpoint.cost(itemsize)
 
     def weight_bytes(self, cost: ModelCost) -> int:
         """Return the bytes of its loaded weights."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.files.weight_files import FLOAT_DTYPES
 from batchinfer.models.formats.packed_tensor import PackedTensor, PackedTensors, Read, Stored, StoredFormat
-from batchinfer_kernels.arithmetic import CodedForm
+from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,12 +102,12 @@ class Fp8Tensor(PackedTensor):
         return self.block is None
 
     @property
-    def form(self) -> CodedForm | None:
+    def form(self) -> WeightForm | None:
         if self.dtype != DTYPES[0] or len(self.shape) != 2 or self.alone:
             return None
         if self.block is None or self.block == (1, self.shape[1]):
-            return "channel"
-        return "block" if self.block[1] == PRODUCT_GROUP else None
+            return WeightForm("fp8", "channel", stored=True)
+        return WeightForm("fp8", "block", stored=True) if self.block[1] == PRODUCT_GROUP else None
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         values, scales = map(read, self.stored)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, NAMED, StoredTensor
-from batchinfer_kernels.arithmetic import CodedForm
+from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +34,8 @@ class PackedTensor(ABC):
         return False
 
     @property
-    def form(self) -> CodedForm | None:
-        """Return the form of its scales if products can be computed of its values as they are stored; None if they have
+    def form(self) -> WeightForm | None:
+        """Return how it lies in memory if products can be computed of its values as they are stored; None if they have
         to be dequantised."""
         return None
 

@@ -13,7 +13,7 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
-from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.tiles import Grant, tile_grant
@@ -44,7 +44,7 @@ def choose_ops(
     group: int,
     head_dim: int,
     *,
-    quantization: Quantization = "none",
+    forms: frozenset[WeightForm] = frozenset(),
     deterministic: bool = False,
     kv_heads: int = 1,
     tiles: bool = False,
@@ -55,43 +55,48 @@ def choose_ops(
     """Compiled operators on a CPU that has a compiler, Triton's on a GPU, for the dtypes and sizes that they cover;
     else torch's.
 
-    `group` is the number of query heads a KV head; how a GPU's work is split depends on `kv_heads`; `tiles`: whether
-    the bits that are promised are those of a CPU's matrix tiles, which are else used wherever they are granted;
-    `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`: whether it is to keep int8
-    values, for which a CPU has operators of their own; `causal`: False for an encoder, which Triton's do not read.
-    Falling back to torch's operators is logged, and `ops` in the
-    report says it. Raises Unavailable where torch's would have to do, and cannot: they neither quantise weights
-    or the cache, nor promise row-invariance.
+    `group` is the number of query heads a KV head; `forms` are those of quantised weights; how a GPU's work is split
+    depends on `kv_heads`; `tiles`: whether the bits that are promised are those of a CPU's matrix tiles, which are else
+    used wherever they are granted; `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`:
+    whether it is to keep int8 values, for which a CPU has operators of their own; `causal`: False for an encoder, which
+    Triton's do not read. Falling back to torch's operators is logged, and `ops` in the report says it. Raises
+    Unavailable where torch's would have to do, and cannot: they neither multiply quantised weights, nor keep a
+    quantised cache, nor promise row-invariance.
     """
-    wanted = [] if quantization == "none" else [f"model.quantization: {quantization}"]
+    wanted = [f"model.quantization: {name}" for name in sorted(set(map(_asked, forms)))]
     wanted += ["engine.deterministic: true"] if deterministic else []
     wanted += ["model.kv_cache_dtype: int8"] if codes else []
     if device.type == "cpu":
         needed, promised = "compiled CPU operators", deterministic and dtype == torch.bfloat16
         in_tiles = tiles if promised else None
-        found = _compiled(dtype, group, head_dim, quantization, latent, in_tiles, codes, causal)
+        found = _compiled(dtype, group, head_dim, forms, latent, in_tiles, codes, causal)
     elif not causal:
         raise Unavailable(f"an encoder runs on a CPU alone; {ON_CPU}")
     else:
         needed = "Triton operators"
-        found = _triton(dtype, group, head_dim, quantization, deterministic, kv_heads, latent)
+        found = _triton(dtype, group, head_dim, forms, deterministic, kv_heads, latent)
     if isinstance(found, Ops):
         return found
     if wanted:
         asked = f"{' and '.join(wanted)} {'needs' if len(wanted) == 1 else 'need'}"
         # As auto has it: nothing could be taken out
-        automatic = quantization == "stored" and not deterministic
+        automatic = any(form.stored for form in forms) and not deterministic
         other = "take model.quantization: none" if automatic else "take it out"
         raise Unavailable(f"{asked} the {needed}: {found.reason}; {found.remedy}, or {other}")
     _log.warning("%s; torch's operators are used, which are several times slower", found.reason)
     return TorchOps(causal)
 
 
+def _asked(form: WeightForm) -> str:
+    """Return what `model.quantization` has to be for weights of this form."""
+    return "stored" if form.stored else form.codes
+
+
 def _compiled(
     dtype: torch.dtype,
     group: int,
     head_dim: int,
-    quantization: Quantization,
+    forms: frozenset[WeightForm],
     latent: bool,
     tiles: bool | None,
     codes: bool,
@@ -99,7 +104,7 @@ def _compiled(
 ) -> Ops | Lacking:
     """Return the compiled operators of this CPU. `tiles`: whether they have to be in matrix tiles; None: wherever these
     are granted."""
-    if quantization in ("fp8", "stored"):
+    if any(form.codes == "fp8" for form in forms):
         return Lacking("a CPU cannot multiply in fp8", "use engine.device: cuda, or model.quantization: int8")
     if not CpuOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
@@ -119,7 +124,7 @@ def _compiled(
             _NEWER,
         )
     _warn_of_tiles(grant, compiled.has_tiles or tiles is False)
-    return CpuOps(compiled, group, quantization, latent, dtype, causal)
+    return CpuOps(compiled, group, latent, dtype, causal)
 
 
 def _warn_of_tiles(grant: Grant, as_chosen: bool) -> None:
@@ -141,7 +146,7 @@ def _triton(
     dtype: torch.dtype,
     group: int,
     head_dim: int,
-    quantization: Quantization,
+    forms: frozenset[WeightForm],
     deterministic: bool,
     kv_heads: int,
     latent: bool,
@@ -154,14 +159,14 @@ def _triton(
 
     if not TritonOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
-    lacking = _unfit_gpu(quantization)
+    lacking = _unfit_gpu(forms)
     if lacking is not None:
         return lacking
     shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic)
-    return TritonOps(shape, quantization, latent)
+    return TritonOps(shape, latent)
 
 
-def _unfit_gpu(quantization: Quantization) -> Lacking | None:
+def _unfit_gpu(forms: frozenset[WeightForm]) -> Lacking | None:
     """Return why Triton cannot compile for the GPU that it finds, or why the GPU cannot multiply so."""
     from batchinfer_kernels.gpu import target
     from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8
@@ -173,5 +178,5 @@ def _unfit_gpu(quantization: Quantization) -> Lacking | None:
     if found.isdigit() and int(found) < LEAST_CAPABILITY:
         has = f"this GPU has compute capability {found[:-1]}.{found[-1]}, and they need 8.0 or newer"
         return Lacking(has, "use a newer GPU or engine.device: cpu")
-    missing = why_not_fp8() if quantization in ("fp8", "stored") else None
+    missing = why_not_fp8() if any(form.codes == "fp8" for form in forms) else None
     return None if missing is None else Lacking(missing, "use model.quantization: int8 or a newer GPU")

@@ -7,11 +7,9 @@ from torch import Tensor
 
 from batchinfer.models.ops.interface import Experts, ExpertWeights, HeadsLinear
 from batchinfer.models.ops.torch_ops import add_loads
-from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.packed import Kind, PackedExperts
 from batchinfer_kernels.experts import Choice
-from batchinfer_kernels.quantized_linear import quantize_weight
 
 
 class CompiledExperts(Experts):
@@ -43,12 +41,8 @@ class CompiledHeads(HeadsLinear):
         )
 
 
-def pack(
-    compiled: CompiledOperators, weights: ExpertWeights, kind: Kind, quantization: Quantization
-) -> PackedExperts:
+def pack(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind) -> PackedExperts:
     """The weights in panels."""
-    if quantization == "none":
+    if weights.scales is None:
         return compiled.pack_experts(weights.weight, weights.bias, kind)
-    coded = [quantize_weight(matrix) for matrix in weights.weight]
-    codes, scales = (torch.stack(parts) for parts in zip(*coded, strict=True))
-    return compiled.pack_expert_codes(codes, scales, weights.bias, kind)
+    return compiled.pack_expert_codes(weights.weight, weights.scales, weights.bias, kind)

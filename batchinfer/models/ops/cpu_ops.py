@@ -22,18 +22,18 @@ from batchinfer.models.ops.interface import (
     LayerParts,
     Linear,
     RopeTable,
+    Weight,
     placed,
 )
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
-from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items, whole_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.paged_attention import CODES
-from batchinfer_kernels.quantized_linear import quantize_weight
 
 # Heads that read a tile of latents together: with them it is worth its way from the L2 cache
 MOST_SLICE = 16
@@ -58,7 +58,6 @@ class CpuOps(TorchOps):
         self,
         compiled: CompiledOperators,
         group: int,
-        quantization: Quantization = "none",
         latent: bool = False,
         dtype: torch.dtype = torch.float32,
         causal: bool = True,
@@ -66,9 +65,7 @@ class CpuOps(TorchOps):
         super().__init__(causal)
         self._compiled, self._latent = compiled, latent
         self._group = _slice(group) if latent else group
-        if quantization == "fp8":
-            raise ValueError("a CPU's operators have no products of fp8")
-        self._quantization, self._dtype = quantization, dtype
+        self._dtype = dtype
 
     @staticmethod
     def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
@@ -76,33 +73,34 @@ class CpuOps(TorchOps):
         sizes = latent or (group <= MAX_ROWS and head_dim <= MAX_HEAD_DIM)
         return dtype in (torch.float32, torch.bfloat16) and sizes
 
-    @property
-    def linear(self) -> str:
-        way = "int8" if self._quantization == "int8" else "compiled"
+    def linear(self, codes: WeightCodes | None) -> str:
+        way = codes or "compiled"
         tiles = self._compiled.has_tiles and (way == "int8" or self._dtype == torch.bfloat16)
         return f"{way}, in tiles" if tiles else way
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+    def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         return CompiledLinear(self._compiled, self._packed(weight, bias, GATES[activation]))
 
-    def pack_head(self, weight: Tensor) -> Head:
+    def pack_head(self, weight: Weight) -> Head:
         return CompiledHead(self._compiled, self._packed(weight, None, "float"))
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return CompiledLinear(self._compiled, self._compiled.pack_linear(weight, bias, "float"))
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        into = pack(self._compiled, gate_up, GATES[activation], self._quantization)
-        back = pack(self._compiled, down, "plain", self._quantization)
+        into = pack(self._compiled, gate_up, GATES[activation])
+        back = pack(self._compiled, down, "plain")
         return CompiledExperts(self._compiled, into, back)
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, kind: Kind) -> PackedWeight:
-        if self._quantization == "int8":
-            return self._compiled.pack_codes(*quantize_weight(weight), bias, kind)
-        return self._compiled.pack_linear(weight, bias, kind)
+    def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
+        if isinstance(weight, Tensor):
+            return self._compiled.pack_linear(weight, bias, kind)
+        if weight.codes.dtype != torch.int8:
+            raise TypeError(f"a CPU's operators have no products of {weight.codes.dtype}")
+        return self._compiled.pack_codes(weight.codes, weight.scales, bias, kind)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
         return CompiledLayer(self._compiled, spec, parts) if CompiledLayer.covers(spec, parts) else None
@@ -250,9 +248,8 @@ class CpuOps(TorchOps):
             q, *caches, tables, plan.items, scale, scales=cache.scales, bias=bias
         )
 
-    def pack_heads(self, weight: Tensor) -> HeadsLinear:
-        packed = pack(self._compiled, ExpertWeights(weight), "plain", self._quantization)
-        return CompiledHeads(self._compiled, packed)
+    def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
+        return CompiledHeads(self._compiled, pack(self._compiled, weights, "plain"))
 
     def latent_attention(
         self,

@@ -7,13 +7,10 @@ from torch import Tensor
 
 from batchinfer.models.ops.interface import Experts, ExpertWeights, HeadsLinear
 from batchinfer.models.ops.torch_ops import add_loads
-from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.experts import Choice, group_by_expert
-from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
-from batchinfer_kernels.quantized_linear import quantize_weight
 
 
 class TritonExperts(Experts):
@@ -24,10 +21,9 @@ class TritonExperts(Experts):
         gate_up: ExpertWeights,
         down: ExpertWeights,
         activation: Activation,
-        quantization: Quantization,
         deterministic: bool,
     ) -> None:
-        self._gate_up, self._down = (_coded(weights, quantization) for weights in (gate_up, down))
+        self._gate_up, self._down = ((weights.weight, weights.scales) for weights in (gate_up, down))
         self._lines = (gate_up.lines, down.lines)
         self._biases = (gate_up.bias, down.bias)
         self._activation, self._deterministic = activation, deterministic
@@ -67,8 +63,8 @@ class TritonExperts(Experts):
 class TritonHeads(HeadsLinear):
     """A grouped product in which each head has a row of every token."""
 
-    def __init__(self, weight: Tensor, quantization: Quantization, deterministic: bool) -> None:
-        self._weight, self._scales = _coded(ExpertWeights(weight.contiguous()), quantization)
+    def __init__(self, weights: ExpertWeights, deterministic: bool) -> None:
+        self._weight, self._scales = weights.weight.contiguous(), weights.scales
         self._deterministic = deterministic
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -77,14 +73,3 @@ class TritonHeads(HeadsLinear):
         rows = x.transpose(0, 1).reshape(heads * tokens, -1)
         made = grouped_matmul(rows, weight, starts, scales=self._scales, deterministic=self._deterministic)
         return made.view(heads, tokens, -1).transpose(0, 1)
-
-
-def _coded(weights: ExpertWeights, quantization: Quantization) -> tuple[Tensor, Tensor | None]:
-    """Return the weights and None, or the quantised weights and their scales."""
-    if weights.scales is not None or quantization in ("none", "stored"):
-        return weights.weight, weights.scales
-    quantize = quantize_weight if quantization == "int8" else quantize_rows_fp8
-    coded = [quantize(matrix) for matrix in weights.weight]
-    # As bytes: torch does not stack float8_e4m3fn everywhere
-    codes = torch.stack([each.view(torch.uint8) for each, _ in coded]).view(coded[0][0].dtype)
-    return codes, torch.stack([scales for _, scales in coded])

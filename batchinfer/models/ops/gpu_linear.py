@@ -8,14 +8,12 @@ from torch import Tensor
 
 from batchinfer.models.ops.interface import CodedWeight, Head, Linear
 from batchinfer_kernels.block_fp8_matmul import BlockWeight
-from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.sample import sample
-from batchinfer_kernels.quantized_linear import quantize_weight
 
 
 class LibraryLinear(Linear):
@@ -97,63 +95,42 @@ class InvariantExact(Linear):
 
 
 class Int8Linear(Linear):
-    """A product of int8 values: the weight is quantised once, each row of x when it comes. Sums are exact: a row
-    does not depend on others."""
+    """A product of int8 values: each row of x is quantised when it comes. Sums are exact: a row does not depend on
+    others."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
+    def __init__(
+        self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None = None
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         self.out_features //= 1 if activation is None else 2
-        self._codes, self._scales = quantize_weight(weight)
-        self._bias, self._activation = bias, activation
+        self._weight, self._bias, self._activation = weight, bias, activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return int8_matmul(x, self._codes, self._scales, self._bias, activation=self._activation)
+        codes, scales = self._weight.codes, self._weight.scales
+        return int8_matmul(x, codes, scales, self._bias, activation=self._activation)
 
 
 class Int8Head(Head):
     """A head whose weight is quantised to int8, with float32 logits."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: CodedWeight) -> None:
         self.out_features, self.in_features = weight.shape
-        self._codes, self._scales = quantize_weight(weight)
+        self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        return int8_matmul(x, self._codes, self._scales, out_dtype=torch.float32)
+        return int8_matmul(x, self._weight.codes, self._weight.scales, out_dtype=torch.float32)
 
     def argmax(self, x: Tensor) -> Tensor:
         return sample(self(x))
 
 
 class Fp8Linear(Linear):
-    """A product of float8_e4m3fn values: the weight is quantised once, each row of x when it comes."""
-
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, activation: Activation | None, deterministic: bool
-    ) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.out_features //= 1 if activation is None else 2
-        self._codes, self._scales = quantize_rows_fp8(weight)
-        self._bias, self._activation, self._deterministic = bias, activation, deterministic
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return fp8_matmul(
-            x,
-            self._codes,
-            self._scales,
-            self._bias,
-            activation=self._activation,
-            deterministic=self._deterministic,
-        )
-
-
-class StoredFp8Linear(Linear):
-    """A product with a weight that the checkpoint stores in float8_e4m3fn. Each row of x, or each group of a row, is
-    quantised when it comes."""
+    """A product of float8_e4m3fn values. Each row of x, or each group of a row, is quantised when it comes."""
 
     def __init__(
         self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None, deterministic: bool
     ) -> None:
-        self.out_features, self.in_features = weight.codes.shape
+        self.out_features, self.in_features = weight.shape
         self.out_features //= 1 if activation is None else 2
         self._codes, self._scales, self._bias = weight.codes, weight.scales, bias
         self._blocks = None if weight.lines is None else BlockWeight(self._codes, self._scales, weight.lines)
@@ -169,14 +146,13 @@ class StoredFp8Linear(Linear):
 class Fp8Head(Head):
     """A head whose weight is quantised to fp8, with float32 logits."""
 
-    def __init__(self, weight: Tensor, deterministic: bool) -> None:
+    def __init__(self, weight: CodedWeight, deterministic: bool) -> None:
         self.out_features, self.in_features = weight.shape
-        self._codes, self._scales = quantize_rows_fp8(weight)
-        self._deterministic = deterministic
+        self._weight, self._deterministic = weight, deterministic
 
     def __call__(self, x: Tensor) -> Tensor:
-        how = self._deterministic
-        return fp8_matmul(x, self._codes, self._scales, out_dtype=torch.float32, deterministic=how)
+        codes, scales = self._weight.codes, self._weight.scales
+        return fp8_matmul(x, codes, scales, out_dtype=torch.float32, deterministic=self._deterministic)
 
     def argmax(self, x: Tensor) -> Tensor:
         return sample(self(x))

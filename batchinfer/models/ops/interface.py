@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
+from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.experts import Choice, choose_experts
 from batchinfer_kernels.gated_activation import Activation, activation_reference
@@ -111,13 +113,30 @@ class Linear(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedWeight:
-    """A weight that stays as a checkpoint stores it: quantised values, `codes` (out, in) float8_e4m3fn, and
-    scales (out,) float32, or (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
+    """A weight whose values are quantised: `codes` (out, in), int8 or float8_e4m3fn, and scales (out,) float32, or
+    (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
     batchinfer_kernels.block_fp8_matmul."""
 
     codes: Tensor
     scales: Tensor
     lines: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the weight's shape, (out, in)."""
+        return self.codes.shape
+
+
+# What a product multiplies with: values of the run's dtype, or quantised ones
+Weight: TypeAlias = Tensor | CodedWeight
+
+
+def values_of(weight: Weight, name: str) -> Tensor:
+    """Return a weight that is not quantised, for operators of this name that multiply no others. Raises TypeError for
+    one that is."""
+    if isinstance(weight, CodedWeight):
+        raise TypeError(f"{name} operators have no products of {weight.codes.dtype}")
+    return weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,32 +256,25 @@ class Ops(ABC):
 
     name: str
 
-    @property
-    def linear(self) -> str:
-        """How the linear layers packed so far are computed, for the report."""
-        return self.name
+    def linear(self, codes: WeightCodes | None) -> str:
+        """Return how linear layers are computed, for the report; `codes`: of most of their weights."""
+        return self.name if codes is None else codes
 
     @abstractmethod
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Prepare a weight (out, in) once, at load."""
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Prepare a weight (out, in) once, at load. Raises TypeError for quantised values that these operators do not
+        multiply: who chooses operators has asked before."""
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+    def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         """A gated layer, gate above up: (T, in) → (T, out / 2), act(gate) * up."""
         return GatedLinear(self, self.pack_linear(weight, bias), activation)
 
-    def pack_codes(
-        self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
-    ) -> Linear:
-        """Make a layer whose weight stays quantised to fp8, gated where there is an activation. Raises TypeError where
-        these operators have no products of fp8: who chooses operators has asked before."""
-        raise TypeError(f"{self.name} operators have no products of fp8")
-
-    def pack_activated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+    def pack_activated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         """A layer with an activation behind it: (T, in) → (T, out)."""
         return ActivatedLinear(self, self.pack_linear(weight, bias), activation)
 
     @abstractmethod
-    def pack_head(self, weight: Tensor) -> Head:
+    def pack_head(self, weight: Weight) -> Head:
         """The layer that makes logits: (T, in) → (T, out) float32, never rounded to the weight's dtype: among logits of
         magnitude 100 bfloat16 tells no two apart that differ by less than a half."""
 
@@ -275,8 +287,8 @@ class Ops(ABC):
         """Experts of gated feed-forward halves, gate above up."""
 
     @abstractmethod
-    def pack_heads(self, weight: Tensor) -> HeadsLinear:
-        """weight: (heads, out, in)."""
+    def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
+        """Prepare the weights of heads, (heads, out, in)."""
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
         """logits: (T, experts) float32. See batchinfer_kernels.experts; the host waits for nothing."""

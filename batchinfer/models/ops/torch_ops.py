@@ -21,7 +21,9 @@ from batchinfer.models.ops.interface import (
     Linear,
     Ops,
     RopeTable,
+    Weight,
     placed,
+    values_of,
 )
 from batchinfer_kernels.cpu.paged_attention import (
     AttentionGroup,
@@ -137,11 +139,11 @@ class TorchOps(Ops):
     def __init__(self, causal: bool = True) -> None:
         self._causal = causal
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return TorchLinear(weight, bias)
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        return TorchLinear(values_of(weight, self.name), bias)
 
-    def pack_head(self, weight: Tensor) -> Head:
-        return TorchHead(weight)
+    def pack_head(self, weight: Weight) -> Head:
+        return TorchHead(values_of(weight, self.name))
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ExactLinear(weight, bias)
@@ -149,8 +151,8 @@ class TorchOps(Ops):
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
         return TorchExperts(gate_up, down, activation)
 
-    def pack_heads(self, weight: Tensor) -> HeadsLinear:
-        return TorchHeads(weight)
+    def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
+        return TorchHeads(weights.weight)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)

@@ -22,7 +22,6 @@ from batchinfer.models.ops.gpu_linear import (
     LibraryExact,
     LibraryHead,
     LibraryLinear,
-    StoredFp8Linear,
 )
 from batchinfer.models.ops.interface import (
     NO_NORMS,
@@ -39,9 +38,11 @@ from batchinfer.models.ops.interface import (
     Linear,
     Ops,
     RopeTable,
+    Weight,
+    values_of,
 )
 from batchinfer.models.spec.spec import CacheSpec
-from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import attention_plan
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM, moved
@@ -118,10 +119,8 @@ class TritonOps(Ops):
 
     name = "triton"
 
-    def __init__(
-        self, shape: AttentionShape, quantization: Quantization = "none", latent: bool = False
-    ) -> None:
-        self._shape, self._quantization, self._latent = shape, quantization, latent
+    def __init__(self, shape: AttentionShape, latent: bool = False) -> None:
+        self._shape, self._latent = shape, latent
         self._prefill: FlashInferPrefill | None = None
 
     @property
@@ -136,7 +135,7 @@ class TritonOps(Ops):
 
     def with_prefill(self, prefill: FlashInferPrefill) -> TritonOps:
         """Return these operators with another prefill attention; see PromptOps."""
-        made = TritonOps(self._shape, self._quantization, self._latent)
+        made = TritonOps(self._shape, self._latent)
         made._prefill, made.name = prefill, f"{self.name}+flashinfer"
         return made
 
@@ -150,28 +149,21 @@ class TritonOps(Ops):
     def holds(self, cache: CacheSpec) -> bool:
         return cache.dtype is None or not cache.latent
 
-    @property
-    def linear(self) -> str:
-        if self._quantization != "none":
-            return "fp8" if self._quantization == "stored" else self._quantization
+    def linear(self, codes: WeightCodes | None) -> str:
+        if codes is not None:
+            return codes
         return "triton" if self._shape.deterministic else "library"
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return self._packed(weight, bias, None) or LibraryLinear(weight, bias)
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        return self._packed(weight, bias, None) or LibraryLinear(values_of(weight, self.name), bias)
 
-    def pack_gated(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> Linear:
+    def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         return self._packed(weight, bias, activation) or super().pack_gated(weight, bias, activation)
 
-    def pack_codes(
-        self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
-    ) -> Linear:
-        return StoredFp8Linear(weight, bias, activation, self._shape.deterministic)
-
-    def pack_head(self, weight: Tensor) -> Head:
-        if self._quantization == "int8":
-            return Int8Head(weight)
-        if self._quantization == "fp8":
-            return Fp8Head(weight, self._shape.deterministic)
+    def pack_head(self, weight: Weight) -> Head:
+        if isinstance(weight, CodedWeight):
+            int8 = weight.codes.dtype == torch.int8
+            return Int8Head(weight) if int8 else Fp8Head(weight, self._shape.deterministic)
         return InvariantHead(weight) if self._shape.deterministic else LibraryHead(weight)
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -179,14 +171,17 @@ class TritonOps(Ops):
         return kind(weight, bias)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        return TritonExperts(gate_up, down, activation, self._quantization, self._shape.deterministic)
+        return TritonExperts(gate_up, down, activation, self._shape.deterministic)
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Linear | None:
+    def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
         """Pack a weight for our own kernel; None if the library multiplies it."""
-        if self._quantization == "int8":
-            return Int8Linear(weight, bias, activation)
-        if self._quantization == "fp8":
-            return Fp8Linear(weight, bias, activation, self._shape.deterministic)
+        if isinstance(weight, CodedWeight):
+            int8 = weight.codes.dtype == torch.int8
+            return (
+                Int8Linear(weight, bias, activation)
+                if int8
+                else Fp8Linear(weight, bias, activation, self._shape.deterministic)
+            )
         return InvariantLinear(weight, bias, activation) if self._shape.deterministic else None
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
@@ -330,8 +325,8 @@ class TritonOps(Ops):
             out=out,
         )
 
-    def pack_heads(self, weight: Tensor) -> HeadsLinear:
-        return TritonHeads(weight, self._quantization, self._shape.deterministic)
+    def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
+        return TritonHeads(weights, self._shape.deterministic)
 
     def latent_attention(
         self,

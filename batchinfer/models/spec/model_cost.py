@@ -17,6 +17,7 @@ from batchinfer.models.spec.spec import (
     NormSpec,
     keeping,
 )
+from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.cost import (
     Cost,
     ModelCost,
@@ -45,19 +46,19 @@ from batchinfer_kernels.cost import (
 )
 
 
-def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCost:
-    """`itemsize`: bytes of an activation, and of a cached value that is not quantised; `weight_itemsize`: of a weight
-    of a linear layer; 1: int8."""
+def model_cost(spec: ModelSpec, itemsize: int) -> ModelCost:
+    """Return the cost of a model. `itemsize`: bytes of an activation, and of a weight or a cached value that is not
+    quantised."""
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
-        for operator in _layer_operators(layer, itemsize, weight_itemsize):
+        for operator in _layer_operators(layer, itemsize):
             known = summed.get(operator.name, OperatorCost(operator.name))
             summed[operator.name] = known + operator * times
     once = (
         OperatorCost("embedding", token=_embedding(spec, itemsize)),
         _attention(spec, itemsize),
         OperatorCost("copy_parts", copied=_copying(spec, itemsize)),
-        *_behind_layers(spec, itemsize, weight_itemsize),
+        *_behind_layers(spec, itemsize),
     )
     return ModelCost(
         operators=(*summed.values(), *once),
@@ -67,14 +68,14 @@ def model_cost(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> ModelCos
         head_parameters=spec.head.values if spec.causal else 0,
         caches=tuple((cache.window, cache.token_bytes(itemsize)) for cache in keeping(spec.caches).values()),
         itemsize=itemsize,
-        weight_itemsize=1 if _is_coded(spec) else weight_itemsize,
+        weight_itemsize=1 if _is_coded(spec) else itemsize,
         causal=spec.causal,
     )
 
 
 def _is_coded(spec: ModelSpec) -> bool:
-    """Whether most weights stay quantised, as the checkpoint stores them."""
-    values = [(linear.values, linear.coded is not None) for linear in spec.linears()]
+    """Whether most weights are quantised."""
+    values = [(linear.values, linear.form is not None) for linear in spec.linears()]
     return 2 * sum(count for count, coded in values if coded) > sum(count for count, _ in values)
 
 
@@ -88,13 +89,13 @@ def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
     return found
 
 
-def _behind_layers(spec: ModelSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
+def _behind_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
     """Yield the costs of the operators that see only the rows that are asked for. An encoder has no head."""
     norm = spec.final_norm
     if norm is not None:
         yield _sampled("final_norm", lambda n: _norm(norm, n, itemsize, residual=True))
     if spec.causal:
-        yield _sampled("lm_head", _linear(spec.head, itemsize, weight_itemsize))
+        yield _sampled("lm_head", _linear(spec.head, itemsize))
         yield from _after_head(spec)
         yield _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize))
 
@@ -107,7 +108,7 @@ def _after_head(spec: ModelSpec) -> Iterator[OperatorCost]:
         yield _sampled("logit_cap", lambda n: cap_cost(n, spec.vocab))
 
 
-def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> Iterator[OperatorCost]:
+def _layer_operators(layer: LayerSpec, itemsize: int) -> Iterator[OperatorCost]:
     attention = layer.attention
     yield _token("rms_norm", lambda n: _norms(layer, n, itemsize))
     if attention is not None:
@@ -115,11 +116,11 @@ def _layer_operators(layer: LayerSpec, itemsize: int, weight_itemsize: int) -> I
     for linear in layer.linears:
         if linear.heads:
             assert isinstance(attention, LatentAttentionSpec)
-            yield _token(linear.name, _heads(attention, itemsize, weight_itemsize))
+            yield _token(linear.name, _heads(attention, linear.form, itemsize))
         elif linear.experts:
-            yield _experts(linear, itemsize, weight_itemsize)
+            yield _experts(linear, itemsize)
         else:
-            yield _token(linear.name, _linear(linear, itemsize, weight_itemsize))
+            yield _token(linear.name, _linear(linear, itemsize))
         if linear.activation is not None:
             yield _activation(linear, itemsize)
     if layer.residual_multiplier != 1:
@@ -150,10 +151,10 @@ def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Cal
     )
 
 
-def _heads(attention: LatentAttentionSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
+def _heads(attention: LatentAttentionSpec, form: WeightForm | None, itemsize: int) -> Callable[[int], Cost]:
     """Return the cost of the products that take queries into the latent, and results out of it."""
-    into = _linear(LinearSpec("", attention.plain_dim, (("", attention.rank),)), itemsize, weight_itemsize)
-    out = _linear(LinearSpec("", attention.rank, (("", attention.v_dim),)), itemsize, weight_itemsize)
+    into = _linear(LinearSpec("", attention.plain_dim, (("", attention.rank),), form=form), itemsize)
+    out = _linear(LinearSpec("", attention.rank, (("", attention.v_dim),), form=form), itemsize)
     return lambda n: (into(n) + out(n)) * attention.q_heads
 
 
@@ -202,18 +203,18 @@ def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
     return _token("activation", lambda n: activation_cost(n * linear.chosen, linear.outputs, itemsize))
 
 
-def _experts(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> OperatorCost:
+def _experts(linear: LinearSpec, itemsize: int) -> OperatorCost:
     """Return the cost of the experts' products. Those of the first half read each token once, those of the second each
     row."""
 
     def cost(tokens: int, hit: int) -> Cost:
         rows = tokens * linear.chosen
         read, inputs, outputs = tokens if linear.gated else rows, linear.inputs, linear.outputs
-        if linear.coded == "block":
+        if linear.form is not None and linear.form.scales == "block":
             return block_fp8_grouped_linear_cost(rows, hit, inputs, outputs, itemsize, tokens=read)
-        if weight_itemsize == 1 or linear.coded:
+        if linear.form is not None:
             return quantized_grouped_linear_cost(rows, hit, inputs, outputs, itemsize, tokens=read)
-        return grouped_linear_cost(rows, hit, inputs, outputs, itemsize, weight_itemsize, tokens=read)
+        return grouped_linear_cost(rows, hit, inputs, outputs, itemsize, itemsize, tokens=read)
 
     each = OperatorCost(linear.name, token=cost(1, 0), expert=cost(0, 1))
     return replace(each, experts=linear.experts, chosen=linear.chosen)
@@ -238,14 +239,13 @@ def _norm(norm: NormSpec, tokens: int, itemsize: int, residual: bool) -> Cost:
     return rms_norm_cost(tokens, norm.width, itemsize, residual)
 
 
-def _linear(linear: LinearSpec, itemsize: int, weight_itemsize: int) -> Callable[[int], Cost]:
-    inputs, outputs = linear.inputs, linear.outputs
-    if linear.coded == "block":
+def _linear(linear: LinearSpec, itemsize: int) -> Callable[[int], Cost]:
+    inputs, outputs, form = linear.inputs, linear.outputs, linear.form
+    if form is None:
+        return lambda n: linear_cost(n, inputs, outputs, itemsize, itemsize)
+    if form.scales == "block":
         return lambda n: block_fp8_linear_cost(n, inputs, outputs, itemsize)
-    if linear.coded or (weight_itemsize == 1 and not linear.exact):
-        return lambda n: quantized_linear_cost(n, inputs, outputs, itemsize)
-    stored = itemsize if linear.exact else weight_itemsize
-    return lambda n: linear_cost(n, inputs, outputs, itemsize, stored)
+    return lambda n: quantized_linear_cost(n, inputs, outputs, itemsize)
 
 
 def _token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:

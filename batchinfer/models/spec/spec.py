@@ -14,7 +14,14 @@ from typing import Literal
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.models.spec.rope_config import RopeConfig
-from batchinfer_kernels.arithmetic import Activation, CacheDtype, CodedForm, Dtype, KvCacheDtype
+from batchinfer_kernels.arithmetic import (
+    Activation,
+    CacheDtype,
+    Dtype,
+    KvCacheDtype,
+    Quantization,
+    WeightForm,
+)
 from batchinfer_kernels.routing import Routing
 
 BUCKETS = 32  # of distances of keys: MPNet's, whatever its configuration says
@@ -48,8 +55,8 @@ class LinearSpec:
     `activation` follows it; where it is `gated`, the upper half of its outputs is the gate of the lower half. One that
     is `exact` is never quantised, and its results are float32. With `experts` the weight is that of all of them, one
     above the other, and a token multiplies those of `chosen` experts; 0: it belongs to none. With `heads` it has a part
-    for each of so many, which queries and results of attention are multiplied with (LatentAttentionSpec). `coded`: its
-    weight stays as the checkpoint stores it, in fp8, with scales of this form.
+    for each of so many, which queries and results of attention are multiplied with (LatentAttentionSpec). `form`: how
+    its weight lies in memory; None: as values of the run's dtype.
     """
 
     name: str
@@ -62,12 +69,17 @@ class LinearSpec:
     experts: int = 0
     chosen: int = 1
     heads: int = 0
-    coded: CodedForm | None = None
+    form: WeightForm | None = None
 
     @property
     def outputs(self) -> int:
         """How many values it gives for a token; where it has several experts, those of one."""
         return sum(outputs for _, outputs in self.parts) // max(1, self.experts)
+
+    @property
+    def stored(self) -> bool:
+        """Whether its weight stays quantised as the checkpoint stores it."""
+        return self.form is not None and self.form.stored
 
     @property
     def values(self) -> int:
@@ -369,8 +381,8 @@ class LayerSpec:
     Where it is `parallel`, both halves read the layer's input, through the same norm if there is no post_norm. Without
     an `attention` it is the feed-forward half alone, and has neither input_norm nor attention_norm. Where it
     `norms_sums`, it is h = attention_norm(h + attention(h)), then h = feed_forward_norm(h + feed_forward(h)), as in the
-    first Transformers (Vaswani et al., 2017), and has no other norms. `coded`: the names of its products whose weights
-    stay in fp8, and the form of their scales.
+    first Transformers (Vaswani et al., 2017), and has no other norms. `forms`: those of its quantised weights, by the
+    names of its products.
     """
 
     hidden: int
@@ -383,7 +395,7 @@ class LayerSpec:
     residual_multiplier: float = 1.0
     parallel: bool = False
     norms_sums: bool = False
-    coded: tuple[tuple[str, CodedForm], ...] = ()
+    forms: tuple[tuple[str, WeightForm], ...] = ()
 
     def __post_init__(self) -> None:
         halved = self.input_norm is None and self.attention_norm is None and not self.parallel
@@ -408,8 +420,13 @@ class LayerSpec:
     def linears(self) -> tuple[LinearSpec, ...]:
         """Its matrix products, in the order in which they run."""
         attending = () if self.attention is None else self.attention.linears(self.hidden)
-        found, coded = (*attending, *self.feed_forward.linears(self.hidden)), dict(self.coded)
-        return tuple(replace(each, coded=coded.get(each.name)) for each in found) if coded else found
+        found, forms = (*attending, *self.feed_forward.linears(self.hidden)), dict(self.forms)
+        return tuple(replace(each, form=forms.get(each.name)) for each in found) if forms else found
+
+    def quantized(self, form: WeightForm) -> LayerSpec:
+        """Return the layer with all weights in a form that may be quantised and have none yet."""
+        forms = tuple((each.name, each.form or form) for each in self.linears if not each.exact)
+        return replace(self, forms=forms)
 
     @property
     def vectors(self) -> dict[str, int]:
@@ -474,6 +491,7 @@ class ModelSpec:
     logit_cap: float | None = None
     learned_positions: bool = False
     encoder: EncoderSpec | None = None
+    head_form: WeightForm | None = None
 
     @property
     def causal(self) -> bool:
@@ -502,6 +520,20 @@ class ModelSpec:
         )
         return replace(self, layers=tuple(layers))
 
+    def quantized(self, quantization: Quantization) -> ModelSpec:
+        """Return the model with weights that are quantised so when they are loaded, where the checkpoint does not hold
+        them quantised; none, stored: as it is."""
+        if quantization == "none" or quantization == "stored":
+            return self
+        form = WeightForm(quantization)
+        return replace(self, layers=tuple(layer.quantized(form) for layer in self.layers), head_form=form)
+
+    @property
+    def forms(self) -> frozenset[WeightForm]:
+        """Return the forms in which its quantised weights lie."""
+        linears = (*self.linears(), *([self.head] if self.causal else []))
+        return frozenset(linear.form for linear in linears if linear.form is not None)
+
     @property
     def long_rope_beyond(self) -> int | None:
         """Sequences that may become longer are rotated in another way; None: there is but one."""
@@ -519,7 +551,7 @@ class ModelSpec:
 
     @property
     def head(self) -> LinearSpec:
-        return LinearSpec("lm_head", self.hidden, (("head", self.vocab),))
+        return LinearSpec("lm_head", self.hidden, (("head", self.vocab),), form=self.head_form)
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yield the linear layers of all layers, without the head."""

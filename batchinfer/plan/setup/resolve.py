@@ -103,8 +103,7 @@ class Setting:
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """Return what steps of the model cost, as it will lie in memory."""
         itemsize = 4 if self.dtype == "float32" else 2
-        weights = itemsize if self.quantization in ("none", "stored") else 1
-        return checkpoint.cost(itemsize, weights, self.kv_cache)
+        return checkpoint.cost(itemsize, self.quantization, self.kv_cache)
 
     def context(
         self,

@@ -173,7 +173,7 @@ class Loading(Exception):
 @pytest.mark.parametrize("asked", ["auto", "stored", "none"])
 def test_a_gpu_that_can_runs_codes_as_a_checkpoint_stores_them(fp8, monkeypatch, asked):
     def load(config, source):
-        raise Loading(config.load.quantization, any(layer.coded for layer in source.spec.layers))
+        raise Loading(config.load.quantization, any(layer.forms for layer in source.spec.layers))
 
     measured = []
 

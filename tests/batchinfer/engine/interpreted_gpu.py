@@ -26,7 +26,6 @@ from batchinfer.models.foreign import source as foreign_source
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Head, Ops
-from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.engine.taped import Taped
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
@@ -76,7 +75,7 @@ class ReferenceLinear(Head):
         return self._product(x)
 
 
-def triton_ops(model: Checkpoint, quantization: Quantization = "none", deterministic: bool = False) -> Any:
+def triton_ops(model: Checkpoint, deterministic: bool = False) -> Any:
     """Make Triton's operators for a model in float32."""
     from batchinfer.models.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
@@ -84,7 +83,7 @@ def triton_ops(model: Checkpoint, quantization: Quantization = "none", determini
     attention = model.spec.attention
     sizes = (attention.q_heads, attention.kv_heads, attention.head_dim)
     shape = AttentionShape(torch.float32, *sizes, deterministic)
-    return TritonOps(shape, quantization, attention.cache.latent)
+    return TritonOps(shape, attention.cache.latent)
 
 
 def build(*arguments: Any) -> LoadedWeights:

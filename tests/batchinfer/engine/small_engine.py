@@ -133,10 +133,15 @@ def checkpoint(family: str, **options: Any) -> Checkpoint:
     return inspect_checkpoint(folder(family, **options))
 
 
-def cpu_ops(model: Checkpoint, quantization: Quantization = "none", codes: bool = False) -> Ops:
+def quantized(model: Checkpoint, quantization: Quantization) -> Checkpoint:
+    """The checkpoint with weights that are quantised when they are loaded."""
+    return replace(model, spec=model.spec.quantized(quantization))
+
+
+def cpu_ops(model: Checkpoint, codes: bool = False) -> Ops:
     attention, cpu = model.spec.attention, torch.device("cpu")
     sizes, latent = (attention.group, attention.head_dim), attention.cache.latent
-    return choose_ops(cpu, torch.float32, *sizes, quantization=quantization, latent=latent, codes=codes)
+    return choose_ops(cpu, torch.float32, *sizes, forms=model.spec.forms, latent=latent, codes=codes)
 
 
 def poison(cache: LayerCache, blocks: Any = slice(None)) -> None:
@@ -260,7 +265,7 @@ def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu"
     for layer in caches:
         poison(layer)
     sampler = Sampler(frozenset(model.spec.eos_token_ids))
-    cost = model_cost(model.spec, 4, 4)
+    cost = model_cost(model.spec, 4)
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device))
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
-from batchinfer.models.ops.interface import CodedWeight, Experts, ExpertWeights, Linear, Ops
+from batchinfer.models.ops.interface import CodedWeight, Experts, ExpertWeights, Linear, Ops, Weight
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
+from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference
 from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference
@@ -77,9 +78,15 @@ class StoredExperts(Experts):
 class StoredOps(TorchOps):
     """torch's operators, with products of stored codes."""
 
-    def pack_codes(
-        self, weight: CodedWeight, bias: Tensor | None = None, activation: Activation | None = None
-    ) -> Linear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        return self._packed(weight, bias, None) or super().pack_linear(weight, bias)
+
+    def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        return self._packed(weight, bias, activation) or super().pack_gated(weight, bias, activation)
+
+    def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
+        if not isinstance(weight, CodedWeight):
+            return None
         outputs, inputs = weight.codes.shape
         more = {"activation": activation}
 
@@ -114,7 +121,7 @@ def forced(model: Checkpoint, ops: Ops, limits: Limits) -> dict[Place, Tensor]:
 def test_stored_codes_are_what_their_references_say(kind: str) -> None:
     model, limits = stored(kind), Limits(budget=32)
     wanted = forced(model, StoredOps(), limits)
-    got = forced(model, triton_ops(model, "stored"), limits)
+    got = forced(model, triton_ops(model), limits)
     plain = forced(inspect_checkpoint(folders(kind)[1]), TorchOps(), limits)
     off, unquantised = farthest(got, wanted), farthest(plain, wanted)
     half = len(off) // 2
@@ -129,7 +136,7 @@ def test_stored_codes_are_what_their_references_say(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("blocks of experts", marks=pytest.mark.slow)])
 def test_a_row_has_the_same_bits_in_a_batch(kind: str) -> None:
     model = stored(kind)
-    ops = triton_ops(model, "stored", deterministic=True)
+    ops = triton_ops(model, deterministic=True)
     alone = forced(model, ops, Limits(budget=4096, seqs=1, caching=False))
     together = forced(model, ops, Limits(budget=24))
     assert all(torch.equal(together[place], alone[place]) for place in alone)
@@ -142,13 +149,13 @@ def test_codes_and_scales_stand_for_the_dequantised_weights(kind: str) -> None:
     read, whole = (CheckpointWeights(each, torch.float32, "cpu") for each in (model, plain))
     for index, spec in enumerate(model.spec.layers):
         codes, wanted = read.layer(index), whole.layer(index)
-        coded = [linear for linear in spec.linears if linear.coded]
-        assert {linear.name for linear in coded} == {name for name, _ in spec.coded}
+        coded = [linear for linear in spec.linears if linear.stored]
+        assert {linear.name for linear in coded} == {name for name, _ in spec.forms}
         assert len(coded) >= 2
         for linear in coded:
             found = codes[linear.name].float()
             scales = codes[linear.name + ".scales"]
-            if linear.coded == "channel":
+            if linear.form is not None and linear.form.scales == "channel":
                 spread = scales[:, None]
             else:
                 lines = codes[linear.name + ".lines"].long()
@@ -161,18 +168,19 @@ def test_codes_and_scales_stand_for_the_dequantised_weights(kind: str) -> None:
 def test_what_stays_in_codes_and_what_it_takes() -> None:
     """What the checkpoint leaves in floats is computed in the job's dtype, as is a product one part of which is."""
     kind = "blocks"
-    model, source = stored(kind), checkpoint_source(folders(kind)[0], as_stored=True)
-    first, second = (dict(layer.coded) for layer in model.spec.layers)
-    assert first == {"qkv": "block", "gate_up": "block", "down": "block"}
-    assert second == {**first, "o": "block"}
+    model, source = stored(kind), checkpoint_source(folders(kind)[0], quantization="stored")
+    first, second = (dict(layer.forms) for layer in model.spec.layers)
+    blocks = WeightForm("fp8", "block", stored=True)
+    assert first == dict.fromkeys(("qkv", "gate_up", "down"), blocks)
+    assert second == {**first, "o": blocks}
     (notice,) = model.notices
     assert "stay in fp8 as they are stored" in notice
     assert isinstance(source, ModelSource)
-    cost = model.cost(2, 2)
-    coded = sum(linear.values for linear in model.spec.linears() if linear.coded)
+    cost = model.cost(2)
+    coded = sum(linear.values for linear in model.spec.linears() if linear.stored)
     assert cost.quantized
     assert source.weight_bytes(cost) == 2 * model.parameters - coded
-    plain = inspect_checkpoint(folders(kind)[0]).cost(2, 2)
+    plain = inspect_checkpoint(folders(kind)[0]).cost(2)
     assert not plain.quantized
     ran, dequantised = ({operator.name: operator for operator in each.operators} for each in (cost, plain))
     assert ran["qkv"].token.coded_ops == dequantised["qkv"].token.flops

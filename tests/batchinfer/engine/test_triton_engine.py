@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -32,7 +32,7 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.ops import flashinfer_prefill, prefill_choice
-from batchinfer.models.ops.interface import Head, Linear, Ops
+from batchinfer.models.ops.interface import Head, Linear, Ops, Weight, values_of
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.arithmetic import Quantization
@@ -58,6 +58,7 @@ from tests.batchinfer.engine.small_engine import (
     looking_ahead,
     make_engine,
     make_runner,
+    quantized,
     request,
 )
 from tests.batchinfer.engine.teacher_forced import Row, different, farthest, forced_logits
@@ -120,8 +121,10 @@ def prompts(every: int = 1) -> list[list[int]]:
 
 
 def model_of(variant: str) -> Checkpoint:
-    family, options = VARIANTS[variant]
-    return checkpoint(family, **options)
+    """The checkpoint of a variant; "llama+int8": with weights that are quantised so."""
+    name, _, quantization = variant.partition("+")
+    family, options = VARIANTS[name]
+    return quantized(checkpoint(family, **options), cast(Quantization, quantization or "none"))
 
 
 def ran(variant: str, limits: Limits, ops: Ops, device: str, rows: list[list[int]]) -> Ran:
@@ -130,10 +133,8 @@ def ran(variant: str, limits: Limits, ops: Ops, device: str, rows: list[list[int
     return drain(engine, greedy(rows, OUTPUT))
 
 
-def on_the_cpu(
-    variant: str, limits: Limits, rows: list[list[int]], quantization: Quantization = "none"
-) -> Ran:
-    return ran(variant, limits, cpu_ops(model_of(variant), quantization), "cpu", rows)
+def on_the_cpu(variant: str, limits: Limits, rows: list[list[int]]) -> Ran:
+    return ran(variant, limits, cpu_ops(model_of(variant)), "cpu", rows)
 
 
 def cases() -> Iterator[Any]:
@@ -184,19 +185,19 @@ class ReferenceOps(TorchOps):
         self._quantize = quantize_weight if int8 else quantize_rows_fp8
         self._product = quantized_linear_reference if int8 else fp8_matmul_reference
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        codes = self._quantize(weight)
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        codes = self._quantize(values_of(weight, self.name))
         return ReferenceLinear(weight.shape, lambda x: self._product(x, *codes, bias))
 
-    def pack_head(self, weight: Tensor) -> Head:
-        codes = self._quantize(weight)
+    def pack_head(self, weight: Weight) -> Head:
+        codes = self._quantize(values_of(weight, self.name))
         return ReferenceLinear(weight.shape, lambda x: self._product(x, *codes, None))
 
 
-def forced(ops: Ops, limits: Limits, device: str) -> dict[Place, Tensor]:
+def forced(ops: Ops, limits: Limits, device: str, variant: str = "llama") -> dict[Place, Tensor]:
     rng = random.Random(12)
     rows = [Row(prompt, [rng.randrange(250) for _ in range(FORCED)]) for prompt in prompts(2)]
-    return forced_logits(make_runner(checkpoint("llama"), ops, limits, device), limits, rows)[0]
+    return forced_logits(make_runner(model_of(variant), ops, limits, device), limits, rows)[0]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
@@ -205,7 +206,8 @@ def test_codes_are_what_their_reference_says(quantization):
     but where that turns the code of an activation into the next one."""
     limits = SETTINGS["chunked"]
     wanted = forced(ReferenceOps(quantization), limits, DEVICE)
-    got = forced(triton_ops(model_of("llama"), quantization), limits, DEVICE)
+    coded = f"llama+{quantization}"
+    got = forced(triton_ops(model_of(coded)), limits, DEVICE, coded)
     assert len(wanted) == FORCED * len(prompts(2))
     off, unquantised = farthest(got, wanted), farthest(forced(TorchOps(), limits, DEVICE), wanted)
     half = len(off) // 2
@@ -214,7 +216,7 @@ def test_codes_are_what_their_reference_says(quantization):
     assert off[-1] < unquantised[0] / 3, "further away than a model that is not quantised"
     if quantization == "fp8":
         return
-    cpu = forced(cpu_ops(checkpoint("llama"), "int8"), limits, "cpu")
+    cpu = forced(cpu_ops(model_of(coded)), limits, "cpu", coded)
     assert farthest(got, cpu)[-1] < unquantised[0] / 3, "a CPU's int8 is another one"
 
 
@@ -273,17 +275,18 @@ def test_a_row_has_the_same_bits_in_a_batch():
 @pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
 def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
     """In chunks, with what others left in the cache, preempted, the last first."""
-    ops = triton_ops(model_of("llama"), quantization, deterministic=True)
+    variant = f"llama+{quantization}"
+    ops = triton_ops(model_of(variant), deterministic=True)
     requests = greedy(prompts(), 4, ignore_eos=True)
-    wanted = apart(ops, requests)
+    wanted = apart(ops, requests, variant)
     assert len(wanted) == 4 * len(prompts())
     for limits in SETTINGS.values():
-        run = same_bits(ops, limits, requests[:: -1 if limits.scarce else 1], wanted)
+        run = same_bits(ops, limits, requests[:: -1 if limits.scarce else 1], wanted, variant)
         assert (run.total("cached_tokens") > 0) == limits.caching
         assert (run.total("preemptions") > 0) == limits.scarce
     if quantization == "fp8":  # which no CPU computes
         return
-    cpu = on_the_cpu("llama", SETTINGS["whole"], prompts(), quantization)
+    cpu = on_the_cpu(variant, SETTINGS["whole"], prompts())
     for row in range(len(requests)):
         assert [int(wanted[row, at].argmax()) for at in range(OUTPUT)] == cpu.tokens(row)[:OUTPUT]
 
@@ -405,8 +408,8 @@ def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
     assert any(s.padded_tokens for s in run.steps), "three rows take the graph of four"
     sizes = [s.prefill_tokens + s.decode_tokens + s.padded_tokens for s in run.steps if s.prefill_tokens]
     assert set(sizes) == {32}
-    ops = triton_ops(model_of("llama-one-layer"), "int8", deterministic=True)
-    wanted = apart(ops, requests[1:2], "llama-one-layer")
+    ops = triton_ops(model_of("llama-one-layer+int8"), deterministic=True)
+    wanted = apart(ops, requests[1:2], "llama-one-layer+int8")
     assert len(wanted) == 4
     assert different({place: sampler.seen[place] for place in wanted}, wanted) == []
 

@@ -100,7 +100,7 @@ def test_needs_no_torch(folder: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint\n"
         "from batchinfer.models.spec.model_cost import model_cost\n"
-        "c = inspect_checkpoint(Path(sys.argv[1])); c.fingerprint({}); model_cost(c.spec, 4, 4)\n"
+        "c = inspect_checkpoint(Path(sys.argv[1])); c.fingerprint({}); model_cost(c.spec, 4)\n"
         "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
     )
     out = subprocess.run(

@@ -68,7 +68,7 @@ def test_sizes() -> None:
     assert (len(spec.layers), spec.hidden, spec.layers[0].feed_forward.inner, spec.vocab) == (2, 48, 64, 260)
     attention = spec.attention
     assert (attention.q_heads, attention.kv_heads, attention.head_dim, attention.group) == (4, 2, 12, 2)
-    cost = model_cost(spec, itemsize=2, weight_itemsize=1)
+    cost = model_cost(spec.quantized("int8"), itemsize=2)
     assert cost.kv_bytes(1) == 2 * 2 * 2 * 12 * 2
     assert cost.active_parameters == 2 * (48 * (48 + 2 * 24) + 48 * 48 + 3 * 48 * 64)
 

@@ -37,21 +37,21 @@ def tokens(count: int) -> StepShape:
 
 
 def test_parameters_that_a_token_multiplies() -> None:
-    cost, dense = model_cost(spec_of(), 2, 2), ATTENTION + EACH
+    cost, dense = model_cost(spec_of(), 2), ATTENTION + EACH
     assert cost.parameters == 2 * dense + 2 * (COMMON + EXPERTS * EACH)
     assert cost.active_parameters == 2 * dense + 2 * (COMMON + CHOSEN * EACH)
     assert cost.model_flops(tokens(7)) == 2 * 7 * cost.active_parameters
 
 
 def test_memory_is_that_of_all_experts() -> None:
-    cost, spec = model_cost(spec_of(), 2, 2), spec_of()
+    cost, spec = model_cost(spec_of(), 2), spec_of()
     norms, tables = 9 * HIDDEN, 2 * 100 * HIDDEN
     assert parameter_count(spec) == cost.parameters + norms + tables
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 1000])
 def test_a_step_reads_the_experts_that_have_tokens(count: int) -> None:
-    operators, hit = model_cost(spec_of(), 2, 2).step(tokens(count)), expected_hit(count, EXPERTS, CHOSEN)
+    operators, hit = model_cost(spec_of(), 2).step(tokens(count)), expected_hit(count, EXPERTS, CHOSEN)
     assert hit == {1: 3, 2: 5, 5: 8, 1000: 10}[count]
     rows = CHOSEN * count
     first, second = operators["experts.gate_up"], operators["experts.down"]
@@ -63,13 +63,13 @@ def test_a_step_reads_the_experts_that_have_tokens(count: int) -> None:
 
 
 def test_one_step_more_reads_the_experts_of_a_token_at_least() -> None:
-    again = model_cost(spec_of(), 2, 2).another_step()
+    again = model_cost(spec_of(), 2).another_step()
     assert again["experts.down"].bytes == 2 * 2 * CHOSEN * INNER * HIDDEN
     assert again["qkv"].bytes == 4 * 2 * HIDDEN * 128
 
 
 def test_int8_leaves_the_router_as_it_is() -> None:
-    plain, coded = (model_cost(spec_of(), 2, size).step(tokens(4)) for size in (2, 1))
+    plain, coded = (model_cost(spec_of().quantized(name), 2).step(tokens(4)) for name in ("none", "int8"))
     assert coded["router"] == plain["router"]
     assert coded["shared_gate"] == plain["shared_gate"]
     for name in ("experts.gate_up", "experts.down", "shared.down"):
@@ -79,8 +79,8 @@ def test_int8_leaves_the_router_as_it_is() -> None:
 
 def test_more_tokens_a_step_where_each_uses_few_weights() -> None:
     peaks = Peaks(430e9, 100e9)
-    dense = model_cost(llama_spec(2, HIDDEN, INNER, 4, 2, 16, 100), 2, 2)
-    experts = model_cost(spec_of(30), 2, 2)
+    dense = model_cost(llama_spec(2, HIDDEN, INNER, 4, 2, 16, 100), 2)
+    experts = model_cost(spec_of(30), 2)
     wanted = {cost: step_tokens(cost, peaks, 1, 0) for cost in (dense, experts)}
     assert wanted == {dense: 1024, experts: 2048}
 

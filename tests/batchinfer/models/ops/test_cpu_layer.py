@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.models.decoder.block import Block, pack_layer
+from batchinfer.models.decoder.quantize import quantized_layer
 from batchinfer.models.ops.cpu_layer import CompiledLayer
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import AttentionInputs, RopeTable
@@ -24,6 +25,7 @@ from batchinfer.models.spec.spec import (
     NormSpec,
     Rotation,
 )
+from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from tests.examples import examples
 from tests.kernels.cpu_kit import WAYS, operators
@@ -56,7 +58,7 @@ def random_weights(spec, dtype):
 def layer_parts(ops, spec, dtype):
     angles = torch.rand(2048, spec.attention.head_dim // 2) * 6
     rope = RopeTable(angles.cos(), angles.sin(), spec.attention.rotation.interleaved)
-    return pack_layer(ops, spec, random_weights(spec, dtype), rope)
+    return pack_layer(ops, spec, quantized_layer(spec, random_weights(spec, dtype)), rope)
 
 
 def with_linears(parts, **changed):
@@ -124,8 +126,10 @@ def test_equals_the_operators_one_by_one(
     seed, dtype, quantization, group, dim, biased, normed, window, gemma, lengths, threads, copied, tiles
 ):
     torch.manual_seed(seed)
-    ops = CpuOps(operators(tiles), group, quantization)
+    ops = CpuOps(operators(tiles), group)
     spec = layer_spec(group, dim, biased, normed, window, gemma=gemma)
+    if quantization != "none":
+        spec = spec.quantized(WeightForm(quantization))
     parts = [layer_parts(ops, spec, dtype) for _ in range(3)]
     inputs, blocks = step_inputs(lengths)
     if copied:  # of what the step stores, to a block that nobody has

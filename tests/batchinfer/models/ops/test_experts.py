@@ -20,10 +20,12 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.decoder.feed_forward import feed_forward
+from batchinfer.models.decoder.quantize import quantized_layer
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import AttentionInputs, LayerParts, Ops, RopeTable
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
+from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.routing import Routing
 from tests.model_costs import llama_spec
@@ -33,16 +35,16 @@ HIDDEN, INNER, SHARED = 24, 20, 36
 KINDS = ("torch", "cpu", *(("triton", "deterministic") if importlib.util.find_spec("triton") else ()))
 
 
-def ops_of(kind: str, dtype: torch.dtype = torch.float32, quantization: Any = "none") -> Ops:
+def ops_of(kind: str, dtype: torch.dtype = torch.float32) -> Ops:
     if kind == "torch":
         return TorchOps()
     if kind == "cpu":
-        return CpuOps(CompiledOperators(), 2, quantization)
+        return CpuOps(CompiledOperators(), 2)
     from batchinfer.models.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
     shape = AttentionShape(dtype, 4, 2, 16, deterministic=kind == "deterministic")
-    return TritonOps(shape, quantization)
+    return TritonOps(shape)
 
 
 def device_of(kind: str) -> str:
@@ -150,8 +152,10 @@ def packed(
         key: values.to(device, torch.float32 if key in layer.vectors else dtype)
         for key, values in weights.items()
     }
-    ops = ops_of(kind, dtype, quantization)
-    return ops, layer, pack_layer(ops, layer, placed, rope)
+    ops = ops_of(kind, dtype)
+    if quantization != "none":
+        layer = layer.quantized(WeightForm(quantization))
+    return ops, layer, pack_layer(ops, layer, quantized_layer(layer, placed), rope)
 
 
 def inputs_of(tokens: int, device: str, padding: int | None = None) -> AttentionInputs:

@@ -12,6 +12,7 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.machine import doctor
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops
+from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.tiles import Grant, TileWay
 
@@ -35,7 +36,9 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
 
 def linear_of(dtype: torch.dtype, quantization: str = "none", **how: bool) -> str:
-    return choose_ops(CPU, dtype, 2, 16, quantization=quantization, **how).linear
+    codes = None if quantization == "none" else quantization
+    forms = frozenset() if codes is None else frozenset({WeightForm(codes)})
+    return choose_ops(CPU, dtype, 2, 16, forms=forms, **how).linear(codes)
 
 
 def test_tiles_are_used_where_they_are_granted(machine, caplog: pytest.LogCaptureFixture) -> None:

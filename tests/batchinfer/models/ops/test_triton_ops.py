@@ -16,12 +16,14 @@ import torch
 import triton
 
 from batchinfer.core.errors import Unavailable
+from batchinfer.models.decoder.quantize import quantized_weight
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops
-from batchinfer.models.ops.interface import NO_TOKEN, AttentionInputs, Linear
+from batchinfer.models.ops.interface import NO_TOKEN, AttentionInputs, CodedWeight, Linear
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import CacheSpec
+from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.gpu import attention_plan, fp8_matmul, target
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
@@ -30,6 +32,12 @@ from batchinfer_kernels.step_tables import StepTables
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 GPU = torch.device("cuda")
+FORMS = {
+    "none": frozenset[WeightForm](),
+    "int8": frozenset({WeightForm("int8")}),
+    "fp8": frozenset({WeightForm("fp8")}),
+    "stored": frozenset({WeightForm("fp8", "block", stored=True)}),
+}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
 SHAPE = AttentionShape(torch.float32, 4, 2, 16)
 INVARIANT = AttentionShape(torch.float32, 4, 2, 16, deterministic=True)
@@ -48,9 +56,10 @@ INVARIANT = AttentionShape(torch.float32, 4, 2, 16, deterministic=True)
     ],
 )
 def test_a_gpu_gets_tritons(dtype, quantization, deterministic, linear):
-    ops = choose_ops(GPU, dtype, 4, 128, quantization=quantization, deterministic=deterministic, kv_heads=8)
+    ops = choose_ops(GPU, dtype, 4, 128, forms=FORMS[quantization], deterministic=deterministic, kv_heads=8)
     assert isinstance(ops, TritonOps)
-    assert (ops.name, ops.linear) == ("triton", linear)
+    codes = None if quantization == "none" else quantization
+    assert (ops.name, ops.linear(codes)) == ("triton", linear)
 
 
 def test_what_they_do_not_cover_gets_torchs_and_a_warning(caplog):
@@ -60,7 +69,7 @@ def test_what_they_do_not_cover_gets_torchs_and_a_warning(caplog):
     with pytest.raises(
         Unavailable, match=r"int8 needs the Triton operators: they do not cover .*17 query heads"
     ):
-        choose_ops(GPU, torch.bfloat16, 17, 64, quantization="int8")
+        choose_ops(GPU, torch.bfloat16, 17, 64, forms=FORMS["int8"])
 
 
 def test_without_triton(monkeypatch, caplog):
@@ -70,12 +79,12 @@ def test_without_triton(monkeypatch, caplog):
     with pytest.raises(Unavailable, match="deterministic: true needs the Triton operators: triton is not"):
         choose_ops(GPU, torch.bfloat16, 4, 64, deterministic=True)
     with pytest.raises(Unavailable, match=r"\(pip install triton\), or take model.quantization: none$"):
-        choose_ops(GPU, torch.bfloat16, 4, 64, quantization="stored")
+        choose_ops(GPU, torch.bfloat16, 4, 64, forms=FORMS["stored"])
     both = (
         r"int8 and engine\.deterministic: true need the .*; install it \(pip install triton\), or take it out"
     )
     with pytest.raises(Unavailable, match=both):
-        choose_ops(GPU, torch.bfloat16, 4, 64, quantization="int8", deterministic=True)
+        choose_ops(GPU, torch.bfloat16, 4, 64, forms=FORMS["int8"], deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +95,14 @@ def test_a_gpu_that_is_too_old_gets_torchs_or_is_refused(monkeypatch, caplog, ar
     chosen = choose_ops(GPU, torch.bfloat16, 4, 64)
     if has is None:
         assert type(chosen) is TritonOps
-        assert type(choose_ops(GPU, torch.bfloat16, 4, 64, quantization="int8")) is TritonOps
+        assert type(choose_ops(GPU, torch.bfloat16, 4, 64, forms=FORMS["int8"])) is TritonOps
         return
     assert type(chosen) is TorchOps
     assert f"compute capability {has}" in caplog.text
     with pytest.raises(
         Unavailable, match=r"int8 needs .* has compute capability 7\.5, .*; use a newer GPU"
     ) as refused:
-        choose_ops(GPU, torch.bfloat16, 4, 64, quantization="int8")
+        choose_ops(GPU, torch.bfloat16, 4, 64, forms=FORMS["int8"])
     assert refused.value.exit_code == 69
 
 
@@ -101,18 +110,19 @@ def test_a_gpu_that_is_too_old_gets_torchs_or_is_refused(monkeypatch, caplog, ar
 def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch, architecture, why):
     monkeypatch.setattr(fp8_matmul, "architecture", lambda: architecture)
     with pytest.raises(Unavailable, match=rf"fp8 needs .*{why}.*; use model.quantization: int8") as refused:
-        choose_ops(GPU, torch.bfloat16, 4, 64, quantization="fp8")
+        choose_ops(GPU, torch.bfloat16, 4, 64, forms=FORMS["fp8"])
     assert refused.value.exit_code == 69
     with pytest.raises(Unavailable, match=r"a CPU cannot multiply in fp8; use engine\.device: cuda"):
-        choose_ops(torch.device("cpu"), torch.bfloat16, 4, 64, quantization="fp8")
+        choose_ops(torch.device("cpu"), torch.bfloat16, 4, 64, forms=FORMS["fp8"])
 
 
 FOUND_WITHOUT_A_DRIVER = """
 import torch
 from batchinfer.core.errors import Unavailable
 from batchinfer.models.ops.choose import choose_ops
+from batchinfer_kernels.arithmetic import WeightForm
 try:
-    choose_ops(torch.device("cuda"), torch.bfloat16, 4, 64, quantization="int8")
+    choose_ops(torch.device("cuda"), torch.bfloat16, 4, 64, forms=frozenset({WeightForm("int8")}))
 except Unavailable as error:
     print(error)
 print(choose_ops(torch.device("cuda"), torch.bfloat16, 4, 64).name)
@@ -153,19 +163,22 @@ def test_linear_layers(shape):
 
 def test_int8_layers():
     x, weight, bias = tensors((5, 48), (32, 48), (32,))
-    ops, codes = TritonOps(SHAPE, "int8"), quantize_weight(weight)
+    ops, codes = TritonOps(SHAPE), quantize_weight(weight)
+    coded = CodedWeight(*codes)
     wanted = quantized_linear_reference(x, *codes, bias)
-    torch.testing.assert_close(ops.pack_linear(weight, bias)(x), wanted, atol=1e-5, rtol=1e-5)
-    gated = ops.pack_gated(weight, bias, "gelu")(x)
+    torch.testing.assert_close(ops.pack_linear(coded, bias)(x), wanted, atol=1e-5, rtol=1e-5)
+    gated = ops.pack_gated(coded, bias, "gelu")(x)
     torch.testing.assert_close(gated, gated_activation_reference(wanted, "gelu"), atol=1e-5, rtol=1e-5)
-    check_head(ops, x, weight, quantized_linear_reference(x, *codes, None).argmax(-1))
+    check_head(ops, x, weight, quantized_linear_reference(x, *codes, None).argmax(-1), WeightForm("int8"))
 
 
-def check_head(ops: TritonOps, x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor) -> None:
-    head = ops.pack_head(weight.bfloat16().float())
+def check_head(
+    ops: TritonOps, x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor, form: WeightForm | None = None
+) -> None:
+    head = ops.pack_head(quantized_weight(weight.bfloat16().float(), form))
     assert (head.in_features, head.out_features) == (48, 32)
     assert head(x).dtype == torch.float32
-    head = ops.pack_head(weight)
+    head = ops.pack_head(quantized_weight(weight, form))
     assert torch.equal(head(x).argmax(-1), best)
     assert torch.equal(head.argmax(x), best)
     broken = x.clone()
@@ -173,10 +186,10 @@ def check_head(ops: TritonOps, x: torch.Tensor, weight: torch.Tensor, best: torc
     assert head.argmax(broken).tolist() == [NO_TOKEN if i == 2 else int(b) for i, b in enumerate(best)]
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_row_of_a_deterministic_layer_does_not_depend_on_others(quantization):
+@pytest.mark.parametrize("form", [None, WeightForm("int8")])
+def test_a_row_of_a_deterministic_layer_does_not_depend_on_others(form):
     x, weight = tensors((70, 64), (24, 64))
-    ops = TritonOps(INVARIANT, quantization)
+    ops, weight = TritonOps(INVARIANT), quantized_weight(weight, form)
     layers: list[Linear] = [
         ops.pack_linear(weight),
         ops.pack_gated(weight, None, "silu"),
