@@ -36,6 +36,6 @@ def llama_cost(
     itemsize: int,
     weight_itemsize: int,
 ) -> ModelCost:
-    """itemsize: bytes of an activation; weight_itemsize: of a weight, 1: int8."""
+    """itemsize: bytes of an activation; weight_itemsize: the same, or 1 for weights in int8."""
     spec = llama_spec(layers, hidden, intermediate, q_heads, kv_heads, head_dim, vocab)
     return model_cost(spec.quantized("int8") if weight_itemsize == 1 else spec, itemsize)

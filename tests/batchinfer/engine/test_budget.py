@@ -29,7 +29,7 @@ LINEAR = ("qkv", "o", "gate_up", "down")
     ],
 )
 def test_budgets_of_known_hardware(peaks: Peaks, weight: int, tokens: int) -> None:
-    assert step_tokens(llama_cost(*SIZES, 2, weight), peaks, 128, 2048) == tokens
+    assert step_tokens(llama_cost(*SIZES, max(2, weight), weight), peaks, 128, 2048) == tokens
 
 
 def test_unknown_peaks_leave_the_default() -> None:
@@ -49,7 +49,7 @@ def test_a_full_batch_leaves_room_for_prompts() -> None:
 def test_weights_are_read_in_a_small_part_of_the_time(
     flops: float, bandwidth: float, weight: int, seqs: int
 ) -> None:
-    shape, peaks = llama_cost(*SIZES, 2, weight), Peaks(flops, bandwidth)
+    shape, peaks = llama_cost(*SIZES, max(2, weight), weight), Peaks(flops, bandwidth)
     tokens = step_tokens(shape, peaks, seqs, 0)
     assert LEAST <= tokens <= max(MOST, 2 * seqs)
     if tokens < MOST:

@@ -189,7 +189,7 @@ def step_cost(cost: ModelCost, name: str, tokens: int) -> tuple[int, int]:
 def test_costs_count_what_is_read_and_what_is_kept() -> None:
     """A layer that reads another's K and V reads as much, and writes none of it."""
     own, reading, bare = (
-        model_cost(MadeUp(reads).spec, 2, 2) for reads in ((0, 1, 2), (0, 0, 0), (0, None, None))
+        model_cost(MadeUp(reads).spec, 2) for reads in ((0, 1, 2), (0, 0, 0), (0, None, None))
     )
     a_token = 2 * 2 * 16 * 2  # K and V of two heads of 16 values of 2 bytes
     assert [cost.kv_bytes(1) for cost in (own, reading, bare)] == [3 * a_token, a_token, a_token]
@@ -204,7 +204,7 @@ def test_costs_count_what_is_read_and_what_is_kept() -> None:
     attention = 48 * (4 * 16 * 2 + 2 * 2 * 16)
     assert own.parameters - bare.parameters == 2 * attention
     assert bare.kv_bytes(100) == 100 * a_token
-    windows = model_cost(MODELS["both"].spec, 2, 2)
+    windows = model_cost(MODELS["both"].spec, 2)
     assert [windows.kv_bytes(tokens) for tokens in (10, 300)] == [2 * 10 * a_token, (24 + 300) * a_token]
 
 
@@ -290,7 +290,7 @@ def test_codes_take_a_byte_and_memory_is_counted_so(dtype: Any, device: str) -> 
     assert not ops.holds(CacheSpec(1, 8, latent=True, dtype="int8"))
     assert ops.holds(CacheSpec(1, 16, dtype="fp8")) == (device == "gpu")
     plain = MadeUp((0, 1, 1, 0), (None, 24, 24, None)).spec
-    cost, values = model_cost(spec, 2, 2), model_cost(plain, 2, 2)
+    cost, values = model_cost(spec, 2), model_cost(plain, 2)
     assert cost.kv_bytes(300) * 32 == values.kv_bytes(300) * 20
     read = step_cost(values, "attention", 5)[1] - step_cost(cost, "attention", 5)[1]
     # a byte less of each value of K and V, and a scale of 4 for each head
