@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.embedding import Embedding
+from batchinfer.core.pair_scoring import PairScoring
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, Output, Request
 from batchinfer.core.scoring import Scoring
@@ -45,6 +46,10 @@ class AskedOutputs(Protocol):
     @property
     def scoring(self) -> Scoring | None:
         """Return what is scored behind the rows' prompts; None: nothing is."""
+
+    @property
+    def pairs(self) -> PairScoring | None:
+        """Return the score of the rows' prompts and documents; None: they have no documents."""
 
 
 class TokenBytes(Protocol):

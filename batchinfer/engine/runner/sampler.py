@@ -98,7 +98,9 @@ class Sampler:
         assert self.classifier is not None, "the model has no classification head"
         pooled = states.states
         if plan.pools is not None:
-            (lengths,) = upload([np.unique(plan.pools, return_counts=True)[1].astype(np.int64)], pooled.device)
+            (lengths,) = upload(
+                [np.unique(plan.pools, return_counts=True)[1].astype(np.int64)], pooled.device
+            )
             pooled = pooled / lengths[:, None]
         return replace(states, states=self.classifier(pooled.float()))
 

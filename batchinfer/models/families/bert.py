@@ -122,9 +122,7 @@ def _encoder(
         tied=True,
         final_norm=None,
         max_positions=max(1, positions),
-        encoder=replace(
-            encoder, embedding_norm=norm, classifier=classifier(fields, head_activation)
-        ),
+        encoder=replace(encoder, embedding_norm=norm, classifier=classifier(fields, head_activation)),
     )
 
 
@@ -199,7 +197,9 @@ def _classes(start: str) -> tuple[str, ...]:
     return (f"{start}Model", *(f"{start}For{top}" for top in tops))
 
 
-BERT = Family("bert", (*_classes("Bert"), "BertForPreTraining"), parse_bert, bert_modules, _names("bert.", POOLED))
+BERT = Family(
+    "bert", (*_classes("Bert"), "BertForPreTraining"), parse_bert, bert_modules, _names("bert.", POOLED)
+)
 ROBERTA = Family("roberta", _classes("Roberta"), parse_roberta, bert_modules, _names("roberta.", PROJECTED))
 XLM_ROBERTA = Family(
     "xlm-roberta", _classes("XLMRoberta"), parse_xlm_roberta, bert_modules, _names("roberta.", PROJECTED)

@@ -58,7 +58,9 @@ def _encoder_tables(spec: ModelSpec, encoder: EncoderSpec) -> dict[str, Shape]:
         tables[TOKEN_TYPES] = (encoder.token_types, spec.hidden)
     if encoder.distance_buckets:
         tables[DISTANCES] = (encoder.distance_buckets, spec.attention.q_heads)
-    return tables | ({} if encoder.classifier is None else _classifier_tables(encoder.classifier, spec.hidden))
+    return tables | (
+        {} if encoder.classifier is None else _classifier_tables(encoder.classifier, spec.hidden)
+    )
 
 
 def _classifier_tables(classifier: ClassifierSpec, hidden: int) -> dict[str, Shape]:

@@ -454,8 +454,8 @@ class EncoderSpec:
     which it is less than that many positions apart.
 
     `embedding_norm` norms embeddings, once those of positions and types are added. With `token_types` each token has
-    one of so many types. `first_position`: the row of the first token in the table of learned positions. With `distance_buckets`
-    each query head adds a learned number to a score, by the distance of query and key (MPNet; see
+    one of so many types. `first_position`: the row of the first token in the table of learned positions. With
+    `distance_buckets` each query head adds a learned number to a score, by the distance of query and key (MPNet; see
     models/decoder/distances.py).
     """
 

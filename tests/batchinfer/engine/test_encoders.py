@@ -157,7 +157,9 @@ def test_logits_are_those_of_transformers(family: str) -> None:
     wanted = np.stack(reference_logits(family))
     assert np.ptp(wanted) > 0.1, "the inputs tell"
     for plain in (False, True):
-        ran = drain(engine_of(runner_of(family, plain), 1000 if plain else LONGEST), asked_logits(family, EVERY))
+        ran = drain(
+            engine_of(runner_of(family, plain), 1000 if plain else LONGEST), asked_logits(family, EVERY)
+        )
         np.testing.assert_allclose(np.stack(vectors(ran)), wanted, atol=1e-4, rtol=1e-4)
 
 
