@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from batchinfer.core.pair_scoring import ScoreActivation
-from batchinfer.core.scoring import MAX_LABELS
+from batchinfer.core.scoring import MAX_LABELS, ScoreActivation
 from batchinfer.job.field_types import Choice, Text
 from batchinfer.job.section import Section
 

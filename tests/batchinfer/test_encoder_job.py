@@ -16,8 +16,9 @@ from batchinfer.job import load_job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.plan.setup.resolve import resolve
+from tests.batchinfer.killed_runs import REAL
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
-from tests.batchinfer.test_embed_job import REAL, TEXTS, embeddings, fenced, write_job
+from tests.batchinfer.test_embed_job import TEXTS, embeddings, fenced, write_job
 from tests.encoder_checkpoints import encoder_folder
 from tests.sentence_checkpoints import (
     densely,

@@ -20,9 +20,8 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import StorageError
-from batchinfer.core.pair_scoring import PairScoring
 from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile

@@ -10,10 +10,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.embedding import Embedding
-from batchinfer.core.pair_scoring import PairScoring
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, Output, Request
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.columns.schema_columns import SchemaColumns

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.core.pair_scoring import ScoreActivation
 from batchinfer.core.request import Output
+from batchinfer.core.scoring import ScoreActivation
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs

@@ -15,11 +15,10 @@ from typing import Any, Literal, NamedTuple
 import jinja2
 from jinja2 import nodes
 
-from batchinfer.core.pair_scoring import PairScoring
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.rung import Rung
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.core.scoring import MAX_LABELS, Scoring
+from batchinfer.core.scoring import MAX_LABELS, PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, TOOLS, VECTOR_URL, embedding_input, openai_request

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, Self
 
 _PROBES = ("a", "b")  # two texts that show where a tokenizer puts them
+_NOT_IN_TURN = "the tokenizer does not put two texts one behind the other, each once"
 _ORDERS = [[0, 1], [None, 0, 1], [0, None, 1], [0, 1, None], [None, 0, None, 1], [None, 0, 1, None]]
 _ORDERS += [[0, None, 1, None], [None, 0, None, 1, None]]
 
@@ -29,10 +30,17 @@ class PairTemplate:
     @classmethod
     def of(cls, rust: Any) -> Self:
         """Read the template of a `tokenizers.Tokenizer`. Raises NoPairs."""
-        found = rust.encode(*_PROBES, add_special_tokens=True)
+        found, other = (cls._read(rust.encode(*texts)) for texts in (_PROBES, _PROBES[::-1]))
+        if found != other:
+            raise NoPairs(_NOT_IN_TURN)
+        return found
+
+    @classmethod
+    def _read(cls, found: Any) -> Self:
+        """Read the template of what two texts were encoded as."""
         runs = [(of, len([*run])) for of, run in groupby(found.sequence_ids)]
         if [of for of, _ in runs] not in _ORDERS:
-            raise NoPairs("the tokenizer does not put two texts one behind the other")
+            raise NoPairs(_NOT_IN_TURN)
         sizes = dict(zip(_places([of for of, _ in runs]), (size for _, size in runs), strict=True))
         start = sizes.get("before", 0)
         middle = start + sizes["first"]
@@ -55,9 +63,12 @@ class PairTemplate:
         """Return the tokens of both texts with those around them."""
         return [*self.before, *first, *self.between, *second, *self.behind]
 
-    def second_segment(self, first: Sequence[int]) -> int:
-        """Return the place of the first token of type 1, where the first text has these tokens; 0: there is none."""
-        return 0 if self.typed is None else len(self.before) + len(first) + self.typed
+    def second_segment(self, first: Sequence[int], second: Sequence[int]) -> int:
+        """Return the place of the first token of type 1, where the texts have these tokens; 0: there is none."""
+        if self.typed is None:
+            return 0
+        place = len(self.before) + len(first) + self.typed
+        return place if place < self.added + len(first) + len(second) else 0
 
 
 def _places(order: list[int | None]) -> list[str]:

@@ -104,7 +104,7 @@ class Engine:
         """
         roots = self._limits.roots
         for request in requests:
-            if request.params.pooling is None and self._scheduler.config.whole_prompts:
+            if self._scheduler.config.whole_prompts and (request.params.max_tokens or request.params.scored):
                 raise ValueError("an encoder makes vectors, and nothing else")
             if answer_of(request.params) != self._answers:
                 self._change_answers(answer_of(request.params))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchinfer.core.embedding import Embedding
-from batchinfer.core.pair_scoring import PairScoring
 from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.constraints.constraint_check import constraint_problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from batchinfer.core.errors import Mistake
-from batchinfer.core.pair_scoring import PairScoring, ScoreActivation
+from batchinfer.core.scoring import PairScoring, ScoreActivation
 from batchinfer.data.tokenizer.pair_template import NoPairs, PairTemplate
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job

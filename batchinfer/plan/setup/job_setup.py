@@ -13,9 +13,8 @@ from pathlib import Path
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import Unavailable
-from batchinfer.core.pair_scoring import PairScoring
 from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import SchemaColumns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from batchinfer.core.pair_scoring import PairScoring
 from batchinfer.core.sampling import SamplingParams, Truncate
+from batchinfer.core.scoring import PairScoring
 from batchinfer.data.input.rows import RowProblem
 from batchinfer.data.prompts.builder import Draft
 from batchinfer.data.tokenizer.pair_template import PairTemplate, longest_first
@@ -40,7 +40,7 @@ class PairedTexts:
         (document,) = encoded
         if self._truncate != "error":
             ids, document = self._cut(ids, document)
-        second = self._template.second_segment(ids) if self._scoring.typed else 0
+        second = self._template.second_segment(ids, document) if self._scoring.typed else 0
         if second not in self._params:  # no more of them than a prompt has tokens
             self._params[second] = SamplingParams.logits(self._scoring.pooling, second)
         return self._template.joined(ids, document), self._params[second]
