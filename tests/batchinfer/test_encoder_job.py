@@ -96,7 +96,7 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "task: generate: the checkpoint is an encoder (model_type mpnet), which generates no texts" in said
     assert "use task: embed" in said
     said = refused(tmp_path, model, task="rerank")
-    assert "which generates no texts, and the heads of cross-encoders are not computed" in said
+    assert "without a classification head, and a cross-encoder has one" in said
     job = load_job(write_job(tmp_path, model, ["a"]))
     gpu = Hardware("NVIDIA H100", "cuda", 1, 80 << 30)
     with pytest.raises(JobFileError, match=r"encoders \(model_type mpnet\) run on a CPU alone"):
