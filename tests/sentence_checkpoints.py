@@ -120,9 +120,11 @@ def pooled_states(folder: Path, texts: Sequence[str], mode: str) -> torch.Tensor
     return torch.stack(found)
 
 
-def make_cross_encoder(folder: Path, family: str = "cross-bert", **config: Any) -> None:
-    """A cross-encoder, with the tokens around pairs that its family has, as its tokenizer puts them. `config` goes to
-    its configuration."""
+def make_cross_encoder(
+    folder: Path, family: str = "cross-bert", tells_types: bool = True, **config: Any
+) -> None:
+    """A cross-encoder, with the tokens around pairs that its family has, as its tokenizer puts them. `tells_types`:
+    whether the tokenizer tells a BERT types. `config` goes to its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder, None)
     make_encoder(folder, family, **config)
@@ -133,7 +135,8 @@ def make_cross_encoder(folder: Path, family: str = "cross-bert", **config: Any) 
     pair = f"{single} $B:1 <|im_end|>:1" if typed else f"{single} <|im_end|> $B <|im_end|>"
     rust.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ends)
     rust.save(str(path))
-    inputs = ["input_ids", "attention_mask", *(["token_type_ids"] if family == "cross-bert" else [])]
+    types = ["token_type_ids"] if family == "cross-bert" and tells_types else []
+    inputs = ["input_ids", "attention_mask", *types]
     stated.write_text(json.dumps(json.loads(stated.read_text()) | {"model_input_names": inputs}))
 
 

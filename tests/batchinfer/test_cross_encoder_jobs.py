@@ -51,14 +51,19 @@ def scores(path: Path) -> list[float]:
     return [row["score"] for row in table(path) if row["status"] == "ok"]
 
 
-FAMILIES = ["cross-bert", "cross-xlm-roberta", "cross-distilbert", "cross-modernbert-mean"]
+FAMILIES = [
+    ("cross-bert", True),
+    ("cross-bert", False),
+    ("cross-xlm-roberta", True),
+    ("cross-modernbert-mean", True),
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "tells_types"), FAMILIES)
+def test_scores_are_those_of_transformers(tmp_path: Path, family: str, tells_types: bool) -> None:
     """Special tokens, types and heads; a pair that is there twice runs once, and one that is too long is cut."""
     model = tmp_path / "model"
-    make_cross_encoder(model, family)
+    make_cross_encoder(model, family, tells_types)
     long = {"query": "why " * 20, "document": "because " * 30}
     rows = [*pairs(7), pairs(1)[0], long, {"query": "", "document": "nothing"}]
     bad = [{"query": "q", "document": None}, {"query": "q", "document": 3}, {"query": None, "document": "d"}]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from batchinfer.models.decoder.norm import apply_norm
@@ -35,6 +34,5 @@ class Classifier:
 
 def _activated(ops: Ops, x: Tensor, activation: HeadActivation) -> Tensor:
     if activation == "tanh":
-        # Row by row: of a larger tensor torch computes the last values in another way, which may round differently
-        return torch.stack([row.clone().tanh_() for row in x]) if len(x) else x
+        return x.tanh()
     return x.relu() if activation == "relu" else ops.activation(x, activation)
