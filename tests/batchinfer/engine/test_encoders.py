@@ -64,8 +64,10 @@ def runner_of(family: str, plain: bool = False) -> ModelRunner:
     return make_runner(model, TorchOps(causal=False) if plain else compiled, Limits(blocks=BLOCKS))
 
 
-def engine_of(runner: ModelRunner, budget: int = LONGEST, seqs: int = 64) -> Engine:
-    config = SchedulerConfig(seqs, budget, prefix_caching=False, whole_prompts=True)
+def engine_of(
+    runner: ModelRunner, budget: int = LONGEST, seqs: int = 64, whole_prompts: bool = True
+) -> Engine:
+    config = SchedulerConfig(seqs, budget, prefix_caching=False, whole_prompts=whole_prompts)
     windows = runner.layout.sizes.windows
     scheduler = Scheduler(config, BlockPool(BLOCKS, 8, len(windows)), windows=windows)
     roots = inspect_checkpoint(encoder_folder("bert")).spec.content_roots(LONGEST)
@@ -198,5 +200,8 @@ def test_what_an_encoder_does_not_do_is_refused() -> None:
     assert "21 tokens, which run in one step, and steps of 20" in errors[0].message
     with pytest.raises(ValueError, match="an encoder makes vectors, and nothing else"):
         engine.add(greedy([[5] * 3], 2))
+    decoder = engine_of(runner_of("bert"), whole_prompts=False)
+    with pytest.raises(ValueError, match="reads prompts that run as a whole"):
+        decoder.add([Request(key_of(0), np.array([5], np.int32), SamplingParams.logits("cls"))])
     with pytest.raises(ValueError, match="prompts that run as a whole share nothing"):
         SchedulerConfig(8, 20, prefix_caching=True, whole_prompts=True)
