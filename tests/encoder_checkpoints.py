@@ -10,19 +10,25 @@ import torch
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     BertModel,
     DistilBertConfig,
+    DistilBertForSequenceClassification,
     DistilBertModel,
     Gemma3TextConfig,
     Gemma3TextModel,
     ModernBertConfig,
+    ModernBertForSequenceClassification,
     ModernBertModel,
     MPNetConfig,
+    MPNetForSequenceClassification,
     MPNetModel,
     PreTrainedModel,
     RobertaConfig,
+    RobertaForSequenceClassification,
     RobertaModel,
     XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
     XLMRobertaModel,
 )
 
@@ -30,22 +36,18 @@ from tests.checkpoints import VOCAB, kept_folder, randomise
 
 _USUAL: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 64}
 _PADDED = {"max_position_embeddings": 130, "pad_token_id": 1}
-ENCODERS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+_DISTIL: dict[str, Any] = {"n_heads": 4, "n_layers": 3, "dim": 48, "hidden_dim": 64}
+_MODERN: dict[str, Any] = {**_USUAL, "local_attention": 20, "norm_bias": True, "pad_token_id": 1}
+_ONE_TYPE: dict[str, Any] = {**_USUAL, **_PADDED, "type_vocab_size": 1}
+Made = tuple[type[Any], type[Any], dict[str, Any]]
+ENCODERS: dict[str, Made] = {
     "bert": (BertConfig, BertModel, _USUAL),
     "bert-for-masked-lm": (BertConfig, BertForMaskedLM, {**_USUAL, "hidden_act": "gelu_new"}),
-    "roberta": (RobertaConfig, RobertaModel, {**_USUAL, **_PADDED, "type_vocab_size": 1}),
-    "xlm-roberta": (XLMRobertaConfig, XLMRobertaModel, {**_USUAL, **_PADDED, "type_vocab_size": 1}),
+    "roberta": (RobertaConfig, RobertaModel, _ONE_TYPE),
+    "xlm-roberta": (XLMRobertaConfig, XLMRobertaModel, _ONE_TYPE),
     "mpnet": (MPNetConfig, MPNetModel, {**_USUAL, **_PADDED}),
-    "distilbert": (
-        DistilBertConfig,
-        DistilBertModel,
-        {"n_heads": 4, "n_layers": 3, "dim": 48, "hidden_dim": 64},
-    ),
-    "modernbert": (
-        ModernBertConfig,
-        ModernBertModel,
-        {**_USUAL, "local_attention": 20, "norm_bias": True, "pad_token_id": 1},
-    ),
+    "distilbert": (DistilBertConfig, DistilBertModel, _DISTIL),
+    "modernbert": (ModernBertConfig, ModernBertModel, _MODERN),
     "gemma3_text": (
         Gemma3TextConfig,
         Gemma3TextModel,
@@ -63,11 +65,24 @@ ENCODERS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
 }
 
 
+_MEAN = {"classifier_pooling": "mean", "classifier_bias": True, "classifier_activation": "silu"}
+CROSS_ENCODERS: dict[str, Made] = {
+    "cross-bert": (BertConfig, BertForSequenceClassification, _USUAL),
+    "cross-roberta": (RobertaConfig, RobertaForSequenceClassification, _ONE_TYPE),
+    "cross-xlm-roberta": (XLMRobertaConfig, XLMRobertaForSequenceClassification, _ONE_TYPE),
+    "cross-mpnet": (MPNetConfig, MPNetForSequenceClassification, {**_USUAL, **_PADDED}),
+    "cross-distilbert": (DistilBertConfig, DistilBertForSequenceClassification, _DISTIL),
+    "cross-modernbert": (ModernBertConfig, ModernBertForSequenceClassification, _MODERN),
+    "cross-modernbert-mean": (ModernBertConfig, ModernBertForSequenceClassification, {**_MODERN, **_MEAN}),
+}
+
+
 def make_encoder(folder: Path, family: str, seed: int = 0, **overrides: Any) -> None:
     """Save a random encoder of 3 layers, hidden 48 and 4 heads of 12, `overrides` go to the configuration. Weights are
     large enough that a slip in any of them changes the vectors visibly."""
-    config_class, model_class, options = ENCODERS[family]
+    config_class, model_class, options = {**ENCODERS, **CROSS_ENCODERS}[family]
     sizes = {
+        **({"num_labels": 1} if family in CROSS_ENCODERS else {}),
         "vocab_size": VOCAB,
         "hidden_size": 48,
         "max_position_embeddings": 128,

@@ -87,8 +87,9 @@ def logprobs(request: Request) -> TokenLogprobs | None:
 
 
 def vector(request: Request) -> Vector:
-    """How often each remainder by 48 is among the prompt's tokens."""
-    return Vector(np.bincount(request.prompt % 48, minlength=48).astype(np.float32))
+    """How often each remainder by 48 is among the prompt's tokens; of one that is classified only how often 0 is."""
+    found = np.bincount(request.prompt % 48, minlength=48).astype(np.float32)
+    return Vector(found[:1] if request.params.classified else found)
 
 
 def scores(request: Request) -> Scores:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.checkpoints import make_model_folder, make_tokenizer
 from tests.encoder_checkpoints import make_encoder
@@ -118,3 +118,36 @@ def pooled_states(folder: Path, texts: Sequence[str], mode: str) -> torch.Tensor
             at = {"lasttoken": -1, "cls_token": 0}
             found.append(states[at[mode]] if mode in at else states.mean(0))
     return torch.stack(found)
+
+
+def make_cross_encoder(
+    folder: Path, family: str = "cross-bert", tells_types: bool = True, **config: Any
+) -> None:
+    """A cross-encoder, with the tokens around pairs that its family has, as its tokenizer puts them. `tells_types`:
+    whether the tokenizer tells a BERT types. `config` goes to its configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(folder, None)
+    make_encoder(folder, family, **config)
+    path, stated = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    rust = Tokenizer.from_file(str(path))
+    ends = [(text, rust.token_to_id(text)) for text in ("<|bos|>", "<|im_end|>")]
+    single, typed = "<|bos|> $A <|im_end|>", family in ("cross-bert", "cross-distilbert")
+    pair = f"{single} $B:1 <|im_end|>:1" if typed else f"{single} <|im_end|> $B <|im_end|>"
+    rust.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ends)
+    rust.save(str(path))
+    types = ["token_type_ids"] if family == "cross-bert" and tells_types else []
+    inputs = ["input_ids", "attention_mask", *types]
+    stated.write_text(json.dumps(json.loads(stated.read_text()) | {"model_input_names": inputs}))
+
+
+def pair_logits(folder: Path, pairs: Sequence[tuple[str, str]], longest: int = 128) -> list[float]:
+    """What transformers gives for each pair by itself; one that is too long is cut as sentence-transformers does."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return [
+            model(**tokenizer(*pair, truncation=True, max_length=longest, return_tensors="pt")).logits.item()
+            for pair in pairs
+        ]

@@ -2,7 +2,8 @@
 
 Two requests share K and V where they begin with the same tokens and have the same root. The plan's order, the engine's
 prefix cache and the report's tree start from the root and do not look into it: a new reason for which K and V differ
-(an adapter, the images of a prompt) is named here alone.
+(an adapter, the images of a prompt) is named here alone. Requests to encoders share nothing, whatever their roots: K
+and V depend on what comes later, and the types of tokens (`SamplingParams.second_segment`) need no root.
 """
 
 from __future__ import annotations

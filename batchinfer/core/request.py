@@ -139,9 +139,10 @@ def _remade_tokens(token_ids: bytes, *more: Any) -> Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vector:
-    """The vector of a prompt: its pooled hidden states, neither normalised nor shortened."""
+    """The vector of a prompt: its pooled hidden states, neither normalised nor shortened; or the logits that a
+    classification head makes of them."""
 
-    values: NDArray[np.float32]  # (hidden,)
+    values: NDArray[np.float32]  # (hidden,), or (labels,)
 
     @property
     def held_bytes(self) -> int:

@@ -50,7 +50,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "thinking_budget": Bounds(0, INT32_MAX),
 }
 # Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task
-DERIVED = ("after_reasoning", "tool_call", "pooling", "scored")
+DERIVED = ("after_reasoning", "tool_call", "pooling", "scored", "classified", "second_segment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,20 @@ class SamplingParams:
     # Lengths of the continuations that end the prompt, one behind the other, each of which would follow what is before
     # them all: the request asks for their log-probabilities, and for no token. (): for tokens. See `Continuations`
     scored: tuple[int, ...] = ()
+    # The checkpoint's classification head makes logits of the vector, which are the answer in its place
+    classified: bool = False
+    # Tokens of the prompt from this one on have the token type 1, and those before it 0; 0: all have 0
+    second_segment: int = 0
 
     @classmethod
     def vector(cls, pooling: Pooling) -> Self:
         """Return the parameters of a request for a vector."""
         return cls(max_tokens=0, pooling=pooling)
+
+    @classmethod
+    def logits(cls, pooling: Pooling, second_segment: int = 0) -> Self:
+        """Return the parameters of a request for what the classification head makes of a vector."""
+        return cls(max_tokens=0, pooling=pooling, classified=True, second_segment=second_segment)
 
     @classmethod
     def scores(cls, lengths: tuple[int, ...] = ()) -> Self:

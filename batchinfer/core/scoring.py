@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+from batchinfer.core.sampling import Pooling
 
 MAX_LABELS = 1000  # of a row
+ScoreActivation = Literal["sigmoid", "identity"]  # what makes a score of a logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +28,21 @@ class Scoring:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         return cls(**{**value, "choices": tuple(value["choices"])})
+
+
+@dataclass(frozen=True, slots=True)
+class PairScoring:
+    """The score that a job makes of a query and a document: the activation of the one logit that the checkpoint's
+    classification head makes of the pooled states of both."""
+
+    pooling: Pooling
+    activation: ScoreActivation
+    typed: bool  # whether tokens have the types that the tokenizer gives those of two texts; else all have 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON, which `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        return cls(**value)

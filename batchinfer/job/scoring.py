@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
-from batchinfer.core.scoring import MAX_LABELS
+from batchinfer.core.scoring import MAX_LABELS, ScoreActivation
 from batchinfer.job.field_types import Choice, Text
 from batchinfer.job.section import Section
 
@@ -42,7 +44,8 @@ class ClassifySection(Section):
 
 
 class RerankSection(Section):
-    """The two answers of a job with `task: rerank`: whether the document in the prompt is relevant."""
+    """How a job with `task: rerank` asks: for the document in the prompt with two answers, or for a document beside the
+    query, of which a cross-encoder makes a score."""
 
     yes: Text = Field(
         default=DEFAULT_ANSWERS[0],
@@ -52,4 +55,13 @@ class RerankSection(Section):
     no: Text = Field(
         default=DEFAULT_ANSWERS[1],
         description="Text that says, behind the prompt, that it is not.",
+    )
+    document: Text | None = Field(
+        default=None,
+        description="For cross-encoders: column of the document, which is compared with the query, the prompt. null: "
+        "the prompt has the document in it.",
+    )
+    activation: Literal["auto", ScoreActivation] = Field(
+        default="auto",
+        description="For cross-encoders: what makes a score of the logit. auto: as the checkpoint says, else sigmoid.",
     )

@@ -80,15 +80,32 @@ def _scored(values: Mapping[str, Any], task: str) -> Iterator[Finding]:
         message = f"is {task}, and requests of an OpenAI batch file do not say what is to be scored"
         yield Finding(("task",), message, "give the prompt section, with input.format: jsonl")
     if task == "rerank":
-        yield from _two_answers(section)
-        yield from _whole_pairs(prompt)
+        asked = section if isinstance(section, dict) else {}
+        yield from _pairs(asked, prompt) if asked.get("document") is not None else _two_answers(asked, prompt)
     if task == "classify":
         yield from _labels(section)
 
 
-def _two_answers(section: Any) -> Iterator[Finding]:
+def _pairs(given: Mapping[str, Any], prompt: Any) -> Iterator[Finding]:
+    """Find what a cross-encoder, which gets a query and a document, does not read."""
+    for name in ("yes", "no"):
+        if given.get(name) is not None:
+            message = "is given beside document, of which a cross-encoder makes a score without any answer"
+            yield Finding(("rerank", name), message, "remove it")
+    if isinstance(prompt, dict) and prompt.get("text") is None:
+        source = next((name for name in PROMPT_SOURCES if prompt.get(name) is not None), "user")
+        if source != "user" or prompt.get("chat", True) is not False:
+            message = "is given beside rerank.document, and the query is a text as it is"
+            hint = "use prompt.text, or prompt.user with chat: false, for the query alone"
+            yield Finding(("prompt", source), message, hint)
+
+
+def _two_answers(given: Mapping[str, Any], prompt: Any) -> Iterator[Finding]:
+    yield from _whole_pairs(prompt)
+    if given.get("activation", "auto") != "auto":
+        message = "is given without document, and the score is a probability already"
+        yield Finding(("rerank", "activation"), message, "remove it, or name the column of the document")
     yes, no = DEFAULT_ANSWERS
-    given = section if isinstance(section, dict) else {}
     if given.get("yes", yes) == given.get("no", no):
         message = f"is {shorten(given.get('no', no))}, as yes is, so that every row would get 0.5"
         yield Finding(("rerank", "no"), message, "give two different texts")

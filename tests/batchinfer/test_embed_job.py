@@ -16,15 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.core.errors import BatchInferError
-from batchinfer.pipeline.options import RunOptions
+from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
 from tests.batchinfer.wrong_jobs import Place, command
 from tests.sentence_checkpoints import make_sentence_model, reference
 
-REAL = RunOptions(waves_from_s=float("inf"))
 TEXTS = [f"the {'long ' * (n % 7)}text of number {n}" for n in range(30)]
 
 
@@ -89,10 +87,6 @@ def test_what_is_made_of_vectors_computes_nothing(tmp_path: Path, sentences: Pat
     np.testing.assert_array_equal(embeddings(path), whole)
 
 
-def published(path: Path) -> list[bytes]:
-    return [file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))]
-
-
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, sentences: Path, monkeypatch: pytest.MonkeyPatch, pooling: str
@@ -102,27 +96,13 @@ def test_a_killed_run_ends_with_the_same_bytes(
     jobs = []
     for place in places:
         place.mkdir()
-        settings = {"device": "cpu", "deterministic": True, "block_size": 16}
-        jobs.append(write_job(place, sentences, TEXTS, embed={"pooling": pooling}, engine=settings))
-    whole, killed = jobs
-    outcome = run(whole, REAL, ("engine.data_parallel", "2"))
-    assert (outcome.exit_code, outcome.row["replicas"], outcome.row["computed_requests"]) == (
-        0,
-        2,
-        len(TEXTS),
-    )
-    monkeypatch.setenv("DIES_AFTER", "9")
-    monkeypatch.setenv("DIED", str(tmp_path / "died"))
-    small = [("engine.max_num_batched_tokens", "24"), ("engine.data_parallel", "1")]
-    with pytest.raises(BatchInferError):
-        run(killed, replace(REAL, engine="tests.batchinfer.dying_engine:build"), *small)
-    resumed = run(killed, REAL, *small)
-    assert resumed.exit_code == 0
+        jobs.append(write_job(place, sentences, TEXTS, embed={"pooling": pooling}, engine=DETERMINISTIC))
+    whole = jobs[0]
+    outcome, resumed = killed_and_whole(*jobs, monkeypatch, ("engine.max_num_batched_tokens", "24"))
+    assert outcome.row["computed_requests"] == len(TEXTS)
     assert 0 < resumed.row["computed_requests"] < len(TEXTS) - 8
-    assert published(killed) == published(whole)
     first = embeddings(whole)
-    settings = {"device": "cpu", "deterministic": True, "block_size": 16}
-    write_job(places[0], sentences, [*TEXTS[::-1], "new"], embed={"pooling": pooling}, engine=settings)
+    write_job(places[0], sentences, [*TEXTS[::-1], "new"], embed={"pooling": pooling}, engine=DETERMINISTIC)
     assert run(whole, REAL).row["computed_requests"] == 1
     np.testing.assert_array_equal(embeddings(whole)[:-1], first[::-1])
 

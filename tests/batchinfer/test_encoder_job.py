@@ -16,8 +16,9 @@ from batchinfer.job import load_job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.plan.setup.resolve import resolve
+from tests.batchinfer.killed_runs import REAL
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
-from tests.batchinfer.test_embed_job import REAL, TEXTS, embeddings, fenced, write_job
+from tests.batchinfer.test_embed_job import TEXTS, embeddings, fenced, write_job
 from tests.encoder_checkpoints import encoder_folder
 from tests.sentence_checkpoints import (
     densely,
@@ -95,7 +96,7 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "task: generate: the checkpoint is an encoder (model_type mpnet), which generates no texts" in said
     assert "use task: embed" in said
     said = refused(tmp_path, model, task="rerank")
-    assert "which generates no texts, and the heads of cross-encoders are not computed" in said
+    assert "without a classification head, and a cross-encoder has one" in said
     job = load_job(write_job(tmp_path, model, ["a"]))
     gpu = Hardware("NVIDIA H100", "cuda", 1, 80 << 30)
     with pytest.raises(JobFileError, match=r"encoders \(model_type mpnet\) run on a CPU alone"):

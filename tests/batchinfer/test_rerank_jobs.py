@@ -10,8 +10,9 @@ from typing import Any
 import duckdb
 import pytest
 
+from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, published
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
-from tests.batchinfer.test_score_jobs import REAL, Reference, checkpoint, published, reference, write_job
+from tests.batchinfer.test_score_jobs import Reference, checkpoint, reference, write_job
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
 from tests.batchinfer.wrong_jobs import Place, command
 
@@ -60,7 +61,7 @@ def test_steps_and_engines_change_no_byte(tmp_path: Path, checkpoint: Path) -> N
         "two": ("data_parallel", 2),
     }.items():
         (tmp_path / name).mkdir()
-        engine = {"device": "cpu", "deterministic": True, "block_size": 16, key: value}
+        engine = {**DETERMINISTIC, key: value}
         jobs.append(write_job(tmp_path / name, checkpoint, pairs(8), "rerank", prompt=PROMPT, engine=engine))
     assert [run(path, REAL).exit_code for path in jobs] == [0, 0]
     assert published(jobs[0]) == published(jobs[1])
@@ -79,25 +80,31 @@ def test_a_pair_that_is_too_long_is_told(tmp_path: Path, checkpoint: Path) -> No
     assert "shorten it, or raise model.max_model_len" in long["error_message"]
 
 
-def fenced(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def fenced(language: str, section: str = "") -> str:
+    """The only such block of a section of the page, or before all sections."""
+    text = PAGE.partition(f"\n## {section}\n")[2] if section else PAGE
+    (found,) = re.findall(rf"```{language}\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
     return str(found)
 
 
-def test_the_job_of_the_page_runs(
-    tmp_path: Path, checkpoint: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models/qwen3-reranker-0.6b").symlink_to(checkpoint)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.yaml").write_text(fenced("yaml"))
-    (tmp_path / "pairs.jsonl").write_text(fenced("json"))
-    assert run(tmp_path / "job.yaml", REAL).exit_code == 0
+def ranks_of_the_page(folder: Path, section: str) -> list[Any]:
+    """Run the job of a section of the page; what the page's query says of its result."""
+    (folder / "job.yaml").write_text(fenced("yaml", section))
+    (folder / "pairs.jsonl").write_text(fenced("json"))
+    assert run(folder / "job.yaml", REAL).exit_code == 0
     ranked = duckdb.sql(fenced("sql")).fetchall()
     assert [(row[0], row[3]) for row in ranked] == [
         (query, place) for query in ("How is stock made?", "What causes tides?") for place in (1, 2)
     ]
     assert all(one[2] >= two[2] for one, two in zip(ranked[::2], ranked[1::2], strict=True))
+    return ranked
+
+
+def test_the_job_of_the_page_runs(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/qwen3-reranker-0.6b").symlink_to(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    ranked = ranks_of_the_page(tmp_path, "Decoders that answer with a word")
     assert all(0 < row[2] < 1 for row in ranked)
 
 

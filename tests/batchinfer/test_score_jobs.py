@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from batchinfer.core.errors import BatchInferError
-from batchinfer.pipeline.options import RunOptions
+from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole, published
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
 from tests.batchinfer.wrong_jobs import Place, command
 from tests.checkpoints import make_model_folder
 
-REAL = RunOptions(waves_from_s=float("inf"))
 LABELS = [" yes", " no", " not at all", " no way", "!"]
 
 
@@ -195,34 +192,22 @@ def test_a_prompt_runs_once_for_all_labels(tmp_path: Path, checkpoint: Path, ref
     assert outcome.row["prompt_tokens_run"] == len(nodes) + len(rows) * len(trie)
 
 
-def published(path: Path) -> list[bytes]:
-    return [file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))]
-
-
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two engines in one run, one engine with small steps that dies in the other; and a second night."""
     places, rows = [tmp_path / name for name in ("whole", "killed")], rows_of(40)
-    settings = {"device": "cpu", "deterministic": True, "block_size": 16}
     classify = {"choices": LABELS}
     jobs = []
     for place in places:
         place.mkdir()
-        jobs.append(write_job(place, checkpoint, rows, "classify", classify=classify, engine=settings))
+        jobs.append(write_job(place, checkpoint, rows, "classify", classify=classify, engine=DETERMINISTIC))
     whole, killed = jobs
-    outcome = run(whole, REAL, ("engine.data_parallel", "2"))
-    assert (outcome.exit_code, outcome.row["replicas"], outcome.row["computed_requests"]) == (0, 2, 20)
-    monkeypatch.setenv("DIES_AFTER", "9")
-    monkeypatch.setenv("DIED", str(tmp_path / "died"))
-    small = [("engine.max_num_batched_tokens", "24"), ("engine.data_parallel", "1")]
-    with pytest.raises(BatchInferError):
-        run(killed, replace(REAL, engine="tests.batchinfer.dying_engine:build"), *small)
-    resumed = run(killed, REAL, *small)
-    assert (resumed.exit_code, resumed.row["computed_requests"] < 20) == (0, True)
-    assert published(killed) == published(whole)
+    outcome, resumed = killed_and_whole(*jobs, monkeypatch, ("engine.max_num_batched_tokens", "24"))
+    assert outcome.row["computed_requests"] == 20
+    assert resumed.row["computed_requests"] < 20
     normalized = classify | {"length_normalized": True}
-    write_job(places[0], checkpoint, rows, "classify", classify=normalized, engine=settings)
+    write_job(places[0], checkpoint, rows, "classify", classify=normalized, engine=DETERMINISTIC)
     assert run(whole, NO_ENGINE).exit_code == 0, "what is made of scores computes nothing"
     assert published(whole) != published(killed)
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import StorageError
 from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
@@ -152,6 +152,7 @@ class Index:
     scoring: Scoring | None = None  # what is scored behind its prompts, whose answers are scores
     samples: int = 1  # how many of its rows, one after the other, are a row of the input
     expected: str | None = None  # the passthrough column with the values that answers should have
+    pairs: PairScoring | None = None  # the score of its prompts and documents, whose answers are logits
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -198,6 +199,7 @@ class Index:
             scoring=None if scored is None else Scoring.from_json(scored),
             samples=int(value.get("samples", 1)),
             expected=value.get("expected"),
+            pairs=None if (paired := value.get("pairs")) is None else PairScoring.from_json(paired),
         )
 
     @classmethod
@@ -238,6 +240,8 @@ class Index:
             value["embedding"] = self.embedding.to_json()
         if self.scoring is not None:
             value["scoring"] = self.scoring.to_json()
+        if self.pairs is not None:
+            value["pairs"] = self.pairs.to_json()
         if self.samples > 1:
             value["samples"] = self.samples
         if self.expected is not None:

@@ -155,6 +155,8 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
         value["embedding"] = options.embedding.to_json()
     if options.scoring is not None:
         value["scoring"] = options.scoring.to_json()
+    if options.pairs is not None:
+        value["pairs"] = options.pairs.to_json()
     return value
 
 
@@ -356,15 +358,14 @@ class Ingestion:
         plan = self._prompt_plan(columns, mode, values_are_text)
         truncate = prompt.truncate if prompt else "error"
         own = self._job.model.max_model_len is not None
-        room = 1 if options.embedding is None and options.scoring is None else 0
         limits = Limits(
             options.max_model_len,
             options.vocab_size,
             truncate,
             options.context,
             own,
-            room,
-            may_cut=self._job.task != "rerank",
+            options.room,
+            may_cut=self._job.task != "rerank" or options.pairs is not None,
         )
         model, definition = self._job.model.path, self._tokenizer.definition
         as_text = self._job.carried if schema is None or values_are_text else ()
@@ -380,6 +381,8 @@ class Ingestion:
             scoring=self._options.scoring,
             continuation=self._job.score.continuation,
             labels=self._job.classify.choices_from_column,
+            pairs=self._options.pairs,
+            document=self._job.rerank.document or "",
             before="" if embedding is None else embedding.prompt,
             dimensions=0 if embedding is None else embedding.dimensions,
             system=prompt.system,
@@ -407,6 +410,8 @@ class Ingestion:
         """Return the parameters of a row that sets none itself."""
         if self._options.scoring is not None:
             return SamplingParams.scores()
+        if self._options.pairs is not None:
+            return SamplingParams.logits(self._options.pairs.pooling)
         embedding = self._options.embedding
         return self._job.params() if embedding is None else SamplingParams.vector(embedding.pooling)
 
@@ -447,6 +452,7 @@ class Ingestion:
             self._options.scoring,
             self._job.samples,
             self._job.input.expected,
+            self._options.pairs,
         )
         index.write_marker(self._ops)
         return index

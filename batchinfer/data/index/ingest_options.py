@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize
 from batchinfer.data.input.reader import Reader, SampleSize, Strata
@@ -39,8 +39,14 @@ class IngestOptions:
     tool_calls: CallStyle | None = None  # how answers write calls of tools, if rows may have any
     embedding: Embedding | None = None  # the vectors that rows ask for; None: for none
     scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
+    pairs: PairScoring | None = None  # the score of prompts and documents; None: there are no documents
     chunk: ChunkSize = DEFAULT_SIZE
     checked: Reader | None = None  # has read headers and footers of the same files
+
+    @property
+    def room(self) -> int:
+        """The tokens that have to fit behind a prompt: none where answers are no texts."""
+        return 1 if self.embedding is None and self.scoring is None and self.pairs is None else 0
 
     def calls(self, job: Job, has_tools: bool) -> tuple[CallStyle | None, bool]:
         """Return how answers write calls, if the result has a column for them, and whether calls are not read.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, Output, Request
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.columns.schema_columns import SchemaColumns
@@ -45,6 +45,10 @@ class AskedOutputs(Protocol):
     @property
     def scoring(self) -> Scoring | None:
         """Return what is scored behind the rows' prompts; None: nothing is."""
+
+    @property
+    def pairs(self) -> PairScoring | None:
+        """Return the score of the rows' prompts and documents; None: they have no documents."""
 
 
 class TokenBytes(Protocol):

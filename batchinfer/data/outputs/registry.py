@@ -6,13 +6,22 @@ from collections.abc import Iterable
 
 from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.outputs.labels import LabelsKind
+from batchinfer.data.outputs.pair_scores import PairScoresKind
 from batchinfer.data.outputs.relevance import RelevanceKind
 from batchinfer.data.outputs.scores import ScoresKind
 from batchinfer.data.outputs.tokens import TokensKind
 from batchinfer.data.outputs.vectors import VectorsKind
 from batchinfer.job import Job
 
-_ALL: tuple[OutputKind, ...] = (TokensKind(), VectorsKind(), ScoresKind(), LabelsKind(), RelevanceKind())
+_PAIRS = PairScoresKind()
+_ALL: tuple[OutputKind, ...] = (
+    TokensKind(),
+    VectorsKind(),
+    ScoresKind(),
+    LabelsKind(),
+    RelevanceKind(),
+    _PAIRS,
+)
 KINDS = {kind.name: kind for kind in _ALL}
 _OF_TASKS = {"embed": "vectors", "score": "scores", "classify": "labels", "rerank": "relevance"}
 USUAL = "tokens"  # the kind of parts, indexes and identities that name none
@@ -20,6 +29,8 @@ USUAL = "tokens"  # the kind of parts, indexes and identities that name none
 
 def kind_of(job: Job) -> OutputKind:
     """Return the kind of a job's answers."""
+    if job.task == "rerank" and job.rerank.document is not None:
+        return _PAIRS
     return KINDS[_OF_TASKS.get(job.task, USUAL)]
 
 

@@ -26,7 +26,7 @@ STORED = pa.schema(
 )
 # Rows of a result that are made at a time: a continuation may have as many tokens as the model reads
 _SCORED_ROWS = 2048
-_NOT_OPENAI = "a job that scores has no OpenAI batch file as its input, so none is made of its result"
+NOT_OPENAI = "a job that scores has no OpenAI batch file as its input, so none is made of its result"
 _PER_TOKEN = pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
@@ -94,10 +94,10 @@ class ScoresKind:
         return found
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        raise ValueError(_NOT_OPENAI)
+        raise ValueError(NOT_OPENAI)
 
     def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
-        raise ValueError(_NOT_OPENAI)
+        raise ValueError(NOT_OPENAI)
 
 
 def context_counts(rows: pa.Table, matched: pa.Table) -> pa.ChunkedArray:

@@ -18,7 +18,7 @@ from jinja2 import nodes
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.rung import Rung
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.core.scoring import MAX_LABELS, Scoring
+from batchinfer.core.scoring import MAX_LABELS, PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.json_text import parse_value
 from batchinfer.data.input.openai import CHAT_URL, TOOLS, VECTOR_URL, embedding_input, openai_request
@@ -86,6 +86,8 @@ class PromptPlan:
     scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
     continuation: str | None = None  # the column of what is scored; None: labels are, or the prompt itself
     labels: str | None = None  # the column of rows' own labels; None: all have the job's
+    pairs: PairScoring | None = None  # the score of prompts and documents; None: there are no documents
+    document: str = ""  # the column of these
 
 
 class Draft(NamedTuple):
@@ -94,7 +96,8 @@ class Draft(NamedTuple):
     `add_special` asks the tokenizer for its own BOS. `masks` maps stand-ins in `text` to special-token literals
     that the row's content holds and that are to be encoded as plain text. `unread` are the names of arguments that the
     row gives and the chat template does not read. `tools` are those that the row has, as `known_tools` writes them.
-    `continuations` are scored behind the prompt, () but for the first token of the prompt itself, None nothing.
+    `continuations` are scored behind the prompt, () but for the first token of the prompt itself, None nothing; of a
+    pair it is the document that the prompt is compared with.
     """
 
     params: SamplingParams
@@ -156,6 +159,9 @@ class PromptBuilder:
         draft = self._build(values)
         if self._plan.scoring is not None:
             draft = self._scored(draft, self._plan.scoring, values)
+        if self._plan.pairs is not None:
+            document = self._text(self._plan.document, "document", "is the document", values)
+            draft = draft._replace(add_special=False, continuations=(document,))
         text, limit = draft.text, self._plan.max_text_bytes
         if text is None or len(text) <= limit // _MOST_BYTES:
             return draft
@@ -178,21 +184,24 @@ class PromptBuilder:
         name = self._plan.continuation
         if name is None:
             return scoring.choices
-        if (value := values.get(name)) is None:
-            raise RowProblem(
-                "continuation_missing", f"column {name!r}, which is to be scored, is null or missing"
-            )
-        if self._plan.mode == "token_ids":
+        value = values.get(name)
+        if self._plan.mode == "token_ids" and value is not None:
             as_text = self._plan.values_are_text and isinstance(value, str)
             return (check_token_ids(parse_value(value) if as_text else value),)
+        return (self._text(name, "continuation", "is to be scored", values),)
+
+    def _text(self, name: str, what: str, why: str, values: Values) -> str:
+        """Return a text that stands in a column beside the prompt. Raises RowProblem."""
+        if (value := values.get(name)) is None:
+            raise RowProblem(f"{what}_missing", f"column {name!r}, which {why}, is null or missing")
         if not isinstance(value, str):
-            raise RowProblem("continuation_type", f"column {name!r} must be text, not {kind_of(value)}")
+            raise RowProblem(f"{what}_type", f"column {name!r} must be text, not {kind_of(value)}")
         if _MOST_BYTES * len(value) > self._plan.max_text_bytes:
             limit = self._plan.max_text_bytes // _MOST_BYTES
             raise RowProblem(
                 "text_too_long", f"column {name!r} is over the limit of {limit} characters", "policy"
             )
-        return (value,)
+        return value
 
     def _params(self, values: Values) -> SamplingParams:
         if not self._plan.overrides and not self._plan.fits:

@@ -156,6 +156,8 @@ def _of_scores(job: Job) -> Iterator[tuple[str, str]]:
         yield "score.continuation", job.score.continuation
     if job.classify.choices_from_column is not None:
         yield "classify.choices_from_column", job.classify.choices_from_column
+    if job.rerank.document is not None:
+        yield "rerank.document", job.rerank.document
 
 
 def _needed_variables(job: Job, used: set[str]) -> tuple[str, ...]:

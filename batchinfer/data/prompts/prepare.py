@@ -23,8 +23,10 @@ from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
 from batchinfer.data.prompts.prepared.continued import ContinuedPrompts
 from batchinfer.data.prompts.prepared.known_rows import KnownRows
+from batchinfer.data.prompts.prepared.paired import PairedTexts
 from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
+from batchinfer.data.tokenizer.pair_template import PairTemplate
 from batchinfer.data.tokenizer.reasoned_rows import ReasonedRows
 from batchinfer.data.tokenizer.reasoning_styles import Openings
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
@@ -110,13 +112,21 @@ class Preparer:
         self._fields = fields
         self._tokenizer = tokenizer
         self._segments = tokenizer.segments()
-        labels = None if plan.scoring is None else plan.scoring.choices
-        self._continued = None if labels is None else ContinuedPrompts(tokenizer, self._segments, labels)
+        self._continued = self._joining(plan)
         self._plain = plan.params  # of most rows; their constraint was checked before
         self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
         self._report = report
+
+    def _joining(self, plan: PromptPlan) -> ContinuedPrompts | PairedTexts | None:
+        """Return what puts the tokens of other texts behind those of a prompt; None: there are no others."""
+        if plan.pairs is not None:
+            template, limits = PairTemplate.of(self._tokenizer.rust), self._limits
+            return PairedTexts(template, plan.pairs, limits.max_model_len, limits.truncate)
+        if plan.scoring is None:
+            return None
+        return ContinuedPrompts(self._tokenizer, self._segments, plan.scoring.choices)
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
         """Prepare the rows of a chunk; of a piece of it, if there is one."""
@@ -205,7 +215,7 @@ class Preparer:
 
     def _with_continuations(
         self,
-        continued: ContinuedPrompts,
+        continued: ContinuedPrompts | PairedTexts,
         held: _Drafts,
         encoded: Sequence[Sequence[int] | None],
         work: _FinishedPrompts,

@@ -57,6 +57,7 @@ class Tokenizer:
         self.named = {
             name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None
         }
+        self._inputs = config.get("model_input_names")
         own = _chat_template(folder, config)
         self.template = template or own
         self._given_template = template
@@ -88,6 +89,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids are below this: the vocabulary with its added tokens."""
         return max(self.rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def gives_types(self) -> bool:
+        """Whether models are told the types of tokens: unless the checkpoint lists what they are told, without them."""
+        return not isinstance(self._inputs, list) or "token_type_ids" in self._inputs
 
     @property
     def tells_the_day(self) -> bool:

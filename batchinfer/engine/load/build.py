@@ -115,7 +115,7 @@ class LoadedWeights:
         ops = fastest_prefill(self.ops, sizes, device, source.plain_attention, agreed)
         model = self.decoder(ops, longest)
         eos = frozenset(source.spec.eos_token_ids)
-        sampler = Sampler(eos, self.masks, device.type == "cpu")
+        sampler = Sampler(eos, self.masks, device.type == "cpu", model.classifier)
         layout = cache_layout(source.spec.caches, block_size, longest)
         runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
         memory = _CacheMemory(config, source, runner, limits, self.arithmetic.dtype, longest)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from batchinfer.core.sampling import SamplingParams
 
 TOKENS, SCORES = "tokens", "scores"
-OF_WHOLE_PROMPTS = ("vectors (mean)", "vectors (cls)")  # of hidden states that the cache does not have
+OF_WHOLE_PROMPTS = tuple(  # of hidden states that the cache does not have
+    f"{what} ({pooling})" for what in ("vectors", "logits") for pooling in ("mean", "cls")
+)
 
 
 def answer_of(params: SamplingParams) -> str:
     """Say what a request with these parameters asks for."""
     if params.scored:
         return SCORES
-    return TOKENS if params.pooling is None else f"vectors ({params.pooling})"
+    if params.pooling is None:
+        return TOKENS
+    return f"{'logits' if params.classified else 'vectors'} ({params.pooling})"

@@ -99,13 +99,16 @@ class Engine:
         )
 
     def add(self, requests: Seq[Request]) -> None:
-        """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, for
-        a prompt that leaves no position for an answer, and for requests for vectors beside others.
+        """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, a
+        prompt that leaves no position for an answer, logits of prompts that may run in parts, and requests for vectors
+        beside others.
         """
         roots = self._limits.roots
         for request in requests:
-            if request.params.pooling is None and self._scheduler.config.whole_prompts:
+            if self._scheduler.config.whole_prompts and (request.params.max_tokens or request.params.scored):
                 raise ValueError("an encoder makes vectors, and nothing else")
+            if request.params.classified and not self._scheduler.config.whole_prompts:
+                raise ValueError("a classification head reads prompts that run as a whole")
             if answer_of(request.params) != self._answers:
                 self._change_answers(answer_of(request.params))
             length = longest_sequence(len(request.prompt), request.params.scored)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -62,11 +62,14 @@ class Sampler:
     `on_host`: logits are in the host's memory, so that a token can be looked at as soon as it is chosen. Then a greedy
     row whose last token obeyed its mask takes the argmax first, and its mask is filled only where that token is not
     allowed. The tokens are the same; a model that was taught its format hardly ever needs a mask.
+
+    `classifier` makes logits, (n, labels), of pooled states, (n, hidden), for rows that ask for these.
     """
 
     eos_token_ids: frozenset[int]
     mask: TokenMask | None = None
     on_host: bool = False
+    classifier: Callable[[Tensor], Tensor] | None = None
 
     def next_tokens(
         self,
@@ -79,6 +82,8 @@ class Sampler:
         """Find what each row asks for from its hidden state. Logits are written only for rows that need more than their
         argmax. `device_tokens`: last tokens that only the device knows."""
         states = _asked_states(head, hidden, plan)
+        if plan.classified and states is not None:
+            states = self._classified(states, plan)
         if not plan.chooses:
             scores = None if plan.scored is None else row_scores(head.logits, hidden, plan.scored)
             return Sampled(hidden.new_empty(0, dtype=torch.int64), states=states, scores=scores)
@@ -87,6 +92,17 @@ class Sampler:
         else:
             found = self.sample(ops, head.logits(hidden), plan, device_tokens)
         return found if states is None else replace(found, states=states)
+
+    def _classified(self, states: RowStates, plan: SamplingPlan) -> RowStates:
+        """Return the logits of each prompt, all of which has run: a mean is made of all sums that there will be."""
+        assert self.classifier is not None, "the model has no classification head"
+        pooled = states.states
+        if plan.pools is not None:
+            (lengths,) = upload(
+                [np.unique(plan.pools, return_counts=True)[1].astype(np.int64)], pooled.device
+            )
+            pooled = pooled / lengths[:, None]
+        return replace(states, states=self.classifier(pooled.float()))
 
     def tries_argmax(self, plan: SamplingPlan) -> bool:
         """Whether each row's token is the argmax of its logits, or is likely to be and can be looked at on the host."""

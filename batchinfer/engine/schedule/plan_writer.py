@@ -59,14 +59,15 @@ class PlanWriter:
         if not self._wants.inputs:
             how = ARGMAX if silent is None else silent.sampling
             return StepPlan(
-                *spans, None, None, _NONE, (), copies, sampled, None, None, how, asked, shared_blocks
+                *spans, None, None, None, _NONE, (), copies, sampled, None, None, how, asked, shared_blocks
             )
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling
         return StepPlan(
             *spans,
             rows=rows,
-            rope_offsets=None if rows is None else _rope_offsets(sequences),
+            rope_offsets=None if rows is None else _each([s.rope_offset for s in sequences]),
+            second_segments=None if rows is None else _each([s.second_segment for s in sequences]),
             tokens=_tokens(chunks, single),
             tables=tuple(self._changes(sequences)),
             copies=copies,
@@ -146,9 +147,8 @@ class _GroupTables:
 _NO_TABLE: list[int] = []
 
 
-def _rope_offsets(sequences: list[Sequence]) -> Ints | None:
-    offsets = [sequence.rope_offset for sequence in sequences]
-    return np.array(offsets, np.int32) if any(offsets) else None
+def _each(numbers: list[int]) -> Ints | None:
+    return np.array(numbers, np.int32) if any(numbers) else None
 
 
 def _tokens(chunks: list[Chunk], single: bool) -> Ints:

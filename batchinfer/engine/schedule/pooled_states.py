@@ -14,7 +14,7 @@ _NONE = np.empty(0, np.int32)
 
 def pooled_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
     """Return the chunks whose hidden states are asked for: those that end a prompt, or begin it, or all where a mean is
-    made. All sequences of an engine have the same pooling."""
+    made. All sequences of an engine have the same pooling, and are classified or not."""
     pooling = chunks[0].sequence.pooling
     if pooling == "mean":
         return [*chunks]
@@ -27,13 +27,16 @@ def pooled_rows(chunks: Sequence[Chunk], asked: Sequence[Chunk]) -> AskedRows:
     """Ask for the states of these chunks: of the first or last token of each, or of all tokens, added up."""
     if not asked:
         return AskedRows(_NONE, None, SamplingPlan(chooses=False))
+    classified = chunks[0].sequence.classified
     lengths = [chunk.length for chunk in chunks]
     if chunks[0].sequence.pooling == "mean":
         pools = np.repeat(np.arange(len(lengths)), lengths).tolist()
         rows = np.arange(len(pools), dtype=np.int32)
-        return AskedRows(rows, lengths, SamplingPlan(states=rows.tolist(), pools=pools, chooses=False))
+        plan = SamplingPlan(states=rows.tolist(), pools=pools, chooses=False, classified=classified)
+        return AskedRows(rows, lengths, plan)
     ends = np.cumsum(lengths, dtype=np.int32)
     rows = ends - np.array(lengths, np.int32) if chunks[0].sequence.pooling == "cls" else ends - np.int32(1)
     kept = {id(chunk.sequence) for chunk in asked}
     chosen = [id(chunk.sequence) in kept for chunk in chunks]
-    return AskedRows(rows[chosen], None, SamplingPlan(states=[*range(len(asked))], chooses=False))
+    plan = SamplingPlan(states=[*range(len(asked))], chooses=False, classified=classified)
+    return AskedRows(rows[chosen], None, plan)

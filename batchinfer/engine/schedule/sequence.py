@@ -93,6 +93,8 @@ class Sequence:
     scored: ScoredBranch | None  # the continuations of which it scores tokens, and gets none; None: of none
     content_root: bytes  # what besides its token ids its K and V depend on
     rope_offset: int  # the row of the rotary tables at which its positions begin
+    classified: bool  # whether its vector is what the classification head makes of the pooled states
+    second_segment: int  # from which token on its tokens have the type 1; 0: none has
 
     # Written by the Engine
     tokens: array[int]  # the prompt, then the output
@@ -156,6 +158,8 @@ class Sequence:
             plain_greedy=params.greedy and logprobs is None and not reshaped,
             content_root=roots.of(len(prompt), params),
             rope_offset=roots.rope_offset(len(prompt), params),
+            classified=params.classified,
+            second_segment=params.second_segment,
             tokens=prompt,
             logprobs=logprobs,
             loops=loops,
@@ -232,10 +236,10 @@ class Sequence:
 
     @property
     def vector(self) -> Vector | None:
-        """The vector of its prompt; None, if that has not run, or the hidden states are not finite numbers."""
+        """The vector of its prompt, or its logits; None, if that has not run, or they are not finite numbers."""
         if self.pooled is None:
             return None
-        parts = self.prompt_length if self.pooling == "mean" else 1
+        parts = self.prompt_length if self.pooling == "mean" and not self.classified else 1
         values = (self.pooled[0] / parts).astype(np.float32)
         return Vector(values) if np.isfinite(values).all() else None
 

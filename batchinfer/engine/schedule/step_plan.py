@@ -185,6 +185,7 @@ class SamplingPlan:
     # Of each of these, ascending, the chunk to whose sum it is added; None: each is given by itself
     pools: list[int] | None = None
     chooses: bool = True  # whether rows get tokens at all
+    classified: bool = False  # whether the classification head makes logits of the states, or of their means
     scored: ScoredTokens | None = None  # None: no row is asked how likely tokens are behind it
 
     def part(self, first: int, end: int) -> SamplingPlan:
@@ -206,6 +207,7 @@ class SamplingPlan:
             [self.states[at] - first for at in states],
             None if pools is None else [pools[at] for at in states],
             self.chooses,
+            self.classified,
             None if self.scored is None else self.scored.part(first, end),
         )
 
@@ -217,7 +219,7 @@ class SamplingPlan:
         given = None if self.given is None else self.given.tobytes()
         asked = (self.argmax, *lists, self.penalised, self.drawn)
         scored = None if self.scored is None else tuple(one.tobytes() for one in self.scored)
-        return _sampling, (asked, given, self.states, self.pools, self.chooses, scored)
+        return _sampling, (asked, given, self.states, self.pools, (self.chooses, self.classified), scored)
 
 
 ARGMAX = SamplingPlan()
@@ -228,11 +230,11 @@ def _argmax() -> SamplingPlan:
 
 
 def _sampling(
-    asked: tuple[Any, ...], given: bytes | None, states: list[int], pools: list[int] | None, chooses: bool,
-    scored: tuple[bytes, bytes] | None,
+    asked: tuple[Any, ...], given: bytes | None, states: list[int], pools: list[int] | None,
+    how: tuple[bool, bool], scored: tuple[bytes, bytes] | None,
 ) -> SamplingPlan:  # fmt: skip
     tokens = None if scored is None else ScoredTokens(*(np.frombuffer(one, np.int32) for one in scored))
-    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, chooses, tokens)
+    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, *how, tokens)
     return SamplingPlan(*fields)
 
 
@@ -254,6 +256,8 @@ class StepPlan:
     rows: Ints | None
     # (S,): where their positions begin in the rotary tables; None, where `rows` are given: 0
     rope_offsets: Ints | None
+    # (S,): from which position on their tokens have the type 1, 0 for none; None, where `rows` are given: all 0
+    second_segments: Ints | None
     tokens: Ints  # (T,)
     tables: tuple[TableChanges, ...]  # of each cache group
     # (n, 6): chunk, cache group, source, target, first slot, end; in each layer, before attention
@@ -283,6 +287,7 @@ class StepPlan:
             self.lengths,
             self.rows,
             self.rope_offsets,
+            self.second_segments,
             self.tokens,
             self.copies,
             self.sampled,
@@ -303,7 +308,7 @@ def _step_plan(
     sampling: SamplingPlan,
     *rest: Any,
 ) -> StepPlan:
-    starts, lengths, rows, offsets, tokens, copies, sampled = map(_ints, sent)
+    starts, lengths, rows, offsets, segments, tokens, copies, sampled = map(_ints, sent)
     assert starts is not None
     assert tokens is not None
     changes = tuple(
@@ -313,8 +318,9 @@ def _step_plan(
     copied = None if copies is None else copies.reshape(-1, 6)
     awaited = None if waits is None else Awaited(*map(_ints, waits))
     return StepPlan(
-        starts, lengths, rows, offsets, tokens, changes, copied, sampled, counts, awaited, sampling, *rest
-    )
+        starts, lengths, rows, offsets, segments, tokens, changes, copied, sampled, counts, awaited, sampling,
+        *rest,
+    )  # fmt: skip
 
 
 def _ints(data: bytes | None) -> Ints | None:

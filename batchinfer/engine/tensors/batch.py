@@ -34,6 +34,7 @@ class HostBatch:
     copies: Ints | None = None  # (any, 6), as StepPlan has them
     awaited: Awaited | None = None
     follows: bool = False  # whether the step before ran the same sequences in the same order
+    token_types: Longs | None = None  # (T,); None: all are 0
 
     @property
     def is_decode(self) -> bool:
@@ -56,15 +57,29 @@ class HostBatch:
         return [fields[fields[:, 1] == group, 2:] for group in range(len(self.slots))]
 
     def inputs(
-        self, tables: Seq[Tensor], positions: Tensor, slots: Seq[Tensor], parts: Seq[Tensor]
+        self,
+        tables: Seq[Tensor],
+        positions: Tensor,
+        slots: Seq[Tensor],
+        parts: Seq[Tensor],
+        token_types: Tensor | None = None,
     ) -> list[AttentionInputs]:
         """The attention inputs of each cache group, of the same arrays on the device, and `tables`, (S, most blocks)
         each."""
+        assert (token_types is None) == (self.token_types is None), "types of tokens get lost"
         copied_parts: Seq[Tensor | None] = parts or [None] * len(slots)
         each = zip(slots, tables, self.tables, self.whole, copied_parts, strict=True)
         return [
             AttentionInputs(
-                positions, own, table, self.query_lens, self.context_lens, host, whole=whole, parts=copied
+                positions,
+                own,
+                table,
+                self.query_lens,
+                self.context_lens,
+                host,
+                whole=whole,
+                parts=copied,
+                token_types=token_types,
             )
             for own, table, host, whole, copied in each
         ]
@@ -94,6 +109,7 @@ class HostBatch:
             copies=self._copies_of([low + at for at, begun in enumerate(begins) if begun >= first]),
             awaited=_awaited_in(self.awaited, first, end, len(self.token_ids)),
             follows=False,
+            token_types=None if self.token_types is None else self.token_types[first:end],
         )
 
     def _copies_of(self, chunks: list[int]) -> Ints | None:
@@ -131,5 +147,6 @@ def build_batch(host: HostBatch, device: torch.device) -> Batch:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     slots, parts = list(map(moved, host.slots)), list(map(moved, host.parts))
-    inputs = host.inputs(tables, moved(host.positions), slots, parts)
+    types = None if host.token_types is None else moved(host.token_types)
+    inputs = host.inputs(tables, moved(host.positions), slots, parts, types)
     return Batch(moved(host.token_ids), inputs, moved(host.sampled_rows), host.sampling)

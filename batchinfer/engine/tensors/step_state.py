@@ -20,6 +20,7 @@ class StepState:
     tables: TableRows = field(default_factory=TableRows)
     _rows: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
     _rope_offsets: Ints | None = None
+    _second_segments: Ints | None = None
     _each: Longs = field(default_factory=lambda: np.zeros(0, np.int64))  # 0, 1, … for every row
     _drawn: SamplingPlan | None = None  # the newest with draws
 
@@ -27,6 +28,7 @@ class StepState:
         """Lay the plan out as the arrays of a step. Each plan is given once, in order."""
         if plan.rows is not None:
             self._rows, self._rope_offsets = plan.rows.astype(np.int64), plan.rope_offsets
+            self._second_segments = plan.second_segments
             self._each = np.arange(len(self._rows))
         tables = self.tables.take(plan.tables, self._rows)
         starts, lengths = plan.starts.astype(np.int64), plan.lengths
@@ -38,7 +40,7 @@ class StepState:
             row_of = np.repeat(self._each, lengths)
             positions = np.arange(len(row_of)) + (contexts - np.cumsum(lengths))[row_of]
         at, inside = np.divmod(positions, layout.block_size)
-        offsets = self._rope_offsets
+        offsets, segments = self._rope_offsets, self._second_segments
         return HostBatch(
             token_ids=plan.tokens.astype(np.int64),
             positions=positions if offsets is None else positions + offsets[row_of],
@@ -54,6 +56,7 @@ class StepState:
             copies=plan.copies,
             awaited=plan.awaited,
             follows=plan.rows is None,
+            token_types=None if segments is None else _types(positions, segments[row_of]),
         )
 
     def _with_draws(self, sampling: SamplingPlan) -> SamplingPlan:
@@ -67,3 +70,9 @@ class StepState:
             sampling = replace(sampling, drawn=replace(drawn, fixed=self._drawn.drawn.fixed))
         self._drawn = sampling
         return sampling
+
+
+def _types(positions: Longs, second: Ints) -> Longs:
+    """Return the type of each token, whose sequence has those of the type 1 from the position `second` on; 0: it has
+    none."""
+    return ((second > 0) & (positions >= second)).astype(np.int64)

@@ -18,6 +18,7 @@ from batchinfer.models.checkpoint.tensor_names import (
     ignores,
     layer_names,
     prefixes_of,
+    stored_classifier,
     table_names,
 )
 from batchinfer.models.families.family import NamePrefixes
@@ -139,12 +140,14 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     spec = load_config(folder.path)
     whole = multimodal_of(raw)
     prefixes = prefixes_of(spec.family, files.tensors, whole.prefixes if whole else ())
-    stated = decoder_config(raw)
+    spec = stored_classifier(spec, files.tensors, prefixes)
+    stated, placed = decoder_config(raw), expected_shapes(spec, prefixes)
     unused = further_layers(spec, stated, prefixes)
     tensors = {
         name: tensor
         for name, tensor in files.tensors.items()
-        if not (ignores(spec.family, name) or name.startswith(unused) or (whole and whole.part_of(name)))
+        if name in placed
+        or not (ignores(spec.family, name) or name.startswith(unused) or (whole and whole.part_of(name)))
     }
     packed = packed_tensors(stored_format(stated, []), tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in packed.unused}

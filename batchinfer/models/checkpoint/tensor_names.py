@@ -6,10 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.models.families.family import Modules, NamePrefixes, Part, Rows
+from batchinfer.models.families.family import ClassifierNames, Modules, NamePrefixes, Part, Rows
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.spec.parameters import (
     BIAS,
+    CLASSIFIER_DENSE,
+    CLASSIFIER_NORM,
+    CLASSIFIER_OUT,
     DISTANCES,
     EMBEDDING,
     EMBEDDING_NORM,
@@ -66,6 +69,14 @@ def ignores(family: str, name: str) -> bool:
     return name.endswith(names.ignored) or name.removeprefix(names.base).startswith(names.unread)
 
 
+def stored_classifier(spec: ModelSpec, names: Collection[str], prefixes: NamePrefixes) -> ModelSpec:
+    """Return the model without a classification head that config.json names, and of which none of `names` is: a base
+    model was saved under the configuration of another class."""
+    if spec.classifier is None or table_names(spec, prefixes)[CLASSIFIER_OUT].tensor in names:
+        return spec
+    return spec.without_classifier()
+
+
 def further_layers(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
     """Return the prefixes of the layers for multi-token prediction behind the last layer, which are not run."""
     family, first = FAMILIES[spec.family], len(spec.layers)
@@ -86,8 +97,17 @@ def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredPara
         EMBEDDING_NORM: prefixes.base + names.embedding_norm,
         TOKEN_TYPES: prefixes.base + names.token_types,
         DISTANCES: prefixes.base + names.distances,
+        **_classifier_modules(names.classifier, prefixes),
     }
     return dict(_stored([*table_parameters(spec), *([HEAD] if spec.causal else [])], modules))
+
+
+def _classifier_modules(names: ClassifierNames | None, prefixes: NamePrefixes) -> dict[str, str]:
+    if names is None:
+        return {}
+    dense = prefixes.base if names.dense_in_base else prefixes.head
+    parts = {CLASSIFIER_NORM: prefixes.head + names.norm, CLASSIFIER_OUT: prefixes.head + names.out}
+    return {CLASSIFIER_DENSE: dense + names.dense, **parts}
 
 
 def layer_names(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, StoredParameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_nam
 from batchinfer.models.families.family import Part
 from batchinfer.models.spec.parameters import (
     BIAS,
+    CLASSIFIER,
     DISTANCES,
     EMBEDDING,
     EMBEDDING_NORM,
@@ -47,6 +48,8 @@ class Tables:
     positions: Tensor | None = None  # (max positions, hidden)
     token_types: Tensor | None = None  # (types, hidden)
     distances: Tensor | None = None  # (buckets, query heads)
+    # Those of a classification head by the names of their parameters; a checkpoint's are float32
+    classifier: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Mapping[str, Tensor]) -> Tables:
@@ -60,6 +63,7 @@ class Tables:
             positions=found.get(POSITIONS),
             token_types=found.get(TOKEN_TYPES),
             distances=found.get(DISTANCES),
+            classifier={name: one for name, one in found.items() if name.startswith(CLASSIFIER)},
         )
 
 
@@ -88,7 +92,9 @@ class CheckpointWeights(Weights):
         names, stored = table_names(checkpoint.spec, checkpoint.prefixes), checkpoint.shapes
         with _OpenFiles(self._checkpoint) as files:
             found = {
-                name: self._copied([files.parameter(place)], self._dtype)
+                name: self._copied(
+                    [files.parameter(place)], torch.float32 if name.startswith(CLASSIFIER) else self._dtype
+                )
                 for name, place in names.items()
                 if place.tensor in stored
             }

@@ -41,6 +41,7 @@ class Decoder:
         self.spec, self.max_positions = spec, max_positions
         self._ops = ops
         self._tables, self._head = packed.tables, packed.head
+        self.classifier = packed.classifier
         self._positions, distances = position_table(spec, packed.tables), None
         if packed.tables.distances is not None:
             distances = distance_table(packed.tables.distances, max_positions)
@@ -77,7 +78,7 @@ class Decoder:
         longest = max(inputs[0].context_lens)
         if longest > self.max_positions:
             raise ValueError(f"a context of {longest} tokens, and {self.max_positions} positions")
-        x = self._embedded(token_ids, inputs[0].positions)
+        x = self._embedded(token_ids, inputs[0])
         residual: Tensor | None = None
         places = dict(zip(self._attending, caches, strict=True))
         for index, layer in enumerate(self._layers):
@@ -96,7 +97,7 @@ class Decoder:
         Of `inputs` only positions, slots and the padding slot are read: what is launched between two boundaries depends
         on the number of tokens alone. Not for operators that fuse layers.
         """
-        x = self._embedded(token_ids, inputs[0].positions)
+        x = self._embedded(token_ids, inputs[0])
         residual: Tensor | None = None
         places = dict(zip(self._attending, caches, strict=True))
         for index, layer in enumerate(self._layers):
@@ -123,12 +124,14 @@ class Decoder:
         queries, attended = (embedding.new_zeros(tokens * width) for width in widest)
         return StaticBuffers(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
 
-    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def _embedded(self, token_ids: Tensor, inputs: AttentionInputs) -> Tensor:
         x = self._ops.embedding(token_ids, self._tables.embedding)
         if self._multiplier != 1:
             x = x * self._multiplier
         if self._positions is not None:
-            x = x + self._ops.embedding(positions, self._positions)
+            places, types = inputs.positions, inputs.token_types
+            places = places if types is None else places + types * self.spec.max_positions
+            x = x + self._ops.embedding(places, self._positions)
         norm = None if self.spec.encoder is None else self.spec.encoder.embedding_norm
         return x if norm is None else apply_norm(self._ops, norm, self._tables.norms, EMBEDDING_NORM, x)[0]
 

@@ -10,16 +10,20 @@ from torch import Tensor
 from batchinfer.models.checkpoint.weights import Tables
 from batchinfer.models.spec.spec import BUCKETS, ModelSpec
 
+TYPES = 2  # that tokens may have: those of one text are 0, and those of a second one 1
 FARTHEST = 128  # the distance from which on all keys share a bucket
 
 
 def position_table(spec: ModelSpec, tables: Tables) -> Tensor | None:
-    """Return what is added to the embedding of the token at each position, (max positions, hidden): its position's,
-    and that of the type 0 where there are types; None: nothing."""
+    """Return what is added to the embedding of the token at each position, (max positions, hidden): its position's;
+    where there are types, (types x max positions, hidden), for each of the first TYPES as many rows, with its
+    embedding added. None: nothing."""
     if tables.positions is None or spec.encoder is None:
         return tables.positions
     positions = tables.positions[spec.encoder.first_position :]
-    return positions if tables.token_types is None else positions + tables.token_types[0]
+    if tables.token_types is None:
+        return positions
+    return torch.cat([positions + of_type for of_type in tables.token_types[:TYPES]])
 
 
 def distance_table(learned: Tensor, max_positions: int) -> Tensor:

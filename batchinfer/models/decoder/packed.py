@@ -8,6 +8,7 @@ import torch
 
 from batchinfer.models.checkpoint.weights import Tables, Weights
 from batchinfer.models.decoder.block import pack_layer
+from batchinfer.models.decoder.classifier import Classifier
 from batchinfer.models.decoder.quantize import quantized_layer, quantized_weight
 from batchinfer.models.ops.interface import Head, LayerParts, Ops
 from batchinfer.models.spec.spec import ModelSpec
@@ -22,16 +23,19 @@ class PackedWeights:
     head: Head | None  # None: an encoder's
     layers: tuple[LayerParts, ...]  # without their rotary tables
     device: torch.device | str
+    classifier: Classifier | None = None  # None: there is no classification head
 
 
 def pack_weights(spec: ModelSpec, weights: Weights, ops: Ops, device: torch.device | str) -> PackedWeights:
     """Pack the weights for `ops`, a layer at a time."""
     tables = weights.tables()
     head = ops.pack_head(quantized_weight(tables.head, spec.head_form)) if spec.causal else None
+    head_spec = spec.classifier
+    classifier = None if head_spec is None else Classifier(ops, head_spec, tables.classifier)
     # or a head that was copied would be there twice while the layers are packed
     tables = replace(tables, head=tables.embedding)
     layers = tuple(
         pack_layer(ops, layer, quantized_layer(layer, weights.layer(index)), None)
         for index, layer in enumerate(spec.layers)
     )
-    return PackedWeights(spec, tables, head, layers, device)
+    return PackedWeights(spec, tables, head, layers, device, classifier)

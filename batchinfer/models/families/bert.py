@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from batchinfer.models.families.classifier import classifier
 from batchinfer.models.families.family import (
+    ClassifierNames,
     ConfigFiles,
     Family,
     Modules,
@@ -24,6 +26,7 @@ from batchinfer.models.spec.spec import (
     BUCKETS,
     EncoderSpec,
     FeedForwardSpec,
+    HeadActivation,
     LayerSpec,
     ModelSpec,
     NormSpec,
@@ -71,7 +74,7 @@ def parse_mpnet(files: ConfigFiles) -> ModelSpec:
 def parse_distilbert(files: ConfigFiles) -> ModelSpec:
     """Make the spec of a DistilBertConfig."""
     files = replace(files, config=files.config.renamed(DISTILBERT_FIELDS))
-    return _encoder("distilbert", files, EncoderSpec(), absent_activation="gelu")
+    return _encoder("distilbert", files, EncoderSpec(), head_activation="relu")
 
 
 def _roberta(family: str, files: ConfigFiles) -> ModelSpec:
@@ -86,7 +89,7 @@ def _encoder(
     files: ConfigFiles,
     encoder: EncoderSpec,
     absent_eos: tuple[int, ...] = (),
-    absent_activation: str = "gelu",
+    head_activation: HeadActivation = "tanh",
 ) -> ModelSpec:
     fields = files.config
     _check(fields)
@@ -94,7 +97,7 @@ def _encoder(
     norm = NormSpec(hidden, fields.number("layer_norm_eps", 1e-12), "layer", biased=True)
     fed = FeedForwardSpec(
         fields.integer("intermediate_size"),
-        activation(fields, absent=absent_activation),
+        activation(fields, absent="gelu"),
         biased=True,
         gated=False,
     )
@@ -119,7 +122,7 @@ def _encoder(
         tied=True,
         final_norm=None,
         max_positions=max(1, positions),
-        encoder=replace(encoder, embedding_norm=norm),
+        encoder=replace(encoder, embedding_norm=norm, classifier=classifier(fields, head_activation)),
     )
 
 
@@ -171,7 +174,12 @@ def distilbert_modules(_: LayerSpec) -> Modules:
     }
 
 
-def _names(base: str, layers: str = "encoder.layer") -> TableNames:
+# The head of BERT begins with its pooler
+POOLED = ClassifierNames("pooler.dense", "classifier", dense_in_base=True)
+PROJECTED = ClassifierNames("classifier.dense", "classifier.out_proj")
+
+
+def _names(base: str, head: ClassifierNames, layers: str = "encoder.layer") -> TableNames:
     return TableNames(
         base,
         "embeddings.word_embeddings",
@@ -179,6 +187,7 @@ def _names(base: str, layers: str = "encoder.layer") -> TableNames:
         layers,
         ignored=IGNORED,
         unread=UNREAD,
+        classifier=head,
     )
 
 
@@ -188,16 +197,18 @@ def _classes(start: str) -> tuple[str, ...]:
     return (f"{start}Model", *(f"{start}For{top}" for top in tops))
 
 
-BERT = Family("bert", (*_classes("Bert"), "BertForPreTraining"), parse_bert, bert_modules, _names("bert."))
-ROBERTA = Family("roberta", _classes("Roberta"), parse_roberta, bert_modules, _names("roberta."))
-XLM_ROBERTA = Family(
-    "xlm-roberta", _classes("XLMRoberta"), parse_xlm_roberta, bert_modules, _names("roberta.")
+BERT = Family(
+    "bert", (*_classes("Bert"), "BertForPreTraining"), parse_bert, bert_modules, _names("bert.", POOLED)
 )
-MPNET = Family("mpnet", _classes("MPNet"), parse_mpnet, mpnet_modules, _names("mpnet."))
+ROBERTA = Family("roberta", _classes("Roberta"), parse_roberta, bert_modules, _names("roberta.", PROJECTED))
+XLM_ROBERTA = Family(
+    "xlm-roberta", _classes("XLMRoberta"), parse_xlm_roberta, bert_modules, _names("roberta.", PROJECTED)
+)
+MPNET = Family("mpnet", _classes("MPNet"), parse_mpnet, mpnet_modules, _names("mpnet.", PROJECTED))
 DISTILBERT = Family(
     "distilbert",
     _classes("DistilBert"),
     parse_distilbert,
     distilbert_modules,
-    _names("distilbert.", "transformer.layer"),
+    _names("distilbert.", ClassifierNames("pre_classifier", "classifier"), "transformer.layer"),
 )

@@ -84,10 +84,22 @@ def llama_modules(_: LayerSpec) -> Modules:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierNames:
+    """The names of the modules of a classification head. No base stands before them, but before `dense` where that is
+    `dense_in_base`."""
+
+    dense: str
+    out: str
+    norm: str = ""
+    dense_in_base: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TableNames:
     """The names that a family's checkpoints have for the modules around the layers. `base` stands before all names but
     the head's, unless only the base model was saved. Tensors whose names end with one of `ignored` are computed, not
-    read; those that begin with one of `unread`, behind the base, belong to what is put on top of an encoder."""
+    read; those that begin with one of `unread`, behind the base, belong to what is put on top of an encoder, and are
+    read where that is its `classifier`."""
 
     base: str = "model."
     embedding: str = "embed_tokens"
@@ -100,6 +112,7 @@ class TableNames:
     embedding_norm: str = "embeddings.LayerNorm"
     token_types: str = "embeddings.token_type_embeddings"
     distances: str = "encoder.relative_attention_bias"
+    classifier: ClassifierNames | None = None
 
 
 @dataclass(frozen=True, slots=True)

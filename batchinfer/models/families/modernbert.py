@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from batchinfer.models.families.classifier import normed_classifier
 from batchinfer.models.families.family import (
     FULL,
     LOCAL,
+    ClassifierNames,
     ConfigFiles,
     Family,
     LayerKind,
@@ -64,7 +66,8 @@ def parse_modernbert(files: ConfigFiles) -> ModelSpec:
         # the first layer reads embeddings that are normed already
         layers.append(LayerSpec(hidden, norm if index else None, own, norm, fed))
     made = model("modernbert", files, tuple(layers), norm=norm, absent_eos=ABSENT_EOS)
-    return replace(made, tied=True, encoder=EncoderSpec(embedding_norm=norm))
+    encoder = EncoderSpec(embedding_norm=norm, classifier=normed_classifier(fields, norm))
+    return replace(made, tied=True, encoder=encoder)
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
@@ -107,5 +110,6 @@ MODERNBERT = Family(
         final_norm="final_norm",
         unread=("head.", "decoder.", "classifier."),
         embedding_norm="embeddings.norm",
+        classifier=ClassifierNames("head.dense", "classifier", norm="head.norm"),
     ),
 )

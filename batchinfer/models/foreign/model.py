@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +29,8 @@ class _Step:
 class TransformersModel:
     """Runs all tokens of a step as one row, each at its position: only attention, which is ours, looks at more than one
     token. Layers are told apart by the order in which they call it, which is that of `spec.layers`."""
+
+    classifier: ClassVar[None] = None  # transformers' decoders make logits of tokens alone
 
     def __init__(self, causal: Any, spec: ForeignSpec, ops: Ops, returned: type) -> None:
         """`causal`: the loaded model, which is taken apart; `returned`: the class of what its decoder returns."""

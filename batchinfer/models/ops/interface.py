@@ -75,6 +75,7 @@ class AttentionInputs:
     whole: bool = True
     # Of blocks that are copied once K and V are stored; see batchinfer_kernels.copy_parts
     parts: Tensor | None = None
+    token_types: Tensor | None = None  # (T,) int64, of an encoder; None: all are 0
 
 
 @dataclass(frozen=True, slots=True)

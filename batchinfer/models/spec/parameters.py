@@ -9,12 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from batchinfer.models.spec.spec import EncoderSpec, LayerSpec, ModelSpec, NormSpec
+from batchinfer.models.spec.spec import ClassifierSpec, EncoderSpec, LayerSpec, ModelSpec, NormSpec
 
 BIAS, SCALES, LINES = ".bias", ".scales", ".lines"
 EMBEDDING, POSITIONS, HEAD, FINAL_NORM = "embedding", "positions", "head", "final_norm"
 # Of an encoder
 EMBEDDING_NORM, TOKEN_TYPES, DISTANCES = "embedding_norm", "token_types", "distances"
+CLASSIFIER = "classifier."  # begins the names of its classification head's
+CLASSIFIER_DENSE, CLASSIFIER_NORM, CLASSIFIER_OUT = (CLASSIFIER + part for part in ("dense", "norm", "out"))
 Shape = tuple[int, ...]
 Joined = TypeVar("Joined")
 
@@ -56,7 +58,16 @@ def _encoder_tables(spec: ModelSpec, encoder: EncoderSpec) -> dict[str, Shape]:
         tables[TOKEN_TYPES] = (encoder.token_types, spec.hidden)
     if encoder.distance_buckets:
         tables[DISTANCES] = (encoder.distance_buckets, spec.attention.q_heads)
-    return tables
+    return tables | (
+        {} if encoder.classifier is None else _classifier_tables(encoder.classifier, spec.hidden)
+    )
+
+
+def _classifier_tables(classifier: ClassifierSpec, hidden: int) -> dict[str, Shape]:
+    tables: dict[str, Shape] = {CLASSIFIER_DENSE: (hidden, hidden)}
+    tables |= {CLASSIFIER_DENSE + BIAS: (hidden,)} if classifier.biased else {}
+    tables |= {} if classifier.norm is None else norm_parameters(CLASSIFIER_NORM, classifier.norm)
+    return tables | {CLASSIFIER_OUT: (classifier.labels, hidden), CLASSIFIER_OUT + BIAS: (classifier.labels,)}
 
 
 def parameter_count(spec: ModelSpec) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.sampling import Pooling
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer_kernels.arithmetic import (
     Activation,
@@ -24,6 +25,7 @@ from batchinfer_kernels.arithmetic import (
 )
 from batchinfer_kernels.routing import Routing
 
+HeadActivation = Activation | Literal["tanh", "relu"]  # of what classifies
 BUCKETS = 32  # of distances of keys: MPNet's, whatever its configuration says
 SHARED = "shared."  # begins the names of the products of shared experts
 
@@ -451,13 +453,26 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassifierSpec:
+    """A classification head, which makes `labels` logits of a prompt's pooled states: out(norm(activation(dense(x)))),
+    without the norm where it is None. `biased`: whether dense has a bias; out always has one."""
+
+    labels: int
+    activation: HeadActivation
+    pooling: Pooling = "cls"
+    biased: bool = True
+    norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """An encoder: its tokens see one another, also later ones, and no token follows, so that it has no head. A window
-    of its attention is on both sides: a query sees the keys of which it is less than that many positions apart.
+    """An encoder: its tokens see one another, also later ones, and no token follows, so that it has no head that makes
+    logits of tokens; it may have a `classifier`. A window of its attention is on both sides: a query sees the keys of
+    which it is less than that many positions apart.
 
     `embedding_norm` norms embeddings, once those of positions and types are added. With `token_types` each token has
-    the type 0. `first_position`: the row of the first token in the table of learned positions. With `distance_buckets`
-    each query head adds a learned number to a score, by the distance of query and key (MPNet; see
+    one of so many types. `first_position`: the row of the first token in the table of learned positions. With
+    `distance_buckets` each query head adds a learned number to a score, by the distance of query and key (MPNet; see
     models/decoder/distances.py).
     """
 
@@ -465,6 +480,7 @@ class EncoderSpec:
     token_types: int = 0
     first_position: int = 0
     distance_buckets: int = 0
+    classifier: ClassifierSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,6 +513,16 @@ class ModelSpec:
     def causal(self) -> bool:
         """Whether a token sees those before it alone, so that a prompt can be read in parts, and continued."""
         return self.encoder is None
+
+    @property
+    def classifier(self) -> ClassifierSpec | None:
+        """Return the classification head; None: it has none."""
+        return None if self.encoder is None else self.encoder.classifier
+
+    def without_classifier(self) -> ModelSpec:
+        """Return the model without its classification head."""
+        encoder = self.encoder
+        return self if encoder is None else replace(self, encoder=replace(encoder, classifier=None))
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec:

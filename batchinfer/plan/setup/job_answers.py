@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, schema_columns
 from batchinfer.data.constraints.constraint_check import constraint_problem
@@ -18,6 +18,7 @@ from batchinfer.job.check import ATTEMPT, LOGPROBS, REASONING_COLUMNS, RESULT_CO
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_calls import job_calls
 from batchinfer.plan.setup.job_embedding import job_embedding
+from batchinfer.plan.setup.job_pairs import job_pairs
 from batchinfer.plan.setup.job_reasoning import job_reasoning
 
 
@@ -29,6 +30,7 @@ class AskedAnswers:
     tool_calls: CallStyle | None
     embedding: Embedding | None = None
     scoring: Scoring | None = None
+    pairs: PairScoring | None = None
     answers: None = None
     logprobs: None = None
 
@@ -36,6 +38,9 @@ class AskedAnswers:
 def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
     """Return what the job asks of answers. Raises JobFileError."""
     embedding = job_embedding(job, checkpoint.spec.hidden, checkpoint.spec.causal)
+    pairs = job_pairs(job, tokenizer, checkpoint)
+    if pairs is not None:
+        return AskedAnswers(None, None, pairs=pairs)
     scoring = _scoring(job)
     if embedding is not None or scoring is not None:
         return AskedAnswers(None, None, embedding, scoring)

@@ -14,7 +14,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import Scoring
+from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import SchemaColumns
 from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
@@ -52,6 +52,7 @@ class Setup:
     tool_calls: CallStyle | None = None
     embedding: Embedding | None = None  # its vectors; None: it makes none
     scoring: Scoring | None = None  # what it scores; None: nothing
+    pairs: PairScoring | None = None  # how it scores pairs; None: none
 
     @property
     def roots(self) -> ContentRoots:
@@ -83,6 +84,7 @@ class Setup:
             tool_calls=self.tool_calls,
             embedding=self.embedding,
             scoring=self.scoring,
+            pairs=self.pairs,
         )
 
 
@@ -106,11 +108,12 @@ def check_setup(
     state.refuse_newer()
     check_followed(job, tokenizer)
     kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
-    if read.embedding is not None and (read.embedding.pooling != "last" or not checkpoint.spec.causal):
+    whole = read.embedding is not None and read.embedding.pooling != "last"
+    if whole or not checkpoint.spec.causal:
         setting = setting.without_sharing()
     check_names(job, kind, read)
     columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
-    said = read.reasoning, read.tool_calls, read.embedding, read.scoring
+    said = read.reasoning, read.tool_calls, read.embedding, read.scoring, read.pairs
     most = _most_tokens(job, read.reasoning)
     return Setup(checkpoint, setting, tokenizer, columns, kind, most, workers, *said)
 

@@ -25,8 +25,9 @@ from batchinfer.machine.hardware import (
     usable_gpus,
 )
 from batchinfer.machine.memory import available_memory
-from batchinfer.models.checkpoint.checkpoint import OWN
+from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.opening import StoredModel
+from batchinfer.plan.setup.job_pairs import pair_mistakes
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks
 from batchinfer_kernels.tiles import tile_grant
@@ -302,13 +303,16 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
 
 def _wrong_for_encoders(job: Job, checkpoint: StoredModel, device: Device) -> Iterator[Mistake]:
     """Yield what an encoder cannot do."""
-    spec = checkpoint.spec
-    if spec.causal:
+    if not isinstance(checkpoint, Checkpoint) or checkpoint.spec.causal:
+        if job.rerank.document is not None:
+            text = "is for cross-encoders, and the checkpoint is a decoder, whose prompts hold query and document"
+            yield Mistake("rerank.document", f"{text}; put it in prompt.user")
         return
-    if job.task != "embed":
+    spec = checkpoint.spec
+    if job.task == "rerank":
+        yield from pair_mistakes(job, spec)
+    elif job.task != "embed":
         text = f"the checkpoint is an encoder (model_type {spec.family}), which generates no texts"
-        if job.task == "rerank":
-            text += ", and the heads of cross-encoders are not computed"
         yield Mistake("task", f"{job.task}: {text}; use task: embed, or another model")
     if device == "cuda":
         text = f"encoders (model_type {spec.family}) run on a CPU alone, not on a GPU"

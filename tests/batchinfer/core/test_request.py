@@ -75,6 +75,8 @@ def test_the_defaults_stay() -> None:
         "after_reasoning": (),
         "pooling": None,
         "scored": (),
+        "classified": False,
+        "second_segment": 0,
     }, "a new parameter is added here; one that is here never changes"
 
 
@@ -99,6 +101,8 @@ def test_equal_answers_have_one_spelling(params: SamplingParams, text: str) -> N
 def test_a_request_for_a_vector_says_so_and_nothing_else() -> None:
     params = SamplingParams.vector("last")
     assert params.canonical().to_json() == '{"max_tokens":0,"pooling":"last"}'
+    pair = SamplingParams.logits("cls", 5).canonical().to_json()
+    assert pair == '{"classified":true,"max_tokens":0,"pooling":"cls","second_segment":5}'
     assert SamplingParams.scores((2, 1)).canonical().to_json() == '{"max_tokens":0,"scored":[2,1]}'
     assert params.has_known_length
 

@@ -22,6 +22,7 @@ from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.engine.tensors.step_state import StepState
@@ -208,3 +209,16 @@ def driver_for(
     for row in rows:
         driver.scheduler.add(row)
     return driver
+
+
+class Piped:
+    """Gets plans as bytes, in the place of a runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, plan: StepPlan) -> Any:
+        return self._runner.launch(pickle.loads(pickle.dumps(plan)))

@@ -91,7 +91,7 @@ def make_runner(layers: int, pieces: bool) -> DeviceRunner:
     blocks = (ROWS + 1) * -(-CONTEXT // BLOCK)
     caches = allocate_caches(ops, spec.caches, layout, blocks + 1, torch.float32, device)
     sampler = Sampler(frozenset([2]))
-    runner = DeviceRunner(decoder, ops, caches, layout, sampler, model_cost(spec, 4, 4), device)
+    runner = DeviceRunner(decoder, ops, caches, layout, sampler, model_cost(spec, 4), device)
     if not pieces:
         return runner
     buffers = decoder.static_buffers(64)

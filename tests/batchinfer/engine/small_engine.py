@@ -264,7 +264,7 @@ def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu"
     caches = allocate_caches(ops, model.spec.caches, layout, limits.blocks, torch.float32, device)
     for layer in caches:
         poison(layer)
-    sampler = Sampler(frozenset(model.spec.eos_token_ids))
+    sampler = Sampler(frozenset(model.spec.eos_token_ids), classifier=decoder.classifier)
     cost = model_cost(model.spec, 4)
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from batchinfer.core.request import Request, Vector
 from batchinfer.core.sampling import Pooling, SamplingParams
@@ -22,13 +24,15 @@ from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.driver import Piped
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, key_of, make_runner
-from tests.encoder_checkpoints import ENCODERS, encoder_folder
+from tests.encoder_checkpoints import CROSS_ENCODERS, ENCODERS, encoder_folder
 from tests.examples import examples
 
 Floats = NDArray[np.float32]
 LONGEST, BLOCKS = 128, 400
 LENGTHS = (1, 17, 40, 100, 2, 5, 128, 33)
+EVERY = range(len(LENGTHS))
 POOLINGS: tuple[Pooling, ...] = ("cls", "mean", "last")
 
 
@@ -60,8 +64,10 @@ def runner_of(family: str, plain: bool = False) -> ModelRunner:
     return make_runner(model, TorchOps(causal=False) if plain else compiled, Limits(blocks=BLOCKS))
 
 
-def engine_of(runner: ModelRunner, budget: int = LONGEST, seqs: int = 64) -> Engine:
-    config = SchedulerConfig(seqs, budget, prefix_caching=False, whole_prompts=True)
+def engine_of(
+    runner: ModelRunner, budget: int = LONGEST, seqs: int = 64, whole_prompts: bool = True
+) -> Engine:
+    config = SchedulerConfig(seqs, budget, prefix_caching=False, whole_prompts=whole_prompts)
     windows = runner.layout.sizes.windows
     scheduler = Scheduler(config, BlockPool(BLOCKS, 8, len(windows)), windows=windows)
     roots = inspect_checkpoint(encoder_folder("bert")).spec.content_roots(LONGEST)
@@ -118,6 +124,63 @@ def test_no_batch_changes_a_vector(
     assert ran.total("preemptions") == 0
 
 
+@cache
+def reference_logits(family: str) -> list[Floats]:
+    """The logits of transformers, of one prompt at a time, whose second half is a second segment where there are
+    types."""
+    place = encoder_folder(family)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        place, dtype=torch.float32, attn_implementation="eager"
+    )
+    found = []
+    for ids in prompts(LENGTHS):
+        second, more = segment(family, ids), {}
+        if second:
+            more["token_type_ids"] = torch.tensor([[int(at >= second) for at in range(len(ids))]])
+        with torch.no_grad():
+            found.append(model(torch.tensor([ids]), **more).logits[0].numpy())
+    return found
+
+
+def segment(family: str, ids: list[int]) -> int:
+    """The token with which the second segment begins; 0: there are no types."""
+    return len(ids) // 2 if family == "cross-bert" else 0
+
+
+def asked_logits(family: str, rows: Sequence[int]) -> list[Request]:
+    spec = inspect_checkpoint(encoder_folder(family)).spec
+    assert spec.classifier is not None
+    ids = [prompts(LENGTHS)[row] for row in rows]
+    each = [SamplingParams.logits(spec.classifier.pooling, segment(family, one)) for one in ids]
+    made = enumerate(zip(ids, each, strict=True))
+    return [Request(key_of(row), np.array(one, np.int32), params) for row, (one, params) in made]
+
+
+@pytest.mark.parametrize("family", CROSS_ENCODERS)
+def test_logits_are_those_of_transformers(family: str) -> None:
+    wanted = np.stack(reference_logits(family))
+    assert np.ptp(wanted) > 0.1, "the inputs tell"
+    for plain, budget in ((False, LONGEST), (True, 1000)):
+        runner: Any = Piped(runner_of(family, plain))
+        ran = drain(engine_of(runner, budget), asked_logits(family, EVERY))
+        np.testing.assert_allclose(np.stack(vectors(ran)), wanted, atol=1e-4, rtol=1e-4)
+
+
+@given(
+    family=st.sampled_from(["cross-bert", "cross-roberta", "cross-distilbert", "cross-modernbert-mean"]),
+    order=st.permutations(EVERY),
+    budget=st.integers(LONGEST, 400),
+    seqs=st.integers(1, 8),
+)
+@settings(max_examples=examples(12, 300), deadline=None, print_blob=True)
+def test_no_batch_changes_a_logit(family: str, order: list[int], budget: int, seqs: int) -> None:
+    """To the bit, whatever segments others have, and the order is that of the requests."""
+    runner = runner_of(family)
+    alone = [vectors(drain(engine_of(runner), asked_logits(family, [row])))[0] for row in order]
+    ran = drain(engine_of(runner, budget, seqs), asked_logits(family, order))
+    np.testing.assert_array_equal(np.stack(vectors(ran)), np.stack(alone))
+
+
 def test_pairs_are_those_of_both_sides() -> None:
     """Counted one by one: a window of 11 sees 10 keys on each side."""
     cost = runner_of("modernbert").cost
@@ -137,5 +200,8 @@ def test_what_an_encoder_does_not_do_is_refused() -> None:
     assert "21 tokens, which run in one step, and steps of 20" in errors[0].message
     with pytest.raises(ValueError, match="an encoder makes vectors, and nothing else"):
         engine.add(greedy([[5] * 3], 2))
+    decoder = engine_of(runner_of("bert"), whole_prompts=False)
+    with pytest.raises(ValueError, match="reads prompts that run as a whole"):
+        decoder.add([Request(key_of(0), np.array([5], np.int32), SamplingParams.logits("cls"))])
     with pytest.raises(ValueError, match="prompts that run as a whole share nothing"):
         SchedulerConfig(8, 20, prefix_caching=True, whole_prompts=True)

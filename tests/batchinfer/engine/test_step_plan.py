@@ -24,7 +24,7 @@ from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
-from tests.batchinfer.engine.driver import ROOTS, sequence
+from tests.batchinfer.engine.driver import ROOTS, Piped, sequence
 from tests.batchinfer.engine.guided_rows import EOS, constrained, rows, tokenizer
 from tests.batchinfer.engine.hashing_model import EOS as HASHED_EOS
 from tests.batchinfer.engine.hashing_model import hashing_runner
@@ -87,19 +87,6 @@ def test_plans_alone_give_the_same_tokens_and_bits_in_another_process(ahead: boo
     wanted = recorder.given()
     assert any(bits for _, bits, _ in wanted)
     assert pickle.loads(results.read_bytes()) == wanted
-
-
-class Piped:
-    """Gets plans as bytes."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def launch(self, plan: StepPlan) -> Any:
-        return self._runner.launch(pickle.loads(pickle.dumps(plan)))
 
 
 @pytest.mark.parametrize("kind", [ModelRunner, DeviceRunner])

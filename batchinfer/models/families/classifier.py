@@ -1,0 +1,49 @@
+"""The classification heads of encoders, as config.json describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchinfer.models.families.family import activation
+from batchinfer.models.files.config_fields import Fields, shown
+from batchinfer.models.spec.spec import ClassifierSpec, HeadActivation, NormSpec
+
+CLASSIFIES = "ForSequenceClassification"  # ends the names of the classes that have such a head
+_POOLINGS = ("cls", "mean")
+_USUAL_LABELS = 2  # of a configuration that names none
+
+
+def classifier(fields: Fields, behind_dense: HeadActivation) -> ClassifierSpec | None:
+    """Read a head that makes logits of the first token's state; None: the checkpoint is of a class without one."""
+    return ClassifierSpec(_labels(fields), behind_dense) if _classifies(fields.raw) else None
+
+
+def normed_classifier(fields: Fields, norm: NormSpec) -> ClassifierSpec | None:
+    """Read ModernBERT's head, which says how states are pooled and has a norm; None: the class has no head."""
+    if not _classifies(fields.raw):
+        return None
+    pooling = fields.text("classifier_pooling", "cls")
+    if pooling not in _POOLINGS:
+        wanted = f"wanted one of {', '.join(_POOLINGS)}"
+        fields.mistakes.append(f"{fields.name}: classifier_pooling is {shown(pooling)}; {wanted}")
+    return ClassifierSpec(
+        _labels(fields),
+        activation(fields, "classifier_activation", "gelu"),
+        "mean" if pooling == "mean" else "cls",
+        fields.boolean("classifier_bias", False),
+        norm,
+    )
+
+
+def _classifies(raw: Mapping[str, Any]) -> bool:
+    found = raw.get("architectures")
+    return isinstance(found, list) and bool(found) and str(found[0]).endswith(CLASSIFIES)
+
+
+def _labels(fields: Fields) -> int:
+    """Return how many labels there are: transformers writes them down by name, or it is two."""
+    named = fields.raw.get("id2label")
+    if isinstance(named, dict) and named:
+        return len(named)
+    return fields.integer("num_labels", _USUAL_LABELS)
