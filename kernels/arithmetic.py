@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +12,11 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 # batchinfer_kernels.rope_store
 CacheDtype = Literal["int8", "fp8"]
 KvCacheDtype = Literal["auto", CacheDtype]  # auto: values in the dtype of the run
-# Of the linear layers' weights, as they are loaded; stored: codes of fp8 stay as the checkpoint has them
-Quantization = Literal["none", "int8", "fp8", "stored"]
+# Of the linear layers' weights, as a job may ask for them; stored: quantised values stay as the checkpoint has them
+AskedQuantization = Literal["auto", "none", "int8", "fp8", "stored"]
+# As they are loaded; stored: in fp8
+Quantization = Literal["none", "int8", "fp8", "stored", "stored-int8"]
+STORED: Mapping[str, Quantization] = {"fp8": "stored", "int8": "stored-int8"}  # by what a checkpoint holds
 # Of a weight's quantised values; fp8: float8_e4m3fn
 WeightCodes = Literal["int8", "fp8"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation

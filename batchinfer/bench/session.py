@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
@@ -32,8 +32,8 @@ from batchinfer.models.ops.peaks import MeasuredPeaks, measure_peaks
 from batchinfer.models.sources import ModelSource, Source, checkpoint_source
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.pipeline.operators_build import build_operators
-from batchinfer.plan.setup.resolve import auto_dtype, auto_quantization, runs_in_tiles
-from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
+from batchinfer.plan.setup.resolve import auto_dtype, resolved_quantization, runs_in_tiles
+from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
 Notice = Callable[[str], None]
@@ -104,7 +104,7 @@ def _engine_config(options: BenchOptions, longest: int) -> EngineConfig:
         dtype=dtype,
         device=device,
         threads=options.threads,
-        quantization=_quantization(options, device),
+        quantization=_quantization(options, device, dtype),
         deterministic=options.deterministic,
         tiles=runs_in_tiles(device),
         kv_cache=_kv_cache(options),
@@ -126,20 +126,24 @@ def _dtype(options: BenchOptions, device: Device) -> Dtype:
     return auto_dtype(device, stored, has_fast_bf16())
 
 
-def _quantization(options: BenchOptions, device: Device) -> Quantization:
+def _quantization(options: BenchOptions, device: Device, dtype: Dtype) -> Quantization:
     """Return the quantization that a job would choose; dummy weights are stored in no codes. Raises UsageError where
     stored codes are asked for and there are none."""
-    asked = cast(Literal["auto"] | Quantization, options.quantization)
-    if asked == "auto":
-        return (
-            "none" if options.is_shape else auto_quantization(open_checkpoint(options.folder), detect(device))
+    asked = cast(AskedQuantization, options.quantization)
+    if options.is_shape:
+        found: Quantization = "none" if asked == "auto" or asked == "stored" else asked
+    else:
+        found = resolved_quantization(asked, open_checkpoint(options.folder), detect(device), dtype)
+    if asked == "stored" and found == "none":
+        what = (
+            "runs on dummy weights"
+            if options.is_shape
+            else "stores no weights that can be multiplied as they are"
         )
-    if asked == "stored" and (options.is_shape or not open_checkpoint(options.folder).stores_codes):
-        what = f"{options.model} {'runs on dummy weights' if options.is_shape else 'stores none of its weights in fp8'}"
         raise UsageError(
-            f"--quantization is 'stored', and {what}; leave it out, or name a checkpoint that does"
+            f"--quantization is 'stored', and {options.model} {what}; leave it out, or name a checkpoint that does"
         )
-    return asked
+    return found
 
 
 def _kv_cache(options: BenchOptions) -> KvCacheDtype:

@@ -282,8 +282,8 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
     if model.get("kv_cache_dtype") == "fp8":
         message = "is fp8, which only a GPU can read and write"
         yield Finding(("model", "kv_cache_dtype"), message, "use int8, or device: cuda")
-    if (codes := model.get("quantization")) in ("fp8", "stored"):
-        message = f"is {codes}, but only a GPU can multiply in fp8"
+    if model.get("quantization") == "fp8":
+        message = "is fp8, but only a GPU can multiply in fp8"
         yield Finding(("model", "quantization"), message, "use int8, or device: cuda")
     if model.get("dtype") != "float16":
         return

@@ -52,7 +52,7 @@ from batchinfer.job.tasks import TASK_SECTIONS, Task
 from batchinfer.job.template_file import read_template_file
 from batchinfer.job.variables import Variables
 from batchinfer.job.wording import findings_of
-from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
+from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype
 
 _OUTPUT_PATH = ("output", "path")
 # The sections that decide which rows there are and what they hold
@@ -71,11 +71,11 @@ class ModelSection(Section):
         default="auto",
         description="Type to compute in. auto: the checkpoint's, but float32 on a CPU without fast bfloat16.",
     )
-    quantization: Literal["auto", Quantization] = Field(
+    quantization: AskedQuantization = Field(
         default="auto",
-        description="How linear layers are computed. auto: stored where checkpoint and GPU allow it, else none. "
-        "none: in dtype. int8, fp8: weights are quantised while loading. stored: in the checkpoint's fp8. "
-        "fp8, stored: GPU only.",
+        description="How linear layers are computed. auto: stored where checkpoint and device allow it, else "
+        "none. none: in dtype. int8, fp8: weights are quantised while loading. stored: in the int8 or fp8 of the "
+        "checkpoint. fp8: GPU only.",
     )
     kv_cache_dtype: KvCacheDtype = Field(
         default="auto",

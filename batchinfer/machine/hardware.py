@@ -50,7 +50,7 @@ def arithmetic_text(
 
 def coded_text(quantization: str | None) -> str | None:
     """Describe the type of weights for people: `int8`, `stored fp8`."""
-    return "stored fp8" if quantization == "stored" else quantization
+    return {"stored": "stored fp8", "stored-int8": "stored int8"}.get(quantization or "", quantization)
 
 
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
@@ -60,7 +60,7 @@ def arithmetic_name(dtype: str, quantization: str = "none") -> str:
 
 def codes_of(quantization: str) -> str:
     """The type in which products of such weights are computed, as peaks are named."""
-    return "fp8" if quantization == "stored" else quantization
+    return {"stored": "fp8", "stored-int8": "int8"}.get(quantization, quantization)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class CompiledOperators(CachedOperators):
     def pack_codes(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedWeight:
-        """codes: (outputs, inputs) int8 in -127 … 127; scales: (outputs,) float32."""
+        """codes: (outputs, inputs) int8; scales: (outputs,) float32."""
         outputs, inputs = _check_weight(codes, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(len(order) * padded(inputs), torch.int8)
@@ -114,7 +114,7 @@ class CompiledOperators(CachedOperators):
     def pack_expert_codes(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """codes: (experts, outputs, inputs) int8 in -127 … 127; scales: (experts, outputs) float32."""
+        """codes: (experts, outputs, inputs) int8; scales: (experts, outputs) float32."""
         count, outputs, inputs = _check_experts(codes, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs), torch.int8).view(count, -1)

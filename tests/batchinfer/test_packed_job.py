@@ -57,3 +57,14 @@ def test_other_ways_to_quantize_are_refused(models: Path, tmp_path: Path) -> Non
         JobFileError, match="quant_method 'hqq' are not supported; float weights and mxfp4, fp8"
     ):
         validate_job(load_job(write_job(tmp_path, models / "packed", ROWS, **PLAIN), ()))
+
+
+def test_int8_is_multiplied_as_it_is_stored(tmp_path: Path) -> None:
+    """Once more with quantization: none, the answers are other work."""
+    make_published(tmp_path / "model", tmp_path / "plain", "w8a8")
+    make_tokenizer(tmp_path / "model")
+    job = write_job(tmp_path, tmp_path / "model", ROWS, **PLAIN)
+    first = run(job, RunOptions())
+    assert (first.exit_code, first.row["quantization"]) == (0, "stored-int8")
+    again = run(job, RunOptions(replace=True), ("model.quantization", "none"))
+    assert (again.exit_code, again.row["quantization"], again.row["rows_ok"]) == (0, "none", len(ROWS))

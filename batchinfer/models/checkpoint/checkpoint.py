@@ -38,7 +38,7 @@ from batchinfer.models.formats.registry import packed_tensors, stored_format
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import EMBEDDING, HEAD, Shape
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
-from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization, WeightForm
+from batchinfer_kernels.arithmetic import STORED, Dtype, KvCacheDtype, Quantization, WeightForm
 from batchinfer_kernels.cost import ModelCost
 
 _IN_16_BITS = " in 16 bits"
@@ -57,9 +57,11 @@ class Checkpoint(WeightFiles):
     notices: tuple[str, ...] = ()  # what a user should know before it runs
 
     @property
-    def stores_codes(self) -> bool:
-        """Whether products can be computed of quantised weights as they are stored."""
-        return any(layer.forms for layer in self.as_stored().spec.layers)
+    def stored_quantization(self) -> Quantization:
+        """Return the quantisation of weights that products can be computed of as they are stored; none where there are
+        none, or several."""
+        codes = {form.codes for form in self.as_stored().spec.forms}
+        return STORED[codes.pop()] if len(codes) == 1 else "none"
 
     def as_stored(self) -> Checkpoint:
         """Return the checkpoint with weights that stay in fp8 where products can be computed with them."""
@@ -171,9 +173,10 @@ def _kept(spec: ModelSpec) -> Iterator[str]:
     """Yield the notices about quantised weights that are multiplied as they are stored."""
     weights = [(linear.values, linear.stored) for linear in spec.linears()]
     kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
+    codes = " and ".join(sorted({form.codes for form in spec.forms}))
     if kept:
         share = f"{kept / all_values:.1%} of the weights of linear layers"
-        yield f"{share} stay in fp8 as they are stored; the rest is computed in the job's dtype"
+        yield f"{share} stay in {codes} as they are stored; the rest is computed in the job's dtype"
 
 
 def _text_alone(whole: Multimodal, tensors: Iterable[str]) -> str:

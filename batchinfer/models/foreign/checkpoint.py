@@ -50,9 +50,9 @@ class ForeignCheckpoint(WeightFiles):
         return (slower, *self.unused_code)
 
     @property
-    def stores_codes(self) -> bool:
+    def stored_quantization(self) -> Quantization:
         """Only float weights are read."""
-        return False
+        return "none"
 
     def as_stored(self) -> ForeignCheckpoint:
         """Return the checkpoint itself: it stores no quantised values."""

@@ -30,7 +30,8 @@ _UNREAD = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
 @dataclass(frozen=True, slots=True)
 class CompressedFormat(StoredFormat):
     """Weights of compressed-tensors; which of its layouts a weight has is seen by its tensors. `bits`: that packed
-    integers may have. `block`, `alone`: of FP8, as in Fp8Format."""
+    integers may have. `block`: of FP8, as in Fp8Format. `alone`: activations are not to be quantised beside some of the
+    weights in 8 bits."""
 
     bits: tuple[int, ...]
     block: tuple[int, int] | None
@@ -44,7 +45,7 @@ class CompressedFormat(StoredFormat):
             elif tensor.info.dtype in DTYPES and name.endswith("weight"):
                 add_fp8(packed, name, tensors, self.block, self.alone)
             elif tensor.info.dtype == "I8" and name.endswith(".weight"):
-                add_int8(packed, name, tensors)
+                add_int8(packed, name, tensors, self.alone)
         packed.unused.update(
             name for name in tensors if name.endswith((*CACHE_SCALES, ".input_global_scale"))
         )
@@ -80,7 +81,7 @@ def compressed_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredF
         elif weights["num_bits"] == 8:
             block = weights.get("block_structure") if weights["strategy"] == "block" else None
             blocks.add(None if block is None else (block[0], block[1]))
-            alone = alone or not group.get("input_activations")
+        alone = alone or (weights["num_bits"] == 8 and not group.get("input_activations"))
     if len(blocks) > 1:
         wrong.append("its groups have weights of different blocks; wanted the same for all")
     mistakes += [f"{NAME}: {text}" for text in wrong]

@@ -15,6 +15,7 @@ from batchinfer.models.formats.packed_tensor import (
     are_groups,
     is_float,
 )
+from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,8 +98,9 @@ def _lines(scales: Tensor, outputs: int) -> Tensor:
     return scales.expand(outputs, 1).t() if scales.numel() == 1 else scales.reshape(outputs, -1).t()
 
 
-def add_int8(packed: PackedTensors, name: str, tensors: Stored) -> None:
-    """Note a weight that is stored as int8, with scales and maybe zeros beside it."""
+def add_int8(packed: PackedTensors, name: str, tensors: Stored, alone: bool) -> None:
+    """Note a weight that is stored as int8, with scales and maybe zeros beside it. `alone`: activations are not to be
+    quantised."""
     scales, zeros = name + "_scale", name + "_zero_point"
     if packed.lacks(name, tensors, scales):
         return
@@ -108,7 +110,7 @@ def add_int8(packed: PackedTensors, name: str, tensors: Stored) -> None:
     if zeros in tensors:
         right = right and tensors[zeros].info.dtype == "I8" and tensors[zeros].info.shape == lines.shape
         stored = (*stored, zeros)
-    packed.add(name, Int8Tensor(shape, stored), tensors, right)
+    packed.add(name, Int8Tensor(shape, stored, lines.shape, alone), tensors, right)
     module = name.removesuffix("weight")
     activations = (module + end for end in ("input_scale", "input_zero_point"))
     packed.unused.update(each for each in activations if each in tensors)
@@ -116,9 +118,24 @@ def add_int8(packed: PackedTensors, name: str, tensors: Stored) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Int8Tensor(PackedTensor):
-    """A matrix (N, K) stored as int8, with scales and maybe zeros (N, groups)."""
+    """A matrix (N, K) stored as int8, with scales and maybe zeros (N, groups). `scales`: the shape of the scales;
+    `alone`: as in add_int8."""
 
     format: ClassVar[str] = "int8"
+
+    scales: Shape
+    alone: bool
+
+    @property
+    def form(self) -> WeightForm | None:
+        by_channel = self.scales in ((self.shape[0],), (self.shape[0], 1))
+        if self.alone or not by_channel or len(self.stored) > 2:
+            return None
+        return WeightForm("int8", stored=True)
+
+    def codes(self, read: Read) -> tuple[Tensor, Tensor, int]:
+        values, scales = map(read, self.stored)
+        return values, scales.float().reshape(-1), 1
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         from batchinfer.models.formats.codes import scaled

@@ -549,7 +549,7 @@ class ModelSpec:
     def quantized(self, quantization: Quantization) -> ModelSpec:
         """Return the model with weights that are quantised so when they are loaded, where the checkpoint does not hold
         them quantised; none, stored: as it is."""
-        if quantization == "none" or quantization == "stored":
+        if quantization != "int8" and quantization != "fp8":
             return self
         form = WeightForm(quantization)
         return replace(self, layers=tuple(layer.quantized(form) for layer in self.layers), head_form=form)

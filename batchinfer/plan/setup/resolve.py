@@ -28,7 +28,7 @@ from batchinfer.machine.memory import available_memory
 from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_pairs import pair_mistakes
-from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
+from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks
 from batchinfer_kernels.tiles import tile_grant
 
@@ -209,9 +209,7 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     if mistakes := list(_mistakes(job, checkpoint, device, dtype)):
         raise JobFileError(str(job.source), mistakes)
     place = hardware or detect(device)
-    quantization = job.model.quantization
-    if quantization == "auto":
-        quantization = auto_quantization(checkpoint, place, hardware is None)
+    quantization = resolved_quantization(job.model.quantization, checkpoint, place, dtype, hardware is None)
     replicas, gpus = _replicas(job, device, hardware is None)
     return Setting(
         device=device,
@@ -279,7 +277,7 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
     if cpu and job.model.kv_cache_dtype == "fp8":
         text = "only a GPU can read and write it, and device: auto means the CPU here; use int8"
         yield Mistake("model.kv_cache_dtype", f"fp8: {text}")
-    fp8 = cpu and asked in ("fp8", "stored")
+    fp8 = cpu and (asked == "fp8" or (asked == "stored" and checkpoint.stored_quantization == "stored"))
     if fp8:
         text = "only a GPU can multiply in fp8, and device: auto means the CPU here; use int8"
         yield Mistake("model.quantization", f"{asked}: {text}")
@@ -293,8 +291,8 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
             yield Mistake("model.quantization", f"{asked} is {text}, or leave it out")
         if job.engine.deterministic:
             yield Mistake("engine.deterministic", f"true is {text}, or leave it out")
-    if asked == "stored" and not checkpoint.stores_codes:
-        text = "the checkpoint stores no fp8 weights that can be multiplied as they are (docs/models.md); leave it out"
+    if asked == "stored" and checkpoint.stored_quantization == "none":
+        text = "the checkpoint stores no weights that can be multiplied as they are (docs/models.md); leave it out"
         yield Mistake("model.quantization", f"stored: {text}")
     quantized, coded_cache = asked not in ("auto", "none"), job.model.kv_cache_dtype != "auto"
     refused = checkpoint.refusals(quantized, job.engine.deterministic, coded_cache)
@@ -326,13 +324,22 @@ def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:
     return "bfloat16" if fast_bf16 else "float32"
 
 
-def auto_quantization(checkpoint: StoredModel, hardware: Hardware, here: bool = True) -> Quantization:
-    """Return "stored" where the checkpoint stores quantised weights that the GPU multiplies as they are.
+def resolved_quantization(
+    asked: AskedQuantization, checkpoint: StoredModel, hardware: Hardware, dtype: Dtype, here: bool = True
+) -> Quantization:
+    """Return how weights are quantised. auto: as the checkpoint stores them, if the device multiplies them so; else not
+    at all.
 
     `here`: whether the hardware is this machine's.
     """
-    stored = checkpoint.stores_codes and multiplies_fp8(hardware, here)
-    return "stored" if stored else "none"
+    stored = checkpoint.stored_quantization
+    if asked == "stored":
+        return stored
+    if asked != "auto":
+        return asked
+    if stored == "stored-int8":
+        return stored if hardware.device == "cuda" or dtype != "float16" else "none"
+    return stored if multiplies_fp8(hardware, here) else "none"
 
 
 def runs_in_tiles(device: Device) -> bool:

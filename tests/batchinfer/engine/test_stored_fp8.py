@@ -191,6 +191,6 @@ def test_what_stays_in_codes_and_what_it_takes() -> None:
 def test_blocks_of_other_widths_are_dequantised(tmp_path: Path, block: int) -> None:
     make_fp8(tmp_path / "stored", tmp_path / "plain", "llama", block=block, **SIZES)
     found = inspect_checkpoint(tmp_path / "stored")
-    assert found.stores_codes == (block == 128)
+    assert found.stored_quantization == ("stored" if block == 128 else "none")
     assert ("dequantised" in found.as_stored().notices[0]) == (block != 128)
-    assert not inspect_checkpoint(tmp_path / "plain").stores_codes
+    assert inspect_checkpoint(tmp_path / "plain").stored_quantization == "none"

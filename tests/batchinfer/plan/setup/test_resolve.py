@@ -279,7 +279,7 @@ def test_stored_codes_are_refused_where_there_are_none_or_nothing_multiplies_the
     tmp_path: Path, stored: Checkpoint, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of(tmp_path, ("model.quantization", "stored"))
-    with pytest.raises(JobFileError, match=r"the checkpoint stores no fp8 weights"):
+    with pytest.raises(JobFileError, match=r"the checkpoint stores no weights that can be"):
         resolve(job, checkpoint, hardware_called("h100"))
     monkeypatch.setattr(resolving, "_device", lambda: "cpu")
     with pytest.raises(JobFileError, match=r"stored: only a GPU can multiply in fp8"):
