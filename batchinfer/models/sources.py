@@ -16,6 +16,7 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
+from batchinfer.models.checkpoint.smoothing import SmoothedWeights
 from batchinfer.models.checkpoint.weights import CheckpointWeights, Weights
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import pack_weights
@@ -84,7 +85,8 @@ class ModelSource:
     def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], Decoder]:
         """Load the weights, and return what makes a decoder of them: it gets operators, which may differ from these in
         how they read prompts, and the tokens of the longest sequence. Raises what its files make it raise."""
-        weights = WatchedWeights(self.weights(arithmetic.dtype, arithmetic.device), self.spec)
+        smoothed = SmoothedWeights(self.weights(arithmetic.dtype, arithmetic.device), self.spec)
+        weights = WatchedWeights(smoothed, self.spec)
         packed = pack_weights(self.spec, weights, ops, arithmetic.device)
         rounded = any(form.codes == "int8" and not form.stored for form in self.spec.forms)
         warning = warning_of(weights.worst) if rounded else None

@@ -42,8 +42,8 @@ from tests.jobs.test_quickstart_run import accuracy, run
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
 SAMPLE, THINNED = 400, 40
 OUTLIERS = [17, 101]  # of 192 channels
-# Times as large → nats: measured were 1.0e-4, 2.3e-3 and 4.1
-LEAST_BY_OUTLIERS = {10: 5e-5, 30: 5e-4, 300: 1.0}
+# How many times as large. In int8 as they are: 1.0e-4, 2.3e-3 and 4.1 nats
+TIMES = (10, 30, 300)
 # Nats. Over 15,096 positions of 400 rows: float32 from bfloat16 4e-6 in the mean and 0.03 at worst, int8 4e-5 and 0.11.
 MOST_MEAN, MOST = 5e-4, 1.0
 
@@ -248,24 +248,30 @@ def with_outliers(folder: Path, times: int) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("times", sorted(LEAST_BY_OUTLIERS))
-def test_outlier_channels_cost_int8_most(times: int, tmp_path: Path) -> None:
-    model, rows = with_outliers(tmp_path / "model", times), forced_rows(SAMPLE)
+@pytest.mark.parametrize(
+    ("times", "count"), [(300, THINNED), *(pytest.param(n, SAMPLE, marks=pytest.mark.slow) for n in TIMES)]
+)
+def test_outlier_channels_of_norms_cost_int8_nothing(times: int, count: int, tmp_path: Path) -> None:
+    model, rows = with_outliers(tmp_path / "model", times), forced_rows(count)
     unchanged = divergence(
         log_probabilities(rows, "bfloat16"), log_probabilities(rows, "bfloat16", model=model)
     )
     print(f"two channels × {times}, bfloat16 as it is:")
     found = measured(rows, "bfloat16", "int8", model)
     assert unchanged.mean() < MOST_MEAN, "it is not the same function"
-    assert LEAST_BY_OUTLIERS[times] < found.mean() < 10 * LEAST_BY_OUTLIERS[times]
+    assert found.mean() < MOST_MEAN
 
 
-@pytest.mark.parametrize(("times", "warned"), [(1, False), (30, True)])
-def test_a_checkpoint_with_outlier_channels_is_warned_of(
+@pytest.mark.parametrize(("times", "warned"), [(1, False), (30, False), (4096, True)])
+def test_outliers_that_stay_are_warned_of(
     times: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Where no smaller weights read a channel, half of its ratio is moved into them, and half stays."""
     model = with_outliers(tmp_path / "model", times)
+    if warned:
+        tensors, plain = (load_file(at / "model.safetensors") for at in (model, QUICKSTART / "model"))
+        norms = {name: tensor for name, tensor in tensors.items() if name.endswith("layernorm.weight")}
+        save_file(plain | norms, model / "model.safetensors", metadata={"format": "pt"})
     load(model, "float32", blocks=40)
     assert "outlier" not in caplog.text
     assert "int8" not in caplog.text

@@ -11,8 +11,9 @@ from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
 from batchinfer.models.spec.parameters import FINAL_NORM
 from batchinfer.models.spec.spec import ModelSpec
 
-# Two of 192 channels in every norm of the quickstart's model so many times the others (docs/models.md): at 10 the mean
-# divergence is 1.0e-4 nats, 3 times that of int8 without them, at 30 it is 2.3e-3, 60 times
+# What is left of outliers once they were made smaller (smoothing.py). Two of 192 channels in every norm of the
+# quickstart's model so many times the others: at 10 the mean divergence is 1.0e-4 nats, 3 times that of int8 without
+# them, at 30 it is 2.3e-3, 60 times
 LEAST_RATIO = 20.0
 # Norms whose results are inputs of linear layers
 WATCHED_NORMS = {"input_norm": "input norm", "post_norm": "post-attention norm"}

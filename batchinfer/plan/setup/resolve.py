@@ -42,6 +42,7 @@ _ABSENT: Mapping[str, Any] = {
     "tiles": False,
     "arm": "",
     "integer_codes": False,
+    "smoothed": False,
     "modelling": OWN,
     "columns": 0,
     "output": "tokens",
@@ -146,6 +147,8 @@ class Setting:
             # in float32 all sums are those of vectors
             options["tiles"] = self.tiles and self.dtype == "bfloat16"
             options["arm"] = self.arm
+            # outlier channels were rounded as they are once, and are made smaller now
+            options["smoothed"] = self.quantization == "int8"
             # a CPU widened the cache's codes to bfloat16 once, and multiplies them as integers now
             options["integer_codes"] = (self.device, self.kv_cache, self.dtype) == ("cpu", "int8", "bfloat16")
         return options

@@ -63,7 +63,7 @@ CONTEXTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"deterministic": True, "quantization": "int8"},
-        "ca142e31651975008c5811a402da19669034bb5e52d6c32f0f5d417441f29c6f",
+        "46f019df76c009263d013d18555f776bb7a0aab9df0ff0eda65d592324f51c54",
     ),
     (
         {"deterministic": True, "block_size": 16},

@@ -1,0 +1,177 @@
+"""Takes outlier channels out of what int8 has to round: from norms into the weights that read them, and from up
+projections into down projections (Xiao et al., 2023, "SmoothQuant", with half of the ratio moved, and with the sizes of
+weights in place of measured activations). Factors are powers of two, so that a model of floats keeps its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
+from batchinfer.models.spec.parameters import BIAS, FINAL_NORM
+from batchinfer.models.spec.spec import (
+    SHARED,
+    AttentionSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    NormSpec,
+)
+
+# Of the median channel's size: smaller channels stay as they are, and with them most checkpoints
+LEAST_RATIO = 4.0
+# Activations between which a value of the up projection is only multiplied
+_MULTIPLIED = ("silu", "gelu", "gelu_tanh")
+
+
+class SmoothedWeights(Weights):
+    """Hands on a model's weights with smaller outliers, where products are computed in int8 that the checkpoint does
+    not store."""
+
+    def __init__(self, weights: Weights, spec: ModelSpec) -> None:
+        self._weights, self._spec = weights, spec
+
+    def tables(self) -> Tables:
+        tables, norm = self._weights.tables(), self._spec.final_norm
+        if norm is None or not _is_rounded(self._spec.head):
+            return tables
+        factors = factors_of(_sizes(tables.norms[FINAL_NORM], norm), _columns([tables.head]))
+        if factors is None:
+            return tables
+        norms = {**tables.norms, **_divided(tables.norms, FINAL_NORM, norm, factors)}
+        return replace(tables, head=_times(tables.head, factors), norms=norms)
+
+    def layer(self, index: int) -> LayerWeights:
+        layer, weights = self._spec.layers[index], dict(self._weights.layer(index))
+        linears = {linear.name: linear for linear in layer.linears}
+        for name, readers in _readers(layer):
+            _smooth_norm(weights, name, layer.norms[name], [linears[reader] for reader in readers])
+        for up, down in _gated_halves(layer):
+            _smooth_half(weights, linears[up], linears[down])
+        return weights
+
+
+def _is_rounded(linear: LinearSpec) -> bool:
+    """Whether its weight becomes int8 when it is loaded, and its inputs when they come."""
+    return linear.form is not None and linear.form.codes == "int8" and not linear.stored
+
+
+def _readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the norms whose results go into products alone, and all of these products."""
+    feeding = tuple(_first_of(layer.feed_forward))
+    alone = layer.parallel and layer.post_norm is None
+    if layer.input_norm is not None and layer.attention is not None:
+        yield "input_norm", (*_first_of_attention(layer.attention), *(feeding if alone else ()))
+    if layer.post_norm is not None:
+        yield "post_norm", feeding
+
+
+def _first_of_attention(attention: AttentionSpec | LatentAttentionSpec) -> tuple[str, ...]:
+    """Return the products that the input of attention goes through."""
+    if isinstance(attention, AttentionSpec):
+        return (attention.first,)
+    return ("q" if attention.q_rank is None else "q_a", "kv_a")
+
+
+def _first_of(fed: FeedForwardSpec | ExpertsSpec) -> Iterator[str]:
+    """Yield the products that the input of a feed-forward half goes through."""
+    if isinstance(fed, FeedForwardSpec):
+        yield fed.first
+        return
+    yield from ("router", "experts.gate_up")
+    if fed.shared is not None:
+        yield SHARED + fed.shared.first
+    if fed.shared_gated:
+        yield "shared_gate"
+
+
+def _gated_halves(layer: LayerSpec) -> Iterator[tuple[str, str]]:
+    """Yield the products gate above up, and those that read what they make, where an activation leaves up as it is."""
+    fed = layer.feed_forward
+    dense = [("", fed)] if isinstance(fed, FeedForwardSpec) else []
+    if isinstance(fed, ExpertsSpec):
+        if fed.activation in _MULTIPLIED:
+            yield "experts.gate_up", "experts.down"
+        dense = [(SHARED, fed.shared)] if fed.shared is not None else []
+    for start, half in dense:
+        if half.gated and half.activation in _MULTIPLIED:
+            yield start + half.first, start + "down"
+
+
+def _smooth_norm(weights: dict[str, Tensor], name: str, norm: NormSpec, readers: list[LinearSpec]) -> None:
+    """Divide a norm's weight, and multiply the columns of all that read it."""
+    if not any(map(_is_rounded, readers)) or any(reader.stored for reader in readers):
+        return
+    factors = factors_of(_sizes(weights[name], norm), _columns(weights[reader.name] for reader in readers))
+    if factors is not None:
+        weights |= _divided(weights, name, norm, factors)
+        weights |= {reader.name: _times(weights[reader.name], factors) for reader in readers}
+
+
+def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSpec) -> None:
+    """Divide the outputs of up projections, and multiply the inputs of down projections, expert by expert."""
+    if not _is_rounded(second) or first.stored:
+        return
+    count = max(1, first.experts)
+    into, back = weights[first.name], weights[second.name]
+    ups, downs = into.view(count, 2, -1, into.shape[1])[:, 1], back.view(count, -1, back.shape[1])
+    each = [
+        factors_of(up.float().norm(dim=-1), _columns([down])) for up, down in zip(ups, downs, strict=True)
+    ]
+    if all(factors is None for factors in each):
+        return
+    ones = torch.ones(back.shape[1], device=back.device)
+    factors = torch.stack([ones if found is None else found for found in each])
+    gates = torch.ones_like(factors)
+    divisors = torch.stack((gates, factors), 1).reshape(-1)
+    weights[first.name] = _times(into, 1 / divisors[:, None])
+    if first.biased:
+        bias = weights[first.name + BIAS]
+        weights[first.name + BIAS] = _times(bias, 1 / divisors)
+    weights[second.name] = _times(downs, factors[:, None]).view(back.shape)
+
+
+def factors_of(loud: Tensor, quiet: Tensor) -> Tensor | None:
+    """Return the powers of two that channels are divided by; None if no channel is an outlier.
+
+    loud: (K,) sizes of the channels; quiet: (K,) largest weights that read them. A factor is the square root of the
+    two ratios to the median, so that afterwards both are as far from it.
+    """
+    middle, usual = loud.median(), quiet.median()
+    if not bool(middle > 0) or not bool(usual > 0):
+        return None
+    ratio = loud / middle
+    outlying = ratio >= LEAST_RATIO
+    if not bool(outlying.any()):
+        return None
+    least = torch.maximum(quiet / usual, 1 / ratio)  # a weight may be 0
+    powers = (ratio / least).sqrt().log2().round().clamp(min=0)
+    return torch.where(outlying, powers.exp2(), 1.0)
+
+
+def _sizes(weight: Tensor, norm: NormSpec) -> Tensor:
+    return (weight.float() + norm.offset).abs()
+
+
+def _columns(weights: Iterable[Tensor]) -> Tensor:
+    """Return the largest magnitude of each column of matrices."""
+    return torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
+
+
+def _times(weight: Tensor, factors: Tensor) -> Tensor:
+    return (weight * factors.to(weight.dtype)).contiguous()
+
+
+def _divided(weights: Mapping[str, Tensor], name: str, norm: NormSpec, factors: Tensor) -> dict[str, Tensor]:
+    """Return the weight and bias of a norm, divided."""
+    weight = weights[name]
+    found = {name: ((weight.float() + norm.offset) / factors - norm.offset).to(weight.dtype)}
+    if norm.biased:
+        found[name + BIAS] = (weights[name + BIAS].float() / factors).to(weight.dtype)
+    return found

@@ -1,0 +1,92 @@
+"""Outlier channels are made smaller without a change of what a model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.checkpoint.outliers import WatchedWeights
+from batchinfer.models.checkpoint.smoothing import SmoothedWeights, factors_of
+from batchinfer.models.checkpoint.weights import CheckpointWeights, Weights
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.decoder.packed import pack_weights
+from batchinfer.models.ops.torch_ops import TorchOps
+from tests.batchinfer.models.paged import run_paged
+from tests.checkpoints import make_checkpoint
+
+# Of each kind: dense, plain GPT with biased norms, parallel with one norm, experts and shared ones, latents, offsets
+FAMILIES = ("llama", "gpt2", "cohere", "qwen2_moe", "deepseek_v3", "gemma2")
+LOUD, TIMES = [3, 11], 100.0
+
+
+def loud(folder: Path, family: str) -> Checkpoint:
+    """A checkpoint two channels of whose norms, and of whose up projections, are many times as large as the others."""
+    make_checkpoint(folder, family)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "norm" in name or ".ln_" in name:
+            tensor[..., LOUD] *= TIMES
+        if "up_proj" in name:
+            tensor[5] *= TIMES
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return inspect_checkpoint(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_the_function_stays_and_outliers_are_smaller(tmp_path: Path, family: str) -> None:
+    checkpoint, ops = loud(tmp_path, family), TorchOps()
+    coded = checkpoint.spec.quantized("int8")
+    plain: Weights = CheckpointWeights(checkpoint, torch.float32, "cpu")
+    smoothed = SmoothedWeights(plain, coded)
+
+    def logits(weights: Weights) -> list[Tensor]:
+        packed = pack_weights(checkpoint.spec, weights, ops, "cpu")
+        decoder = Decoder(packed, ops, checkpoint.spec.max_positions)
+        return run_paged(decoder, ops, [[1, 2, 3, 99], [7] * 20])
+
+    for got, wanted in zip(logits(smoothed), logits(plain), strict=True):
+        if family == "gemma2":  # the offset is taken off again
+            torch.testing.assert_close(got, wanted, atol=2e-3, rtol=1e-3)
+        else:
+            assert torch.equal(got, wanted)
+    before, after = (worst(WatchedWeights(weights, coded), checkpoint) for weights in (plain, smoothed))
+    assert before > 3 * after
+    untouched = SmoothedWeights(plain, checkpoint.spec)
+    assert all(same(untouched.layer(at), plain.layer(at)) for at in range(len(checkpoint.spec.layers)))
+
+
+def worst(watched: WatchedWeights, checkpoint: Checkpoint) -> float:
+    for at in range(len(checkpoint.spec.layers)):
+        watched.layer(at)
+    assert watched.worst is not None
+    return watched.worst.ratio
+
+
+def same(ours: object, theirs: object) -> bool:
+    assert isinstance(ours, dict)
+    assert isinstance(theirs, dict)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def cases() -> Iterator[tuple[list[float], list[float], list[float] | None]]:
+    even = [1.0, 1.0, 1.0, 1.0, 1.0]
+    yield even, even, None
+    yield [1, 1, 1, 1, 3.9], even, None
+    yield [1, 1, 1, 1, 16], even, [1, 1, 1, 1, 4]
+    yield [1, 1, 1, 1, 256], [1, 1, 1, 1, 1 / 256], [1, 1, 1, 1, 256]
+    yield [1, 1, 1, 1, 256], [1, 1, 1, 1, 0], [1, 1, 1, 1, 256]  # what nobody reads
+    yield [1, 1, 1, 1, 16], [1, 1, 1, 1, 1024], [1, 1, 1, 1, 1]  # never larger
+    yield [0, 0, 0, 0, 5], even, None
+
+
+@pytest.mark.parametrize(("sizes", "weights", "factors"), list(cases()))
+def test_factors(sizes: list[float], weights: list[float], factors: list[float] | None) -> None:
+    found = factors_of(torch.tensor(sizes), torch.tensor(weights))
+    assert (None if found is None else found.tolist()) == factors
