@@ -53,6 +53,7 @@ _COMMON: dict[str, tuple[list[Any], Any]] = {
     "packed_columns": ([_LONG, _LONG], _LONG),
     "packed_order": ([_LONG, _LONG, _POINTER], None),
     "pack_codes": ([_POINTER] + [_LONG] * 3 + [_POINTER] * 2, None),
+    "pack_int4": ([_POINTER] + [_LONG] * 3 + [_POINTER], None),
     "ranked_columns": ([_POINTER] * 2 + [_LONG], None),
     "cap_logits": ([_POINTER, _LONG, _LONG, _FLOAT], None),
     "mask_logits": ([_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG], None),
@@ -100,6 +101,38 @@ class CompiledOperators(CachedOperators):
         self._common["pack_codes"](*arguments, panels.data_ptr(), starts.data_ptr())
         ordered = _reordered(scales.float(), order)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
+
+    def pack_int4(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        group: int,
+        bias: Tensor | None,
+        kind: Kind = "plain",
+    ) -> PackedWeight:
+        """codes: (outputs, inputs) int8 in -8 … 7; scales, zeros: (outputs, groups) float32, of `group` inputs each, a
+        multiple of 8. Raises ValueError for others."""
+        outputs, inputs = _check_weight(codes, bias, kind)
+        groups = -(-inputs // group) if group > 0 else 0
+        if group % 8 or scales.shape != (outputs, groups) or (zeros is not None and zeros.shape != scales.shape):
+            raise ValueError(f"scales are {tuple(scales.shape)} for {outputs} outputs and groups of {group}")
+        order = self._order(outputs, kind)
+        panels = self._pages.zeros(len(order) * padded(inputs) // 2, torch.uint8)
+        arguments = (codes.contiguous().data_ptr(), outputs, inputs, is_gated(kind))
+        self._common["pack_int4"](*arguments, panels.data_ptr())
+        sums = torch.nn.functional.pad(codes.double(), (0, groups * group - inputs)).view(outputs, groups, group).sum(-1)
+        starts = _reordered((-128 * (sums * scales).sum(-1)).float(), order)
+        laid = [self._in_panels(each, order) for each in (scales / 16, None if zeros is None else -scales * zeros)]
+        more = {"starts": starts, "scales": laid[0], "zeros": laid[1], "group": group}
+        return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, **more)
+
+    def _in_panels(self, grouped: Tensor | None, order: Tensor) -> Tensor | None:
+        """(outputs, groups) → (panels, groups, columns of a panel) float32."""
+        if grouped is None:
+            return None
+        columns = torch.stack([_reordered(part, order) for part in grouped.float().t()])
+        return columns.view(len(columns), -1, self.tile).transpose(0, 1).contiguous()
 
     def pack_experts(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedExperts:
         """weight: (experts, outputs, inputs); bias: (experts, outputs)."""

@@ -39,7 +39,7 @@ class PackedWeight:
     """A weight (outputs, inputs) cut into panels, as panels.h says; the rest lies in the order of their columns.
 
     Quantised, `panels` are int8 codes, and each column has a start (int32: -128 times the sum of its codes) and a scale
-    (float32).
+    (float32). With a `group` they are int4 codes, and so many inputs of a column share a scale and maybe a zero.
     """
 
     def __init__(
@@ -50,11 +50,14 @@ class PackedWeight:
         kind: Kind,
         starts: Tensor | None = None,
         scales: Tensor | None = None,
+        zeros: Tensor | None = None,
+        group: int = 0,
     ) -> None:
         self.outputs, self.inputs = shape
         self.kind, self.panels = kind, panels
-        self._kept = (bias, starts, scales)
-        self.structure = Weight(*(address(tensor) for tensor in (panels, *self._kept)), *shape)
+        self._kept = (bias, starts, scales, zeros)
+        addresses = (address(tensor) for tensor in (panels, bias, starts, scales))
+        self.structure = Weight(*addresses, *shape, address(zeros), group)
 
     @property
     def columns(self) -> int:

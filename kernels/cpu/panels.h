@@ -16,12 +16,15 @@ INLINE vf gate_factor(vf gate, const int kind) {
 INLINE vf up_factor(vf up, const int kind) { return kind == CLAMPED_GATED ? clamped_up(up) : up; }
 
 /* A packed weight. `bias` lies in the order of the panels' columns, padding included, and may be NULL; so do `starts` and
- * `scales`, which a quantised weight alone has. */
+ * `scales`, which a quantised weight alone has. In int4 a `group` of inputs has scales, and maybe zeros, which are
+ * multiplied with scales and have the other sign: (panels, groups, PANEL). Else `group` is 0. */
 typedef struct {
     const void *panels, *bias;
-    const int32_t *starts; /* of each column: -128 times the sum of its codes */
+    const int32_t *starts; /* of each column: -128 times the sum of its codes; in int4 as floats, scaled */
     const float *scales;
     int64_t outputs, inputs;
+    const float *zeros;
+    int64_t group;
 } Weight;
 
 INLINE int64_t panels_of(int64_t outputs, int gated) {

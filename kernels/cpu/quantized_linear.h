@@ -82,9 +82,15 @@ INLINE void NAME(scale_sums)(vf (*sums)[COLUMNS], const float *row_scales, const
                          (load_f32(scales + c * LANES) * row_scales[r]);
 }
 
+#include "int4_linear.h"
+
 /* As `linear_block`, of rows that were quantised: `codes` (rows, inputs padded) and `row_scales` (rows,). */
 INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
                                   Place at, int64_t kind) {
+    if (w->group) {
+        NAME(int4_block)(codes, row_scales, w, y, cut, at, kind);
+        return;
+    }
     int64_t bytes = padded(w->inputs), words = bytes / 4, from = at.panel * PANEL;
     int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
     int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
@@ -133,14 +139,15 @@ TEAM void NAME(team_quantize)(const REAL *x, int64_t inputs, uint8_t *codes, flo
 TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, uint8_t *codes, float *row_scales,
                                         int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
-    const Cut cut = cut_rows(0, rows, w->inputs, TILES);
+    const int in_tiles = TILES && !w->group;
+    const Cut cut = cut_rows(0, rows, w->inputs, in_tiles);
     NAME(team_quantize)(x, w->inputs, codes, row_scales, rows);
     DONE(CODES);
-    begin_tiles(&cut, TILES);
+    begin_tiles(&cut, in_tiles);
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < cut.blocks * panels; at++)
         NAME(quantized_block)(codes, row_scales, w, y, &cut, place(at, &cut, panels), kind);
-    end_tiles(TILES);
+    end_tiles(in_tiles);
 #pragma omp barrier
 }
 

@@ -112,3 +112,18 @@ void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t g
                 for (int j = 0; j < 4; j++) starts[panel * PANEL + column] -= 128 * word[j];
             }
 }
+
+/* Codes of a weight in int4, packed as int4_linear.h says. Codes come as (outputs, inputs) int8. */
+void pack_int4(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, uint8_t *packed) {
+    int64_t pairs = padded(inputs) / 8, panels = panels_of(outputs, gated);
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t i = 0; i < pairs; i++)
+            for (int64_t column = 0; column < PANEL; column++) {
+                int64_t output = output_of(panel, column, outputs, gated), rest = inputs - i * 8;
+                int8_t codes[8] = {0};
+                if (output >= 0 && rest > 0) memcpy(codes, weight + output * inputs + i * 8, rest < 8 ? rest : 8);
+                uint8_t *to = packed + ((panel * pairs + i) * PANEL + column) * 4;
+                for (int j = 0; j < 4; j++) to[j] = (codes[j] & 0xf) | (codes[j + 4] & 0xf) << 4;
+            }
+}

@@ -18,6 +18,8 @@ class Weight(ctypes.Structure):
         *((name, _P) for name in ("panels", "bias", "starts", "scales")),
         ("outputs", _L),
         ("inputs", _L),
+        ("zeros", _P),
+        ("group", _L),
     ]
 
 

@@ -1,0 +1,86 @@
+/* Matrix products with weights in int4, of which a group of inputs has a scale for each output; included once a dtype.
+ * Activations are quantised as in quantized_linear.h. A panel holds two words of four inputs in one: those of the first in
+ * the lower halves of its bytes. A half that stands in the upper bits of a byte is 16 times its code, sign included, so
+ * that neither has to be widened; scales are packed 16 times smaller. Sums of a group are exact integers, and are added
+ * up in float, group after group: a row's result depends on nothing but the row. */
+
+#define INT4_ROWS 3 /* sums of a group and of all groups stay in registers for so many rows */
+INLINE vi low_codes(vi word) { return (word << 4) & (int32_t)0xf0f0f0f0; }
+INLINE vi high_codes(vi word) { return word & (int32_t)0xf0f0f0f0; }
+
+/* Exact sums of one group, `pairs` pairs of words, of `rows` (a constant) rows with one panel; with `zeroed` (a constant)
+ * also the sums of the rows' codes, in every lane. */
+INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_t stride, const char **ahead,
+                       vi sums[INT4_ROWS][COLUMNS], vi codes[INT4_ROWS], const int rows, const int zeroed) {
+    for (int r = 0; r < rows; r++) {
+        codes[r] = splat_word(0);
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = splat_word(0);
+    }
+    for (int64_t i = 0; i < pairs; i++, weight += COLUMNS) {
+        if (i % FETCHED == 0) {
+            __builtin_prefetch(*ahead);
+            *ahead += LINE;
+        }
+        int32_t words[INT4_ROWS][2];
+        for (int r = 0; r < rows; r++) {
+            memcpy(words[r], x + r * stride + i * 8, 8);
+            if (zeroed)
+                for (int half = 0; half < 2; half++)
+                    codes[r] = dot_int8(codes[r], splat_word(words[r][half]), splat_word(0x01010101));
+        }
+        for (int c = 0; c < COLUMNS; c++) {
+            vi low = low_codes(weight[c]), high = high_codes(weight[c]);
+            for (int r = 0; r < rows; r++)
+                sums[r][c] = dot_int8(dot_int8(sums[r][c], splat_word(words[r][0]), low), splat_word(words[r][1]), high);
+        }
+    }
+}
+
+/* The results of `rows` (a constant) rows with one panel. */
+INLINE void NAME(int4_tile)(const uint8_t *x, const float *row_scales, const Weight *w, int64_t panel, const char *ahead,
+                            vf result[][COLUMNS], const int rows, const int zeroed) {
+    int64_t stride = padded(w->inputs), all = (w->inputs + 7) / 8, per = w->group / 8, groups = (all + per - 1) / per;
+    const vi *weight = (const vi *)w->panels + panel * (stride / 8) * COLUMNS;
+    const vf *scales = (const vf *)w->scales + panel * groups * COLUMNS, *zeros = NULL;
+    if (zeroed) zeros = (const vf *)w->zeros + panel * groups * COLUMNS;
+    vf total[INT4_ROWS][COLUMNS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) total[r][c] = ((const vf *)w->starts)[panel * COLUMNS + c];
+    for (int64_t first = 0; first < all; first += per, scales += COLUMNS, zeros += zeroed ? COLUMNS : 0) {
+        int64_t pairs = all - first < per ? all - first : per;
+        vi sums[INT4_ROWS][COLUMNS], codes[INT4_ROWS];
+        int4_group(x + first * 8, weight + first * COLUMNS, pairs, stride, &ahead, sums, codes, rows, zeroed);
+        for (int r = 0; r < rows; r++) {
+            vf all_codes = splat(0.0f);
+            if (zeroed) all_codes = __builtin_convertvector(codes[r] - (int32_t)(pairs * 8 * 128), vf);
+            for (int c = 0; c < COLUMNS; c++) {
+                total[r][c] = fused(__builtin_convertvector(sums[r][c], vf), scales[c], total[r][c]);
+                if (zeroed) total[r][c] = fused(all_codes, zeros[c], total[r][c]);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) result[r][c] = total[r][c] * row_scales[r];
+}
+
+/* As `quantized_block`. */
+static void NAME(int4_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
+                             Place at, int64_t kind) {
+    int64_t bytes = padded(w->inputs), row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
+    int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
+    const char *panel = (const char *)w->panels + at.panel * bytes / 8 * PANEL * 4;
+    vf sums[ROWS][COLUMNS];
+    for (int64_t done = 0; done < rows; done += INT4_ROWS) {
+        const char *ahead = ahead_of(panel, bytes / 8, at.turn * 2 + done / INT4_ROWS, more);
+#define CASE(n) \
+    case n: \
+        if (w->zeros) \
+            NAME(int4_tile)(codes + (row + done) * bytes, row_scales + row + done, w, at.panel, ahead, sums + done, n, 1); \
+        else \
+            NAME(int4_tile)(codes + (row + done) * bytes, row_scales + row + done, w, at.panel, ahead, sums + done, n, 0); \
+        break;
+        switch (rows - done < INT4_ROWS ? rows - done : INT4_ROWS) { CASE(1) CASE(2) CASE(3) }
+#undef CASE
+    }
+    NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
+}

@@ -1,0 +1,77 @@
+"""Products with int4 weights and int8 activations: against their reference, and row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer_kernels.cpu.packed import Kind
+from batchinfer_kernels.gated_activation import gated_activation_reference
+from batchinfer_kernels.int4_linear import int4_linear_reference, quantize_groups
+from tests.examples import examples
+from tests.kernels.cpu_kit import WAYS, operators
+from tests.kernels.test_cpu_linear import GATES
+
+
+@given(
+    tiles=st.sampled_from(WAYS),
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    rows=st.integers(1, 14),
+    inputs=st.sampled_from([1, 8, 63, 64, 130, 257]),
+    outputs=st.sampled_from([2, 62, 64, 130]),
+    group=st.sampled_from([8, 32, 128, 264]),
+    zeroed=st.booleans(),
+    kind=st.sampled_from(["plain", "float", *GATES]),
+    biased=st.booleans(),
+)
+@settings(max_examples=examples(60, 300), deadline=None)
+def test_equals_its_reference_and_a_row_alone(
+    tiles, seed, dtype, rows, inputs, outputs, group, zeroed, kind: Kind, biased
+):
+    torch.manual_seed(seed)
+    compiled = operators(tiles)
+    x = (torch.randn(rows, inputs) * 3).to(dtype)
+    x[0] = 0.0
+    codes = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
+    groups = -(-inputs // group)
+    scales = torch.randn(outputs, groups) * 0.1
+    zeros = torch.randint(-8, 8, (outputs, groups)).float() if zeroed else None
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    packed = compiled.pack_int4(codes, scales, zeros, group, bias, kind)
+    got = compiled.linear(x, packed)
+    wanted = int4_linear_reference(x.float(), codes, scales, zeros, group, bias)
+    scale = float(wanted.abs().max()) + 1
+    if kind in GATES:
+        wanted = gated_activation_reference(wanted.to(dtype), GATES[kind])
+        scale *= scale
+    apart = {torch.float32: 2e-5, torch.bfloat16: 1e-2}[torch.float32 if kind == "float" else dtype]
+    # Where a product is not fused with the sum after it, a value between two codes may get the other one
+    apart = max(apart, 0.0 if compiled.lanes >= 8 else 2e-2)
+    assert float((got.float() - wanted.float()).abs().max()) <= apart * scale
+    alone = torch.cat([compiled.linear(x[i : i + 1], packed) for i in range(rows)])
+    assert torch.equal(got, alone)
+
+
+@pytest.mark.parametrize("group", [8, 32])
+def test_rounding(group: int) -> None:
+    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
+    codes, scales = quantize_groups(weight, group)
+    spread = scales.repeat_interleave(group, 1)[:, :40]
+    assert int(codes.min()) == -8
+    assert float(((codes * spread - weight) / spread).abs().max()) <= 1.0, "an eighth has but one side"
+    within = codes < 7
+    assert float(((codes * spread - weight) / spread)[within].abs().max()) <= 0.5001
+    strange = weight.clone()
+    strange[1, 3] = torch.inf
+    assert quantize_groups(strange, group)[1][1, 0].isnan()
+    assert int(quantize_groups(torch.zeros(2, 16), group)[0].abs().max()) == 0
+
+
+def test_wrong_shapes() -> None:
+    compiled, codes = operators(WAYS[0]), torch.zeros(4, 16, dtype=torch.int8)
+    for scales, group in ((torch.ones(4, 1), 8), (torch.ones(3, 2), 8), (torch.ones(4, 2), 12), (torch.ones(4, 2), 0)):
+        with pytest.raises(ValueError, match="scales are"):
+            compiled.pack_int4(codes, scales, None, group, None)
