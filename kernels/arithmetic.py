@@ -13,23 +13,31 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["int8", "fp8"]
 KvCacheDtype = Literal["auto", CacheDtype]  # auto: values in the dtype of the run
 # Of the linear layers' weights, as a job may ask for them; stored: quantised values stay as the checkpoint has them
-AskedQuantization = Literal["auto", "none", "int8", "fp8", "stored"]
+AskedQuantization = Literal["auto", "none", "int4", "int8", "fp8", "stored"]
 # As they are loaded; stored: in fp8
-Quantization = Literal["none", "int8", "fp8", "stored", "stored-int8"]
+Quantization = Literal["none", "int4", "int8", "fp8", "stored", "stored-int8"]
 STORED: Mapping[str, Quantization] = {"fp8": "stored", "int8": "stored-int8"}  # by what a checkpoint holds
 # Of a weight's quantised values; fp8: float8_e4m3fn
-WeightCodes = Literal["int8", "fp8"]
+WeightCodes = Literal["int4", "int8", "fp8"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
+SCALE_BYTES = 4  # of float32
 
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How a weight lies in memory whose values are quantised: as `codes`, with a scale for each output, or for each
-    block of outputs and inputs. `stored`: the checkpoint holds them so; else they are made when it is loaded."""
+    """How a weight lies in memory whose values are quantised: as `codes`, with a scale for each output, for each block
+    of outputs and inputs, or for each output and `group` of inputs. `stored`: the checkpoint holds them so; else they
+    are made when it is loaded."""
 
     codes: WeightCodes
-    scales: Literal["channel", "block"] = "channel"
+    scales: Literal["channel", "block", "group"] = "channel"
     stored: bool = False
+    group: int = 0
+
+    @property
+    def value_bytes(self) -> float:
+        """Return the bytes that a value takes, with its part of the scales of groups."""
+        return 0.5 + SCALE_BYTES / self.group if self.codes == "int4" else 1.0
 
 
 NO_TOKEN = -1  # in place of a token where a row's logits are not numbers

@@ -82,6 +82,15 @@ def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int)
     return Cost(products + tokens * (3 * inputs + 2 * outputs + 2), moved, products)
 
 
+def int4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, group: int) -> Cost:
+    """Return the cost of a linear layer with an int4 weight that has a scale for each output and group of inputs, and
+    activations in int8: as `quantized_linear_cost`, and each sum of a group is multiplied with its scale, and added."""
+    groups = -(-inputs // group)
+    cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
+    saved = inputs * outputs - -(-inputs // 2) * outputs + 4 * outputs * (1 - groups)
+    return Cost(cost.flops + 2 * tokens * groups * outputs, cost.bytes - saved, cost.coded_ops)
+
+
 def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
     """Return the cost of a linear layer with a float8_e4m3fn weight and its scales: as `quantized_linear_cost`, and
     each value is bounded before it is rounded. The caller chooses the peak."""
@@ -410,7 +419,9 @@ class ModelCost:
     # Of each layer that keeps K and V: its window, bytes of a token
     caches: tuple[tuple[int | None, int], ...]
     itemsize: int  # bytes of an activation
-    weight_itemsize: int  # bytes of a weight of the linear layers; 1: codes, int8 or fp8
+    weight_itemsize: (
+        float  # bytes of a weight of the linear layers, less than `itemsize` where they are quantised
+    )
     causal: bool = (
         True  # whether a query sees earlier keys alone; else those of both sides, each as far as the window
     )
@@ -438,7 +449,7 @@ class ModelCost:
 
     @property
     def quantized(self) -> bool:
-        return self.weight_itemsize == 1
+        return self.weight_itemsize < self.itemsize
 
     def step(self, step: StepShape) -> dict[str, Cost]:
         """Operator name → its cost in one step, over all layers. An operator that no row passes is not run: 0."""

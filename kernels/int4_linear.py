@@ -1,7 +1,7 @@
 """Linear layers with int4 weights, in groups of inputs, and int8 activations: what a CPU multiplies.
 
-A weight is (codes - zeros) × scales, codes in -8 … 7, with a scale and maybe a zero for each output and group of inputs,
-as in Frantar et al., 2023, "GPTQ", and Lin et al., 2024, "AWQ". Activations are quantised by row, as in
+A weight is (codes - zeros) × scales, codes in -8 … 7, with a scale and maybe a zero for each output and group of
+inputs, as in Frantar et al., 2023, "GPTQ", and Lin et al., 2024, "AWQ". Activations are quantised by row, as in
 batchinfer_kernels.quantized_linear.
 """
 
@@ -13,24 +13,49 @@ from torch import Tensor
 from batchinfer_kernels.quantized_linear import quantize_rows
 
 LEAST_CODE, MOST_CODE = -8, 7
+SHARES = (
+    1.0,
+    0.95,
+    0.9,
+    0.85,
+    0.8,
+    0.75,
+)  # of the largest magnitude of a group, which becomes the least code
+OUTPUTS_AT_ONCE = 1024  # as the float32 copies of a large weight would take gigabytes
 
 
 def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """weight: (N, K) of floats → codes (N, K) int8 in -8 … 7 and scales (N, ceil(K / group)) float32, rounded to nearest.
+    """weight: (N, K) of floats → codes (N, K) int8 in -8 … 7 and scales (N, ceil(K / group)) float32.
 
-    The value of the largest magnitude in a group becomes -8, which int4 has and 8 it has not. A group of zeros has scale
-    0; one with a value that is no finite number has scale NaN. Raises ValueError for any other tensor.
+    Values are rounded to nearest, with that scale of a few that leaves the least square error. With the largest of them
+    the value of the largest magnitude becomes -8, which int4 has and 8 it has not. A group of zeros has scale 0; one
+    with a value that is no finite number has scale NaN. Raises ValueError for any other tensor.
     """
     if weight.dim() != 2 or not weight.is_floating_point() or group < 1:
         raise ValueError(f"weight is {tuple(weight.shape)} {weight.dtype}, in groups of {group}")
+    parts = [_quantized(part, group) for part in torch.split(weight, OUTPUTS_AT_ONCE)]
+    codes, scales = zip(*parts, strict=True)
+    return torch.cat(codes), torch.cat(scales)
+
+
+def _quantized(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     missing = -weight.shape[1] % group
     values = torch.nn.functional.pad(weight.float(), (0, missing)).view(len(weight), -1, group)
-    places = values.abs().argmax(-1, keepdim=True)
-    extreme = values.gather(-1, places)[..., 0]
-    scales = torch.where(values.isfinite().all(-1), extreme / LEAST_CODE, torch.nan)
+    finite = values.isfinite().all(-1)
+    values = values.nan_to_num(0.0, 0.0, 0.0)
+    extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True))[..., 0]
+    best, least = extreme / LEAST_CODE, torch.full_like(extreme, torch.inf)
+    for share in SHARES:
+        scales = extreme * share / LEAST_CODE
+        error = (_codes(values, scales) * scales[..., None] - values).square().sum(-1)
+        best, least = torch.where(error < least, scales, best), torch.minimum(error, least)
+    codes = _codes(values, best).to(torch.int8).view(len(weight), -1)[:, : weight.shape[1]]
+    return codes.contiguous(), torch.where(finite, best, torch.nan)
+
+
+def _codes(values: Tensor, scales: Tensor) -> Tensor:
     inverse = torch.where(scales.abs() > 0, 1 / scales, 0.0)
-    codes = (values * inverse[..., None]).nan_to_num(0).round().clamp(LEAST_CODE, MOST_CODE).to(torch.int8)
-    return codes.view(len(weight), -1)[:, : weight.shape[1]].contiguous(), scales
+    return (values * inverse[..., None]).round_().clamp_(LEAST_CODE, MOST_CODE)
 
 
 def int4_linear_reference(

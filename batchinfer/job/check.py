@@ -276,7 +276,10 @@ def _samples(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find options that the CPU's operators lack. With device: auto, `resolve` refuses them where that is a CPU."""
+    """Find options that the device's operators lack. With device: auto, `resolve` refuses them."""
+    if engine.get("device") == "cuda" and model.get("quantization") == "int4":
+        message = "is int4, which only a CPU multiplies"
+        yield Finding(("model", "quantization"), message, "use fp8 or int8, or device: cpu")
     if engine.get("device") != "cpu":
         return
     if model.get("kv_cache_dtype") == "fp8":
@@ -288,8 +291,8 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
     if model.get("dtype") != "float16":
         return
     message, hint = "not available in float16 on a CPU", "remove it, or use dtype: bfloat16 or float32"
-    if model.get("quantization") == "int8":
-        yield Finding(("model", "quantization"), f"is int8, which is {message}", hint)
+    if (codes := model.get("quantization")) in ("int4", "int8"):
+        yield Finding(("model", "quantization"), f"is {codes}, which is {message}", hint)
     if model.get("kv_cache_dtype") == "int8":
         yield Finding(("model", "kv_cache_dtype"), f"is int8, which is {message}", hint)
     if engine.get("deterministic") is True:

@@ -60,7 +60,7 @@ def arithmetic_name(dtype: str, quantization: str = "none") -> str:
 
 def codes_of(quantization: str) -> str:
     """The type in which products of such weights are computed, as peaks are named."""
-    return {"stored": "fp8", "stored-int8": "int8"}.get(quantization, quantization)
+    return {"stored": "fp8", "stored-int8": "int8", "int4": "int8"}.get(quantization, quantization)
 
 
 @dataclass(frozen=True, slots=True)

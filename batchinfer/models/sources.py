@@ -88,7 +88,7 @@ class ModelSource:
         smoothed = SmoothedWeights(self.weights(arithmetic.dtype, arithmetic.device), self.spec)
         weights = WatchedWeights(smoothed, self.spec)
         packed = pack_weights(self.spec, weights, ops, arithmetic.device)
-        rounded = any(form.codes == "int8" and not form.stored for form in self.spec.forms)
+        rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
         warning = warning_of(weights.worst) if rounded else None
         if warning is not None:
             _log.warning("%s", warning)
@@ -101,10 +101,13 @@ class ModelSource:
     def weight_bytes(self, cost: ModelCost) -> int:
         """Return the bytes of its loaded weights; a tied head counts once, unless it is quantised beside its
         embedding."""
-        coded = sum(linear.values for linear in self.spec.linears() if linear.form is not None)
-        head = self.spec.head.values if self.spec.head_form is not None else 0
-        others = self.parameters - coded - (0 if self.spec.tied else head)
-        return coded + head + others * cost.itemsize
+        coded = [linear for linear in self.spec.linears() if linear.form is not None]
+        head = [self.spec.head] if self.spec.head_form is not None else []
+        taken = sum(
+            round(one.values * one.form.value_bytes) for one in (*coded, *head) if one.form is not None
+        )
+        plain = self.parameters - sum(one.values for one in (*coded, *([] if self.spec.tied else head)))
+        return taken + plain * cost.itemsize
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
         """Return whose operators compute it, and how its linear layers are computed, for the report."""

@@ -115,23 +115,33 @@ class CompiledOperators(CachedOperators):
         multiple of 8. Raises ValueError for others."""
         outputs, inputs = _check_weight(codes, bias, kind)
         groups = -(-inputs // group) if group > 0 else 0
-        if group % 8 or scales.shape != (outputs, groups) or (zeros is not None and zeros.shape != scales.shape):
+        if (
+            group % 8
+            or scales.shape != (outputs, groups)
+            or (zeros is not None and zeros.shape != scales.shape)
+        ):
             raise ValueError(f"scales are {tuple(scales.shape)} for {outputs} outputs and groups of {group}")
         order = self._order(outputs, kind)
         panels = self._pages.zeros(len(order) * padded(inputs) // 2, torch.uint8)
         arguments = (codes.contiguous().data_ptr(), outputs, inputs, is_gated(kind))
         self._common["pack_int4"](*arguments, panels.data_ptr())
-        sums = torch.nn.functional.pad(codes.double(), (0, groups * group - inputs)).view(outputs, groups, group).sum(-1)
-        starts = _reordered((-128 * (sums * scales).sum(-1)).float(), order)
-        laid = [self._in_panels(each, order) for each in (scales / 16, None if zeros is None else -scales * zeros)]
-        more = {"starts": starts, "scales": laid[0], "zeros": laid[1], "group": group}
-        return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, **more)
+        whole = torch.nn.functional.pad(codes, (0, groups * group - inputs)).view(outputs, groups, group)
+        starts = -128 * (whole.sum(-1, dtype=torch.int32).double() * scales).sum(-1)
+        return PackedWeight(
+            panels,
+            _reordered(bias, order),
+            (outputs, inputs),
+            kind,
+            starts=_reordered(starts.float(), order),
+            scales=self._in_panels(scales / 16, order),
+            zeros=None if zeros is None else self._in_panels(-scales * zeros, order),
+            group=group,
+        )
 
-    def _in_panels(self, grouped: Tensor | None, order: Tensor) -> Tensor | None:
+    def _in_panels(self, grouped: Tensor, order: Tensor) -> Tensor:
         """(outputs, groups) → (panels, groups, columns of a panel) float32."""
-        if grouped is None:
-            return None
-        columns = torch.stack([_reordered(part, order) for part in grouped.float().t()])
+        wide = grouped.float().t()
+        columns = torch.cat((wide, wide.new_zeros(len(wide), 1)), -1)[:, order]  # -1 takes the zero
         return columns.view(len(columns), -1, self.tile).transpose(0, 1).contiguous()
 
     def pack_experts(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedExperts:

@@ -12,7 +12,7 @@ from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
-from tests.checkpoints import edit_json, make_tokenizer
+from tests.checkpoints import edit_json, make_checkpoint, make_tokenizer
 from tests.packed_weights import make_mxfp4
 from tests.published_formats import make_published
 
@@ -68,3 +68,18 @@ def test_int8_is_multiplied_as_it_is_stored(tmp_path: Path) -> None:
     assert (first.exit_code, first.row["quantization"]) == (0, "stored-int8")
     again = run(job, RunOptions(replace=True), ("model.quantization", "none"))
     assert (again.exit_code, again.row["quantization"], again.row["rows_ok"]) == (0, "none", len(ROWS))
+
+
+def test_weights_are_rounded_to_int4(tmp_path: Path) -> None:
+    """Twice in one and the same way, and in less memory than int8 takes."""
+    make_checkpoint(tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
+    make_tokenizer(tmp_path / "model")
+    found = {}
+    for at, codes in (("first", "int4"), ("again", "int4"), ("more", "int8")):
+        (tmp_path / at).mkdir()
+        job = write_job(tmp_path / at, tmp_path / "model", ROWS, **PLAIN)
+        outcome = run(job, RunOptions(), ("model.quantization", codes), ("engine.deterministic", "true"))
+        assert (outcome.exit_code, outcome.row["quantization"]) == (0, codes)
+        found[at] = ([row["generated_text"] for row in table(job)], outcome.row["weight_bytes"])
+    assert found["first"] == found["again"]
+    assert found["first"][1] < 0.8 * found["more"][1]

@@ -58,8 +58,9 @@ class SmoothedWeights(Weights):
 
 
 def _is_rounded(linear: LinearSpec) -> bool:
-    """Whether its weight becomes int8 when it is loaded, and its inputs when they come."""
-    return linear.form is not None and linear.form.codes == "int8" and not linear.stored
+    """Whether its weight becomes int8 or int4 when it is loaded, and its inputs int8 when they come."""
+    form = linear.form
+    return form is not None and form.codes in ("int4", "int8") and not form.stored
 
 
 def _readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:

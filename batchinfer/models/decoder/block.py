@@ -144,4 +144,5 @@ def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
 def _weight(linear: LinearSpec, weights: LayerWeights) -> Weight:
     """Return a product's weight, with its scales where it is quantised."""
     weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
-    return weight if scales is None else CodedWeight(weight, scales, weights.get(linear.name + LINES))
+    group = 0 if linear.form is None else linear.form.group
+    return weight if scales is None else CodedWeight(weight, scales, weights.get(linear.name + LINES), group)

@@ -11,12 +11,13 @@ from batchinfer.models.spec.parameters import SCALES
 from batchinfer.models.spec.spec import LayerSpec
 from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
+from batchinfer_kernels.int4_linear import quantize_groups
 from batchinfer_kernels.quantized_linear import quantize_weight
 
 
 def quantized_weight(weight: Tensor, form: WeightForm | None) -> Weight:
     """Return the weight (out, in) in its form; None: as it is."""
-    return weight if form is None else CodedWeight(*_quantized(weight, form))
+    return weight if form is None else CodedWeight(*_quantized(weight, form), group=form.group)
 
 
 def quantized_heads(weight: Tensor, form: WeightForm | None) -> ExpertWeights:
@@ -41,5 +42,7 @@ def quantized_layer(spec: LayerSpec, weights: LayerWeights) -> LayerWeights:
 
 
 def _quantized(weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
-    """weight: (N, K) → codes (N, K) and scales (N,) float32."""
+    """weight: (N, K) → codes (N, K) and scales (N,) float32, or (N, groups)."""
+    if form.codes == "int4":
+        return quantize_groups(weight, form.group)
     return quantize_weight(weight) if form.codes == "int8" else quantize_rows_fp8(weight)

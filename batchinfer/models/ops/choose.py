@@ -178,5 +178,7 @@ def _unfit_gpu(forms: frozenset[WeightForm]) -> Lacking | None:
     if found.isdigit() and int(found) < LEAST_CAPABILITY:
         has = f"this GPU has compute capability {found[:-1]}.{found[-1]}, and they need 8.0 or newer"
         return Lacking(has, "use a newer GPU or engine.device: cpu")
+    if any(form.codes == "int4" for form in forms):
+        return Lacking("a GPU cannot multiply int4 yet", "use model.quantization: fp8 or int8")
     missing = why_not_fp8() if any(form.codes == "fp8" for form in forms) else None
     return None if missing is None else Lacking(missing, "use model.quantization: int8 or a newer GPU")

@@ -116,11 +116,13 @@ class Linear(ABC):
 class CodedWeight:
     """A weight whose values are quantised: `codes` (out, in), int8 or float8_e4m3fn, and scales (out,) float32, or
     (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
-    batchinfer_kernels.block_fp8_matmul."""
+    batchinfer_kernels.block_fp8_matmul. With a `group` codes are int4, in int8, and scales (out, groups of so many
+    inputs); see batchinfer_kernels.int4_linear."""
 
     codes: Tensor
     scales: Tensor
     lines: Tensor | None = None
+    group: int = 0
 
     @property
     def shape(self) -> torch.Size:

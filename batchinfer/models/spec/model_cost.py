@@ -32,6 +32,7 @@ from batchinfer_kernels.cost import (
     embedding_cost,
     gated_activation_cost,
     grouped_linear_cost,
+    int4_linear_cost,
     latent_attention_cost,
     latent_store_cost,
     layer_norm_cost,
@@ -68,15 +69,17 @@ def model_cost(spec: ModelSpec, itemsize: int) -> ModelCost:
         head_parameters=spec.head.values if spec.causal else 0,
         caches=tuple((cache.window, cache.token_bytes(itemsize)) for cache in keeping(spec.caches).values()),
         itemsize=itemsize,
-        weight_itemsize=1 if _is_coded(spec) else itemsize,
+        weight_itemsize=_value_bytes(spec, itemsize),
         causal=spec.causal,
     )
 
 
-def _is_coded(spec: ModelSpec) -> bool:
-    """Whether most weights are quantised."""
-    values = [(linear.values, linear.form is not None) for linear in spec.linears()]
-    return 2 * sum(count for count, coded in values if coded) > sum(count for count, _ in values)
+def _value_bytes(spec: ModelSpec, itemsize: int) -> float:
+    """Return the bytes that a value of most of the weights takes."""
+    values = Counter[float]()
+    for linear in spec.linears():
+        values[itemsize if linear.form is None else linear.form.value_bytes] += linear.values
+    return values.most_common(1)[0][0]
 
 
 def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
@@ -245,6 +248,8 @@ def _linear(linear: LinearSpec, itemsize: int) -> Callable[[int], Cost]:
         return lambda n: linear_cost(n, inputs, outputs, itemsize, itemsize)
     if form.scales == "block":
         return lambda n: block_fp8_linear_cost(n, inputs, outputs, itemsize)
+    if form.scales == "group":
+        return lambda n: int4_linear_cost(n, inputs, outputs, itemsize, form.group)
     return lambda n: quantized_linear_cost(n, inputs, outputs, itemsize)
 
 

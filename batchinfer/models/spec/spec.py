@@ -16,11 +16,13 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.sampling import Pooling
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer_kernels.arithmetic import (
+    SCALE_BYTES,
     Activation,
     CacheDtype,
     Dtype,
     KvCacheDtype,
     Quantization,
+    WeightCodes,
     WeightForm,
 )
 from batchinfer_kernels.routing import Routing
@@ -94,7 +96,18 @@ class LinearSpec:
         return self.inputs * self.outputs * self.chosen
 
 
-SCALE_BYTES = 4  # of a head's quantised values: float32
+INT4_GROUP = 32  # inputs that share a scale where weights are rounded to int4
+
+
+def form_of(linear: LinearSpec, codes: WeightCodes) -> WeightForm:
+    """Return the form of a weight that is quantised to such codes; experts and heads have int8 in place of int4."""
+    if codes != "int4":
+        return WeightForm(codes)
+    return (
+        WeightForm("int8")
+        if linear.experts or linear.heads
+        else WeightForm("int4", "group", group=INT4_GROUP)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,10 +438,10 @@ class LayerSpec:
         found, forms = (*attending, *self.feed_forward.linears(self.hidden)), dict(self.forms)
         return tuple(replace(each, form=forms.get(each.name)) for each in found) if forms else found
 
-    def quantized(self, form: WeightForm) -> LayerSpec:
-        """Return the layer with all weights in a form that may be quantised and have none yet."""
-        forms = tuple((each.name, each.form or form) for each in self.linears if not each.exact)
-        return replace(self, forms=forms)
+    def quantized(self, codes: WeightCodes) -> LayerSpec:
+        """Return the layer with all weights quantised to such codes that may be, and are not yet."""
+        forms = ((each.name, each.form or form_of(each, codes)) for each in self.linears if not each.exact)
+        return replace(self, forms=tuple(forms))
 
     @property
     def vectors(self) -> dict[str, int]:
@@ -549,10 +562,11 @@ class ModelSpec:
     def quantized(self, quantization: Quantization) -> ModelSpec:
         """Return the model with weights that are quantised so when they are loaded, where the checkpoint does not hold
         them quantised; none, stored: as it is."""
-        if quantization != "int8" and quantization != "fp8":
+        if quantization == "none" or quantization == "stored" or quantization == "stored-int8":
             return self
-        form = WeightForm(quantization)
-        return replace(self, layers=tuple(layer.quantized(form) for layer in self.layers), head_form=form)
+        layers = tuple(layer.quantized(quantization) for layer in self.layers)
+        # the head in int8 at least: its logits decide
+        return replace(self, layers=layers, head_form=WeightForm("fp8" if quantization == "fp8" else "int8"))
 
     @property
     def forms(self) -> frozenset[WeightForm]:

@@ -284,6 +284,10 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
     if fp8:
         text = "only a GPU can multiply in fp8, and device: auto means the CPU here; use int8"
         yield Mistake("model.quantization", f"{asked}: {text}")
+    if not cpu and asked == "int4":
+        yield Mistake(
+            "model.quantization", "int4: only a CPU multiplies int4; use fp8 or int8, or device: cpu"
+        )
     if cpu and dtype == "float16":
         text = (
             "not available in float16 on a CPU, which device: auto means here; use dtype: bfloat16 or float32"

@@ -284,7 +284,7 @@ def test_the_last_line_of_stdout_is_json():
         ({"model": "gpt-5"}, "--model is 'gpt-5'; it can be tiny, llama-135m"),
         ({"dtype": "int8"}, "--dtype is 'int8'; it can be auto, float32, bfloat16, float16"),
         ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype is 'int4'; it can be auto, int8, fp8"),
-        ({"quantization": "int4"}, "--quantization is 'int4'; it can be auto, none, int8, fp8, stored"),
+        ({"quantization": "int3"}, "--quantization is 'int3'; it can be auto, none, int4, int8, fp8"),
         ({"device": "tpu"}, "--device is 'tpu'; it can be auto, cpu, cuda"),
         ({"against": "vllm"}, "--against is 'vllm'; it can be transformers"),
         ({"repeat": 0}, "--repeat is 0; at least 1"),

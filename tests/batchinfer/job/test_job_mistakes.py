@@ -353,7 +353,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
             (3, "model.path", ("nowhere", "does not exist")),
             (4, "model.dtype", ("one of auto, float32", 'did you mean "bfloat16"?')),
             (5, "model.max_model_len", ("number 0", "or auto")),
-            (6, "model.quantization", ('"w8a8"', "one of auto, none, int8", 'did you mean "int8"?')),
+            (6, "model.quantization", ('"w8a8"', "one of auto, none, int4, int8", 'did you mean "int8"?')),
         ],
     ),
     "model is a file": (instead("model", "model: {path: file.txt}"), [(2, "model.path", ("not a folder",))]),

@@ -25,7 +25,6 @@ from batchinfer.models.spec.spec import (
     NormSpec,
     Rotation,
 )
-from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from tests.examples import examples
 from tests.kernels.cpu_kit import WAYS, operators
@@ -102,7 +101,7 @@ def run(layers, ops, inputs, blocks, spec, x):
 @given(
     seed=st.integers(0, 2**16),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    quantization=st.sampled_from(["none", "int8"]),
+    quantization=st.sampled_from(["none", "int8", "int4"]),
     group=st.sampled_from([1, 3]),
     dim=st.sampled_from([20, 64]),
     biased=st.booleans(),
@@ -129,7 +128,7 @@ def test_equals_the_operators_one_by_one(
     ops = CpuOps(operators(tiles), group)
     spec = layer_spec(group, dim, biased, normed, window, gemma=gemma)
     if quantization != "none":
-        spec = spec.quantized(WeightForm(quantization))
+        spec = spec.quantized(quantization)
     parts = [layer_parts(ops, spec, dtype) for _ in range(3)]
     inputs, blocks = step_inputs(lengths)
     if copied:  # of what the step stores, to a block that nobody has

@@ -25,7 +25,6 @@ from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import AttentionInputs, LayerParts, Ops, RopeTable
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
-from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.routing import Routing
 from tests.model_costs import llama_spec
@@ -154,7 +153,7 @@ def packed(
     }
     ops = ops_of(kind, dtype)
     if quantization != "none":
-        layer = layer.quantized(WeightForm(quantization))
+        layer = layer.quantized(quantization)
     return ops, layer, pack_layer(ops, layer, quantized_layer(layer, placed), rope)
 
 
