@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.job import load_job
+from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.sources import checkpoint_source
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
@@ -72,14 +75,18 @@ def test_int8_is_multiplied_as_it_is_stored(tmp_path: Path) -> None:
 
 def test_weights_are_rounded_to_int4(tmp_path: Path) -> None:
     """Twice in one and the same way, and in less memory than int8 takes."""
-    make_checkpoint(tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
-    make_tokenizer(tmp_path / "model")
-    found = {}
-    for at, codes in (("first", "int4"), ("again", "int4"), ("more", "int8")):
-        (tmp_path / at).mkdir()
-        job = write_job(tmp_path / at, tmp_path / "model", ROWS, **PLAIN)
-        outcome = run(job, RunOptions(), ("model.quantization", codes), ("engine.deterministic", "true"))
-        assert (outcome.exit_code, outcome.row["quantization"]) == (0, codes)
-        found[at] = ([row["generated_text"] for row in table(job)], outcome.row["weight_bytes"])
-    assert found["first"] == found["again"]
-    assert found["first"][1] < 0.8 * found["more"][1]
+    model = tmp_path / "model"
+    make_checkpoint(model, "llama", hidden_size=128, intermediate_size=256)
+    make_tokenizer(model)
+    answers = []
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+        job = write_job(tmp_path / name, model, ROWS, **PLAIN)
+        outcome = run(job, RunOptions(), ("model.quantization", "int4"), ("engine.deterministic", "true"))
+        assert (outcome.exit_code, outcome.row["quantization"]) == (0, "int4")
+        answers.append([row["generated_text"] for row in table(job)])
+    assert answers[0] == answers[1]
+    sources = [checkpoint_source(model, quantization=codes) for codes in ("int4", "int8", "none")]
+    place = Arithmetic(torch.float32, torch.device("cpu"))
+    small, middle, large = (source.weight_bytes(source.cost(place)) for source in sources)
+    assert small < 0.8 * middle < 0.3 * large
