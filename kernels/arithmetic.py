@@ -16,7 +16,10 @@ KvCacheDtype = Literal["auto", CacheDtype]  # auto: values in the dtype of the r
 AskedQuantization = Literal["auto", "none", "int4", "int8", "fp8", "stored"]
 # As they are loaded; stored: in fp8
 Quantization = Literal["none", "int4", "int8", "fp8", "stored", "stored-int8"]
-STORED: Mapping[str, Quantization] = {"fp8": "stored", "int8": "stored-int8"}  # by what a checkpoint holds
+STORED: Mapping[WeightCodes, Quantization] = {
+    "fp8": "stored",
+    "int8": "stored-int8",
+}  # by what a checkpoint holds
 # Of a weight's quantised values; fp8: float8_e4m3fn
 WeightCodes = Literal["int4", "int8", "fp8"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation

@@ -32,7 +32,7 @@ Dtype = Annotated[str, typer.Option(help="Type: auto, bfloat16, float16 or float
 Quantization = Annotated[
     str,
     typer.Option(
-        help="Quantization of the linear layers, as in a job file: auto, none, int8, fp8 or stored."
+        help="Quantization of the linear layers, as in a job file: auto, none, int4, int8, fp8 or stored."
     ),
 ]
 KvCacheDtype = Annotated[str, typer.Option(help="What the KV cache keeps: auto, int8 or fp8 (GPUs only).")]

@@ -26,7 +26,7 @@ from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
-from batchinfer_kernels.arithmetic import STORED, KvCacheDtype, Quantization, WeightCodes
+from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization, WeightCodes
 from batchinfer_kernels.cost import ModelCost
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def checkpoint_source(
     """Open a checkpoint folder as a model with such a cache and such weights. Raises what inspecting a checkpoint
     raises, and Unavailable for weights that the model cannot have."""
     checkpoint = open_checkpoint(path, _describe_here)
-    checkpoint = checkpoint.as_stored() if quantization in STORED.values() else checkpoint
+    checkpoint = checkpoint.held_for(quantization)
     if isinstance(checkpoint, Checkpoint):
         spec = checkpoint.spec.quantized(quantization).caching(kv_cache)
         return ModelSource(spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint))

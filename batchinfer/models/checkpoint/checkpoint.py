@@ -38,7 +38,14 @@ from batchinfer.models.formats.registry import packed_tensors, stored_format
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import EMBEDDING, HEAD, Shape
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
-from batchinfer_kernels.arithmetic import STORED, Dtype, KvCacheDtype, Quantization, WeightForm
+from batchinfer_kernels.arithmetic import (
+    STORED,
+    Dtype,
+    KvCacheDtype,
+    Quantization,
+    WeightCodes,
+    WeightForm,
+)
 from batchinfer_kernels.cost import ModelCost
 
 _IN_16_BITS = " in 16 bits"
@@ -63,10 +70,17 @@ class Checkpoint(WeightFiles):
         codes = {form.codes for form in self.as_stored().spec.forms}
         return STORED[codes.pop()] if len(codes) == 1 else "none"
 
-    def as_stored(self) -> Checkpoint:
-        """Return the checkpoint with weights that stay in fp8 where products can be computed with them."""
+    def held_for(self, quantization: Quantization) -> Checkpoint:
+        """Return the checkpoint with weights that stay quantised as they are stored, where such a run has it so."""
+        if quantization == "int4":
+            return self.as_stored(frozenset({"int4"}))
+        return self.as_stored() if quantization in STORED.values() else self
+
+    def as_stored(self, among: frozenset[WeightCodes] = frozenset(STORED)) -> Checkpoint:
+        """Return the checkpoint with weights that stay in codes `among` these where products can be computed with
+        them."""
         layers = tuple(
-            replace(layer, forms=tuple(self._forms(index, layer)))
+            replace(layer, forms=tuple(self._forms(index, layer, among)))
             for index, layer in enumerate(self.spec.layers)
         )
         spec = replace(self.spec, layers=layers)
@@ -74,7 +88,9 @@ class Checkpoint(WeightFiles):
         others = (notice for notice in self.notices if not (kept and notice.endswith(_IN_16_BITS)))
         return replace(self, spec=spec, notices=(*kept, *others))
 
-    def _forms(self, index: int, layer: LayerSpec) -> Iterator[tuple[str, WeightForm]]:
+    def _forms(
+        self, index: int, layer: LayerSpec, among: frozenset[WeightCodes]
+    ) -> Iterator[tuple[str, WeightForm]]:
         names = layer_names(self.spec, index, self.prefixes)
         for linear in layer.linears:
             if linear.exact or linear.heads:
@@ -82,7 +98,8 @@ class Checkpoint(WeightFiles):
             parts = (names[part] for part, _ in linear.parts)
             found = {self._form(part, bool(linear.experts)) for part in parts}
             form = found.pop()
-            if form is not None and not found:
+            grouped = linear.experts and form is not None and form.scales == "group"
+            if form is not None and not found and form.codes in among and not grouped:
                 yield linear.name, form
 
     def _form(self, stored: StoredParameter, whole: bool) -> WeightForm | None:

@@ -28,6 +28,7 @@ from batchinfer.models.spec.parameters import (
     POSITIONS,
     SCALES,
     TOKEN_TYPES,
+    ZEROS,
     fused,
 )
 from batchinfer.models.spec.spec import LinearSpec
@@ -132,6 +133,9 @@ class CheckpointWeights(Weights):
                 lines.append(part.lines + first)
                 first += len(part.scales)
             copied[linear.name + LINES] = self._copied(lines, torch.int32)
+        if any(part.zeros is not None for part in parts):
+            zeros = [torch.zeros_like(part.scales) if part.zeros is None else part.zeros for part in parts]
+            copied[linear.name + ZEROS] = self._copied(zeros, torch.float32)
         return copied
 
     def _copied(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -148,11 +152,12 @@ class CheckpointWeights(Weights):
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredCodes:
     """A parameter whose values are quantised, (N, K). Scales are (N,), or (blocks, groups) of which each output has a
-    line."""
+    line, or like zeros (N, groups)."""
 
     codes: Tensor
     scales: Tensor
     lines: Tensor
+    zeros: Tensor | None = None
 
 
 def stretches_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
@@ -194,16 +199,18 @@ class _OpenFiles:
 
     def coded(self, stored: StoredParameter) -> StoredCodes:
         """Read a parameter's quantised values as they are stored, of a tensor that `Checkpoint.as_stored` names."""
-        codes, scales, high = self._checkpoint.packed[stored.tensor].codes(self._read)
-        lines = torch.arange(len(codes), dtype=torch.int32) // high
-        if scales.dim() == 1:
-            scales = _stretches(scales, stored.part).flatten(0, 1)
-        # Of a part all scales are kept, which its lines choose from
-        return StoredCodes(
-            _stretches(codes, stored.part).flatten(0, 1),
-            scales,
-            _stretches(lines, stored.part).flatten(0, 1),
-        )
+        packed = self._checkpoint.packed[stored.tensor]
+        codes, form = packed.codes(self._read), packed.form
+
+        def part(tensor: Tensor) -> Tensor:
+            return _stretches(tensor, stored.part).flatten(0, 1)
+
+        lines = part(torch.arange(len(codes.values), dtype=torch.int32) // codes.high)
+        # Of a part all scales of blocks are kept, which its lines choose from
+        in_blocks = form is not None and form.scales == "block"
+        scales = codes.scales if in_blocks else part(codes.scales)
+        zeros = None if codes.zeros is None else part(codes.zeros)
+        return StoredCodes(part(codes.values), scales, lines, zeros)
 
     def _matrix(self, name: str, index: int | None) -> Tensor:
         """A tensor, or one of the matrices in it, dequantised where it is packed. One matrix at a time: a tensor may

@@ -20,7 +20,7 @@ from batchinfer.models.ops.interface import (
     RopeTable,
     Weight,
 )
-from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, norm_parameters
+from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, ZEROS, norm_parameters
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
 
@@ -144,5 +144,8 @@ def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
 def _weight(linear: LinearSpec, weights: LayerWeights) -> Weight:
     """Return a product's weight, with its scales where it is quantised."""
     weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
+    if scales is None:
+        return weight
     group = 0 if linear.form is None else linear.form.group
-    return weight if scales is None else CodedWeight(weight, scales, weights.get(linear.name + LINES), group)
+    lines, zeros = (weights.get(linear.name + end) for end in (LINES, ZEROS))
+    return CodedWeight(weight, scales, lines, group, zeros)

@@ -54,7 +54,7 @@ class ForeignCheckpoint(WeightFiles):
         """Only float weights are read."""
         return "none"
 
-    def as_stored(self) -> ForeignCheckpoint:
+    def held_for(self, quantization: Quantization) -> ForeignCheckpoint:
         """Return the checkpoint itself: it stores no quantised values."""
         return self
 

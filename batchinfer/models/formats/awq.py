@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.formats.packed_tensor import (
+    Codes,
     PackedTensor,
     PackedTensors,
     Read,
     Stored,
     StoredFormat,
+    int4_form,
     is_float,
 )
+from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +52,7 @@ class AwqFormat(StoredFormat):
         right = tensors[values].info.dtype == tensors[zeros].info.dtype == "I32" and is_float(tensors[scales])
         right = right and inputs % group == 0 and tensors[zeros].info.shape == (lines, words)
         right = right and tensors[scales].info.shape == (lines, words * HELD)
-        packed.add(module + "weight", AwqTensor((words * HELD, inputs), stored), tensors, right)
+        packed.add(module + "weight", AwqTensor((words * HELD, inputs), stored, group), tensors, right)
 
 
 def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
@@ -69,9 +72,22 @@ def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
 
 @dataclass(frozen=True, slots=True)
 class AwqTensor(PackedTensor):
-    """A matrix stored as codes (K, words of outputs), scales (groups, N) and zeros (groups, words of outputs)."""
+    """A matrix stored as codes (K, words of outputs), scales (groups, N) and zeros (groups, words of outputs).
+    `group`: inputs that share a scale."""
 
     format: ClassVar[str] = "awq"
+
+    group: int
+
+    @property
+    def form(self) -> WeightForm | None:
+        return int4_form(self.group)
+
+    def codes(self, read: Read) -> Codes:
+        from batchinfer.models.formats.codes import int4_codes, unpacked
+
+        values, scales, zeros = map(read, self.stored)
+        return int4_codes(unpacked(values, BITS, ORDER).t(), scales.t(), unpacked(zeros, BITS, ORDER).t())
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         from batchinfer.models.formats.codes import scaled, unpacked

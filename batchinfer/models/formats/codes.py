@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from batchinfer.models.formats.packed_tensor import Codes
+
 # Of E2M1, by its bits: sign, two of the exponent, one of the fraction
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_E2M1, *(-value for value in _E2M1))
@@ -79,3 +81,10 @@ def blockwise(values: Tensor, scales: Tensor, block: int) -> Tensor:
     if whole == len(scales):
         return head.flatten()
     return torch.cat((head.flatten(), values[whole * block :] * scales[whole].float()))
+
+
+def int4_codes(values: Tensor, scales: Tensor, zeros: Tensor | None) -> Codes:
+    """values: (N, K) in 0 … 15; scales, zeros: (N, groups); without zeros 8 is taken off."""
+    middle = 2 ** (4 - 1)
+    lowered = None if zeros is None else zeros.float() - middle
+    return Codes((values.to(torch.int8) - middle).contiguous(), scales.float(), zeros=lowered)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.files.weight_files import FLOAT_DTYPES
-from batchinfer.models.formats.packed_tensor import PackedTensor, PackedTensors, Read, Stored, StoredFormat
+from batchinfer.models.formats.packed_tensor import (
+    Codes,
+    PackedTensor,
+    PackedTensors,
+    Read,
+    Stored,
+    StoredFormat,
+)
 from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
@@ -113,12 +120,12 @@ class Fp8Tensor(PackedTensor):
         values, scales = map(read, self.stored)
         return fp8_values(values if index is None else values[index], scales, self.block)
 
-    def codes(self, read: Read) -> tuple[Tensor, Tensor, int]:
+    def codes(self, read: Read) -> Codes:
         values, scales = map(read, self.stored)
         high = 1 if self.block is None else self.block[0]
         if self.block is None or (self.block[1] == values.shape[1] and high == 1):
-            return values, scales.float().reshape(-1).expand(len(values)), high
-        return values, scales.float(), high
+            return Codes(values, scales.float().reshape(-1).expand(len(values)))
+        return Codes(values, scales.float(), high)
 
 
 def fp8_values(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:

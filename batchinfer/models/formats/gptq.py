@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.formats.packed_tensor import (
+    Codes,
     PackedTensor,
     PackedTensors,
     Read,
     Stored,
     StoredFormat,
     are_groups,
+    int4_form,
     is_float,
 )
+from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,6 +113,17 @@ class GptqTensor(PackedTensor):
     group: int
     ordered: bool
     added: int
+
+    @property
+    def form(self) -> WeightForm | None:
+        return None if self.bits != 4 or self.ordered else int4_form(self.group)
+
+    def codes(self, read: Read) -> Codes:
+        from batchinfer.models.formats.codes import int4_codes, unpacked
+
+        values, scales, zeros = (read(name) for name in self.stored[:3])
+        offsets = unpacked(zeros, self.bits)[:, : self.shape[0]].float() + self.added
+        return int4_codes(unpacked(values.t(), self.bits), scales.t(), offsets.t())
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         from batchinfer.models.formats.codes import in_order, scaled, unpacked

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from batchinfer.models.formats.packed_tensor import (
+    Codes,
     PackedTensor,
     PackedTensors,
     Read,
     Shape,
     Stored,
     are_groups,
+    int4_form,
     is_float,
 )
 from batchinfer_kernels.arithmetic import WeightForm
@@ -45,7 +47,12 @@ def add_packed_integers(packed: PackedTensors, module: str, tensors: Stored, amo
         right = right and are_groups(tensors, groups, inputs, number)
         stored.append(groups)
     found = PackedIntegers(
-        (outputs, inputs), tuple(stored), bits, zeros=zeros in tensors, ordered=groups in tensors
+        (outputs, inputs),
+        tuple(stored),
+        bits,
+        zeros=zeros in tensors,
+        ordered=groups in tensors,
+        group=inputs // number if number else 0,
     )
     packed.add(module + "weight", found, tensors, right)
 
@@ -76,6 +83,22 @@ class PackedIntegers(PackedTensor):
     bits: int
     zeros: bool
     ordered: bool
+    group: int
+
+    @property
+    def form(self) -> WeightForm | None:
+        return None if self.bits != 4 or self.ordered else int4_form(self.group)
+
+    def codes(self, read: Read) -> Codes:
+        from batchinfer.models.formats.codes import int4_codes, unpacked
+
+        values, scales, *_ = map(read, self.stored)
+        outputs, inputs = self.shape
+        found = None
+        if self.zeros:
+            found = unpacked(read(self.stored[3]).t(), self.bits)[:, :outputs].t()
+        codes = unpacked(values, self.bits)[:, :inputs]
+        return int4_codes(codes, _lines(scales, outputs).t(), found)
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         from batchinfer.models.formats.codes import scaled, unpacked
@@ -133,9 +156,9 @@ class Int8Tensor(PackedTensor):
             return None
         return WeightForm("int8", stored=True)
 
-    def codes(self, read: Read) -> tuple[Tensor, Tensor, int]:
+    def codes(self, read: Read) -> Codes:
         values, scales = map(read, self.stored)
-        return values, scales.float().reshape(-1), 1
+        return Codes(values, scales.float().reshape(-1))
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         from batchinfer.models.formats.codes import scaled

@@ -19,6 +19,18 @@ Shape = tuple[int, ...]
 Stored = Mapping[str, StoredTensor]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Codes:
+    """The quantised values of a matrix, (N, K), int8 or float8_e4m3fn; int4 in int8, -8 … 7. Scales are float32, (N,),
+    or (N / high, groups) of which `high` outputs share a line. Values are less `zeros` (N, groups) where there are
+    some."""
+
+    values: Tensor
+    scales: Tensor
+    high: int = 1
+    zeros: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class PackedTensor(ABC):
     """A weight of `shape` once it is dequantised, which is stored as the tensors `stored`: values, scales and more."""
@@ -44,9 +56,8 @@ class PackedTensor(ABC):
         """Return the weight as float32, or with an index that matrix of it. Products of values and scales are exact or
         rounded once."""
 
-    def codes(self, read: Read) -> tuple[Tensor, Tensor, int]:
-        """Return the quantised values (N, K), their float32 scales, and how many outputs share a line of these, where
-        there is a `form`. Raises TypeError where there is none."""
+    def codes(self, read: Read) -> Codes:
+        """Return the quantised values where there is a `form`. Raises TypeError where there is none."""
         raise TypeError(f"weights of {self.format} have to be dequantised")
 
 
@@ -99,6 +110,11 @@ class StoredFormat(ABC):
     @abstractmethod
     def find(self, tensors: Stored) -> PackedTensors:
         """Return the tensors that are stored so; all others are stored as they are."""
+
+
+def int4_form(group: int) -> WeightForm | None:
+    """Return the form of int4 in groups of so many inputs, if products can be computed of such groups."""
+    return WeightForm("int4", "group", stored=True, group=group) if group > 0 and group % 8 == 0 else None
 
 
 def is_float(tensor: StoredTensor) -> bool:

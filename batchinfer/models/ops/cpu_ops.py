@@ -99,7 +99,8 @@ class CpuOps(TorchOps):
         if isinstance(weight, Tensor):
             return self._compiled.pack_linear(weight, bias, kind)
         if weight.group:
-            return self._compiled.pack_int4(weight.codes, weight.scales, None, weight.group, bias, kind)
+            parts = weight.codes, weight.scales, weight.zeros, weight.group
+            return self._compiled.pack_int4(*parts, bias, kind)
         if weight.codes.dtype != torch.int8:
             raise TypeError(f"a CPU's operators have no products of {weight.codes.dtype}")
         return self._compiled.pack_codes(weight.codes, weight.scales, bias, kind)

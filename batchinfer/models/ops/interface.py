@@ -116,13 +116,14 @@ class Linear(ABC):
 class CodedWeight:
     """A weight whose values are quantised: `codes` (out, in), int8 or float8_e4m3fn, and scales (out,) float32, or
     (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
-    batchinfer_kernels.block_fp8_matmul. With a `group` codes are int4, in int8, and scales (out, groups of so many
-    inputs); see batchinfer_kernels.int4_linear."""
+    batchinfer_kernels.block_fp8_matmul. With a `group` codes are int4, in int8, and scales and maybe zeros (out, groups
+    of so many inputs) float32; see batchinfer_kernels.int4_linear."""
 
     codes: Tensor
     scales: Tensor
     lines: Tensor | None = None
     group: int = 0
+    zeros: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from batchinfer.models.spec.spec import ClassifierSpec, EncoderSpec, LayerSpec, ModelSpec, NormSpec
 
-BIAS, SCALES, LINES = ".bias", ".scales", ".lines"
+BIAS, SCALES, LINES, ZEROS = ".bias", ".scales", ".lines", ".zeros"
 EMBEDDING, POSITIONS, HEAD, FINAL_NORM = "embedding", "positions", "head", "final_norm"
 # Of an encoder
 EMBEDDING_NORM, TOKEN_TYPES, DISTANCES = "embedding_norm", "token_types", "distances"

@@ -33,7 +33,6 @@ from batchinfer.plan.setup.ingest_workers import ingest_workers
 from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_followed, check_names
 from batchinfer.plan.setup.job_reasoning import most_with_reasoning
 from batchinfer.plan.setup.resolve import Setting, resolve
-from batchinfer_kernels.arithmetic import STORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,7 @@ def check_setup(
     if hardware is None:
         _check_device(job)
     setting = resolve(job, checkpoint, hardware)
-    if setting.quantization in STORED.values():
-        checkpoint = checkpoint.as_stored()
+    checkpoint = checkpoint.held_for(setting.quantization)
     tokenizer = Tokenizer.load(job.model.path, given_template(job))
     check_templates(job)
     check_chat_template(job, tokenizer)

@@ -1,7 +1,8 @@
-"""Products of weights that a checkpoint stores in int8, as they are."""
+"""Products of weights that a checkpoint stores in int8 and int4, as they are."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoi
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.ops.cpu_layer import CompiledLayer
-from batchinfer.models.ops.interface import CodedWeight, Linear, Ops, RopeTable, Weight, values_of
+from batchinfer.models.ops.interface import CodedWeight, Head, Linear, Ops, RopeTable, Weight, values_of
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.arithmetic import WeightForm
+from batchinfer_kernels.int4_linear import int4_linear_reference
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, triton_ops
 from tests.batchinfer.engine.small_engine import (
@@ -58,8 +60,18 @@ class StoredOps(TorchOps):
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         if not isinstance(weight, CodedWeight):
             return super().pack_linear(values_of(weight, self.name), bias)
-        codes, scales = weight.codes, weight.scales
+        codes, scales, zeros, group = weight.codes, weight.scales, weight.zeros, weight.group
+        if group:
+            four = (codes, scales, zeros, group, bias)
+            return ReferenceLinear(codes.shape, lambda x: int4_linear_reference(x, *four))
         return ReferenceLinear(codes.shape, lambda x: quantized_linear_reference(x, codes, scales, bias))
+
+    def pack_head(self, weight: Weight) -> Head:
+        if not isinstance(weight, CodedWeight):
+            return super().pack_head(weight)
+        return ReferenceLinear(
+            weight.shape, lambda x: quantized_linear_reference(x, weight.codes, weight.scales)
+        )
 
 
 def forced(model: Checkpoint, ops: Ops, device: str) -> dict[Place, Tensor]:
@@ -96,3 +108,31 @@ def test_what_stays_in_int8() -> None:
     weights = CheckpointWeights(model, torch.float32, "cpu")
     layers = (pack_layer(ops, spec, weights.layer(at), rope) for at, spec in enumerate(model.spec.layers))
     assert all(map(CompiledLayer.covers, model.spec.layers, layers))
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq without groups", "awq", "w4a16", "w4a16 with zeros"])
+def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
+    """Its codes and scales stand for the dequantised weights; what a CPU does not have in int4 is in int8."""
+    make_published(tmp_path / "stored", tmp_path / "plain", name)
+    whole = inspect_checkpoint(tmp_path / "stored")
+    model = whole.held_for("int4")
+    plain, read = (CheckpointWeights(each, torch.float32, "cpu").layer(1) for each in (whole, model))
+    coded = [linear for linear in model.spec.layers[1].linears if linear.stored]
+    assert len(coded) >= 2
+    for linear in coded:
+        assert linear.form is not None
+        codes, scales = read[linear.name].float(), read[linear.name + ".scales"]
+        zeros = read.get(linear.name + ".zeros", torch.zeros_like(scales))
+        groups = torch.arange(codes.shape[1]) // linear.form.group
+        assert (int(codes.min()), int(codes.max())) == (-8, 7)
+        found = (codes - zeros[:, groups]) * scales[:, groups]
+        torch.testing.assert_close(found, plain[linear.name], rtol=1e-6, atol=1e-7)
+    quantised = replace(model, spec=model.spec.quantized("int4"))
+    assert {form.codes for form in quantised.spec.forms} == {"int4", "int8"}
+    if any(linear.experts for linear in model.spec.linears()):
+        return  # the reference's experts multiply no codes
+    got, wanted = (forced(quantised, ops, "cpu") for ops in (cpu_ops(quantised), StoredOps()))
+    off = farthest(got, wanted)
+    unquantised = farthest(forced(whole, TorchOps(), "cpu"), wanted)
+    assert off[len(off) // 2] < 2e-5 < unquantised[0]
+    assert off[-1] < unquantised[len(off) // 2] / 2
