@@ -49,6 +49,17 @@ BOUNDS: Mapping[str, Bounds] = {
     "repetition_stop": Bounds(0, INT32_MAX),
     "thinking_budget": Bounds(0, INT32_MAX),
 }
+# What requests and other programs call these parameters
+OTHER_NAMES: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "thinking_token_budget": "thinking_budget",
+    "guided_json": "json_schema",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 # Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task
 DERIVED = ("after_reasoning", "tool_call", "pooling", "scored")
 

@@ -17,7 +17,15 @@ from pydantic import ValidationInfo as Info
 from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
-from batchinfer.core.sampling import BOUNDS, DERIVED, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
+from batchinfer.core.sampling import (
+    BOUNDS,
+    DERIVED,
+    INT32_MAX,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    OTHER_NAMES,
+    SamplingParams,
+)
 from batchinfer.core.tool_calls import CALL_STYLES, CallStyleName
 from batchinfer.core.tools import TOOL_NAME, BadTools, checked_tools
 from batchinfer.job.deadline import deadline_after
@@ -183,7 +191,8 @@ def _is_pair(value: object) -> bool:
 
 def _check_parameter(name: object) -> None:
     if name not in SAMPLING_PARAMETERS:
-        near = difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, 1)
+        known = OTHER_NAMES.get(str(name))
+        near = [known] if known else difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, 1)
         better = f"did you mean {near[0]}?" if near else f"there are {', '.join(SAMPLING_PARAMETERS)}"
         raise ValueError(f"{found(name)} is not a sampling parameter; {better}")
 

@@ -26,29 +26,14 @@ from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.constraints.schema_problem import BadSchema
 from batchinfer.data.input.openai import CALL_FIELDS, TEMPLATE_FIELDS, TOOLS
 from batchinfer.data.input.rows import RowProblem, kind_of
-
-# What OpenAI requests may carry without changing the answer here.
-_HARMLESS = frozenset(
-    (
-        *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention"),
-    )
+from batchinfer.data.prompts.parameters.request_fields import (
+    HARMLESS,
+    STRUCTURED,
+    AskedParameters,
+    asks_nothing,
+    parameter_of,
+    unsupported,
 )
-_RENAMED = {"max_completion_tokens": "max_tokens"}
-# Fields that are accepted only with the value that asks for nothing.
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (False, True),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "best_of": (1,),
-}
 
 
 def override(
@@ -58,15 +43,19 @@ def override(
 
     Raises RowProblem naming the parameter, and the column that `columns` has for it where its name is another.
     """
+    return _laid_over(params, given, {name: _label(name, column) for name, column in (columns or {}).items()})
+
+
+def _laid_over(params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]) -> SamplingParams:
+    """`labels`: what problems call the parameters, where that is not their name."""
     found: dict[str, Any] = {}
     if given:
-        labels = {name: _label(name, column) for name, column in (columns or {}).items()}
         found = {
             name: CHECKS[name](labels.get(name, name), value)
             for name, value in given.items()
             if value is not None
         }
-    result = replace(_unconstrained(params, found), **found) if found else params
+    result = replace(_unconstrained(params, found, labels), **found) if found else params
     if result.min_tokens > result.max_tokens:
         raise _bad("min_tokens", f"{result.min_tokens} is more than max_tokens {result.max_tokens}")
     return result
@@ -74,12 +63,11 @@ def override(
 
 def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_field: str) -> SamplingParams:
     """As `override`, for the body of an OpenAI request. Unknown fields and streaming are refused."""
-    given: dict[str, Any] = {}
-    chat = prompt_field == "messages"
+    asked, chat = AskedParameters(), prompt_field == "messages"
     logprobs = ("logprobs", "top_logprobs") if chat else ("logprobs",)
     for field, value in body.items():
-        name = _RENAMED.get(field, field)
-        if value is None or field == prompt_field or field in _HARMLESS or field in logprobs:
+        name = parameter_of(field)
+        if value is None or field == prompt_field or field in HARMLESS or field in logprobs:
             continue
         if chat and (field in TEMPLATE_FIELDS or (field in CALL_FIELDS and body.get(TOOLS))):
             continue  # what the chat template is told, and what tools are to be called
@@ -88,14 +76,15 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
         elif field in ("stream", "stream_options"):
             _check_stream(field, value)
         elif field == "response_format":
-            given |= _response_format(value)
+            for kind, asked_for in _response_format(value).items():
+                asked.put(kind, asked_for, field)
+        elif field == STRUCTURED:
+            asked.put_structure(value)
         elif name in CHECKS:
-            given[name] = value
-        elif not (field in _NOTHING and value in _NOTHING[field]):
-            raise RowProblem(
-                "unknown_field", f"body.{field[:100]}: this field, or its value, is not supported"
-            )
-    found = override(params, given)
+            asked.put(name, value, field)
+        elif not asks_nothing(field, value, chat):
+            raise unsupported(field)
+    found = _laid_over(params, asked.values, asked.fields)
     if all(body.get(field) is None for field in logprobs):
         return found
     return replace(found, logprobs=_chat_logprobs(body) if chat else _text_logprobs(body["logprobs"]))
@@ -118,11 +107,14 @@ def _text_logprobs(asked: object) -> int | None:
     return None if asked is False else CHECKS["logprobs"]("logprobs", asked)
 
 
-def _unconstrained(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+def _unconstrained(
+    params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]
+) -> SamplingParams:
     """`params` without their constraint where `given` has one. Raises RowProblem for several."""
     named = [name for name in CONSTRAINTS if given.get(name)]
     if len(named) > 1:
-        raise _bad(named[1], f"is given together with {named[0]}; an answer can have only one constraint")
+        first, second = (labels.get(name, name) for name in named[:2])
+        raise _bad(second, f"is given together with {first}; an answer can have only one constraint")
     return replace(params, **_NO_CONSTRAINT) if named else params
 
 
