@@ -53,6 +53,7 @@ BOUNDS: Mapping[str, Bounds] = {
 OTHER_NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
+    "include_stop_str_in_output": "include_stop",
     "thinking_token_budget": "thinking_budget",
     "guided_json": "json_schema",
     "guided_json_object": "json_object",
@@ -83,6 +84,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logprobs: int | None = None  # None: no log-probabilities; n: of each token, and of the n most likely ones
     repetition_stop: int = 0  # an answer whose last so many tokens repeat a short cycle ends; 0: off
+    include_stop: bool = False  # the stop string that ends an answer stays in its text
     # What an answer has to look like; one of them at most
     json_schema: str | None = None  # JSON text of a JSON Schema
     json_object: bool = False
@@ -165,6 +167,7 @@ class SamplingParams:
         """The same answer, fewer spellings: stops in order, and greedy work ignores what only shapes random draws."""
         stops, ids = tuple(sorted(set(self.stop))), tuple(sorted(set(self.stop_token_ids)))
         ordered = replace(self, stop=stops, stop_token_ids=ids, choice=tuple(sorted(set(self.choice))))
+        ordered = replace(ordered, include_stop=self.include_stop and bool(stops))
         return replace(ordered, top_p=1.0, top_k=0, min_p=0.0, seed=0) if self.greedy else ordered
 
     def to_json(self) -> str:

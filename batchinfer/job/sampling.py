@@ -76,6 +76,9 @@ class SamplingSection(Section):
         default=0,
         description="End an answer whose last N tokens repeat a cycle of at most N / 4 tokens. 0: off.",
     )
+    include_stop: bool = Field(
+        default=False, description="Whether the stop text that ends an answer stays in it."
+    )
 
     json_schema: JsonSchema | None = Field(
         default=None,

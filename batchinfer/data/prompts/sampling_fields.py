@@ -250,6 +250,7 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "stop": _stops,
     "stop_token_ids": _stop_tokens,
     "ignore_eos": _boolean,
+    "include_stop": _boolean,
     "json_schema": _schema,
     "json_object": _boolean,
     "regex": _text,

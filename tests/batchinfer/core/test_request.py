@@ -71,6 +71,7 @@ def test_the_defaults_stay() -> None:
         "grammar": None,
         "tool_call": None,
         "repetition_stop": 0,
+        "include_stop": False,
         "thinking_budget": None,
         "after_reasoning": (),
         "pooling": None,
@@ -83,6 +84,8 @@ def test_the_defaults_stay() -> None:
     [
         (SamplingParams(), "{}"),
         (SamplingParams(temperature=-0.0, seed=7, top_k=5), "{}"),
+        (SamplingParams(include_stop=True), "{}"),
+        (SamplingParams(include_stop=True, stop=("a",)), '{"include_stop":true,"stop":["a"]}'),
         (SamplingParams(temperature=0.5, seed=7), '{"seed":7,"temperature":0.5}'),
         (
             SamplingParams(stop=("b", "a", "b"), stop_token_ids=(9, 2)),

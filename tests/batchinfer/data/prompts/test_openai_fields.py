@@ -48,6 +48,7 @@ TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
     [
         ({"max_new_tokens": 9}, {"max_tokens": 9}),
         ({"max_completion_tokens": 9, "max_tokens": 9}, {"max_tokens": 9}),
+        ({"include_stop_str_in_output": True, "stop": "x"}, {"include_stop": True, "stop": ("x",)}),
         ({"thinking_token_budget": 7}, {"thinking_budget": 7}),
         ({"guided_json": SCHEMA}, {"json_schema": TEXT}),
         ({"guided_json": TEXT}, {"json_schema": TEXT}),
