@@ -24,7 +24,7 @@ from batchinfer.core.sampling import (
 )
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.constraints.schema_problem import BadSchema
-from batchinfer.data.input.openai import CALL_FIELDS, TEMPLATE_FIELDS, TOOLS
+from batchinfer.data.input.openai import CALL_FIELDS, ECHO, TEMPLATE_FIELDS, TOOLS
 from batchinfer.data.input.rows import RowProblem, kind_of
 from batchinfer.data.prompts.parameters.request_fields import (
     HARMLESS,
@@ -78,6 +78,8 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
         elif field == "response_format":
             for kind, asked_for in _response_format(value).items():
                 asked.put(kind, asked_for, field)
+        elif field == ECHO and not chat:
+            _check_echo(value, body.get("logprobs"))
         elif field == STRUCTURED:
             asked.put_structure(value)
         elif name in CHECKS:
@@ -149,6 +151,14 @@ def _label(name: str, column: str) -> str:
 def _check_n(value: object) -> None:
     if value != 1 or isinstance(value, bool):
         raise RowProblem("n_over_limit", "n is over the limit of 1; repeat the request for more samples")
+
+
+def _check_echo(value: object, logprobs: object) -> None:
+    """It says how a line is written, and nothing of the answer."""
+    if _boolean(ECHO, value) and logprobs is not None and logprobs is not False:
+        raise _bad(
+            ECHO, "goes with no logprobs: those of the prompt would belong to the text; leave one of them out"
+        )
 
 
 def _check_stream(field: str, value: object) -> None:

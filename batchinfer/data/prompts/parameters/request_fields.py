@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from batchinfer.core.sampling import OTHER_NAMES
+from batchinfer.data.input.openai import ECHO
 from batchinfer.data.input.rows import RowProblem, kind_of
 
 # What requests may carry without changing the answer here.
@@ -20,7 +21,6 @@ HARMLESS = frozenset(
 )
 # Fields that are accepted only with the value that asks for nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
     "tools": ([],),
@@ -44,6 +44,7 @@ _NOTHING_IN_CHATS = {
     "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "include_reasoning": (True,),
+    ECHO: (False,),
 }
 _NOTHING_IN_TEXTS = {"add_special_tokens": (True,)}
 # Numbers by which vLLM's server is told that there is no limit

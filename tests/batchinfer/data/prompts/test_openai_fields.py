@@ -24,7 +24,7 @@ SOMETHING: dict[str, Any] = {
     "tool_choice": "required", "function_call": {"name": "f"}, "modalities": ["text", "audio"], "verbosity": "low",
     "prediction": {}, "web_search_options": {}, "skip_special_tokens": False, "use_beam_search": True,
     "add_special_tokens": True, "continue_final_message": True, "truncate_prompt_tokens": 5,
-    "guided_whitespace_pattern": " ", "repetition_detection": {"max_pattern_size": 5},
+    "echo": True, "guided_whitespace_pattern": " ", "repetition_detection": {"max_pattern_size": 5},
 }  # fmt: skip
 
 
@@ -50,6 +50,7 @@ TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
         ({"max_completion_tokens": 9, "max_tokens": 9}, {"max_tokens": 9}),
         ({"include_stop_str_in_output": True, "stop": "x"}, {"include_stop": True, "stop": ("x",)}),
         ({"thinking_token_budget": 7}, {"thinking_budget": 7}),
+        ({"echo": True, "logprobs": False}, {}),
         ({"guided_json": SCHEMA}, {"json_schema": TEXT}),
         ({"guided_json": TEXT}, {"json_schema": TEXT}),
         ({"guided_json_object": True}, {"json_object": True}),
@@ -87,10 +88,13 @@ def test_other_names_mean_the_same(body: dict[str, Any], params: dict[str, Any])
         ({"structured_outputs": {"structural_tag": "{}"}}, "unknown_field", "body.structured_outputs.structural_tag"),
         ({"structured_outputs": {"disable_any_whitespace": True}}, "unknown_field", "disable_any_whitespace"),
         ({"extra_body": {"top_k": 5}}, "unknown_field", "body.extra_body: .* Python client"),
+        ({"echo": 1}, "bad_parameter", "echo: must be true or false, not"),
+        ({"echo": True, "logprobs": 0}, "bad_parameter", "echo: goes with no logprobs"),
         ({"top_k": -2}, "bad_parameter", "top_k: must be a whole number from 0"),
     ],
 )  # fmt: skip
 def test_problems_name_the_field_as_the_request_does(body: dict[str, Any], code: str, message: str) -> None:
+    field = "prompt" if "echo" in body else "messages"
     with pytest.raises(RowProblem, match=message) as raised:
-        override_openai(SamplingParams(), {"messages": [], **body}, "messages")
+        override_openai(SamplingParams(), {field: [], **body}, field)
     assert raised.value.error.code == code
