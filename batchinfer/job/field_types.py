@@ -31,6 +31,8 @@ from batchinfer.core.tools import TOOL_NAME, BadTools, checked_tools
 from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
+from batchinfer.job.values.token_biases import RIGHT as RIGHT_BIASES
+from batchinfer.job.values.token_biases import token_biases
 from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import shorten
 
@@ -301,6 +303,11 @@ def _schema_text(value: object) -> object:
     return written(value)
 
 
+def _biases(value: object) -> object:
+    """{50256: -100} → pairs of a token and its bias."""
+    return value if value is None else token_biases(value)
+
+
 def _deadline(text: str) -> str:
     try:
         deadline_after(text, datetime.now().astimezone())
@@ -362,6 +369,11 @@ Stops = Annotated[
         json_schema_input_type=StopText | Annotated[tuple[StopText, ...], Field(max_length=MAX_STOPS)],
     ),
     Right(f"a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"),
+]
+Biases = Annotated[
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_biases, json_schema_input_type=dict[Annotated[str, Field(pattern="^[0-9]+$")], float]),
+    Right(RIGHT_BIASES),
 ]
 Choice = Annotated[
     tuple[Text, ...],

@@ -9,6 +9,7 @@ from pydantic import Field
 from batchinfer.core.sampling import INT32_MAX, MAX_SAMPLES, MAX_STOP_TOKENS, SamplingParams
 from batchinfer.job.field_types import (
     SAMPLING_PARAMETERS,
+    Biases,
     Choice,
     FromColumns,
     JsonSchema,
@@ -78,6 +79,11 @@ class SamplingSection(Section):
     )
     include_stop: bool = Field(
         default=False, description="Whether the stop text that ends an answer stays in it."
+    )
+    logit_bias: Biases = Field(
+        default=(),
+        description="What is added to the scores of tokens: a mapping from token ids to numbers from -100 to 100.",
+        json_schema_extra={"default": {}},
     )
 
     json_schema: JsonSchema | None = Field(

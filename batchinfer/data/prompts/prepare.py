@@ -21,6 +21,7 @@ from batchinfer.data.kept.rows import KeptRows
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
+from batchinfer.data.prompts.parameters.named_tokens import NamedTokens
 from batchinfer.data.prompts.prepared.continued import ContinuedPrompts
 from batchinfer.data.prompts.prepared.known_rows import KnownRows
 from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows, PreparedRungs
@@ -116,6 +117,7 @@ class Preparer:
         self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
+        self._named = NamedTokens(limits.vocab_size)
         self._report = report
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
@@ -166,6 +168,7 @@ class Preparer:
     def _draft(self, index: int, row: Values, held: _Drafts, work: _FinishedPrompts) -> None:
         try:
             draft = self._builder.build(self._fields.needed(row))
+            self._named.check(draft.params)
             if draft.unread:
                 work.unread.add(draft.unread)
                 work.told.append(index)

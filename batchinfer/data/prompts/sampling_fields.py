@@ -34,6 +34,7 @@ from batchinfer.data.prompts.parameters.request_fields import (
     parameter_of,
     unsupported,
 )
+from batchinfer.job.values.token_biases import token_biases
 
 
 def override(
@@ -218,6 +219,13 @@ def _stop_tokens(name: str, value: Any) -> tuple[int, ...]:
     return tuple(_integer(Bounds(0, INT32_MAX))(name, v) for v in value)
 
 
+def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        return token_biases(value)
+    except ValueError as error:
+        raise _bad(name, f"{error}") from None
+
+
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _bad(name, f"must be true or false, not {kind_of(value)}")
@@ -261,6 +269,7 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _stop_tokens,
     "ignore_eos": _boolean,
     "include_stop": _boolean,
+    "logit_bias": _biases,
     "json_schema": _schema,
     "json_object": _boolean,
     "regex": _text,

@@ -9,6 +9,7 @@ import numpy as np
 from batchinfer.engine.schedule.places import places_of
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import ARGMAX, DrawnRows, Ints, PenalisedRows, SamplingPlan
+from batchinfer.engine.schedule.token_edits import BiasedTokens
 
 _NONE = np.empty(0, np.int32)
 
@@ -22,6 +23,7 @@ class SamplingWriter:
         self._sequences: list[Sequence] = []
         self._plain = True  # whether all of them take the argmax in every step
         self._fixed_sent = False
+        self._biased: BiasedTokens | None = None  # of these sequences
 
     def of(self, sequences: list[Sequence], before: list[Sequence]) -> SamplingPlan:
         """Return the plan for the next tokens of these sequences. `before`: those whose tokens the step before samples,
@@ -29,6 +31,7 @@ class SamplingWriter:
         if sequences != self._sequences:
             self._plain = all(s.plain_greedy and s.mask is None for s in sequences)
             self._sequences, self._fixed_sent = sequences, False
+            self._biased = _biased(sequences)
         return ARGMAX if self._plain else self._plan(sequences, before)
 
     def _plan(self, sequences: list[Sequence], before: list[Sequence]) -> SamplingPlan:
@@ -37,7 +40,7 @@ class SamplingWriter:
         asking = [i for i, s in enumerate(sequences) if s.logprobs is not None]
         greedy = all(s.request.params.greedy for s in sequences)
         return SamplingPlan(
-            argmax=greedy and not shaped and not asking,
+            argmax=greedy and not shaped and not asking and self._biased is None,
             masked=masked,
             masks=[mask for s in sequences if (mask := s.mask) is not None],
             followed=[sequences[i].masking.followed for i in masked],
@@ -45,6 +48,7 @@ class SamplingWriter:
             likeliest=[sequences[i].request.params.logprobs or 0 for i in asking],
             penalised=self._penalised(shaped, sequences, before) if shaped else None,
             drawn=None if greedy else self._drawn(sequences),
+            biased=self._biased,
         )
 
     def _drawn(self, sequences: list[Sequence]) -> DrawnRows:
@@ -102,6 +106,11 @@ def awaited_from(waiting: list[Sequence], before: list[Sequence]) -> Ints:
     places = places_of(waiting, before)
     assert -1 not in places, "a token is awaited of a step that did not run the sequence"
     return np.array(places, np.int32)
+
+
+def _biased(sequences: list[Sequence]) -> BiasedTokens | None:
+    asked = [(i, bias) for i, s in enumerate(sequences) if (bias := s.request.params.logit_bias)]
+    return BiasedTokens.of(asked) if asked else None
 
 
 def _bans(sequence: Sequence) -> bool:

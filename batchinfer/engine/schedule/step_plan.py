@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from batchinfer.engine.schedule.token_edits import BiasedTokens
+
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 States = NDArray[np.floating[Any]]  # hidden states in float32, or sums of them in float64
@@ -186,6 +188,7 @@ class SamplingPlan:
     pools: list[int] | None = None
     chooses: bool = True  # whether rows get tokens at all
     scored: ScoredTokens | None = None  # None: no row is asked how likely tokens are behind it
+    biased: BiasedTokens | None = None
 
     def part(self, first: int, end: int) -> SamplingPlan:
         """Return the plan of the rows [first, end)."""
@@ -207,6 +210,7 @@ class SamplingPlan:
             None if pools is None else [pools[at] for at in states],
             self.chooses,
             None if self.scored is None else self.scored.part(first, end),
+            None if self.biased is None else self.biased.part(first, end),
         )
 
     def __reduce__(self) -> Pickled:
@@ -217,7 +221,7 @@ class SamplingPlan:
         given = None if self.given is None else self.given.tobytes()
         asked = (self.argmax, *lists, self.penalised, self.drawn)
         scored = None if self.scored is None else tuple(one.tobytes() for one in self.scored)
-        return _sampling, (asked, given, self.states, self.pools, self.chooses, scored)
+        return _sampling, (asked, given, self.states, self.pools, self.chooses, scored, self.biased)
 
 
 ARGMAX = SamplingPlan()
@@ -229,10 +233,10 @@ def _argmax() -> SamplingPlan:
 
 def _sampling(
     asked: tuple[Any, ...], given: bytes | None, states: list[int], pools: list[int] | None, chooses: bool,
-    scored: tuple[bytes, bytes] | None,
+    scored: tuple[bytes, bytes] | None, *edits: Any,
 ) -> SamplingPlan:  # fmt: skip
     tokens = None if scored is None else ScoredTokens(*(np.frombuffer(one, np.int32) for one in scored))
-    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, chooses, tokens)
+    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, chooses, tokens, *edits)
     return SamplingPlan(*fields)
 
 

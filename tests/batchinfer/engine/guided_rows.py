@@ -69,6 +69,7 @@ WISHES: dict[str, dict[str, Any]] = {
         "presence_penalty": 0.2,
         "frequency_penalty": 0.3,
     },
+    "biased": {"logit_bias": ((ord("a"), 4.0), (ord("e"), -100.0))},
     "min_tokens": {"min_tokens": 30},
     "stops": {"temperature": 1.0, "stop": ("e", "-2", ",c")},
     "logprobs": {"temperature": 1.0, "logprobs": 2},

@@ -104,6 +104,34 @@ def test_min_tokens_bans_eos_and_stop_tokens_until_reached():
     assert chosen(logits.clone(), [late], 5) == [5]
 
 
+def test_biases_are_added_before_penalties_and_to_their_own_rows_alone():
+    """Also in a part of the rows, as micro-batches have them. A row whose greatest logits are equal takes the lower
+    token."""
+    torch.manual_seed(7)
+    logits = torch.randn(4, 20)
+    rows = [
+        make_sequence(0, [1], [], logit_bias=((3, 50.0), (19, -100.0))),
+        make_sequence(1, [1], []),
+        make_sequence(2, [3], [3], logit_bias=((3, -9.0),), repetition_penalty=2.0),
+        make_sequence(3, [1], [], temperature=0.5, logit_bias=((0, 90.0), (5, 90.0))),
+    ]
+    wanted = logits.clone()
+    wanted[0, 3] += 50
+    wanted[0, 19] -= 100
+    wanted[2, 3] = (wanted[2, 3] - 9) * 2
+    wanted[3, [0, 5]] += 90
+    plan, got = plan_of(rows), logits.clone()
+    tokens = Sampler(frozenset()).sample(TorchOps(), got, plan).tokens
+    assert torch.equal(got, wanted)
+    assert tokens[:3].tolist() == wanted[:3].argmax(-1).tolist()
+    assert not Sampler(frozenset()).tries_argmax(plan_of(rows[:1]))
+    for first, end in ((0, 4), (0, 2), (1, 2), (2, 4)):
+        part = logits[first:end].clone()
+        found = Sampler(frozenset()).sample(TorchOps(), part, plan.part(first, end)).tokens
+        assert torch.equal(part, wanted[first:end])
+        assert torch.equal(found, tokens[first:end])
+
+
 def test_rows_without_finite_logits_are_told_apart():
     logits = torch.zeros(3, 4)
     logits[1] = float("nan")

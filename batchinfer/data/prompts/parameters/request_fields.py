@@ -22,7 +22,6 @@ HARMLESS = frozenset(
 # Fields that are accepted only with the value that asks for nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (False, True),
