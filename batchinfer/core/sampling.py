@@ -30,6 +30,7 @@ MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024  # tokens of a logit_bias
+MAX_ALLOWED = 4096  # of allowed_token_ids
 BIAS = Bounds(-100, 100)  # of each of them
 MAX_SAMPLES = 1024  # answers to one row
 MAX_SCHEMA_BYTES = 1 << 20  # of a JSON Schema as text
@@ -88,6 +89,7 @@ class SamplingParams:
     repetition_stop: int = 0  # an answer whose last so many tokens repeat a short cycle ends; 0: off
     include_stop: bool = False  # the stop string that ends an answer stays in its text
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    allowed_token_ids: tuple[int, ...] = ()  # the only tokens that an answer may have; (): all
     # What an answer has to look like; one of them at most
     json_schema: str | None = None  # JSON text of a JSON Schema
     json_object: bool = False
@@ -166,12 +168,18 @@ class SamplingParams:
         """Whether tokens that stand in a text already are made less or more likely."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def narrowed(self) -> bool:
+        """Whether there are tokens that an answer may not have, whatever its constraint says."""
+        return bool(self.allowed_token_ids)
+
     def canonical(self) -> Self:
         """The same answer, fewer spellings: stops in order, and greedy work ignores what only shapes random draws."""
         stops, ids = tuple(sorted(set(self.stop))), tuple(sorted(set(self.stop_token_ids)))
         ordered = replace(self, stop=stops, stop_token_ids=ids, choice=tuple(sorted(set(self.choice))))
         bias = tuple(sorted(pair for pair in self.logit_bias if pair[1]))
         ordered = replace(ordered, include_stop=self.include_stop and bool(stops), logit_bias=bias)
+        ordered = replace(ordered, allowed_token_ids=tuple(sorted(set(self.allowed_token_ids))))
         return replace(ordered, top_p=1.0, top_k=0, min_p=0.0, seed=0) if self.greedy else ordered
 
     def to_json(self) -> str:

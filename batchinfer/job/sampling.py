@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from batchinfer.core.sampling import INT32_MAX, MAX_SAMPLES, MAX_STOP_TOKENS, SamplingParams
+from batchinfer.core.sampling import INT32_MAX, MAX_ALLOWED, MAX_SAMPLES, MAX_STOP_TOKENS, SamplingParams
 from batchinfer.job.field_types import (
     SAMPLING_PARAMETERS,
     Biases,
@@ -84,6 +84,9 @@ class SamplingSection(Section):
         default=(),
         description="What is added to the scores of tokens: a mapping from token ids to numbers from -100 to 100.",
         json_schema_extra={"default": {}},
+    )
+    allowed_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
+        default=(), max_length=MAX_ALLOWED, description="The only token ids that answers may have. []: all."
     )
 
     json_schema: JsonSchema | None = Field(

@@ -16,6 +16,7 @@ from batchinfer.core.sampling import (
     CONSTRAINTS,
     DERIVED,
     INT32_MAX,
+    MAX_ALLOWED,
     MAX_STOP_CHARS,
     MAX_STOP_TOKENS,
     MAX_STOPS,
@@ -212,10 +213,14 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _stop_tokens(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, list | tuple) and len(value) > MAX_STOP_TOKENS:
+        raise RowProblem("too_many_stops", f"{name}: {len(value)} ids; the limit is {MAX_STOP_TOKENS}")
+    return _token_ids(name, value)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise _bad(name, f"must be a list of token ids, not {kind_of(value)}")
-    if len(value) > MAX_STOP_TOKENS:
-        raise RowProblem("too_many_stops", f"{name}: {len(value)} ids; the limit is {MAX_STOP_TOKENS}")
     return tuple(_integer(Bounds(0, INT32_MAX))(name, v) for v in value)
 
 
@@ -224,6 +229,14 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         return token_biases(value)
     except ValueError as error:
         raise _bad(name, f"{error}") from None
+
+
+def _allowed(name: str, value: Any) -> tuple[int, ...]:
+    ids = _token_ids(name, value)
+    if not 0 < len(ids) <= MAX_ALLOWED:
+        size = f"has {len(ids):,} ids" if ids else "is an empty list, so that no answer can follow it"
+        raise _bad(name, f"{size}; give 1 to {MAX_ALLOWED:,}, or write null")
+    return ids
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -270,6 +283,7 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "ignore_eos": _boolean,
     "include_stop": _boolean,
     "logit_bias": _biases,
+    "allowed_token_ids": _allowed,
     "json_schema": _schema,
     "json_object": _boolean,
     "regex": _text,

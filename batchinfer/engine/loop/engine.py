@@ -210,8 +210,10 @@ class Engine:
 
     def _jump_forward(self, sequence: Sequence, now: float) -> End | None:
         """Append the tokens that have to come next (jump-forward decoding): the next step runs them as one chunk. Rows
-        with log-probabilities sample them, to know how likely they are."""
-        if sequence.constraint is None or sequence.logprobs is not None:
+        with log-probabilities sample them, to know how likely they are, and rows that may not get every token, which a
+        token that has to come may be."""
+        samples = sequence.logprobs is not None or sequence.request.params.narrowed
+        if sequence.constraint is None or samples:
             return None
         for token in sequence.constraint.jump_forward():
             sequence.jump_forward_tokens += 1
@@ -365,7 +367,7 @@ class Engine:
         """Append a token and its own of the `logprobs` to its sequence; how the sequence ends, if the token ends it."""
         if token == NO_TOKEN:
             sequence.take_none()
-            return without_token(sequence)
+            return without_token(sequence, self._limits.eos_token_ids, self._masks)
         sequence.take(token)
         if sequence.logprobs is not None and logprobs is not None:
             sequence.logprobs.append(logprobs, at)

@@ -55,7 +55,8 @@ class TokenMask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Order of the steps: biases, penalties, bans below min_tokens, mask, temperature, top-k, top-p, min-p, draw.
+    """Order of the steps: biases, allowed tokens, penalties, bans below min_tokens, mask, temperature, top-k, top-p,
+    min-p, draw.
 
     As in transformers, top-p renormalises what top-k left, and min-p compares with the most likely token.
     Log-probabilities are of the logits before the first of these steps.
@@ -231,8 +232,7 @@ class _LogprobRows:
         if not plan.asking:
             return None
         if len(plan.asking) == len(logits):
-            changed = plan.penalised is not None or plan.biased is not None or bool(plan.masked)
-            return cls(plan, None, logits.clone() if changed else logits)
+            return cls(plan, None, logits.clone() if plan.edited else logits)
         (index,) = upload([np.array(plan.asking, np.int64)], logits.device)
         return cls(plan, index, logits.index_select(0, index))
 

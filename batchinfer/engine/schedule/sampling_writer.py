@@ -9,7 +9,7 @@ import numpy as np
 from batchinfer.engine.schedule.places import places_of
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import ARGMAX, DrawnRows, Ints, PenalisedRows, SamplingPlan
-from batchinfer.engine.schedule.token_edits import BiasedTokens
+from batchinfer.engine.schedule.token_edits import AllowedTokens, BiasedTokens
 
 _NONE = np.empty(0, np.int32)
 
@@ -24,6 +24,7 @@ class SamplingWriter:
         self._plain = True  # whether all of them take the argmax in every step
         self._fixed_sent = False
         self._biased: BiasedTokens | None = None  # of these sequences
+        self._allowed: AllowedTokens | None = None
 
     def of(self, sequences: list[Sequence], before: list[Sequence]) -> SamplingPlan:
         """Return the plan for the next tokens of these sequences. `before`: those whose tokens the step before samples,
@@ -31,16 +32,20 @@ class SamplingWriter:
         if sequences != self._sequences:
             self._plain = all(s.plain_greedy and s.mask is None for s in sequences)
             self._sequences, self._fixed_sent = sequences, False
-            self._biased = _biased(sequences)
+            self._biased, self._allowed = _biased(sequences), _allowed(sequences)
         return ARGMAX if self._plain else self._plan(sequences, before)
 
     def _plan(self, sequences: list[Sequence], before: list[Sequence]) -> SamplingPlan:
-        shaped = [i for i, s in enumerate(sequences) if s.request.params.penalised or _bans(s)]
+        shaped = [
+            i
+            for i, s in enumerate(sequences)
+            if s.request.params.penalised or _may_not_end(s, s.output_length)
+        ]
         masked = [i for i, s in enumerate(sequences) if s.mask is not None]
         asking = [i for i, s in enumerate(sequences) if s.logprobs is not None]
         greedy = all(s.request.params.greedy for s in sequences)
         return SamplingPlan(
-            argmax=greedy and not shaped and not asking and self._biased is None,
+            argmax=greedy and not shaped and not asking and self._biased is None and self._allowed is None,
             masked=masked,
             masks=[mask for s in sequences if (mask := s.mask) is not None],
             followed=[sequences[i].masking.followed for i in masked],
@@ -49,6 +54,7 @@ class SamplingWriter:
             penalised=self._penalised(shaped, sequences, before) if shaped else None,
             drawn=None if greedy else self._drawn(sequences),
             biased=self._biased,
+            allowed=self._allowed,
         )
 
     def _drawn(self, sequences: list[Sequence]) -> DrawnRows:
@@ -81,24 +87,18 @@ class SamplingWriter:
             lengths=lengths,
             prompt_lens=np.minimum([s.prompt_length for s in chosen], lengths).astype(np.int32),
             strengths=np.array([[getattr(p, name) for p in params] for name in names], np.float32),
-            banned=self._banned(chosen),
+            banned=_table([bans_of(s, self._eos, s.output_length) for s in chosen]),
             awaited=last[waits],
             sampled=awaited_from(list(compress(chosen, waits)), before),
         )
 
-    def _banned(self, sequences: list[Sequence]) -> Ints:
-        """List the tokens that may not end a row yet: (n, most) int32, padded with -1."""
-        banned = [self._bans_of(s) for s in sequences]
-        table = np.full((len(banned), max(map(len, banned))), -1, np.int32)
-        for row, ids in enumerate(banned):
-            table[row, : len(ids)] = ids
-        return table
 
-    def _bans_of(self, sequence: Sequence) -> list[int]:
-        if not _bans(sequence):
-            return []
-        params = sequence.request.params
-        return sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos))
+def _table(banned: list[list[int]]) -> Ints:
+    """Lay the tokens that rows may not get out as a table: (n, most) int32, padded with -1."""
+    table = np.full((len(banned), max(map(len, banned))), -1, np.int32)
+    for row, ids in enumerate(banned):
+        table[row, : len(ids)] = ids
+    return table
 
 
 def awaited_from(waiting: list[Sequence], before: list[Sequence]) -> Ints:
@@ -113,7 +113,20 @@ def _biased(sequences: list[Sequence]) -> BiasedTokens | None:
     return BiasedTokens.of(asked) if asked else None
 
 
-def _bans(sequence: Sequence) -> bool:
+def _allowed(sequences: list[Sequence]) -> AllowedTokens | None:
+    asked = [(i, ids) for i, s in enumerate(sequences) if (ids := s.request.params.allowed_token_ids)]
+    return AllowedTokens.of(asked) if asked else None
+
+
+def bans_of(sequence: Sequence, eos: frozenset[int], said: int) -> list[int]:
+    """Return the tokens that a sequence may not get behind `said` tokens of its answer. `eos`: those of the model."""
+    if not _may_not_end(sequence, said):
+        return []
+    params = sequence.request.params
+    return sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else eos))
+
+
+def _may_not_end(sequence: Sequence, said: int) -> bool:
     """Whether it may not end yet. Its constraint alone says when an answer may, where it has one."""
     params = sequence.request.params
-    return params.constraint is None and sequence.output_length < params.min_tokens
+    return params.constraint is None and said < params.min_tokens

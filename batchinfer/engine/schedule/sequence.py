@@ -143,7 +143,7 @@ class Sequence:
         """Make a sequence of a request, as long as the model lets it become."""
         params, prompt = request.params, array("i", request.prompt.tobytes())
         logprobs = None if params.logprobs is None else CollectedLogprobs()
-        reshaped = params.penalised or params.min_tokens > 0 or bool(params.logit_bias)
+        reshaped = params.penalised or params.min_tokens > 0 or params.logit_bias or params.narrowed
         loops = LoopDetector(params.repetition_stop, len(prompt)) if params.repetition_stop else None
         return cls(
             request=request,

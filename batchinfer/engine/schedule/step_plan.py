@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.engine.schedule.token_edits import BiasedTokens
+from batchinfer.engine.schedule.token_edits import AllowedTokens, BiasedTokens
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -189,6 +189,13 @@ class SamplingPlan:
     chooses: bool = True  # whether rows get tokens at all
     scored: ScoredTokens | None = None  # None: no row is asked how likely tokens are behind it
     biased: BiasedTokens | None = None
+    allowed: AllowedTokens | None = None  # None: no row is kept from any token
+
+    @property
+    def edited(self) -> bool:
+        """Whether logits are changed before tokens are chosen."""
+        changed = (self.penalised, self.biased, self.allowed)
+        return bool(self.masked) or any(part is not None for part in changed)
 
     def part(self, first: int, end: int) -> SamplingPlan:
         """Return the plan of the rows [first, end)."""
@@ -211,6 +218,7 @@ class SamplingPlan:
             self.chooses,
             None if self.scored is None else self.scored.part(first, end),
             None if self.biased is None else self.biased.part(first, end),
+            None if self.allowed is None else self.allowed.part(first, end),
         )
 
     def __reduce__(self) -> Pickled:
@@ -221,7 +229,8 @@ class SamplingPlan:
         given = None if self.given is None else self.given.tobytes()
         asked = (self.argmax, *lists, self.penalised, self.drawn)
         scored = None if self.scored is None else tuple(one.tobytes() for one in self.scored)
-        return _sampling, (asked, given, self.states, self.pools, self.chooses, scored, self.biased)
+        edits = (self.biased, self.allowed)
+        return _sampling, (asked, given, self.states, self.pools, self.chooses, scored, *edits)
 
 
 ARGMAX = SamplingPlan()

@@ -37,6 +37,32 @@ class BiasedTokens(NamedTuple):
         return _biased, tuple(array.tobytes() for array in self)
 
 
+class AllowedTokens(NamedTuple):
+    """The tokens that rows may get at all, of all rows that name some."""
+
+    rows: Ints  # (n,): the sampled row of each token, ascending
+    tokens: Ints  # (n,): those of a row differ
+
+    @classmethod
+    def of(cls, asked: list[tuple[int, tuple[int, ...]]]) -> AllowedTokens:
+        """Make it of rows, ascending, and the tokens of each."""
+        rows = np.repeat([row for row, _ in asked], [len(own) for _, own in asked])
+        return cls(rows.astype(np.int32), np.array([token for _, own in asked for token in own], np.int32))
+
+    def part(self, first: int, end: int) -> AllowedTokens | None:
+        """Return those of the rows [first, end), which then begin at 0."""
+        inside = slice(*np.searchsorted(self.rows, (first, end)).tolist())
+        rows = self.rows[inside] - np.int32(first)
+        return AllowedTokens(rows, self.tokens[inside]) if len(rows) else None
+
+    def __reduce__(self) -> Pickled:
+        return _allowed, tuple(array.tobytes() for array in self)
+
+
+def _allowed(rows: bytes, tokens: bytes) -> AllowedTokens:
+    return AllowedTokens(np.frombuffer(rows, np.int32), np.frombuffer(tokens, np.int32))
+
+
 def _biased(rows: bytes, tokens: bytes, biases: bytes) -> BiasedTokens:
     values = np.frombuffer(biases, np.float32)
     return BiasedTokens(np.frombuffer(rows, np.int32), np.frombuffer(tokens, np.int32), values)

@@ -73,6 +73,7 @@ def test_the_defaults_stay() -> None:
         "repetition_stop": 0,
         "include_stop": False,
         "logit_bias": (),
+        "allowed_token_ids": (),
         "thinking_budget": None,
         "after_reasoning": (),
         "pooling": None,

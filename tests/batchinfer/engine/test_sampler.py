@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,32 @@ def test_biases_are_added_before_penalties_and_to_their_own_rows_alone():
         found = Sampler(frozenset()).sample(TorchOps(), part, plan.part(first, end)).tokens
         assert torch.equal(part, wanted[first:end])
         assert torch.equal(found, tokens[first:end])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_allow_few_tokens_get_no_others(temperature):
+    """With their penalties, biases and masks; the logits of the others are as they were. A mask that allows none of
+    them leaves none."""
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(6))
+    rows = [
+        make_sequence(0, [1], [], allowed_token_ids=(3, 39), temperature=temperature),
+        make_sequence(1, [1], [], temperature=temperature, most=98),
+        make_sequence(2, [3], [3], allowed_token_ids=(3, 4), repetition_penalty=1e2, logit_bias=((3, 20.0),)),
+        make_sequence(3, [1], [], allowed_token_ids=(4, 9), most=5, temperature=temperature),
+        make_sequence(4, [1], [], allowed_token_ids=(30, 9), most=5, temperature=temperature),
+    ]
+    masks = Multiples(rows)
+    for row in rows[:3]:
+        row.request = replace(row.request, params=replace(row.request.params, max_tokens=98))
+    plan, got = masks.plan(), logits.clone()
+    tokens = Sampler(frozenset(), masks).sample(TorchOps(), got, plan).tokens.tolist()
+    assert tokens[0] in (3, 39)
+    assert torch.equal(got[1], logits[1])
+    assert tokens[2] == (3 if (logits[2, 3] + 20) / 100 > logits[2, 4] else 4)
+    assert tokens[3:] == [NO_TOKEN, 30]
+    assert (got[0].isfinite().nonzero()[:, 0]).tolist() == [3, 39]
+    part, plan = logits[2:3].clone(), plan.part(2, 3)
+    assert Sampler(frozenset(), masks).sample(TorchOps(), part, plan).tokens.tolist() == tokens[2:3]
 
 
 def test_rows_without_finite_logits_are_told_apart():

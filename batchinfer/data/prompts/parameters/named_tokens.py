@@ -19,6 +19,7 @@ class NamedTokens:
         """Raises RowProblem for an id that the model does not know."""
         if params is not self._last:
             self._known("logit_bias", (token for token, _ in params.logit_bias))
+            self._known("allowed_token_ids", params.allowed_token_ids)
             self._last = params
 
     def _known(self, name: str, ids: Iterable[int]) -> None:
