@@ -31,6 +31,7 @@ MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024  # tokens of a logit_bias
 MAX_ALLOWED = 4096  # of allowed_token_ids
+MAX_BAD_WORDS = 256
 BIAS = Bounds(-100, 100)  # of each of them
 MAX_SAMPLES = 1024  # answers to one row
 MAX_SCHEMA_BYTES = 1 << 20  # of a JSON Schema as text
@@ -65,7 +66,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "guided_grammar": "grammar",
 }
 # Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task
-DERIVED = ("after_reasoning", "tool_call", "pooling", "scored")
+DERIVED = ("after_reasoning", "tool_call", "pooling", "scored", "bad_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class SamplingParams:
     include_stop: bool = False  # the stop string that ends an answer stays in its text
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
     allowed_token_ids: tuple[int, ...] = ()  # the only tokens that an answer may have; (): all
+    bad_words: tuple[str, ...] = ()  # texts that an answer does not get; see `bad_tokens`
     # What an answer has to look like; one of them at most
     json_schema: str | None = None  # JSON text of a JSON Schema
     json_object: bool = False
@@ -107,6 +109,8 @@ class SamplingParams:
     # Lengths of the continuations that end the prompt, one behind the other, each of which would follow what is before
     # them all: the request asks for their log-probabilities, and for no token. (): for tokens. See `Continuations`
     scored: tuple[int, ...] = ()
+    # The tokens of `bad_words`: an answer that ends with all but the last of them does not get that one
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def vector(cls, pooling: Pooling) -> Self:
@@ -171,7 +175,7 @@ class SamplingParams:
     @property
     def narrowed(self) -> bool:
         """Whether there are tokens that an answer may not have, whatever its constraint says."""
-        return bool(self.allowed_token_ids)
+        return bool(self.allowed_token_ids or self.bad_tokens)
 
     def canonical(self) -> Self:
         """The same answer, fewer spellings: stops in order, and greedy work ignores what only shapes random draws."""
@@ -179,7 +183,9 @@ class SamplingParams:
         ordered = replace(self, stop=stops, stop_token_ids=ids, choice=tuple(sorted(set(self.choice))))
         bias = tuple(sorted(pair for pair in self.logit_bias if pair[1]))
         ordered = replace(ordered, include_stop=self.include_stop and bool(stops), logit_bias=bias)
-        ordered = replace(ordered, allowed_token_ids=tuple(sorted(set(self.allowed_token_ids))))
+        words, tokens = tuple(sorted(set(self.bad_words))), tuple(sorted(set(self.bad_tokens)))
+        allowed = tuple(sorted(set(self.allowed_token_ids)))
+        ordered = replace(ordered, allowed_token_ids=allowed, bad_words=words, bad_tokens=tokens)
         return replace(ordered, top_p=1.0, top_k=0, min_p=0.0, seed=0) if self.greedy else ordered
 
     def to_json(self) -> str:

@@ -21,6 +21,7 @@ from batchinfer.core.sampling import (
     BOUNDS,
     DERIVED,
     INT32_MAX,
+    MAX_BAD_WORDS,
     MAX_STOP_CHARS,
     MAX_STOPS,
     OTHER_NAMES,
@@ -374,6 +375,15 @@ Biases = Annotated[
     tuple[tuple[int, float], ...],
     BeforeValidator(_biases, json_schema_input_type=dict[Annotated[str, Field(pattern="^[0-9]+$")], float]),
     Right(RIGHT_BIASES),
+]
+Words = Annotated[
+    tuple[StopText, ...],
+    Field(max_length=MAX_BAD_WORDS),
+    BeforeValidator(
+        _listed,
+        json_schema_input_type=StopText | Annotated[tuple[StopText, ...], Field(max_length=MAX_BAD_WORDS)],
+    ),
+    Right(f"a list of at most {MAX_BAD_WORDS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"),
 ]
 Choice = Annotated[
     tuple[Text, ...],

@@ -15,6 +15,7 @@ from batchinfer.job.field_types import (
     JsonSchema,
     Stops,
     Text,
+    Words,
     bounded,
 )
 from batchinfer.job.section import Section
@@ -87,6 +88,10 @@ class SamplingSection(Section):
     )
     allowed_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
         default=(), max_length=MAX_ALLOWED, description="The only token ids that answers may have. []: all."
+    )
+    bad_words: Words = Field(
+        default=(),
+        description="Texts that answers do not get: the last token of each is barred behind the others.",
     )
 
     json_schema: JsonSchema | None = Field(

@@ -117,7 +117,7 @@ class Preparer:
         self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
-        self._named = NamedTokens(limits.vocab_size)
+        self._named = NamedTokens(tokenizer, limits.vocab_size)
         self._report = report
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
@@ -168,14 +168,13 @@ class Preparer:
     def _draft(self, index: int, row: Values, held: _Drafts, work: _FinishedPrompts) -> None:
         try:
             draft = self._builder.build(self._fields.needed(row))
-            self._named.check(draft.params)
             if draft.unread:
                 work.unread.add(draft.unread)
                 work.told.append(index)
             if draft.params is not self._plain and self._constraints.are_due(draft.params):
                 self._report(checking(index))
                 self._constraints.check(draft.params)
-            held.add(index, draft)
+            held.add(index, draft._replace(params=self._named.named(draft.params)))
         except RowProblem as problem:
             work.errors[index] = problem.error
 

@@ -17,6 +17,7 @@ from batchinfer.core.sampling import (
     DERIVED,
     INT32_MAX,
     MAX_ALLOWED,
+    MAX_BAD_WORDS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKENS,
     MAX_STOPS,
@@ -141,7 +142,7 @@ def from_text(name: str, value: Any) -> Any:
     if not isinstance(value, str) or name in ("stop", "regex", "grammar", "json_schema"):
         return value
     try:
-        return json.loads(value if name == "choice" else value.lower())
+        return json.loads(value if name in ("choice", "bad_words") else value.lower())
     except (ValueError, RecursionError):
         return value  # the parameter's check says what it should be
 
@@ -202,14 +203,19 @@ def _number(bounds: Bounds) -> Callable[[str, Any], float]:
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) for s in stops):
-        raise _bad(name, f"must be text or a list of texts, not {kind_of(value)}")
+    stops = _texts(name, value)
     if len(stops) > MAX_STOPS:
         raise RowProblem("too_many_stops", f"{name}: {len(stops)} stop strings; the limit is {MAX_STOPS}")
     if any(not 0 < len(s) <= MAX_STOP_CHARS for s in stops):
         raise _bad(name, f"each stop string has 1 to {MAX_STOP_CHARS} characters")
-    return tuple(stops)
+    return stops
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+        raise _bad(name, f"must be text or a list of texts, not {kind_of(value)}")
+    return tuple(texts)
 
 
 def _stop_tokens(name: str, value: Any) -> tuple[int, ...]:
@@ -237,6 +243,15 @@ def _allowed(name: str, value: Any) -> tuple[int, ...]:
         size = f"has {len(ids):,} ids" if ids else "is an empty list, so that no answer can follow it"
         raise _bad(name, f"{size}; give 1 to {MAX_ALLOWED:,}, or write null")
     return ids
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    words = _texts(name, value)
+    if len(words) > MAX_BAD_WORDS:
+        raise _bad(name, f"has {len(words)} texts; the limit is {MAX_BAD_WORDS}")
+    if any(not 0 < len(word) <= MAX_STOP_CHARS for word in words):
+        raise _bad(name, f"each text has 1 to {MAX_STOP_CHARS} characters")
+    return words
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -284,6 +299,7 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "include_stop": _boolean,
     "logit_bias": _biases,
     "allowed_token_ids": _allowed,
+    "bad_words": _words,
     "json_schema": _schema,
     "json_object": _boolean,
     "regex": _text,

@@ -147,7 +147,7 @@ class Engine:
             end = self._constrain(sequence)
         except ConstraintFailed as failed:
             return End("error", error=failed.error)
-        sequence.needs_sync = self._draft is not None or sequence.mask is not None
+        sequence.needs_sync = self._needs_sync(sequence)
         if end is not None:
             self._early.requests.append(request_sample(sequence, end, self._now()))
             return end
@@ -271,7 +271,7 @@ class Engine:
         room = sequence.max_length - len(sequence) - 1
         free = (
             sequence.status is SequenceStatus.RUNNING and not sequence.drafts and sequence.constraint is None
-        )
+        ) and not sequence.looks_back
         if sequence.remaining == 1 and room > 0 and free:
             sequence.propose(draft(sequence)[:room])
 
@@ -387,7 +387,10 @@ class Engine:
         self._drop_mask(sequence)
         sequence.constraint = sequence.mask = None
         sequence.watched = sequence.stop_stream is not None or sequence.logprobs is not None
-        sequence.needs_sync = self._draft is not None
+        sequence.needs_sync = self._needs_sync(sequence)
+
+    def _needs_sync(self, sequence: Sequence) -> bool:
+        return self._draft is not None or sequence.mask is not None or sequence.looks_back
 
     def _take_back(self, taken: AcceptedTokens) -> None:
         """Give up the positions that were computed for rejected tokens."""

@@ -6,6 +6,7 @@ from itertools import compress
 
 import numpy as np
 
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.schedule.places import places_of
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import ARGMAX, DrawnRows, Ints, PenalisedRows, SamplingPlan
@@ -36,11 +37,8 @@ class SamplingWriter:
         return ARGMAX if self._plain else self._plan(sequences, before)
 
     def _plan(self, sequences: list[Sequence], before: list[Sequence]) -> SamplingPlan:
-        shaped = [
-            i
-            for i, s in enumerate(sequences)
-            if s.request.params.penalised or _may_not_end(s, s.output_length)
-        ]
+        banned = [bans_of(s, self._eos, s.output_length) for s in sequences]
+        shaped = [i for i, s in enumerate(sequences) if s.request.params.penalised or banned[i]]
         masked = [i for i, s in enumerate(sequences) if s.mask is not None]
         asking = [i for i, s in enumerate(sequences) if s.logprobs is not None]
         greedy = all(s.request.params.greedy for s in sequences)
@@ -51,7 +49,7 @@ class SamplingWriter:
             followed=[sequences[i].masking.followed for i in masked],
             asking=asking,
             likeliest=[sequences[i].request.params.logprobs or 0 for i in asking],
-            penalised=self._penalised(shaped, sequences, before) if shaped else None,
+            penalised=_penalised(shaped, sequences, banned, before) if shaped else None,
             drawn=None if greedy else self._drawn(sequences),
             biased=self._biased,
             allowed=self._allowed,
@@ -73,24 +71,27 @@ class SamplingWriter:
         )
         return DrawnRows(positions, fixed)
 
-    def _penalised(self, rows: list[int], sequences: list[Sequence], before: list[Sequence]) -> PenalisedRows:
-        chosen = [sequences[i] for i in rows]
-        params = [s.request.params for s in chosen]
-        held = [np.frombuffer(s.tokens, np.int32) if s.request.params.penalised else _NONE for s in chosen]
-        lengths = np.array([len(ids) for ids in held], np.int32)
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        waits = [s.placeholders > 0 and s.request.params.penalised for s in chosen]
-        last = np.cumsum(lengths, dtype=np.int32) - np.int32(1)
-        return PenalisedRows(
-            rows=np.array(rows, np.int32),
-            tokens=np.concatenate([*held, _NONE]),
-            lengths=lengths,
-            prompt_lens=np.minimum([s.prompt_length for s in chosen], lengths).astype(np.int32),
-            strengths=np.array([[getattr(p, name) for p in params] for name in names], np.float32),
-            banned=_table([bans_of(s, self._eos, s.output_length) for s in chosen]),
-            awaited=last[waits],
-            sampled=awaited_from(list(compress(chosen, waits)), before),
-        )
+
+def _penalised(
+    rows: list[int], sequences: list[Sequence], banned: list[list[int]], before: list[Sequence]
+) -> PenalisedRows:
+    chosen = [sequences[i] for i in rows]
+    params = [s.request.params for s in chosen]
+    held = [np.frombuffer(s.tokens, np.int32) if s.request.params.penalised else _NONE for s in chosen]
+    lengths = np.array([len(ids) for ids in held], np.int32)
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    waits = [s.placeholders > 0 and s.request.params.penalised for s in chosen]
+    last = np.cumsum(lengths, dtype=np.int32) - np.int32(1)
+    return PenalisedRows(
+        rows=np.array(rows, np.int32),
+        tokens=np.concatenate([*held, _NONE]),
+        lengths=lengths,
+        prompt_lens=np.minimum([s.prompt_length for s in chosen], lengths).astype(np.int32),
+        strengths=np.array([[getattr(p, name) for p in params] for name in names], np.float32),
+        banned=_table([banned[i] for i in rows]),
+        awaited=last[waits],
+        sampled=awaited_from(list(compress(chosen, waits)), before),
+    )
 
 
 def _table(banned: list[list[int]]) -> Ints:
@@ -120,13 +121,13 @@ def _allowed(sequences: list[Sequence]) -> AllowedTokens | None:
 
 def bans_of(sequence: Sequence, eos: frozenset[int], said: int) -> list[int]:
     """Return the tokens that a sequence may not get behind `said` tokens of its answer. `eos`: those of the model."""
-    if not _may_not_end(sequence, said):
-        return []
-    params = sequence.request.params
-    return sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else eos))
+    params, bad, start = sequence.request.params, sequence.bad, sequence.prompt_length
+    banned = [] if bad is None else bad.behind(sequence.tokens, start, start + said)
+    if may_not_end(params, said):
+        banned += [*params.stop_token_ids, *(() if params.ignore_eos else eos)]
+    return sorted(set(banned)) if banned else banned
 
 
-def _may_not_end(sequence: Sequence, said: int) -> bool:
-    """Whether it may not end yet. Its constraint alone says when an answer may, where it has one."""
-    params = sequence.request.params
+def may_not_end(params: SamplingParams, said: int) -> bool:
+    """Whether an answer may not end yet. Its constraint alone says when it may, where it has one."""
     return params.constraint is None and said < params.min_tokens

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +12,41 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class BadTokens:
+    """Tokens that an answer may not have one behind the other: the last of them is barred where the others were just
+    said."""
+
+    def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
+        self.always: list[int] = []  # those that are barred by themselves
+        self._behind: dict[int, list[tuple[list[int], int]]] = {}  # by the last token before the barred one
+        for *before, last in sequences:
+            if before:
+                self._behind.setdefault(before[-1], []).append((before, last))
+            else:
+                self.always.append(last)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether what is barred depends on the tokens before."""
+        return bool(self._behind)
+
+    def behind(self, tokens: array[int], start: int, end: int) -> list[int]:
+        """Return the tokens that may not follow the answer that is tokens[start:end]."""
+        known = self._behind.get(tokens[end - 1], ()) if end > start else ()
+        said = (
+            last
+            for before, last in known
+            if end - len(before) >= start and tokens[end - len(before) : end].tolist() == before
+        )
+        return [*self.always, *said]
+
+
+@lru_cache(maxsize=64)
+def bad_tokens(sequences: tuple[tuple[int, ...], ...]) -> BadTokens:
+    """Return those of some parameters. They are remembered: rows mostly have the same."""
+    return BadTokens(sequences)
 
 
 class BiasedTokens(NamedTuple):

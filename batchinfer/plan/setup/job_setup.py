@@ -106,7 +106,7 @@ def check_setup(
     state.check_writable()
     state.refuse_newer()
     check_followed(job, tokenizer)
-    check_named_tokens(job, checkpoint.spec.vocab)
+    check_named_tokens(job, tokenizer, checkpoint.spec.vocab)
     kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
     if read.embedding is not None and (read.embedding.pooling != "last" or not checkpoint.spec.causal):
         setting = setting.without_sharing()

@@ -74,6 +74,8 @@ def test_the_defaults_stay() -> None:
         "include_stop": False,
         "logit_bias": (),
         "allowed_token_ids": (),
+        "bad_words": (),
+        "bad_tokens": (),
         "thinking_budget": None,
         "after_reasoning": (),
         "pooling": None,

@@ -87,8 +87,10 @@ def test_answers_do_not_depend_on_how_the_work_is_cut(work: Work, way: Way) -> N
     forced = sum(sample.forced_tokens for sample in got.requests.values())
     assert got.total("sampled_tokens") + forced == given
     for row in work.rows:
-        said = set(got.completions[row.key].tokens.token_ids.tolist())
-        assert not row.params.allowed_token_ids or said <= set(row.params.allowed_token_ids)
+        said = got.completions[row.key].tokens.token_ids.tolist()
+        assert not row.params.allowed_token_ids or {*said} <= set(row.params.allowed_token_ids)
+        for bad in map(list, row.params.bad_tokens):
+            assert not any(said[at : at + len(bad)] == bad for at in range(len(said)))
         if row.params.choice:
             check(row, got.completions[row.key])
     for name in ("preemptions", "forced_tokens", "padded_tokens"):
@@ -124,11 +126,13 @@ def test_rows_for_which_no_token_is_left_end_with_the_reason(way: Way) -> None:
         request(1, [3, 4], 9, allowed_token_ids=(EOS, 5), stop_token_ids=(5,), min_tokens=4),
         request(2, [3, 4], 9, choice=("bcdd", "bcc"), allowed_token_ids=(1, 2), temperature=1.0),
         request(3, [3, 4], 9, allowed_token_ids=(7,)),
+        request(4, [3, 4], 9, choice=("bcdd",), bad_tokens=((3, 3),)),
+        request(5, [3, 4], 9, allowed_token_ids=(5, 7), bad_tokens=((5,), (7, 7), (3, 4, 7))),
     ]
     got = run(way, work)
-    bad = [got.completions[row.key] for row in work[:2]]
-    assert [one.error and one.error.code for one in bad] == ["no_token_left"] * 2
-    assert [word(one.tokens.token_ids.tolist()) for one in bad] == ["bc", ""]
+    bad = [got.completions[work[row].key] for row in (0, 1, 4, 5)]
+    assert [one.error and one.error.code for one in bad] == ["no_token_left"] * 4
+    assert [word(one.tokens.token_ids.tolist()) for one in bad] == ["bc", "", "bcd", "h"]
     assert bad[0].error is not None
     assert "the constraint allows" in bad[0].error.message
     assert [(word(got.tokens(row)), got.answers[key_of(row)][1]) for row in (2, 3)] == [

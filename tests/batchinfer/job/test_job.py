@@ -93,7 +93,7 @@ prompt: {system: "s {{ a }}", messages: chat, truncate: left}
 sampling: {max_tokens: 9, min_tokens: 9, temperature: 1, top_p: 0.5, top_k: 3, min_p: 1, seed: -7, stop: [a, b],
   stop_token_ids: [0, 5], ignore_eos: true, repetition_penalty: 1.5, presence_penalty: -2, frequency_penalty: 2,
   repetition_stop: 64, include_stop: true, logit_bias: {50256: -100, 11: 1.5},
-  allowed_token_ids: [0, 11]}
+  allowed_token_ids: [0, 11], bad_words: [no, "No"]}
 output: {path: out/r, columns: [k, b], rows_per_file: 10}
 engine: {device: cpu, max_num_seqs: 1, max_num_batched_tokens: 1, block_size: 16, kv_memory: 0.5,
   enable_prefix_caching: false, threads: 2, deterministic: true}
@@ -126,6 +126,7 @@ commit: {rows: 1, seconds: 0.5}
         include_stop=True,
         logit_bias=((50256, -100.0), (11, 1.5)),
         allowed_token_ids=(0, 11),
+        bad_words=("no", "No"),
     )
     assert isinstance(job.sampling.temperature, float)
     assert job.output.columns == ("k", "b")
