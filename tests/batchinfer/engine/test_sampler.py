@@ -1,4 +1,4 @@
-"""Draws, penalties and filters: known vectors, distributions, and independence of the batch."""
+"""Draws, penalties, masks and what else changes logits: known values, and independence of the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from batchinfer.core.content_root import ContentRoots
@@ -40,34 +39,6 @@ def reshaped(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
     got = logits.clone()
     chosen(got, [sequence])
     return got
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.7},
-        {"temperature": 1.3, "top_k": 5},
-        {"temperature": 1.0, "top_p": 0.8},
-        {"temperature": 0.9, "min_p": 0.1},
-        {"temperature": 0.9, "top_k": 7, "top_p": 0.6, "min_p": 0.05},
-    ],
-)
-def test_sampled_frequencies_follow_transformers_warpers(params):
-    torch.manual_seed(5)
-    logits = torch.randn(12) * 2
-    warpers = LogitsProcessorList([hf.TemperatureLogitsWarper(params["temperature"])])
-    if "top_k" in params:
-        warpers.append(hf.TopKLogitsWarper(params["top_k"]))
-    if "top_p" in params:
-        warpers.append(hf.TopPLogitsWarper(params["top_p"]))
-    if "min_p" in params:
-        warpers.append(hf.MinPLogitsWarper(params["min_p"]))
-    wanted = warpers(torch.zeros(1, 1, dtype=torch.long), logits[None].clone()).softmax(-1)[0]
-    rows = [make_sequence(i, [1], [], **params) for i in range(4000)]
-    tokens = chosen(logits.expand(4000, -1).clone(), rows)
-    seen = torch.bincount(torch.tensor(tokens), minlength=12) / 4000
-    assert (seen[wanted == 0] == 0).all()
-    torch.testing.assert_close(seen, wanted, atol=0.03, rtol=0)
 
 
 def test_a_row_draws_the_same_token_in_any_company():
