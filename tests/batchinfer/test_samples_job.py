@@ -56,13 +56,32 @@ def test_each_row_has_its_samples(tmp_path: Path, model: Path, form: str) -> Non
     assert [row["row_index"] for row in found] == [n // 3 for n in range(24)]
     page = (Path(__file__).parents[2] / "docs/output.md").read_text("utf-8")
     section = page.partition("## Several answers to a row")[2]
-    (query,) = re.findall(r"```sql\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    query, _ = re.findall(r"```sql\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     voted = duckdb.sql(query.replace("results/samples", str(places[0] / "out/res"))).fetchall()
     assert [row[0] for row in voted] == [*range(8)]
     assert all(1 / 3 <= row[2] <= 1 for row in voted if row[1] is not None)
     texts = {row["generated_text"] for row in found if row["status"] == "ok"}
     assert len(texts) > 12, "samples differ"
     assert run(many, NO_ENGINE).exit_code == 0
+
+
+def test_the_best_of_several_are_those_of_the_page(tmp_path: Path, model: Path) -> None:
+    path = job(tmp_path, model, rows_of(5), 4, sampling={"logprobs": 0, "max_tokens": 6})
+    assert run(path, REAL).exit_code == 0
+    page = (Path(__file__).parents[2] / "docs/output.md").read_text("utf-8")
+    section = page.partition("### The best of several answers")[2]
+    (query,) = re.findall(r"```sql\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    found = duckdb.sql(query.replace("results/samples", str(tmp_path / "out/res")))
+    wanted = []
+    for row in range(5):
+        mean = {
+            one["sample_index"]: sum(token["logprob"] for token in one["logprobs"]) / len(one["logprobs"])
+            for one in table(path)
+            if one["row_id"] == row
+        }
+        best = sorted(mean, key=lambda sample: (-mean[sample], sample))[:2]
+        wanted += [(row, sample) for sample in sorted(best)]
+    assert found.select("row_id", "sample_index").fetchall() == wanted
 
 
 def test_the_prompt_of_samples_runs_once(tmp_path: Path, model: Path) -> None:

@@ -24,6 +24,7 @@ class SamplingWriter:
         self._sequences: list[Sequence] = []
         self._plain = True  # whether all of them take the argmax in every step
         self._fixed_sent = False
+        self._banning: list[int] = []  # those that may have tokens that they may not get
         self._biased: BiasedTokens | None = None  # of these sequences
         self._allowed: AllowedTokens | None = None
 
@@ -34,11 +35,12 @@ class SamplingWriter:
             self._plain = all(s.plain_greedy and s.mask is None for s in sequences)
             self._sequences, self._fixed_sent = sequences, False
             self._biased, self._allowed = _biased(sequences), _allowed(sequences)
+            self._banning = [i for i, s in enumerate(sequences) if s.bad or s.request.params.min_tokens]
         return ARGMAX if self._plain else self._plan(sequences, before)
 
     def _plan(self, sequences: list[Sequence], before: list[Sequence]) -> SamplingPlan:
-        banned = [bans_of(s, self._eos, s.output_length) for s in sequences]
-        shaped = [i for i, s in enumerate(sequences) if s.request.params.penalised or banned[i]]
+        banned = {i: bans_of(sequences[i], self._eos, sequences[i].output_length) for i in self._banning}
+        shaped = [i for i, s in enumerate(sequences) if s.request.params.penalised or banned.get(i)]
         masked = [i for i, s in enumerate(sequences) if s.mask is not None]
         asking = [i for i, s in enumerate(sequences) if s.logprobs is not None]
         greedy = all(s.request.params.greedy for s in sequences)
@@ -73,7 +75,7 @@ class SamplingWriter:
 
 
 def _penalised(
-    rows: list[int], sequences: list[Sequence], banned: list[list[int]], before: list[Sequence]
+    rows: list[int], sequences: list[Sequence], banned: dict[int, list[int]], before: list[Sequence]
 ) -> PenalisedRows:
     chosen = [sequences[i] for i in rows]
     params = [s.request.params for s in chosen]
@@ -88,7 +90,7 @@ def _penalised(
         lengths=lengths,
         prompt_lens=np.minimum([s.prompt_length for s in chosen], lengths).astype(np.int32),
         strengths=np.array([[getattr(p, name) for p in params] for name in names], np.float32),
-        banned=_table([banned[i] for i in rows]),
+        banned=_table([banned.get(i, []) for i in rows]),
         awaited=last[waits],
         sampled=awaited_from(list(compress(chosen, waits)), before),
     )

@@ -102,7 +102,12 @@ def asks_nothing(called: str, value: object, chat: bool) -> bool:
 
 def unsupported(called: str) -> RowProblem:
     """Return the error of a row with such a field."""
-    if called == "extra_body":
+    if called == "best_of":
+        text = (
+            "must be 1, as a line has one response; a job with a prompt section may have sampling.n answers to a "
+            "row, of which a query takes the best"
+        )
+    elif called == "extra_body":
         text = (
             "is an argument of OpenAI's Python client, which sends what is in it as fields of the body: write "
             "them there"

@@ -106,6 +106,7 @@ def test_other_names_mean_the_same(body: dict[str, Any], params: dict[str, Any])
         ({"bad_words": [""]}, "bad_parameter", "bad_words: each text has 1 to 512 characters"),
         ({"bad_words": [5]}, "bad_parameter", "bad_words: must be text or a list of texts"),
         ({"bad_words": ["x"] * 257}, "bad_parameter", "bad_words: has 257 texts; the limit is 256"),
+        ({"best_of": 4}, "unknown_field", "body.best_of: must be 1"),
         ({"echo": 1}, "bad_parameter", "echo: must be true or false, not"),
         ({"echo": True, "logprobs": 0}, "bad_parameter", "echo: goes with no logprobs"),
         ({"top_k": -2}, "bad_parameter", "top_k: must be a whole number from 0"),
