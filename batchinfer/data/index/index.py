@@ -152,6 +152,12 @@ class Index:
     scoring: Scoring | None = None  # what is scored behind its prompts, whose answers are scores
     samples: int = 1  # how many of its rows, one after the other, are a row of the input
     expected: str | None = None  # the passthrough column with the values that answers should have
+    best: int | None = None  # how many of the samples of a row are published, the best ones; None: all
+
+    @property
+    def published_samples(self) -> int:
+        """Return how many of the samples of a row are published."""
+        return self.samples if self.best is None else self.best
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -198,6 +204,7 @@ class Index:
             scoring=None if scored is None else Scoring.from_json(scored),
             samples=int(value.get("samples", 1)),
             expected=value.get("expected"),
+            best=value.get("best"),
         )
 
     @classmethod
@@ -242,6 +249,8 @@ class Index:
             value["samples"] = self.samples
         if self.expected is not None:
             value["expected"] = self.expected
+        if self.best is not None:
+            value["best"] = self.best
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

@@ -447,6 +447,7 @@ class Ingestion:
             self._options.scoring,
             self._job.samples,
             self._job.input.expected,
+            self._job.sampling.n if self._job.sampling.chooses else None,
         )
         index.write_marker(self._ops)
         return index

@@ -202,7 +202,7 @@ class PromptBuilder:
             given = {name: from_text(name, value) for name, value in given.items()}
         params = override(self._plan.params, given, dict(self._plan.overrides))
         if self._plan.sampled and params.greedy:
-            raise RowProblem("bad_parameter", "temperature is 0, and n > 1 equal answers are of no use")
+            raise RowProblem("bad_parameter", "temperature is 0, and several equal answers are of no use")
         return self._fitted(params, given)
 
     def _fitted(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

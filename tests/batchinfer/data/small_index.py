@@ -64,6 +64,7 @@ class SmallIndex:
     tool_calls: CallStyle | None = None
     expected: str | None = None
     samples: int = 1
+    published_samples: int = 1
     scoring: None = None
 
     @property

@@ -475,10 +475,10 @@ def test_describe_says_every_option_where_that_is_asked_for(tmp_path: Path) -> N
 
 
 def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
-    assert list(SamplingSection.model_fields) == [*SAMPLING_PARAMETERS, "n", "from_columns"]
+    assert list(SamplingSection.model_fields) == [*SAMPLING_PARAMETERS, "n", "best_of", "from_columns"]
     assert SamplingSection().params() == SamplingParams()
     given = SamplingSection().model_dump(
-        exclude={"n", "from_columns", "choice", "allowed_token_ids"}
+        exclude={"n", "best_of", "from_columns", "choice", "allowed_token_ids"}
     )  # a row's empty choice is a mistake
     assert override(SamplingParams(), given) == SamplingParams()
 

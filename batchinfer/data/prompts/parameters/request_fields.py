@@ -103,10 +103,7 @@ def asks_nothing(called: str, value: object, chat: bool) -> bool:
 def unsupported(called: str) -> RowProblem:
     """Return the error of a row with such a field."""
     if called == "best_of":
-        text = (
-            "must be 1, as a line has one response; a job with a prompt section may have sampling.n answers to a "
-            "row, of which a query takes the best"
-        )
+        text = "must be 1, as a line has one response; sampling.best_of is for jobs with a prompt section"
     elif called == "extra_body":
         text = (
             "is an argument of OpenAI's Python client, which sends what is in it as fields of the body: write "
