@@ -14,7 +14,7 @@ _LEAST = float(np.finfo(np.float64).min)
 Marks = NDArray[np.bool_]
 
 
-class SampledRows(Protocol):
+class SeveralAnswers(Protocol):
     """The part of an index that says how many answers a row has."""
 
     @property
@@ -26,17 +26,17 @@ class SampledRows(Protocol):
         """How many of these are rows of the result."""
 
 
-def published_rows(index: SampledRows, rows: int) -> int:
+def published_rows(index: SeveralAnswers, rows: int) -> int:
     """Return how many rows of a result so many rows of its index become, which are whole rows of the input."""
     return rows // index.samples * index.published_samples
 
 
-def indexed_rows(index: SampledRows, rows: int) -> int:
+def indexed_rows(index: SeveralAnswers, rows: int) -> int:
     """Return of how many rows of the index so many rows of the result are made: a multiple of what a row has."""
     return rows // index.published_samples * index.samples
 
 
-def best_samples(index: SampledRows, table: pa.Table, matched: pa.Table) -> Marks:
+def best_samples(index: SeveralAnswers, table: pa.Table, matched: pa.Table) -> Marks:
     """Mark the rows that are published, of whole rows of the input: the answers with the highest mean log-probability
     of their tokens, of equal ones the first, and errors only where there are too few answers.
 
