@@ -32,7 +32,7 @@ from tests.batchinfer.engine.small_engine import (
     request,
     watcher,
 )
-from tests.batchinfer.engine.test_sampler import Multiples, make_sequence
+from tests.batchinfer.engine.test_sampler import Multiples, make_sequence, plan_of
 from tests.batchinfer.models.foreign.kit import make
 
 OUTPUT = 10
@@ -167,6 +167,28 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
     chosen = sampled.tokens[list(asking)]
     torch.testing.assert_close(found.chosen, wanted.gather(-1, chosen[:, None])[:, 0])
     torch.testing.assert_close(found.top, wanted.topk(4).values)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"logit_bias": ((7, -100.0),)},
+        {"allowed_token_ids": (3, 5)},
+        {"bad_tokens": ((7,),)},
+        {"min_tokens": 9, "stop_token_ids": (7,)},
+    ],
+    ids=lambda kind: next(iter(kind)),
+)
+def test_they_are_kept_where_a_single_thing_changes_the_logits(kind: dict[str, Any]) -> None:
+    """Of all rows, which need no copy where nothing changes them."""
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3))
+    logits[:, 7] = 20.0
+    rows = [make_sequence(row, [1], [], logprobs=1, **kind) for row in range(2)]
+    sampled = Sampler(frozenset()).sample(TorchOps(), logits.clone(), plan_of(rows))
+    assert sampled.logprobs is not None
+    assert 7 not in sampled.tokens.tolist()
+    wanted = logits.log_softmax(-1).gather(-1, sampled.tokens[:, None])[:, 0]
+    torch.testing.assert_close(sampled.logprobs.chosen, wanted)
 
 
 def test_more_than_the_vocabulary_has_are_all_of_it() -> None:
