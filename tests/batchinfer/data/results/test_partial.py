@@ -48,22 +48,25 @@ def test_finished_rows_while_a_run_holds_the_store(tmp_path: Path) -> None:
 
 
 def test_of_several_answers_the_best_are_told_once_all_are_there(tmp_path: Path) -> None:
-    """Rows of 3 answers each, in batches that could cut them."""
-    rows = [good_row(row, [row, 1]) for row in range(12)]
-    rows[9:] = [bad_row(row) for row in range(9, 12)]
+    """Rows of 3 answers each, in batches whose usual size would cut some."""
+    rows = [good_row(row, [row, 1]) for row in range(177)]
+    rows += [bad_row(row) for row in range(177, 180)]
     index = replace(write_index(tmp_path / "x", rows), samples=3, published_samples=1, logprobs=0)
+    mean = {row: -float(row * 7 % 11) for row in range(177) if row not in (4, 130)}
     with CompletionStore(tmp_path / "c") as store:
-        for row in (0, 1, 2, 3, 5, 6, 7, 8):
-            logprobs = TokenLogprobs(
-                np.full(2, -abs(row - 4), np.float32), np.zeros((2, 0)), np.zeros((2, 0))
-            )
+        for row, value in mean.items():
+            logprobs = TokenLogprobs(np.full(2, value, np.float32), np.zeros((2, 0)), np.zeros((2, 0)))
             tokens = Tokens(np.array([row, 7], np.int32), None, logprobs)
             store.append([Completion(rows[row]["key"], tokens, "stop")])
         store.commit()
         with partial_reader(index, store.path, decode, tmp_path / "spill") as reader:
             table = reader.read_all()
     found = [table.column(name).to_pylist() for name in ("row_id", "sample_index", "generated_text")]
-    assert [*zip(*found, strict=True)] == [(0, 2, "2 7"), (2, 0, "6 7"), (3, 0, None)]
+    groups = [[3 * group + sample for sample in range(3)] for group in range(59)]
+    best = [max(group, key=lambda row: (mean[row], -row)) for group in groups if mean.keys() >= {*group}]
+    assert len(best) == 57
+    wanted = [(row // 3, row % 3, f"{row} 7") for row in best]
+    assert [*zip(*found, strict=True)] == [*wanted, (59, 0, None)]
 
 
 def test_a_signal_ends_the_join_of_a_users_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
