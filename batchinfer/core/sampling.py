@@ -29,6 +29,10 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
+MAX_BIASED = 1024  # tokens of a logit_bias
+MAX_ALLOWED = 4096  # of allowed_token_ids
+MAX_BAD_WORDS = 256
+BIAS = Bounds(-100, 100)  # of each of them
 MAX_SAMPLES = 1024  # answers to one row
 MAX_SCHEMA_BYTES = 1 << 20  # of a JSON Schema as text
 JSON_CONSTRAINTS = ("json_schema", "json_object")
@@ -49,8 +53,20 @@ BOUNDS: Mapping[str, Bounds] = {
     "repetition_stop": Bounds(0, INT32_MAX),
     "thinking_budget": Bounds(0, INT32_MAX),
 }
+# What requests and other programs call these parameters
+OTHER_NAMES: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "include_stop_str_in_output": "include_stop",
+    "thinking_token_budget": "thinking_budget",
+    "guided_json": "json_schema",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 # Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task
-DERIVED = ("after_reasoning", "tool_call", "pooling", "scored", "classified", "second_segment")
+DERIVED = ("after_reasoning", "tool_call", "pooling", "scored", "classified", "second_segment", "bad_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logprobs: int | None = None  # None: no log-probabilities; n: of each token, and of the n most likely ones
     repetition_stop: int = 0  # an answer whose last so many tokens repeat a short cycle ends; 0: off
+    include_stop: bool = False  # the stop string that ends an answer stays in its text
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    allowed_token_ids: tuple[int, ...] = ()  # the only tokens that an answer may have; (): all
+    bad_words: tuple[str, ...] = ()  # texts that an answer does not get; see `bad_tokens`
     # What an answer has to look like; one of them at most
     json_schema: str | None = None  # JSON text of a JSON Schema
     json_object: bool = False
@@ -93,6 +113,8 @@ class SamplingParams:
     classified: bool = False
     # Tokens of the prompt from this one on have the token type 1, and those before it 0; 0: all have 0
     second_segment: int = 0
+    # The tokens of `bad_words`: an answer that ends with all but the last of them does not get that one
+    bad_tokens: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def vector(cls, pooling: Pooling) -> Self:
@@ -159,10 +181,20 @@ class SamplingParams:
         """Whether tokens that stand in a text already are made less or more likely."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def narrowed(self) -> bool:
+        """Whether there are tokens that an answer may not have, whatever its constraint says."""
+        return bool(self.allowed_token_ids or self.bad_tokens)
+
     def canonical(self) -> Self:
         """The same answer, fewer spellings: stops in order, and greedy work ignores what only shapes random draws."""
         stops, ids = tuple(sorted(set(self.stop))), tuple(sorted(set(self.stop_token_ids)))
         ordered = replace(self, stop=stops, stop_token_ids=ids, choice=tuple(sorted(set(self.choice))))
+        bias = tuple(sorted(pair for pair in self.logit_bias if pair[1]))
+        ordered = replace(ordered, include_stop=self.include_stop and bool(stops), logit_bias=bias)
+        words, tokens = tuple(sorted(set(self.bad_words))), tuple(sorted(set(self.bad_tokens)))
+        allowed = tuple(sorted(set(self.allowed_token_ids)))
+        ordered = replace(ordered, allowed_token_ids=allowed, bad_words=words, bad_tokens=tokens)
         return replace(ordered, top_p=1.0, top_k=0, min_p=0.0, seed=0) if self.greedy else ordered
 
     def to_json(self) -> str:

@@ -262,17 +262,24 @@ def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Find
 
 def _samples(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     sampling = sections.get("sampling", {})
-    n = sampling.get("n")
-    if not isinstance(n, int) or n < 2:
+    given = {name: sampling.get(name, 1) for name in ("n", "best_of")}
+    wanted = {name: many for name, many in given.items() if isinstance(many, int) and many > 1}
+    if not wanted:
         return
+    name, n = next(iter(wanted.items()))
+    if len(wanted) == 2 and wanted["best_of"] < wanted["n"]:
+        message = (
+            f"is {wanted['best_of']}, fewer than sampling.n, which is {wanted['n']}; it must be at least that"
+        )
+        yield Finding(("sampling", "best_of"), message)
     if "prompt" not in sections or sections.get("input", {}).get("format") == "openai":
         message = f"is {n}, which is not for OpenAI batch files: a line has one response"
-        yield Finding(("sampling", "n"), message, "repeat the requests, or give the prompt section")
+        yield Finding(("sampling", name), message, "repeat the requests, or give the prompt section")
     per_row = sampling.get("from_columns")
     named = isinstance(per_row, Mapping | tuple) and "temperature" in dict(per_row)
     if not named and not sampling.get("temperature"):
         message = f"is {n}, but temperature is 0, so that all answers to a row would be the same"
-        yield Finding(("sampling", "n"), message, "set sampling.temperature, for example to 0.8")
+        yield Finding(("sampling", name), message, "set sampling.temperature, for example to 0.8")
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
@@ -311,8 +318,9 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
     per_row = sampling.get("from_columns")
     named = isinstance(per_row, Mapping | tuple) and LOGPROBS in per_row
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
-    ours = (*ours, SAMPLE) if sampling.get("n", 1) != 1 else ours
-    return (*ours, LOGPROBS) if named or sampling.get(LOGPROBS) is not None else ours
+    many, best = sampling.get("n", 1) != 1, sampling.get("best_of", 1) != 1
+    ours = (*ours, SAMPLE) if many or best else ours
+    return (*ours, LOGPROBS) if named or best or sampling.get(LOGPROBS) is not None else ours
 
 
 def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Finding]:

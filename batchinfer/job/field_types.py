@@ -17,12 +17,23 @@ from pydantic import ValidationInfo as Info
 from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.hub import NoModel, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
-from batchinfer.core.sampling import BOUNDS, DERIVED, INT32_MAX, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
+from batchinfer.core.sampling import (
+    BOUNDS,
+    DERIVED,
+    INT32_MAX,
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    OTHER_NAMES,
+    SamplingParams,
+)
 from batchinfer.core.tool_calls import CALL_STYLES, CallStyleName
 from batchinfer.core.tools import TOOL_NAME, BadTools, checked_tools
 from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
+from batchinfer.job.values.token_biases import RIGHT as RIGHT_BIASES
+from batchinfer.job.values.token_biases import token_biases
 from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import shorten
 
@@ -183,7 +194,8 @@ def _is_pair(value: object) -> bool:
 
 def _check_parameter(name: object) -> None:
     if name not in SAMPLING_PARAMETERS:
-        near = difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, 1)
+        known = OTHER_NAMES.get(str(name))
+        near = [known] if known else difflib.get_close_matches(str(name), SAMPLING_PARAMETERS, 1)
         better = f"did you mean {near[0]}?" if near else f"there are {', '.join(SAMPLING_PARAMETERS)}"
         raise ValueError(f"{found(name)} is not a sampling parameter; {better}")
 
@@ -292,6 +304,11 @@ def _schema_text(value: object) -> object:
     return written(value)
 
 
+def _biases(value: object) -> object:
+    """{50256: -100} → pairs of a token and its bias."""
+    return value if value is None else token_biases(value)
+
+
 def _deadline(text: str) -> str:
     try:
         deadline_after(text, datetime.now().astimezone())
@@ -353,6 +370,20 @@ Stops = Annotated[
         json_schema_input_type=StopText | Annotated[tuple[StopText, ...], Field(max_length=MAX_STOPS)],
     ),
     Right(f"a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"),
+]
+Biases = Annotated[
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_biases, json_schema_input_type=dict[Annotated[str, Field(pattern="^[0-9]+$")], float]),
+    Right(RIGHT_BIASES),
+]
+Words = Annotated[
+    tuple[StopText, ...],
+    Field(max_length=MAX_BAD_WORDS),
+    BeforeValidator(
+        _listed,
+        json_schema_input_type=StopText | Annotated[tuple[StopText, ...], Field(max_length=MAX_BAD_WORDS)],
+    ),
+    Right(f"a list of at most {MAX_BAD_WORDS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"),
 ]
 Choice = Annotated[
     tuple[Text, ...],

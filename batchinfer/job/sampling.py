@@ -6,14 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from batchinfer.core.sampling import INT32_MAX, MAX_SAMPLES, MAX_STOP_TOKENS, SamplingParams
+from batchinfer.core.sampling import INT32_MAX, MAX_ALLOWED, MAX_SAMPLES, MAX_STOP_TOKENS, SamplingParams
 from batchinfer.job.field_types import (
     SAMPLING_PARAMETERS,
+    Biases,
     Choice,
     FromColumns,
     JsonSchema,
     Stops,
     Text,
+    Words,
     bounded,
 )
 from batchinfer.job.section import Section
@@ -76,6 +78,21 @@ class SamplingSection(Section):
         default=0,
         description="End an answer whose last N tokens repeat a cycle of at most N / 4 tokens. 0: off.",
     )
+    include_stop: bool = Field(
+        default=False, description="Whether the stop text that ends an answer stays in it."
+    )
+    logit_bias: Biases = Field(
+        default=(),
+        description="What is added to the scores of tokens: a mapping from token ids to numbers from -100 to 100.",
+        json_schema_extra={"default": {}},
+    )
+    allowed_token_ids: tuple[Annotated[int, Field(ge=0, le=INT32_MAX)], ...] = Field(
+        default=(), max_length=MAX_ALLOWED, description="The only token ids that answers may have. []: all."
+    )
+    bad_words: Words = Field(
+        default=(),
+        description="Texts that answers do not get: the last token of each is barred behind the others.",
+    )
 
     json_schema: JsonSchema | None = Field(
         default=None,
@@ -95,6 +112,10 @@ class SamplingSection(Section):
         default=1,
         description="Answers to each row: sampled ones, each a row of the result with a sample_index.",
     )
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(
+        default=1,
+        description="Answers that are computed to each row, of which the n with the likeliest tokens are published.",
+    )
     from_columns: FromColumns = Field(
         default=(),
         description="Parameters that a row sets itself: [max_tokens], or {temperature: temp_col} for another column.",
@@ -106,6 +127,11 @@ class SamplingSection(Section):
         """Whether max_tokens is what an answer's constraint can need."""
         return self.max_tokens == "fit"
 
+    @property
+    def chooses(self) -> bool:
+        """Whether more answers are computed than are published."""
+        return self.best_of > self.n
+
     def params(self) -> SamplingParams:
         """Return the parameters of a row without values of its own. Where max_tokens is fit, they have no limit."""
         given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
@@ -116,13 +142,15 @@ class SamplingSection(Section):
         return self._limited(self.given())
 
     def _limited(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A row's own limit takes the place of this one once its constraint is known."""
-        return given | ({"max_tokens": INT32_MAX} if self.fits else {})
+        """A row's own limit takes the place of this one once its constraint is known. The best answers are told by the
+        log-probabilities of their tokens."""
+        given = given | ({"max_tokens": INT32_MAX} if self.fits else {})
+        return given | ({"logprobs": 0} if self.chooses and given.get("logprobs") is None else {})
 
     @property
     def asks_logprobs(self) -> bool:
         """Whether rows may have log-probabilities, so that the result has a column for them."""
-        return self.logprobs is not None or "logprobs" in dict(self.from_columns)
+        return self.logprobs is not None or self.chooses or "logprobs" in dict(self.from_columns)
 
     def row_parameters(self) -> str:
         """The parameters that rows set themselves, for people: `max_tokens, temperature (column temp_col)`."""

@@ -342,8 +342,13 @@ class Job(Section):
 
     @property
     def samples(self) -> int:
-        """How many answers each row gets, which are rows of the result."""
-        return self.sampling.n
+        """How many answers each row gets."""
+        return max(self.sampling.n, self.sampling.best_of)
+
+    @property
+    def published_samples(self) -> int:
+        """How many of the answers to a row are rows of the result."""
+        return self.sampling.n if self.sampling.chooses else self.samples
 
     @property
     def source(self) -> Path:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from batchinfer.core.sampling import OTHER_NAMES
 from batchinfer.job.yaml_tree import Finding, Loc, resolve, shorten
 
 _NAMES: dict[object, str] = {
@@ -135,7 +136,8 @@ def _unknown(model: type[BaseModel], owner: type[BaseModel], loc: Loc) -> Findin
 
 def _nearest(model: type[BaseModel], owner: type[BaseModel], key: str) -> str:
     known = list(options(owner))
-    near = difflib.get_close_matches(key, known, 1, 0.7)
+    near = [OTHER_NAMES[key]] if OTHER_NAMES.get(key) in known else []
+    near = near or difflib.get_close_matches(key, known, 1, 0.7)
     if near:
         return f"did you mean {near[0]}?"
     for name in options(model):

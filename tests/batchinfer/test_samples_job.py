@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import duckdb
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError
+from batchinfer.data.outputs.best_samples import best_samples
 from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
@@ -63,6 +65,62 @@ def test_each_row_has_its_samples(tmp_path: Path, model: Path, form: str) -> Non
     texts = {row["generated_text"] for row in found if row["status"] == "ok"}
     assert len(texts) > 12, "samples differ"
     assert run(many, NO_ENGINE).exit_code == 0
+
+
+def means(rows: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
+    return {
+        (row["row_id"], row["sample_index"]): sum(one["logprob"] for one in row["logprobs"])
+        / len(row["logprobs"])
+        for row in rows
+        if row["status"] == "ok"
+    }
+
+
+@pytest.mark.parametrize(("n", "per_file"), [(1, 3), (2, 5), (3, 1)])
+def test_the_best_of_several_are_published(tmp_path: Path, model: Path, n: int, per_file: int) -> None:
+    """Of all answers, as a job that publishes them has them, which therefore computes nothing. A row that is an error
+    is one n times."""
+    rows: list[Any] = rows_of(7)
+    rows[3]["text"] = None
+    sections: dict[str, Any] = {"on_error": {"max_error_rate": 0.5}}
+    path = job(tmp_path, model, rows, n, sampling={"best_of": 4, "max_tokens": 6}, **sections)
+    outcome = run(path, REAL, ("output.rows_per_file", str(per_file)))
+    assert (outcome.exit_code, outcome.row["computed_requests"], outcome.row["rows"]) == (0, 24, 7 * n)
+    found = table(path)
+    files = [pq.read_metadata(file).num_rows for file in sorted((tmp_path / "out/res").glob("*.parquet"))]
+    assert files[0] == max(per_file // n * n, n)
+    assert sum(files) == len(found) == 7 * n
+    again = run(path, NO_ENGINE, ("output.rows_per_file", str(per_file)))
+    assert again.exit_code == 0
+    every = (("sampling.n", "4"), ("sampling.logprobs", "0"))
+    assert run(path, NO_ENGINE, *every).exit_code == 0
+    whole = table(path)
+    mean = means(whole)
+    wanted = []
+    for number, row in enumerate(rows):
+        samples = [0, 1, 2, 3]
+        if row["text"] is not None:
+            samples.sort(key=lambda sample: (-mean[number, sample], sample))
+        wanted += [(number, sample) for sample in sorted(samples[:n])]
+    assert [(row["row_id"], row["sample_index"]) for row in found] == wanted
+    by_sample = {(row["row_id"], row["sample_index"]): row for row in whole}
+    assert found == [by_sample[place] for place in wanted]
+
+
+def test_best_samples_are_chosen_by_their_own_tokens_alone() -> None:
+    """Of equal ones the first; an error, and a probability that is no number, only where nothing else is left."""
+    logprobs = [[-1.0, -2.0], [-1.5], [-1.5, -1.5], None, [-9.0], [float("nan")], [-0.1], [], [-2.0]]
+    status = ["ok", "ok", "ok", "error", "ok", "ok", "error", "ok", "ok"]
+    matched = pa.table({"logprobs": pa.chunked_array([pa.array(logprobs, pa.list_(pa.float32()))])})
+    rows = pa.table({"status": status})
+
+    def best(samples: int, n: int) -> list[int]:
+        index: Any = SimpleNamespace(samples=samples, published_samples=n)
+        return best_samples(index, rows, matched).nonzero()[0].tolist()
+
+    assert best(3, 1) == [0, 4, 8]
+    assert best(3, 2) == [0, 1, 4, 5, 7, 8]
+    assert best(9, 4) == [0, 1, 2, 8]
 
 
 def test_the_prompt_of_samples_runs_once(tmp_path: Path, model: Path) -> None:
@@ -126,6 +184,8 @@ def test_greedy_rows_are_errors(tmp_path: Path, model: Path) -> None:
 WRONG = [
     ("{n: 3}", "sampling.n: is 3, but temperature is 0"),
     ("{n: 0, temperature: 1}", "sampling.n"),
+    ("{best_of: 3}", "sampling.best_of: is 3, but temperature is 0"),
+    ("{n: 4, best_of: 3, temperature: 1}", "sampling.best_of: is 3, fewer than sampling.n, which is 4"),
     ("{n: 2000, temperature: 1}", "sampling.n"),
 ]
 

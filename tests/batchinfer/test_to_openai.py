@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from batchinfer.core.errors import InputMissing, OutputConflict, StorageError, UsageError
 from batchinfer.pipeline.options import RunOptions
@@ -48,6 +49,22 @@ def test_every_line_names_the_model_of_its_request(tmp_path, model):
         ("text_completion", "model"),
         ("chat.completion", "another"),
     ]
+
+
+def test_a_text_completion_may_begin_with_its_prompt(tmp_path, model):
+    """In its line; the result has the answer alone, which is not computed again. Special tokens are no text."""
+    ids = [*range(60, 70), 0]
+    prompts = ["Once upon\na time", "Once upon\na time", ids, ids]
+    rows = [completion(str(n), prompt=prompt, temperature=0) for n, prompt in enumerate(prompts)]
+    for row in rows[1::2]:
+        row["body"] |= {"echo": True, "logprobs": None}
+    path = batch(tmp_path, model, *rows)
+    run(path, to(tmp_path / "out.jsonl"))
+    texts = [body["choices"][0]["text"] for body in bodies(tmp_path / "out.jsonl")]
+    assert [row["generated_text"] for row in table(path)] == [texts[0], texts[0], texts[2], texts[2]]
+    rust = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert texts[1::2] == [prompts[0] + texts[0], rust.decode(ids) + texts[2]]
+    assert len(rust.decode(ids)) > 5
 
 
 def test_the_time_is_told_on_request(tmp_path, model):

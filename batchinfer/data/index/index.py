@@ -153,6 +153,12 @@ class Index:
     samples: int = 1  # how many of its rows, one after the other, are a row of the input
     expected: str | None = None  # the passthrough column with the values that answers should have
     pairs: PairScoring | None = None  # the score of its prompts and documents, whose answers are logits
+    best: int | None = None  # how many of the samples of a row are published, the best ones; None: all
+
+    @property
+    def published_samples(self) -> int:
+        """Return how many of the samples of a row are published."""
+        return self.samples if self.best is None else self.best
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -200,6 +206,7 @@ class Index:
             samples=int(value.get("samples", 1)),
             expected=value.get("expected"),
             pairs=None if (paired := value.get("pairs")) is None else PairScoring.from_json(paired),
+            best=value.get("best"),
         )
 
     @classmethod
@@ -246,6 +253,8 @@ class Index:
             value["samples"] = self.samples
         if self.expected is not None:
             value["expected"] = self.expected
+        if self.best is not None:
+            value["best"] = self.best
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

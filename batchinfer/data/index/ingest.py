@@ -453,6 +453,7 @@ class Ingestion:
             self._job.samples,
             self._job.input.expected,
             self._options.pairs,
+            self._job.sampling.n if self._job.sampling.chooses else None,
         )
         index.write_marker(self._ops)
         return index

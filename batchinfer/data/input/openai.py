@@ -14,6 +14,7 @@ VECTOR_URL = "/v1/embeddings"
 ENCODINGS = ("float", "base64")  # of vectors
 DOCUMENTS, EFFORT, KWARGS = "documents", "reasoning_effort", "chat_template_kwargs"
 TOOLS, CHOICE, PARALLEL = "tools", "tool_choice", "parallel_tool_calls"
+ECHO = "echo"  # whether the text of a text completion begins with its prompt
 _VECTOR_FIELDS = ("input", "model", "user", "dimensions", "encoding_format")
 # Of a chat's body: what its chat template is told
 TEMPLATE_FIELDS = frozenset({DOCUMENTS, EFFORT, KWARGS, TOOLS})

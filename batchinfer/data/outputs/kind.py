@@ -52,7 +52,7 @@ class AskedOutputs(Protocol):
 
 
 class TokenBytes(Protocol):
-    """The bytes of single tokens, as `batchinfer.data.tokenizer.token_texts` finds them."""
+    """The bytes of single tokens, and texts of several, as `batchinfer.data.tokenizer.token_texts` finds them."""
 
     @property
     def specials(self) -> frozenset[int]:
@@ -60,6 +60,9 @@ class TokenBytes(Protocol):
 
     def bytes_of(self, token: int) -> bytes:
         """The UTF-8 bytes of a token, also where they are no whole characters."""
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of a prompt's tokens, special ones left out."""
 
 
 class Receiver(Protocol):

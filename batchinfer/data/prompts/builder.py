@@ -17,7 +17,7 @@ from jinja2 import nodes
 
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.rung import Rung
-from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.sampling import OTHER_NAMES, SamplingParams
 from batchinfer.core.scoring import MAX_LABELS, PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.json_text import parse_value
@@ -46,7 +46,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_PARTS = ("image", "image_url", "input_image", "audio", "input_audio", "video", "video_url", "file")
 MAX_TEXT_BYTES = 4 << 20
 _MOST_BYTES = 4  # of a character in UTF-8
-_MAX_TOKENS = ("max_tokens", "max_completion_tokens")
+_MAX_TOKENS = ("max_tokens", *(called for called, name in OTHER_NAMES.items() if name == "max_tokens"))
 ROW_VARIABLE = "row"  # {{ row["a column with spaces"] }}
 
 
@@ -211,7 +211,7 @@ class PromptBuilder:
             given = {name: from_text(name, value) for name, value in given.items()}
         params = override(self._plan.params, given, dict(self._plan.overrides))
         if self._plan.sampled and params.greedy:
-            raise RowProblem("bad_parameter", "temperature is 0, and n > 1 equal answers are of no use")
+            raise RowProblem("bad_parameter", "temperature is 0, and several equal answers are of no use")
         return self._fitted(params, given)
 
     def _fitted(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

@@ -21,6 +21,7 @@ from batchinfer.data.kept.rows import KeptRows
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.builder import Draft, PromptBuilder, PromptPlan
 from batchinfer.data.prompts.keys import KEY_BYTES, TOKEN_BYTES, WorkKeys, token_bytes
+from batchinfer.data.prompts.parameters.named_tokens import NamedTokens
 from batchinfer.data.prompts.prepared.continued import ContinuedPrompts
 from batchinfer.data.prompts.prepared.known_rows import KnownRows
 from batchinfer.data.prompts.prepared.paired import PairedTexts
@@ -117,6 +118,7 @@ class Preparer:
         self._ladder = plan.ladder
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
+        self._named = NamedTokens(tokenizer, limits.vocab_size)
         self._report = report
 
     def _joining(self, plan: PromptPlan) -> ContinuedPrompts | PairedTexts | None:
@@ -182,7 +184,7 @@ class Preparer:
             if draft.params is not self._plain and self._constraints.are_due(draft.params):
                 self._report(checking(index))
                 self._constraints.check(draft.params)
-            held.add(index, draft)
+            held.add(index, draft._replace(params=self._named.named(draft.params)))
         except RowProblem as problem:
             work.errors[index] = problem.error
 

@@ -16,6 +16,8 @@ from batchinfer.core.sampling import (
     CONSTRAINTS,
     DERIVED,
     INT32_MAX,
+    MAX_ALLOWED,
+    MAX_BAD_WORDS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKENS,
     MAX_STOPS,
@@ -24,31 +26,17 @@ from batchinfer.core.sampling import (
 )
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.constraints.schema_problem import BadSchema
-from batchinfer.data.input.openai import CALL_FIELDS, TEMPLATE_FIELDS, TOOLS
+from batchinfer.data.input.openai import CALL_FIELDS, ECHO, TEMPLATE_FIELDS, TOOLS
 from batchinfer.data.input.rows import RowProblem, kind_of
-
-# What OpenAI requests may carry without changing the answer here.
-_HARMLESS = frozenset(
-    (
-        *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention"),
-    )
+from batchinfer.data.prompts.parameters.request_fields import (
+    HARMLESS,
+    STRUCTURED,
+    AskedParameters,
+    asks_nothing,
+    parameter_of,
+    unsupported,
 )
-_RENAMED = {"max_completion_tokens": "max_tokens"}
-# Fields that are accepted only with the value that asks for nothing.
-_NOTHING: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (False, True),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "best_of": (1,),
-}
+from batchinfer.job.values.token_biases import token_biases
 
 
 def override(
@@ -58,15 +46,19 @@ def override(
 
     Raises RowProblem naming the parameter, and the column that `columns` has for it where its name is another.
     """
+    return _laid_over(params, given, {name: _label(name, column) for name, column in (columns or {}).items()})
+
+
+def _laid_over(params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]) -> SamplingParams:
+    """`labels`: what problems call the parameters, where that is not their name."""
     found: dict[str, Any] = {}
     if given:
-        labels = {name: _label(name, column) for name, column in (columns or {}).items()}
         found = {
             name: CHECKS[name](labels.get(name, name), value)
             for name, value in given.items()
             if value is not None
         }
-    result = replace(_unconstrained(params, found), **found) if found else params
+    result = replace(_unconstrained(params, found, labels), **found) if found else params
     if result.min_tokens > result.max_tokens:
         raise _bad("min_tokens", f"{result.min_tokens} is more than max_tokens {result.max_tokens}")
     return result
@@ -74,12 +66,11 @@ def override(
 
 def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_field: str) -> SamplingParams:
     """As `override`, for the body of an OpenAI request. Unknown fields and streaming are refused."""
-    given: dict[str, Any] = {}
-    chat = prompt_field == "messages"
+    asked, chat = AskedParameters(), prompt_field == "messages"
     logprobs = ("logprobs", "top_logprobs") if chat else ("logprobs",)
     for field, value in body.items():
-        name = _RENAMED.get(field, field)
-        if value is None or field == prompt_field or field in _HARMLESS or field in logprobs:
+        name = parameter_of(field)
+        if value is None or field == prompt_field or field in HARMLESS or field in logprobs:
             continue
         if chat and (field in TEMPLATE_FIELDS or (field in CALL_FIELDS and body.get(TOOLS))):
             continue  # what the chat template is told, and what tools are to be called
@@ -88,14 +79,17 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
         elif field in ("stream", "stream_options"):
             _check_stream(field, value)
         elif field == "response_format":
-            given |= _response_format(value)
+            for kind, asked_for in _response_format(value).items():
+                asked.put(kind, asked_for, field)
+        elif field == ECHO and not chat:
+            _check_echo(value, body.get("logprobs"))
+        elif field == STRUCTURED:
+            asked.put_structure(value)
         elif name in CHECKS:
-            given[name] = value
-        elif not (field in _NOTHING and value in _NOTHING[field]):
-            raise RowProblem(
-                "unknown_field", f"body.{field[:100]}: this field, or its value, is not supported"
-            )
-    found = override(params, given)
+            asked.put(name, value, field)
+        elif not asks_nothing(field, value, chat):
+            raise unsupported(field)
+    found = _laid_over(params, asked.values, asked.fields)
     if all(body.get(field) is None for field in logprobs):
         return found
     return replace(found, logprobs=_chat_logprobs(body) if chat else _text_logprobs(body["logprobs"]))
@@ -118,11 +112,14 @@ def _text_logprobs(asked: object) -> int | None:
     return None if asked is False else CHECKS["logprobs"]("logprobs", asked)
 
 
-def _unconstrained(params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+def _unconstrained(
+    params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]
+) -> SamplingParams:
     """`params` without their constraint where `given` has one. Raises RowProblem for several."""
     named = [name for name in CONSTRAINTS if given.get(name)]
     if len(named) > 1:
-        raise _bad(named[1], f"is given together with {named[0]}; an answer can have only one constraint")
+        first, second = (labels.get(name, name) for name in named[:2])
+        raise _bad(second, f"is given together with {first}; an answer can have only one constraint")
     return replace(params, **_NO_CONSTRAINT) if named else params
 
 
@@ -145,7 +142,7 @@ def from_text(name: str, value: Any) -> Any:
     if not isinstance(value, str) or name in ("stop", "regex", "grammar", "json_schema"):
         return value
     try:
-        return json.loads(value if name == "choice" else value.lower())
+        return json.loads(value if name in ("choice", "bad_words") else value.lower())
     except (ValueError, RecursionError):
         return value  # the parameter's check says what it should be
 
@@ -157,6 +154,14 @@ def _label(name: str, column: str) -> str:
 def _check_n(value: object) -> None:
     if value != 1 or isinstance(value, bool):
         raise RowProblem("n_over_limit", "n is over the limit of 1; repeat the request for more samples")
+
+
+def _check_echo(value: object, logprobs: object) -> None:
+    """It says how a line is written, and nothing of the answer."""
+    if _boolean(ECHO, value) and logprobs is not None and logprobs is not False:
+        raise _bad(
+            ECHO, "goes with no logprobs: those of the prompt would belong to the text; leave one of them out"
+        )
 
 
 def _check_stream(field: str, value: object) -> None:
@@ -198,22 +203,55 @@ def _number(bounds: Bounds) -> Callable[[str, Any], float]:
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) for s in stops):
-        raise _bad(name, f"must be text or a list of texts, not {kind_of(value)}")
+    stops = _texts(name, value)
     if len(stops) > MAX_STOPS:
         raise RowProblem("too_many_stops", f"{name}: {len(stops)} stop strings; the limit is {MAX_STOPS}")
     if any(not 0 < len(s) <= MAX_STOP_CHARS for s in stops):
         raise _bad(name, f"each stop string has 1 to {MAX_STOP_CHARS} characters")
-    return tuple(stops)
+    return stops
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+        raise _bad(name, f"must be text or a list of texts, not {kind_of(value)}")
+    return tuple(texts)
 
 
 def _stop_tokens(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, list | tuple) and len(value) > MAX_STOP_TOKENS:
+        raise RowProblem("too_many_stops", f"{name}: {len(value)} ids; the limit is {MAX_STOP_TOKENS}")
+    return _token_ids(name, value)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise _bad(name, f"must be a list of token ids, not {kind_of(value)}")
-    if len(value) > MAX_STOP_TOKENS:
-        raise RowProblem("too_many_stops", f"{name}: {len(value)} ids; the limit is {MAX_STOP_TOKENS}")
     return tuple(_integer(Bounds(0, INT32_MAX))(name, v) for v in value)
+
+
+def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        return token_biases(value)
+    except ValueError as error:
+        raise _bad(name, f"{error}") from None
+
+
+def _allowed(name: str, value: Any) -> tuple[int, ...]:
+    ids = _token_ids(name, value)
+    if not 0 < len(ids) <= MAX_ALLOWED:
+        size = f"has {len(ids):,} ids" if ids else "is an empty list, so that no answer can follow it"
+        raise _bad(name, f"{size}; give 1 to {MAX_ALLOWED:,}, or write null")
+    return ids
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    words = _texts(name, value)
+    if len(words) > MAX_BAD_WORDS:
+        raise _bad(name, f"has {len(words)} texts; the limit is {MAX_BAD_WORDS}")
+    if any(not 0 < len(word) <= MAX_STOP_CHARS for word in words):
+        raise _bad(name, f"each text has 1 to {MAX_STOP_CHARS} characters")
+    return words
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -258,6 +296,10 @@ _OTHERS: Mapping[str, Callable[[str, Any], Any]] = {
     "stop": _stops,
     "stop_token_ids": _stop_tokens,
     "ignore_eos": _boolean,
+    "include_stop": _boolean,
+    "logit_bias": _biases,
+    "allowed_token_ids": _allowed,
+    "bad_words": _words,
     "json_schema": _schema,
     "json_object": _boolean,
     "regex": _text,

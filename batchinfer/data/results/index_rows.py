@@ -54,6 +54,10 @@ class IndexView(AskedOutputs, Protocol):
         """How many rows of the index, one after the other, are a row of the input."""
 
     @property
+    def published_samples(self) -> int:
+        """How many of these are rows of the result: all, or the best ones."""
+
+    @property
     def rows(self) -> int:
         """Rows of the index, bad ones included."""
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputCorrupt, UsageError
 from batchinfer.core.request import RowError
-from batchinfer.data.input.openai import CHAT_URL, VECTOR_URL
+from batchinfer.data.input.openai import CHAT_URL, ECHO, VECTOR_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values
 from batchinfer.data.outputs.kind import OutputKind, TokenBytes
@@ -33,11 +33,12 @@ _BATCH_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The names in a row of the input; None for a name that is missing or could not be read."""
+    """The part of a row of the input that its line needs; None for what is missing or could not be read."""
 
     url: str | None
     model: str | None
     encoding: str | None = None  # of a vector
+    echoed: str | Sequence[int] | None = None  # the prompt that stands before the text of its answer
 
 
 def asked(reader: Reader, limit: int | None = None) -> Iterator[Asked]:
@@ -50,7 +51,10 @@ def _asked(row: Values | RowError) -> Asked:
     values: Values = {} if isinstance(row, RowError) else row
     body = values.get("body")
     named = body if isinstance(body, dict) else {}
-    return Asked(_text(values.get("url")), *(_text(named.get(key)) for key in ("model", "encoding_format")))
+    model, encoding = (_text(named.get(key)) for key in ("model", "encoding_format"))
+    # what is wrong with them was found when the row was read, and made it an error row
+    echoed = named.get("prompt") if named.get(ECHO) is True else None
+    return Asked(_text(values.get("url")), model, encoding, echoed)
 
 
 def _text(value: object) -> str | None:
@@ -122,6 +126,8 @@ def batch_line(row: dict[str, Any], request: Asked, origin: Origin) -> dict[str,
 
 def _body(row: dict[str, Any], request: Asked, origin: Origin, seed: str) -> dict[str, Any]:
     chat = request.url == CHAT_URL
+    if request.echoed is not None and not chat:
+        row = row | {"generated_text": _echo(request.echoed, origin.tokens) + (row["generated_text"] or "")}
     found = origin.kind.openai_body(row | {"encoding_format": request.encoding}, chat, origin.tokens)
     if request.url == VECTOR_URL:
         return found | {"model": request.model or origin.model}
@@ -132,6 +138,10 @@ def _body(row: dict[str, Any], request: Asked, origin: Origin, seed: str) -> dic
         "model": request.model or origin.model,
     }
     return named | found
+
+
+def _echo(prompt: str | Sequence[int], tokens: TokenBytes) -> str:
+    return prompt if isinstance(prompt, str) else tokens.text_of(prompt)
 
 
 def _id(prefix: str, seed: str) -> str:

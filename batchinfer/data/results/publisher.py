@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import BatchInferError, OutputConflict
 from batchinfer.data.columns.logprob_column import Detokenizer
+from batchinfer.data.outputs.best_samples import indexed_rows, published_rows
 from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.results.index_rows import IndexView
 from batchinfer.data.results.join import Join
@@ -72,8 +73,9 @@ def publish(
     files += staging.made(detokenizer, {file.number for file in files}, state)
     files.sort(key=lambda file: file.number)
     written = sum(file.rows for file in files)
-    if written != index.rows:
-        raise BatchInferError(f"the join gave {written} rows for an input of {index.rows}: nothing published")
+    wanted = published_rows(index, index.rows)
+    if written != wanted:
+        raise BatchInferError(f"the join gave {written} rows for an input of {wanted}: nothing published")
     manifest = _finish(stage, files, spec, _endpoints(index), state.ops)
     if older and older.generation == manifest.generation and intact(state.results):
         _remove(stage, state.ops)
@@ -99,7 +101,7 @@ class _Staging:
         """Copy the files that the result before has, too."""
         found = []
         for number, fingerprint in enumerate(fingerprints):
-            left = self.index.rows - number * self.spec.rows_per_file
+            left = published_rows(self.index, self.index.rows) - number * self.spec.rows_per_file
             file = earlier.copied(number, fingerprint, min(left, self.spec.rows_per_file), self.stage)
             if file is not None:
                 found.append(file)
@@ -109,10 +111,13 @@ class _Staging:
     def made(self, detokenizer: Detokenizer, there: Collection[int], state: StateFolder) -> list[StagedFile]:
         """Write the other files."""
         index, per_file = self.index, self.spec.rows_per_file
-        spans = spans_of(index.rows, per_file, self.threads, there)
+        indexed = indexed_rows(index, per_file)
+        spans = spans_of(index.rows, indexed, self.threads, there)
         if not spans:
             return []
-        files = ResultFiles(self.stage, result_schema(index), KINDS[index.output], per_file, state.ops)
+        files = ResultFiles(
+            self.stage, result_schema(index), KINDS[index.output], per_file, state.ops, indexed
+        )
         with result_rows(index, self.join, detokenizer, state.staging / "spill", spans) as rows:
             return files.write(spans, rows.tables, self.threads, self.on_rows)
 

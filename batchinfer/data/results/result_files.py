@@ -79,6 +79,7 @@ class ResultFiles:
     kind: OutputKind
     rows_per_file: int
     ops: FileOps
+    indexed_per_file: int  # rows of the index, of which these are made
 
     def write(
         self,
@@ -93,7 +94,7 @@ class ResultFiles:
 
         def span(number: int, heard: OnRows) -> list[StagedFile]:
             made = _ahead(tables(number)) if threads > len(spans) else tables(number)
-            return self._write_span(spans[number][0] // self.rows_per_file, made, heard)
+            return self._write_span(spans[number][0] // self.indexed_per_file, made, heard)
 
         return [file for files in _at_once(span, len(spans), threads, on_rows) for file in files]
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from batchinfer.core.errors import BatchInferError
 from batchinfer.data.accuracy.expected import marked
 from batchinfer.data.columns.logprob_column import Detokenizer
+from batchinfer.data.outputs.best_samples import best_samples
 from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.results.index_rows import IndexRows, IndexView
 from batchinfer.data.results.join import Join
@@ -80,10 +81,19 @@ class ResultRows:
             first += rows.num_rows
             for field in self._index.passthrough_schema:
                 table = table.append_column(field, values.column(field.name))
-            if self._partial:
-                finished = pc.or_(pc.is_null(rows.column("key")), pc.is_valid(matched.column("row_id")))
-                table = table.filter(finished)
-            yield table.cast(self._schema)
+            yield table.filter(pa.array(self._published(table, rows, matched))).cast(self._schema)
+
+    def _published(self, table: pa.Table, rows: pa.Table, matched: pa.Table) -> NDArray[np.bool_]:
+        """Mark the rows of a table that belong to the result."""
+        marks = np.ones(len(table), np.bool_)
+        chooses = self._index.published_samples < self._index.samples
+        if self._partial:
+            finished = pc.or_(pc.is_null(rows.column("key")), pc.is_valid(matched.column("row_id")))
+            marks = finished.to_numpy(zero_copy_only=False)
+        if chooses:  # among all answers to a row
+            marks = np.repeat(marks.reshape(-1, self._index.samples).all(axis=1), self._index.samples)
+            marks &= best_samples(self._index, table, matched)
+        return marks
 
     def _read(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:
         return self._rows.tables(start, stop, [self._batch_rows])
@@ -127,8 +137,11 @@ def _of_samples(table: pa.Table, samples: int) -> pa.Table:
 
 
 def batch_rows(index: IndexView) -> int:
-    """Return how many rows are made at a time."""
-    return KINDS[index.output].batch_rows(index) or BATCH_ROWS
+    """Return how many rows are made at a time: with all answers to a row, where some of them are chosen."""
+    rows = KINDS[index.output].batch_rows(index) or BATCH_ROWS
+    if index.published_samples == index.samples:
+        return rows
+    return max(1, rows // index.samples) * index.samples
 
 
 def _check_order(row_ids: NDArray[np.int64], first: int) -> None:

@@ -14,18 +14,19 @@ _INCOMPLETE = "\ufffd"  # what a character is decoded to as long as tokens of it
 
 class StopStrings:
     """Watches one sequence. `rust` is a `tokenizers.Tokenizer`; `stops` are non-empty. Nothing ends an answer of fewer
-    than `min_tokens`: stop strings are looked for in the text from that token on.
+    than `min_tokens`: stop strings are looked for in the text from that token on. `include`: the one that ends the
+    answer stays in its text.
 
     The answer's text is always `rust.decode(all ids, skip_special_tokens=True)`; decoding it anew for every token
     would cost the square of its length, so a stream finds the candidates and one full decoding confirms them.
     """
 
-    def __init__(self, rust: Any, stops: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(self, rust: Any, stops: Sequence[str], min_tokens: int = 0, include: bool = False) -> None:
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._rust = rust
         self._stops = tuple(stops)
-        self._min_tokens = min_tokens
+        self._min_tokens, self._include = min_tokens, include
         self._tail_chars = max(map(len, self._stops), default=1) - 1
         self._ids: list[int] = []
         self._held: list[int] = []  # the last ones, whose text the stream has not given out
@@ -58,7 +59,8 @@ class StopStrings:
 
     def _cut(self) -> int | None:
         before = self._decoded(self._ids[: max(0, self._min_tokens - 1)])
-        return cut_at_stop(self._decoded(self._ids), self._stops, len(before.rstrip(_INCOMPLETE)))
+        start = len(before.rstrip(_INCOMPLETE))
+        return cut_at_stop(self._decoded(self._ids), self._stops, start, self._include)
 
     def _decoded(self, ids: list[int]) -> str:
         return str(self._rust.decode(ids, skip_special_tokens=True))
@@ -67,10 +69,11 @@ class StopStrings:
 def stop_streams(rust: Any) -> Callable[[SamplingParams], Callable[[int], int | None]]:
     """Return the function that the engine calls for each sequence with stop strings, which maps its next token to the
     cut."""
-    return lambda params: StopStrings(rust, params.stop, params.min_tokens).push
+    return lambda params: StopStrings(rust, params.stop, params.min_tokens, params.include_stop).push
 
 
-def cut_at_stop(text: str, stops: Sequence[str], start: int = 0) -> int | None:
-    """The number of characters before the first stop string in `text` from `start` on; None when there is none."""
-    places = [at for stop in stops if (at := text.find(stop, start)) >= 0]
-    return min(places, default=None)
+def cut_at_stop(text: str, stops: Sequence[str], start: int = 0, include: bool = False) -> int | None:
+    """The number of characters before the first stop string in `text` from `start` on, with `include` up to its end;
+    None when there is none. Of stop strings that begin at the same character the shortest is the first."""
+    places = [(at, at + len(stop)) for stop in stops if (at := text.find(stop, start)) >= 0]
+    return min(places)[include] if places else None

@@ -44,6 +44,10 @@ class TokenTexts:
         table = _byte_letters()
         return bytes(table[c] for c in piece) if all(c in table for c in piece) else text.encode()
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of a prompt's tokens, special ones left out."""
+        return str(self._rust.decode(list(ids), skip_special_tokens=True))
+
     def _own(self, token: int, text: str) -> str:
         if token in self.specials:
             return str(self._rust.id_to_token(token))

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from batchinfer.core.request import ConstraintFailed, FinishReason, RowError
 from batchinfer.engine.loop.in_flight import End
-from batchinfer.engine.schedule.constraints import Constraint
+from batchinfer.engine.loop.narrowed import leaves_none
+from batchinfer.engine.schedule.constraints import Constraint, ConstraintMasks
 from batchinfer.engine.schedule.sequence import Sequence
 
 _ENDED_BY: Mapping[FinishReason, str] = {
@@ -15,12 +16,23 @@ _ENDED_BY: Mapping[FinishReason, str] = {
     "stop": "a stop string or token ended",
 }
 
+_NONE_LEFT = RowError(
+    "no_token_left", "policy", "allowed_token_ids and what is banned (min_tokens, bad_words) leave no token"
+)
+_NONE_LEFT_BY_CONSTRAINT = RowError(
+    "no_token_left",
+    "policy",
+    "none of the tokens that the constraint allows next is left by allowed_token_ids and bad_words",
+)
 
-def without_token(sequence: Sequence) -> End:
-    """Say how a sequence ends for which no token was found."""
+
+def without_token(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks | None) -> End:
+    """Say how a sequence ends for which no token was found. `eos`: of the model; `masks`: those of constraints."""
     constraint = sequence.constraint
     if constraint is not None and constraint.failure is not None:
         return End("error", error=constraint.failure)
+    if sequence.request.params.narrowed and leaves_none(sequence, eos, masks):
+        return End("error", error=_NONE_LEFT if constraint is None else _NONE_LEFT_BY_CONSTRAINT)
     text = "the model's logits are not finite numbers"
     return End("error", error=RowError("nan_logits", "engine", text, retryable=True))
 

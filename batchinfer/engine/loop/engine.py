@@ -150,7 +150,7 @@ class Engine:
             end = self._constrain(sequence)
         except ConstraintFailed as failed:
             return End("error", error=failed.error)
-        sequence.needs_sync = self._draft is not None or sequence.mask is not None
+        sequence.needs_sync = self._needs_sync(sequence)
         if end is not None:
             self._early.requests.append(request_sample(sequence, end, self._now()))
             return end
@@ -213,8 +213,10 @@ class Engine:
 
     def _jump_forward(self, sequence: Sequence, now: float) -> End | None:
         """Append the tokens that have to come next (jump-forward decoding): the next step runs them as one chunk. Rows
-        with log-probabilities sample them, to know how likely they are."""
-        if sequence.constraint is None or sequence.logprobs is not None:
+        with log-probabilities sample them, to know how likely they are, and rows that may not get every token, which a
+        token that has to come may be."""
+        samples = sequence.logprobs is not None or sequence.request.params.narrowed
+        if sequence.constraint is None or samples:
             return None
         for token in sequence.constraint.jump_forward():
             sequence.jump_forward_tokens += 1
@@ -272,7 +274,7 @@ class Engine:
         room = sequence.max_length - len(sequence) - 1
         free = (
             sequence.status is SequenceStatus.RUNNING and not sequence.drafts and sequence.constraint is None
-        )
+        ) and not sequence.looks_back
         if sequence.remaining == 1 and room > 0 and free:
             sequence.propose(draft(sequence)[:room])
 
@@ -368,7 +370,7 @@ class Engine:
         """Append a token and its own of the `logprobs` to its sequence; how the sequence ends, if the token ends it."""
         if token == NO_TOKEN:
             sequence.take_none()
-            return without_token(sequence)
+            return without_token(sequence, self._limits.eos_token_ids, self._masks)
         sequence.take(token)
         if sequence.logprobs is not None and logprobs is not None:
             sequence.logprobs.append(logprobs, at)
@@ -388,7 +390,10 @@ class Engine:
         self._drop_mask(sequence)
         sequence.constraint = sequence.mask = None
         sequence.watched = sequence.stop_stream is not None or sequence.logprobs is not None
-        sequence.needs_sync = self._draft is not None
+        sequence.needs_sync = self._needs_sync(sequence)
+
+    def _needs_sync(self, sequence: Sequence) -> bool:
+        return self._draft is not None or sequence.mask is not None or sequence.looks_back
 
     def _take_back(self, taken: AcceptedTokens) -> None:
         """Give up the positions that were computed for rejected tokens."""

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer.engine.runner.edited_logits import edit
 from batchinfer.engine.runner.row_scores import row_scores
 from batchinfer.engine.runner.sampled import DeviceTokens, Masked, RowLogprobs, RowStates, Sampled
 from batchinfer.engine.schedule.step_plan import PenalisedRows, SamplingPlan
@@ -54,7 +55,8 @@ class TokenMask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Order of the steps: penalties, bans below min_tokens, mask, temperature, top-k, top-p, min-p, draw.
+    """Order of the steps: biases, allowed tokens, penalties, bans below min_tokens, mask, temperature, top-k, top-p,
+    min-p, draw.
 
     As in transformers, top-p renormalises what top-k left, and min-p compares with the most likely token.
     Log-probabilities are of the logits before the first of these steps.
@@ -143,6 +145,7 @@ class Sampler:
         logits: (n, vocab) float32, which are changed. `device_tokens`: last tokens that only the device knows.
         """
         asking = _LogprobRows.of(logits, plan)
+        edit(logits, plan)
         if plan.penalised is not None:
             ops.penalise(logits, _penalties(plan.penalised, device_tokens or DeviceTokens(), logits.device))
         if plan.masked and plan.drawn is None and plan.given is None and not asking:
@@ -241,12 +244,11 @@ class _LogprobRows:
 
     @classmethod
     def of(cls, logits: Tensor, plan: SamplingPlan) -> _LogprobRows | None:
-        """Keep the logits of the rows that ask, before penalties and masks overwrite them; None: no row asks."""
+        """Keep the logits of the rows that ask, before all that overwrites them; None: no row asks."""
         if not plan.asking:
             return None
         if len(plan.asking) == len(logits):
-            changed = plan.penalised is not None or bool(plan.masked)
-            return cls(plan, None, logits.clone() if changed else logits)
+            return cls(plan, None, logits.clone() if plan.edited else logits)
         (index,) = upload([np.array(plan.asking, np.int64)], logits.device)
         return cls(plan, index, logits.index_select(0, index))
 

@@ -17,6 +17,7 @@ from batchinfer.engine.schedule.constraints import Constraint
 from batchinfer.engine.schedule.loops import LoopDetector
 from batchinfer.engine.schedule.scored_branches import ScoredBranch
 from batchinfer.engine.schedule.step_plan import States
+from batchinfer.engine.schedule.token_edits import BadTokens, bad_tokens
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
 StopStream = Callable[[int], int | None]
@@ -100,6 +101,7 @@ class Sequence:
     tokens: array[int]  # the prompt, then the output
     logprobs: CollectedLogprobs | None  # of the output tokens; None: the request does not ask for them
     loops: LoopDetector | None  # of the output tokens; None: the answer may run in circles
+    bad: BadTokens | None  # tokens that the answer may not have one behind the other; None: it may have all
     watched: bool  # whether a token has to be looked at for more than `stop_token_ids` and the length
     queued_s: float
     scheduled_s: float | None = None
@@ -145,7 +147,7 @@ class Sequence:
         """Make a sequence of a request, as long as the model lets it become."""
         params, prompt = request.params, array("i", request.prompt.tobytes())
         logprobs = None if params.logprobs is None else CollectedLogprobs()
-        reshaped = params.penalised or params.min_tokens > 0
+        reshaped = params.penalised or params.min_tokens > 0 or params.logit_bias or params.narrowed
         loops = LoopDetector(params.repetition_stop, len(prompt)) if params.repetition_stop else None
         return cls(
             request=request,
@@ -163,6 +165,7 @@ class Sequence:
             tokens=prompt,
             logprobs=logprobs,
             loops=loops,
+            bad=bad_tokens(params.bad_tokens) if params.bad_tokens else None,
             watched=stop_stream is not None or logprobs is not None or loops is not None,
             queued_s=now,
         )
@@ -174,6 +177,11 @@ class Sequence:
     def exact(self) -> bool:
         """Whether nothing but max_length can end it."""
         return self.request.params.has_known_length
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the tokens that it may get depend on the ones before, so that these must be known."""
+        return self.bad is not None and self.bad.looks_back
 
     @property
     def begins_request(self) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from batchinfer.engine.schedule.token_edits import AllowedTokens, BiasedTokens
+
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 States = NDArray[np.floating[Any]]  # hidden states in float32, or sums of them in float64
@@ -187,6 +189,14 @@ class SamplingPlan:
     chooses: bool = True  # whether rows get tokens at all
     classified: bool = False  # whether the classification head makes logits of the states, or of their means
     scored: ScoredTokens | None = None  # None: no row is asked how likely tokens are behind it
+    biased: BiasedTokens | None = None
+    allowed: AllowedTokens | None = None  # None: no row is kept from any token
+
+    @property
+    def edited(self) -> bool:
+        """Whether logits are changed before tokens are chosen."""
+        changed = (self.penalised, self.biased, self.allowed)
+        return bool(self.masked) or any(part is not None for part in changed)
 
     def part(self, first: int, end: int) -> SamplingPlan:
         """Return the plan of the rows [first, end)."""
@@ -209,6 +219,8 @@ class SamplingPlan:
             self.chooses,
             self.classified,
             None if self.scored is None else self.scored.part(first, end),
+            None if self.biased is None else self.biased.part(first, end),
+            None if self.allowed is None else self.allowed.part(first, end),
         )
 
     def __reduce__(self) -> Pickled:
@@ -219,7 +231,8 @@ class SamplingPlan:
         given = None if self.given is None else self.given.tobytes()
         asked = (self.argmax, *lists, self.penalised, self.drawn)
         scored = None if self.scored is None else tuple(one.tobytes() for one in self.scored)
-        return _sampling, (asked, given, self.states, self.pools, (self.chooses, self.classified), scored)
+        how, edits = (self.chooses, self.classified), (self.biased, self.allowed)
+        return _sampling, (asked, given, self.states, self.pools, how, scored, *edits)
 
 
 ARGMAX = SamplingPlan()
@@ -231,10 +244,10 @@ def _argmax() -> SamplingPlan:
 
 def _sampling(
     asked: tuple[Any, ...], given: bytes | None, states: list[int], pools: list[int] | None,
-    how: tuple[bool, bool], scored: tuple[bytes, bytes] | None,
+    how: tuple[bool, bool], scored: tuple[bytes, bytes] | None, *edits: Any,
 ) -> SamplingPlan:  # fmt: skip
     tokens = None if scored is None else ScoredTokens(*(np.frombuffer(one, np.int32) for one in scored))
-    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, *how, tokens)
+    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, *how, tokens, *edits)
     return SamplingPlan(*fields)
 
 

@@ -19,7 +19,10 @@ def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]])
     day = run.now.date().isoformat() if run.setup.tokenizer.tells_the_day else ""
     material = run.job.identity_json().encode() + context + f"{day} {INGEST_FORMAT}{_columns(run)}".encode()
     identity = hashlib.sha256(material).hexdigest()
-    return PublishSpec(run.job.name, identity, tuple(inputs), NUMERICS_VERSION, run.job.output.rows_per_file)
+    rows = run.job.output.rows_per_file
+    if run.job.sampling.chooses:  # which of the answers to a row are best is found in one file
+        rows = max(1, rows // run.job.published_samples) * run.job.published_samples
+    return PublishSpec(run.job.name, identity, tuple(inputs), NUMERICS_VERSION, rows)
 
 
 def _columns(run: OpenRun) -> str:

@@ -9,6 +9,7 @@ from batchinfer.core.hub import short_name
 from batchinfer.data.index.index import Index
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.job_input import open_input
+from batchinfer.data.outputs.best_samples import published_rows
 from batchinfer.data.results.join import Join
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.openai import asked, write_openai
@@ -27,7 +28,7 @@ def publish_result(
     run: OpenRun, context: bytes, index: Index, store: CompletionStore, join: Join
 ) -> tuple[Manifest, bool]:
     """Publish the result; return its manifest, and whether this run changed anything. Raises what `publish` raises."""
-    run.progress.phase("publishing", index.rows)
+    run.progress.phase("publishing", published_rows(index, index.rows))
     index.inputs_unchanged()
     older, inputs = intact(run.state.results), identities(index)
     note_use(run.state, run.job.cache.keep, join, store)

@@ -32,6 +32,7 @@ from batchinfer.models.opening import StoredModel, open_checkpoint
 from batchinfer.plan.setup.ingest_workers import ingest_workers
 from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_followed, check_names
 from batchinfer.plan.setup.job_reasoning import most_with_reasoning
+from batchinfer.plan.setup.job_tokens import check_named_tokens
 from batchinfer.plan.setup.resolve import Setting, resolve
 
 
@@ -106,6 +107,7 @@ def check_setup(
     state.check_writable()
     state.refuse_newer()
     check_followed(job, tokenizer)
+    check_named_tokens(job, tokenizer, checkpoint.spec.vocab)
     kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
     whole = read.embedding is not None and read.embedding.pooling != "last"
     if whole or not checkpoint.spec.causal:

@@ -71,6 +71,11 @@ def test_the_defaults_stay() -> None:
         "grammar": None,
         "tool_call": None,
         "repetition_stop": 0,
+        "include_stop": False,
+        "logit_bias": (),
+        "allowed_token_ids": (),
+        "bad_words": (),
+        "bad_tokens": (),
         "thinking_budget": None,
         "after_reasoning": (),
         "pooling": None,
@@ -85,6 +90,10 @@ def test_the_defaults_stay() -> None:
     [
         (SamplingParams(), "{}"),
         (SamplingParams(temperature=-0.0, seed=7, top_k=5), "{}"),
+        (SamplingParams(include_stop=True), "{}"),
+        (SamplingParams(logit_bias=((5, 0.0),)), "{}"),
+        (SamplingParams(logit_bias=((7, 1.5), (3, -100.0))), '{"logit_bias":[[3,-100.0],[7,1.5]]}'),
+        (SamplingParams(include_stop=True, stop=("a",)), '{"include_stop":true,"stop":["a"]}'),
         (SamplingParams(temperature=0.5, seed=7), '{"seed":7,"temperature":0.5}'),
         (
             SamplingParams(stop=("b", "a", "b"), stop_token_ids=(9, 2)),

@@ -64,6 +64,7 @@ class SmallIndex:
     tool_calls: CallStyle | None = None
     expected: str | None = None
     samples: int = 1
+    published_samples: int = 1
     scoring: None = None
 
     @property
@@ -134,6 +135,9 @@ class Numbers:
 
     def bytes_of(self, token: int) -> bytes:
         return self.token_texts([token])[0].encode()
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        return self.decode_batch([ids])[0]
 
 
 decode = Numbers()

@@ -73,6 +73,9 @@ WISHES: dict[str, dict[str, Any]] = {
     "stops": {"temperature": 1.0, "stop": ("e", "-2", ",c")},
     "logprobs": {"temperature": 1.0, "logprobs": 2},
     "cut": {"max_tokens": 9},
+    "biased": {"logit_bias": ((64, 4.0), (68, -100.0))},
+    "narrowed": {"allowed_token_ids": (*range(256), EOS)},
+    "worded": {"bad_tokens": ((65,), (1, 4), (64, 64)), "temperature": 1.0},
 }
 
 

@@ -51,6 +51,11 @@ def _requests(draw: Any, row: int, shared: list[int], constrained: bool) -> Requ
         temperature=draw(st.sampled_from([0.0, 0.0, 0.7])),
         top_p=draw(st.sampled_from([1.0, 0.8])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.3])),
+        logit_bias=draw(st.sampled_from([(), (), ((2, 3.0), (5, -100.0))])),
+        allowed_token_ids=draw(st.sampled_from([(), (), (), (0, 1, 2, 3, 4, 8), (1, 2, 3)])),
+        bad_tokens=draw(
+            st.sampled_from([(), (), (), ((2,), (0,)), ((1, 2), (3,), (4, 4, 4), (5, 2), (7, 8))])
+        ),
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.4])),
         logprobs=draw(st.sampled_from([None, None, 0, 3])),
         repetition_stop=draw(st.sampled_from([0, 0, 4])),

@@ -32,12 +32,12 @@ from tests.batchinfer.engine.small_engine import (
     request,
     watcher,
 )
-from tests.batchinfer.engine.test_sampler import Multiples, make_sequence
+from tests.batchinfer.engine.test_sampler import Multiples, make_sequence, plan_of
 from tests.batchinfer.models.foreign.kit import make
 
 OUTPUT = 10
 TOLERANCE = 1e-4
-LENGTHS = (1, 6, 17, 33, 40, 40, 29, 12)
+LENGTHS = (1, 6, 17, 33, 40, 40, 29, 12, 21)
 # of every kind some rows ask and some do not
 KINDS: list[dict[str, Any]] = [
     {"logprobs": 5},
@@ -46,6 +46,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.1},
     {"logprobs": 20, "repetition_penalty": 1.4, "min_tokens": 6},
     {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    {"logprobs": 2, "logit_bias": ((7, 9.0), (30, -100.0), (31, 8.5))},
     {"logprobs": 1, "temperature": 1.3, "top_k": 30, "presence_penalty": 0.7, "min_tokens": 4},
     {"logprobs": 3, "stop": ("there",), "min_tokens": 2},
 ]
@@ -135,11 +136,11 @@ def test_models_that_transformers_computes_have_them() -> None:
     check_all(ran, requests, foreign.theirs)
 
 
-@pytest.mark.parametrize("asking", [range(6), (0, 2, 5), (3,)])
+@pytest.mark.parametrize("asking", [range(7), (0, 2, 5), (3,), (6,)])
 def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, ...]) -> None:
     """Penalties, bans and masks write to the logits, of which no copy is kept but for this."""
     torch.manual_seed(2)
-    logits = torch.randn(6, 40) * 3
+    logits = torch.randn(7, 40) * 3
     logits[:, 7] = 20.0
     kinds: list[dict[str, Any]] = [
         {"repetition_penalty": 3.0},
@@ -148,6 +149,7 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
         {"most": 5},  # masked: token 7 is no multiple of 5
         {},
         {"frequency_penalty": 9.0},
+        {"logit_bias": ((7, -100.0),)},
     ]
     sequences = [
         make_sequence(i, [1, 2], [7, 7], **{"most": 100, **kind}, logprobs=4 if i in asking else None)
@@ -157,7 +159,7 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
     sampler = Sampler(frozenset(), masks)
     assert not sampler.tries_argmax(masks.plan(slice(4, 5))) or 4 not in asking
     sampled = sampler.sample(TorchOps(), logits.clone(), masks.plan())
-    assert [int(sampled.tokens[i]) == 7 for i in range(6)] == [False, False, True, False, True, False]
+    assert [int(sampled.tokens[i]) == 7 for i in range(7)] == [False, False, True, False, True, False, False]
     found = sampled.logprobs
     assert found is not None
     assert found.rows == list(asking)
@@ -165,6 +167,28 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
     chosen = sampled.tokens[list(asking)]
     torch.testing.assert_close(found.chosen, wanted.gather(-1, chosen[:, None])[:, 0])
     torch.testing.assert_close(found.top, wanted.topk(4).values)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"logit_bias": ((7, -100.0),)},
+        {"allowed_token_ids": (3, 5)},
+        {"bad_tokens": ((7,),)},
+        {"min_tokens": 9, "stop_token_ids": (7,)},
+    ],
+    ids=lambda kind: next(iter(kind)),
+)
+def test_they_are_kept_where_a_single_thing_changes_the_logits(kind: dict[str, Any]) -> None:
+    """Of all rows, which need no copy where nothing changes them."""
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3))
+    logits[:, 7] = 20.0
+    rows = [make_sequence(row, [1], [], logprobs=1, **kind) for row in range(2)]
+    sampled = Sampler(frozenset()).sample(TorchOps(), logits.clone(), plan_of(rows))
+    assert sampled.logprobs is not None
+    assert 7 not in sampled.tokens.tolist()
+    wanted = logits.log_softmax(-1).gather(-1, sampled.tokens[:, None])[:, 0]
+    torch.testing.assert_close(sampled.logprobs.chosen, wanted)
 
 
 def test_more_than_the_vocabulary_has_are_all_of_it() -> None:

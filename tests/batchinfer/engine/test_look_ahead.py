@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,9 @@ from tests.batchinfer.engine.small_engine import (
     drain,
     following,
     greedy,
+    key_of,
     make_engine,
+    request,
     watcher,
 )
 from tests.batchinfer.engine.word_constraints import WordConstraints, word
@@ -79,11 +82,15 @@ def test_answers_do_not_depend_on_how_the_work_is_cut(work: Work, way: Way) -> N
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
     answers = got.completions.values()
-    broken = sum(c.error is not None and c.error.code == "nan_logits" for c in answers)
+    broken = sum(c.error is not None and c.error.code in ("nan_logits", "no_token_left") for c in answers)
     given = sum(len(c.tokens.token_ids) for c in answers) + broken
     forced = sum(sample.forced_tokens for sample in got.requests.values())
     assert got.total("sampled_tokens") + forced == given
     for row in work.rows:
+        said = got.completions[row.key].tokens.token_ids.tolist()
+        assert not row.params.allowed_token_ids or {*said} <= set(row.params.allowed_token_ids)
+        for bad in map(list, row.params.bad_tokens):
+            assert not any(said[at : at + len(bad)] == bad for at in range(len(said)))
         if row.params.choice:
             check(row, got.completions[row.key])
     for name in ("preemptions", "forced_tokens", "padded_tokens"):
@@ -97,7 +104,9 @@ def check(row: Request, answer: Completion) -> None:
         assert (answer.finish_reason, answer.tokens.text_length) == ("stop", None)
         assert said in row.params.choice
     else:
-        assert answer.error.code == "incomplete_output"
+        assert answer.error.code == "incomplete_output" or (
+            answer.error.code == "no_token_left" and row.params.narrowed
+        )
         assert any(text.startswith(said) for text in row.params.choice)
 
 
@@ -107,6 +116,29 @@ def run(way: Way, rows: Seq[Request], limits: Limits = EASY) -> Ran:
 
 def rows(count: int, most: int, **more: Any) -> list[Request]:
     return greedy([[i % VOCAB, 3, i % 5] for i in range(count)], most, **more)
+
+
+@pytest.mark.parametrize("way", [Way(), Way(on_host=True), AHEAD], ids=["host", "looking", "ahead"])
+def test_rows_for_which_no_token_is_left_end_with_the_reason(way: Way) -> None:
+    """Tokens that had to come, and that are not allowed, are not appended."""
+    work = [
+        request(0, [3, 4], 9, choice=("bcdd",), allowed_token_ids=(1, 2)),
+        request(1, [3, 4], 9, allowed_token_ids=(EOS, 5), stop_token_ids=(5,), min_tokens=4),
+        request(2, [3, 4], 9, choice=("bcdd", "bcc"), allowed_token_ids=(1, 2), temperature=1.0),
+        request(3, [3, 4], 9, allowed_token_ids=(7,)),
+        request(4, [3, 4], 9, choice=("bcdd",), bad_tokens=((3, 3),)),
+        request(5, [3, 4], 9, allowed_token_ids=(5, 7), bad_tokens=((5,), (7, 7), (3, 4, 7))),
+    ]
+    got = run(way, work)
+    bad = [got.completions[work[row].key] for row in (0, 1, 4, 5)]
+    assert [one.error and one.error.code for one in bad] == ["no_token_left"] * 4
+    assert [word(one.tokens.token_ids.tolist()) for one in bad] == ["bc", "", "bcd", "h"]
+    assert bad[0].error is not None
+    assert "the constraint allows" in bad[0].error.message
+    assert [(word(got.tokens(row)), got.answers[key_of(row)][1]) for row in (2, 3)] == [
+        ("bcc", "stop"),
+        ("h" * 9, "length"),
+    ]
 
 
 def test_the_next_step_is_launched_before_the_tokens_of_this_one_are_read() -> None:

@@ -1,14 +1,13 @@
-"""Draws, penalties and filters: known vectors, distributions, and independence of the batch."""
+"""Draws, penalties, masks and what else changes logits: known values, and independence of the batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from batchinfer.core.content_root import ContentRoots
@@ -40,34 +39,6 @@ def reshaped(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
     got = logits.clone()
     chosen(got, [sequence])
     return got
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.7},
-        {"temperature": 1.3, "top_k": 5},
-        {"temperature": 1.0, "top_p": 0.8},
-        {"temperature": 0.9, "min_p": 0.1},
-        {"temperature": 0.9, "top_k": 7, "top_p": 0.6, "min_p": 0.05},
-    ],
-)
-def test_sampled_frequencies_follow_transformers_warpers(params):
-    torch.manual_seed(5)
-    logits = torch.randn(12) * 2
-    warpers = LogitsProcessorList([hf.TemperatureLogitsWarper(params["temperature"])])
-    if "top_k" in params:
-        warpers.append(hf.TopKLogitsWarper(params["top_k"]))
-    if "top_p" in params:
-        warpers.append(hf.TopPLogitsWarper(params["top_p"]))
-    if "min_p" in params:
-        warpers.append(hf.MinPLogitsWarper(params["min_p"]))
-    wanted = warpers(torch.zeros(1, 1, dtype=torch.long), logits[None].clone()).softmax(-1)[0]
-    rows = [make_sequence(i, [1], [], **params) for i in range(4000)]
-    tokens = chosen(logits.expand(4000, -1).clone(), rows)
-    seen = torch.bincount(torch.tensor(tokens), minlength=12) / 4000
-    assert (seen[wanted == 0] == 0).all()
-    torch.testing.assert_close(seen, wanted, atol=0.03, rtol=0)
 
 
 def test_a_row_draws_the_same_token_in_any_company():
@@ -102,6 +73,60 @@ def test_min_tokens_bans_eos_and_stop_tokens_until_reached():
     assert chosen(logits.clone(), [early], 5) == [1]
     late = make_sequence(0, [1], [2, 2], min_tokens=2, stop_token_ids=(4,))
     assert chosen(logits.clone(), [late], 5) == [5]
+
+
+def test_biases_are_added_before_penalties_and_to_their_own_rows_alone():
+    """Also in a part of the rows, as micro-batches have them. A row whose greatest logits are equal takes the lower
+    token."""
+    torch.manual_seed(7)
+    logits = torch.randn(4, 20)
+    rows = [
+        make_sequence(0, [1], [], logit_bias=((3, 50.0), (19, -100.0))),
+        make_sequence(1, [1], []),
+        make_sequence(2, [3], [3], logit_bias=((3, -9.0),), repetition_penalty=2.0),
+        make_sequence(3, [1], [], temperature=0.5, logit_bias=((0, 90.0), (5, 90.0))),
+    ]
+    wanted = logits.clone()
+    wanted[0, 3] += 50
+    wanted[0, 19] -= 100
+    wanted[2, 3] = (wanted[2, 3] - 9) * 2
+    wanted[3, [0, 5]] += 90
+    plan, got = plan_of(rows), logits.clone()
+    tokens = Sampler(frozenset()).sample(TorchOps(), got, plan).tokens
+    assert torch.equal(got, wanted)
+    assert tokens[:3].tolist() == wanted[:3].argmax(-1).tolist()
+    assert not Sampler(frozenset()).tries_argmax(plan_of(rows[:1]))
+    for first, end in ((0, 4), (0, 2), (1, 2), (2, 4)):
+        part = logits[first:end].clone()
+        found = Sampler(frozenset()).sample(TorchOps(), part, plan.part(first, end)).tokens
+        assert torch.equal(part, wanted[first:end])
+        assert torch.equal(found, tokens[first:end])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_allow_few_tokens_get_no_others(temperature):
+    """With their penalties, biases and masks; the logits of the others are as they were. A mask that allows none of
+    them leaves none."""
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(6))
+    rows = [
+        make_sequence(0, [1], [], allowed_token_ids=(3, 39), temperature=temperature),
+        make_sequence(1, [1], [], temperature=temperature, most=98),
+        make_sequence(2, [3], [3], allowed_token_ids=(3, 4), repetition_penalty=1e2, logit_bias=((3, 20.0),)),
+        make_sequence(3, [1], [], allowed_token_ids=(4, 9), most=5, temperature=temperature),
+        make_sequence(4, [1], [], allowed_token_ids=(30, 9), most=5, temperature=temperature),
+    ]
+    masks = Multiples(rows)
+    for row in rows[:3]:
+        row.request = replace(row.request, params=replace(row.request.params, max_tokens=98))
+    plan, got = masks.plan(), logits.clone()
+    tokens = Sampler(frozenset(), masks).sample(TorchOps(), got, plan).tokens.tolist()
+    assert tokens[0] in (3, 39)
+    assert torch.equal(got[1], logits[1])
+    assert tokens[2] == (3 if (logits[2, 3] + 20) / 100 > logits[2, 4] else 4)
+    assert tokens[3:] == [NO_TOKEN, 30]
+    assert (got[0].isfinite().nonzero()[:, 0]).tolist() == [3, 39]
+    part, plan = logits[2:3].clone(), plan.part(2, 3)
+    assert Sampler(frozenset(), masks).sample(TorchOps(), part, plan).tokens.tolist() == tokens[2:3]
 
 
 def test_rows_without_finite_logits_are_told_apart():

@@ -70,7 +70,7 @@ def check_variety(plans: list[StepPlan], ahead: bool) -> None:
     assert len(mixed) > 3
     assert any(plan.copies is not None for plan in plans)
     assert any(plan.awaited is not None for plan in plans) == ahead
-    for name in ("masked", "asking", "penalised", "drawn"):
+    for name in ("masked", "asking", "penalised", "drawn", "biased", "allowed"):
         assert any(getattr(plan.sampling, name) for plan in plans), name
     assert any(plan.rows is None for plan in plans), "the same rows as before"
 

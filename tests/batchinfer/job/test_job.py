@@ -92,7 +92,8 @@ input: {path: [a.jsonl, "/abs/*.parquet", ../up/**/x.jsonl], format: jsonl, id: 
 prompt: {system: "s {{ a }}", messages: chat, truncate: left}
 sampling: {max_tokens: 9, min_tokens: 9, temperature: 1, top_p: 0.5, top_k: 3, min_p: 1, seed: -7, stop: [a, b],
   stop_token_ids: [0, 5], ignore_eos: true, repetition_penalty: 1.5, presence_penalty: -2, frequency_penalty: 2,
-  repetition_stop: 64}
+  repetition_stop: 64, include_stop: true, logit_bias: {50256: -100, 11: 1.5},
+  allowed_token_ids: [0, 11], bad_words: [no, "No"]}
 output: {path: out/r, columns: [k, b], rows_per_file: 10}
 engine: {device: cpu, max_num_seqs: 1, max_num_batched_tokens: 1, block_size: 16, kv_memory: 0.5,
   enable_prefix_caching: false, threads: 2, deterministic: true}
@@ -108,7 +109,24 @@ commit: {rows: 1, seconds: 0.5}
     assert (job.model.path, job.model.max_model_len) == (tmp_path / "m", 4096)
     assert (job.model.quantization, job.engine.deterministic) == ("int8", True)
     assert job.sampling.params() == SamplingParams(
-        9, 9, 1.0, 0.5, 3, 1.0, -7, ("a", "b"), (0, 5), True, 1.5, -2.0, 2.0, repetition_stop=64
+        9,
+        9,
+        1.0,
+        0.5,
+        3,
+        1.0,
+        -7,
+        ("a", "b"),
+        (0, 5),
+        True,
+        1.5,
+        -2.0,
+        2.0,
+        repetition_stop=64,
+        include_stop=True,
+        logit_bias=((50256, -100.0), (11, 1.5)),
+        allowed_token_ids=(0, 11),
+        bad_words=("no", "No"),
     )
     assert isinstance(job.sampling.temperature, float)
     assert job.output.columns == ("k", "b")
@@ -457,10 +475,10 @@ def test_describe_says_every_option_where_that_is_asked_for(tmp_path: Path) -> N
 
 
 def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
-    assert list(SamplingSection.model_fields) == [*SAMPLING_PARAMETERS, "n", "from_columns"]
+    assert list(SamplingSection.model_fields) == [*SAMPLING_PARAMETERS, "n", "best_of", "from_columns"]
     assert SamplingSection().params() == SamplingParams()
     given = SamplingSection().model_dump(
-        exclude={"n", "from_columns", "choice"}
+        exclude={"n", "best_of", "from_columns", "choice", "allowed_token_ids"}
     )  # a row's empty choice is a mistake
     assert override(SamplingParams(), given) == SamplingParams()
 

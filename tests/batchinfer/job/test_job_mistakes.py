@@ -203,7 +203,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         GOOD
         + "sampling:\n  max_tokens: 0\n  min_tokens: -1\n  temperature: -0.1\n  top_p: 0\n  top_k: -1\n  min_p: 1.1\n"
         + "  repetition_penalty: 0\n  presence_penalty: 101\n  frequency_penalty: .inf\n  seed: 9223372036854775808\n"
-        + "  repetition_stop: -1\n",
+        + "  repetition_stop: -1\n  logit_bias: {5: -100.5}\n",
         [
             (7, "sampling.max_tokens", ("number 0", "from 1 to 2,147,483,647")),
             (8, "sampling.min_tokens", ("number -1", "from 0")),
@@ -216,6 +216,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
             (15, "sampling.frequency_penalty", ("inf", "from -100 to 100")),
             (16, "sampling.seed", ("9223372036854775808", "whole number")),
             (17, "sampling.repetition_stop", ("-1", "from 0 to 2,147,483,647")),
+            (18, "sampling.logit_bias", ("the bias of token 5", "from -100 to 100, not -100.5")),
         ],
     ),
     "min above max": (

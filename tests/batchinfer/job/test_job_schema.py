@@ -57,7 +57,7 @@ def test_every_option_is_documented_with_its_default(key: str) -> None:
     default = LEAVES[key].get("default")
     said = row.split("|")[2].strip()
     if said.startswith("`"):
-        documented = json.loads(said.strip("`")) if said == "`[]`" else resolve(said.strip("`"))
+        documented = json.loads(said.strip("`")) if said in ("`[]`", "`{}`") else resolve(said.strip("`"))
         assert documented == ("auto" if key == "model.max_model_len" and default is None else default)
         if key == "model.max_model_len":
             assert documented == "auto"

@@ -383,7 +383,13 @@ def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
     assert [r["generated_text"] for r in cut] == [text.split(stop)[0] for text in full]
     assert cut[0]["finish_reason"] == "stop"
     assert cut[0]["completion_tokens"] < 40
-    assert len(list((tmp_path / "out/res-report").glob("steps-*.parquet"))) == 2
+    run(path, RunOptions(), ("sampling.include_stop", "true"))
+    kept = table(path)
+    assert [r["generated_text"] for r in kept] == [
+        "".join(text.partition(stop)[:2]) if stop in text else text for text in full
+    ]
+    assert [r["completion_tokens"] for r in kept] == [r["completion_tokens"] for r in cut]
+    assert len(list((tmp_path / "out/res-report").glob("steps-*.parquet"))) == 3
     assert not list(tmp_path.rglob("experts-*")), "a model without experts has no table of theirs"
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.core.version import __version__
+from batchinfer.data.outputs.best_samples import indexed_rows
 from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.results.attempts import PART_SHIFT, Numbers
 from batchinfer.data.results.index_rows import IndexRows, IndexView
@@ -34,7 +35,7 @@ def fingerprints(index: IndexView, join: Join, spec: PublishSpec, threads: int) 
     """Return the fingerprint (hex) of each file of the result, in their order. Beside what `join` has, each row takes 8
     bytes. Raises InputCorrupt for an index that is damaged."""
     made = _Fingerprints(index, join, spec)
-    spans = spans_of(index.rows, spec.rows_per_file, threads)
+    spans = spans_of(index.rows, indexed_rows(index, spec.rows_per_file), threads)
     with ThreadPoolExecutor(threads, "fingerprint") as pool:
         return [one for found in pool.map(made.of_span, spans) for one in found]
 
@@ -43,11 +44,12 @@ class _Fingerprints:
     """Makes those of some files at a time, in any thread."""
 
     def __init__(self, index: IndexView, join: Join, spec: PublishSpec) -> None:
-        self._rows, self._join, self._per_file = IndexRows(index), join, spec.rows_per_file
+        self._rows, self._join = IndexRows(index), join
+        self._per_file = indexed_rows(index, spec.rows_per_file)
         self._places: Numbers = np.full(index.rows, _NONE, np.int64)
         self._places[join.rows] = join.positions
         self._head = _maker(index, spec)
-        full, rest = divmod(spec.rows_per_file, BATCH_ROWS)
+        full, rest = divmod(self._per_file, BATCH_ROWS)
         self._sizes = [BATCH_ROWS] * full + [rest] * (rest > 0)
 
     def of_span(self, span: tuple[int, int]) -> list[str]:
@@ -88,7 +90,8 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 def _maker(index: IndexView, spec: PublishSpec) -> bytes:
     """Return what makes files of rows. `spec.identity` stands for all of the job and the checkpoint."""
     kind, programs = KINDS[index.output], [version(name) for name in ("pyarrow", "tokenizers")]
-    rows = index.attempts, index.samples, index.logprobs, spec.rows_per_file
+    rows = [index.attempts, index.samples, index.logprobs, spec.rows_per_file]
+    rows += [index.published_samples] if index.published_samples < index.samples else []
     shape: Sequence[object] = [kind.name, kind.version, *rows]
     material = [WRITER_FORMAT, __version__, programs, spec.identity, spec.numerics, shape]
     schema: bytes = result_schema(index).serialize().to_pybytes()

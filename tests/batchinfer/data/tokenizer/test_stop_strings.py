@@ -15,18 +15,19 @@ STOP = st.text(alphabet="abthe .\né漢🙂", min_size=1, max_size=4)
 ANY_IDS = st.lists(st.integers(0, BPE.get_vocab_size() - 1), max_size=40)
 
 
-def expected(ids: list[int], stops: list[str]) -> tuple[int, int] | None:
+def expected(ids: list[int], stops: list[str], include: bool = False) -> tuple[int, int] | None:
     """(tokens, characters) by decoding everything at every step."""
     for count in range(1, len(ids) + 1):
         text = BPE.decode(ids[:count], skip_special_tokens=True)
         keep = cut_at_stop(text, stops)
         if keep is not None:
-            return count, keep
+            first = min((stop for stop in stops if text.startswith(stop, keep)), key=len)
+            return count, keep + include * len(first)
     return None
 
 
-def found(ids: list[int], stops: list[str]) -> tuple[int, int] | None:
-    watch = StopStrings(BPE, stops)
+def found(ids: list[int], stops: list[str], include: bool = False) -> tuple[int, int] | None:
+    watch = StopStrings(BPE, stops, include=include)
     for count, token in enumerate(ids, 1):
         keep = watch.push(token)
         if keep is not None:
@@ -34,15 +35,15 @@ def found(ids: list[int], stops: list[str]) -> tuple[int, int] | None:
     return None
 
 
-@given(TEXT, st.lists(STOP, max_size=3))
-def test_agrees_with_cutting_the_whole_text(text: str, stops: list[str]) -> None:
+@given(TEXT, st.lists(STOP, max_size=3), st.booleans())
+def test_agrees_with_cutting_the_whole_text(text: str, stops: list[str], include: bool) -> None:
     ids = BPE.encode(text).ids
-    assert found(ids, stops) == expected(ids, stops)
+    assert found(ids, stops, include) == expected(ids, stops, include)
 
 
-@given(ANY_IDS, st.lists(STOP, min_size=1, max_size=3))
-def test_agrees_for_any_tokens_a_model_may_emit(ids: list[int], stops: list[str]) -> None:
-    assert found(ids, stops) == expected(ids, stops)
+@given(ANY_IDS, st.lists(STOP, min_size=1, max_size=3), st.booleans())
+def test_agrees_for_any_tokens_a_model_may_emit(ids: list[int], stops: list[str], include: bool) -> None:
+    assert found(ids, stops, include) == expected(ids, stops, include)
 
 
 def test_a_stop_string_inside_split_characters() -> None:

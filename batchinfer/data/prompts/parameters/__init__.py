@@ -1,0 +1,1 @@
+"""Sampling parameters as requests of other programs write them."""

@@ -1,0 +1,203 @@
+"""Draws follow the distribution that their parameters define: each parameter by itself, and many together.
+
+The distributions are computed here from what the documentation says, in float64. The draws are those of the real
+sampler; they come from fixed keys, so that a test that passes once always does. Bounds are such that draws from the
+right distribution exceed one with a probability below 1e-6.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.prompts.keys import token_bytes, work_key
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.sampling_writer import SamplingWriter
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.small_engine import checkpoint
+
+DRAWS = 20_000
+PLACES = 10  # of the answer, at which each row draws
+VOCAB, EOS = 23, 11
+PROMPT, ANSWER = [3, 3, 5, 1], [7, 5, 7, 2]
+LOGITS = np.random.default_rng(12).normal(0, 1.5, VOCAB).astype(np.float32)
+LOGITS[[EOS, 7, 5]] += 1.5  # what parameters speak of is likely
+Shares = NDArray[np.float64]
+
+CASES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 6},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.15},
+    "repetition_penalty": {"repetition_penalty": 1.6},
+    "answer's penalties": {"presence_penalty": 1.2, "frequency_penalty": 0.8},
+    "logit_bias": {"logit_bias": ((0, 2.5), (7, -1.5), (EOS, -100.0))},
+    "allowed_token_ids": {"allowed_token_ids": (0, 4, 7, EOS, 20)},
+    # the last would begin in the prompt
+    "bad_words": {"bad_tokens": ((5,), (7, 2, EOS), (9, 2, 7), (2, 20), (1, 7, 5, 7, 2, 7))},
+    "min_tokens": {"min_tokens": 5, "stop_token_ids": (20,)},
+    "all": {
+        "temperature": 1.4,
+        "top_k": 12,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "logit_bias": ((0, 1.5), (5, -0.5)),
+        "allowed_token_ids": tuple(range(1, VOCAB)),
+        "bad_tokens": ((4,), (2, 6)),
+        "min_tokens": 9,
+    },
+}
+
+
+def params_of(case: str, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": 50, **CASES[case], **more})
+
+
+def distribution(params: SamplingParams) -> Shares:
+    """Return the probability of each token behind PROMPT and ANSWER."""
+    scores = LOGITS.astype(np.float64)
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    for token in {*PROMPT, *ANSWER}:
+        factor = params.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token in {*ANSWER}:
+        scores[token] -= params.presence_penalty + params.frequency_penalty * ANSWER.count(token)
+    if params.allowed_token_ids:
+        scores[[t for t in range(VOCAB) if t not in params.allowed_token_ids]] = -np.inf
+    if len(ANSWER) < params.min_tokens:
+        scores[[EOS, *params.stop_token_ids]] = -np.inf
+    for *before, last in params.bad_tokens:
+        if ANSWER[len(ANSWER) - len(before) :] == before:
+            scores[last] = -np.inf
+    shares: Shares = np.exp((scores - scores.max()) / params.temperature)
+    return filtered(shares / shares.sum(), params)
+
+
+def filtered(shares: Shares, params: SamplingParams) -> Shares:
+    """Return what top_k, top_p and min_p leave, one behind the other."""
+    order = np.argsort(-shares, kind="stable")
+    if params.top_k:
+        shares[order[params.top_k :]] = 0
+    if params.top_p < 1:
+        before = np.cumsum(shares[order]) - shares[order]
+        shares[order[before >= params.top_p * shares.sum()]] = 0
+    shares[shares < params.min_p * shares.max()] = 0
+    return shares / shares.sum()
+
+
+def keys_of(params: SamplingParams, count: int) -> list[bytes]:
+    """Return the keys of so many equal rows, as an index has them."""
+    text, tokens = params.canonical().to_json(), token_bytes(np.array(PROMPT, np.int32))
+    return [work_key(b"statistics", text, tokens, occurrence) for occurrence in range(count)]
+
+
+def draws(params: SamplingParams, rows: int, ops: Ops, places: int = PLACES) -> NDArray[np.int64]:
+    """Return the next tokens of so many equal rows, as if they came at each of so many places: (places, rows)."""
+    prompt, sequences = np.array(PROMPT, np.int32), list[Sequence]()
+    for key in keys_of(params, rows):
+        sequences.append(Sequence.of(Request(key, prompt, params), ContentRoots(1000), None, 0.0))
+        sequences[-1].tokens.extend(ANSWER)
+    plan = SamplingWriter(frozenset([EOS])).of(sequences, [])
+    found = []
+    for place in range(places):
+        drawn = plan.drawn and replace(plan.drawn, positions=plan.drawn.positions + np.int32(place))
+        logits = torch.from_numpy(LOGITS).expand(rows, -1).clone()
+        sampled = Sampler(frozenset([EOS])).sample(ops, logits, replace(plan, drawn=drawn))
+        found.append(sampled.tokens.numpy())
+    return np.stack(found)
+
+
+def surprise(seen: NDArray[np.int64], wanted: Shares) -> float:
+    """Return chi-square of counts over the bound that it exceeds with a probability below 1e-6 (Wilson and Hilferty,
+    1931); infinite for what cannot come. Rare ones are counted together, so that 10 or more of each are expected."""
+    if seen[wanted == 0].any():
+        return float("inf")
+    expected = wanted * seen.sum()
+    rare = expected < 10
+    pairs = [*zip(seen[~rare], expected[~rare], strict=True), (seen[rare].sum(), expected[rare].sum())]
+    parts = [(count - mean) ** 2 / mean for count, mean in pairs if mean > 0]
+    free = max(len(parts) - 1, 1)
+    return float(sum(parts) / (free * (1 - 2 / (9 * free) + 5.2 * sqrt(2 / (9 * free))) ** 3))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws_follow_their_distribution(case: str) -> None:
+    """And none that lacks what the case is about, or the test could not fail."""
+    params = params_of(case)
+    tokens = draws(params, DRAWS // PLACES, TorchOps())
+    seen = np.bincount(tokens.ravel(), minlength=VOCAB)
+    print(case, "occurrences 0 to", DRAWS // PLACES - 1, "at", PLACES, "places:", seen.tolist())
+    assert surprise(seen, distribution(params)) < 1
+    assert case == "nothing" or surprise(seen, distribution(params_of("nothing"))) > 1
+
+
+def test_draws_are_independent_of_those_of_other_seeds_rows_and_places() -> None:
+    """And the same again with the same."""
+    plain, shares = params_of("nothing"), distribution(params_of("nothing"))
+    tokens, other = (
+        draws(params_of("nothing", seed=seed), DRAWS // PLACES, TorchOps()).astype(np.int64)
+        for seed in (0, 1)
+    )
+    assert np.array_equal(tokens[:2, :50], draws(plain, 50, TorchOps(), 2))
+    wanted = np.outer(shares, shares).ravel()
+    pairs = {
+        "seeds": (tokens, other),
+        "rows": (tokens[:, :-1:2], tokens[:, 1::2]),
+        "places": (tokens[:-1:2], tokens[1::2]),
+    }
+    for name, (some, others) in pairs.items():
+        seen = np.bincount((some * VOCAB + others).ravel(), minlength=VOCAB**2)
+        assert surprise(seen, wanted) < 1, name
+    assert surprise(np.bincount((tokens * VOCAB + tokens).ravel(), minlength=VOCAB**2), wanted) > 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_rows_take_the_likeliest(case: str) -> None:
+    params = params_of(case, temperature=0.0)
+    wanted = int(distribution(params_of(case)).argmax())
+    assert draws(params, 1, TorchOps(), 1).tolist() == [[wanted]]
+
+
+@pytest.mark.parametrize("case", ["temperature", "top_k", "top_p", "min_p", "all"])
+def test_filters_are_those_of_transformers(case: str) -> None:
+    params = params_of(case)
+    warpers = LogitsProcessorList([hf.TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(hf.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(hf.TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(hf.MinPLogitsWarper(params.min_p))
+    theirs = warpers(torch.zeros(1, 1, dtype=torch.long), torch.from_numpy(LOGITS)[None].clone()).softmax(-1)[
+        0
+    ]
+    shares = np.exp(LOGITS.astype(np.float64) / params.temperature)
+    np.testing.assert_allclose(filtered(shares / shares.sum(), params), theirs.numpy(), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
+def test_triton_draws_the_same() -> None:
+    from tests.batchinfer.engine.interpreted_gpu import triton_ops
+
+    params, ops = params_of("all"), triton_ops(checkpoint("llama", num_hidden_layers=1))
+    assert np.array_equal(draws(params, 40, ops, 1), draws(params, 40, TorchOps(), 1))
