@@ -72,7 +72,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_constraints(sections),
         *_fit(sections, file),
         *task_findings(values),
-        *_samples(sections),
+        *_samples(sections, file),
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
         *_expected(sections, _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
@@ -260,17 +260,15 @@ def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Find
         )
 
 
-def _samples(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _samples(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
     sampling = sections.get("sampling", {})
     n = sampling.get("n")
     if not isinstance(n, int) or n < 2:
         return
-    if "prompt" not in sections or sections.get("input", {}).get("format") == "openai":
-        message = f"is {n}, which is not for OpenAI batch files: a line has one response"
-        yield Finding(("sampling", "n"), message, "repeat the requests, or give the prompt section")
     per_row = sampling.get("from_columns")
     named = isinstance(per_row, Mapping | tuple) and "temperature" in dict(per_row)
-    if not named and not sampling.get("temperature"):
+    usual = 1 if _is_openai(sections.get("input", {}), file) else 0
+    if not named and not sampling.get("temperature", usual):
         message = f"is {n}, but temperature is 0, so that all answers to a row would be the same"
         yield Finding(("sampling", "n"), message, "set sampling.temperature, for example to 0.8")
 
@@ -306,9 +304,10 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
     if (task := str(values.get("task"))) in TASK_COLUMNS:
         return task_columns(task)
     per_row = sampling.get("from_columns")
-    named = isinstance(per_row, Mapping | tuple) and LOGPROBS in per_row
+    of_rows = per_row if isinstance(per_row, Mapping | tuple) else ()
+    named = LOGPROBS in of_rows
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
-    ours = (*ours, SAMPLE) if sampling.get("n", 1) != 1 else ours
+    ours = (*ours, SAMPLE) if sampling.get("n", 1) != 1 or "n" in of_rows else ours
     return (*ours, LOGPROBS) if named or sampling.get(LOGPROBS) is not None else ours
 
 

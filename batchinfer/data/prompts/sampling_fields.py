@@ -16,6 +16,7 @@ from batchinfer.core.sampling import (
     CONSTRAINTS,
     DERIVED,
     INT32_MAX,
+    MAX_SAMPLES,
     MAX_STOP_CHARS,
     MAX_STOP_TOKENS,
     MAX_STOPS,
@@ -27,6 +28,7 @@ from batchinfer.data.constraints.schema_problem import BadSchema
 from batchinfer.data.input.openai import CALL_FIELDS, TEMPLATE_FIELDS, TOOLS
 from batchinfer.data.input.rows import RowProblem, kind_of
 
+SAMPLES = "n"  # how many answers a row asks for: no parameter of any of them
 # What OpenAI requests may carry without changing the answer here.
 _HARMLESS = frozenset(
     (
@@ -79,13 +81,11 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
     logprobs = ("logprobs", "top_logprobs") if chat else ("logprobs",)
     for field, value in body.items():
         name = _RENAMED.get(field, field)
-        if value is None or field == prompt_field or field in _HARMLESS or field in logprobs:
+        if value is None or field in (prompt_field, SAMPLES) or field in _HARMLESS or field in logprobs:
             continue
         if chat and (field in TEMPLATE_FIELDS or (field in CALL_FIELDS and body.get(TOOLS))):
             continue  # what the chat template is told, and what tools are to be called
-        if field == "n":
-            _check_n(value)
-        elif field in ("stream", "stream_options"):
+        if field in ("stream", "stream_options"):
             _check_stream(field, value)
         elif field == "response_format":
             given |= _response_format(value)
@@ -99,6 +99,20 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
     if all(body.get(field) is None for field in logprobs):
         return found
     return replace(found, logprobs=_chat_logprobs(body) if chat else _text_logprobs(body["logprobs"]))
+
+
+def asked_samples(value: Any, column: str = SAMPLES) -> int | None:
+    """Return the number of answers that a row asks for in this column, or in its body; None: it says nothing. Raises
+    RowProblem."""
+    if value is None:
+        return None
+    name = _label(SAMPLES, column)
+    number = _integer(Bounds(1, INT32_MAX))(name, value)
+    if number > MAX_SAMPLES:
+        raise RowProblem(
+            "n_over_limit", f"{name}: {number} is over the limit of {MAX_SAMPLES} answers to a row"
+        )
+    return number
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
@@ -152,11 +166,6 @@ def from_text(name: str, value: Any) -> Any:
 
 def _label(name: str, column: str) -> str:
     return name if name == column else f"{name} (column {column[:100]})"
-
-
-def _check_n(value: object) -> None:
-    if value != 1 or isinstance(value, bool):
-        raise RowProblem("n_over_limit", "n is over the limit of 1; repeat the request for more samples")
 
 
 def _check_stream(field: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Result rows: one for every input row, in input order, in a schema that is fixed before the first."""
+"""Result rows: one for every answer to an input row, in input order, in a schema that is fixed before the first."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from batchinfer.core.errors import BatchInferError
 from batchinfer.data.accuracy.expected import marked
 from batchinfer.data.columns.logprob_column import Detokenizer
+from batchinfer.data.index.index import INPUT_ROW, SAMPLE
 from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.results.index_rows import IndexRows, IndexView
 from batchinfer.data.results.join import Join
@@ -28,13 +29,12 @@ from batchinfer.data.store.parts import COMPLETION_SCHEMA
 BATCH_ROWS = 4096
 _ROW_ID = pa.field("row_id", pa.int64())
 ATTEMPT = pa.field("attempt", pa.int32())
-SAMPLE = pa.field("sample_index", pa.int32())  # which of its row's answers a row has
 
 
 def result_schema(index: IndexView) -> pa.Schema:
     """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
     ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
-    ours += [SAMPLE] if index.samples > 1 else []
+    ours += [SAMPLE] if index.samples else []
     clash = sorted(set(index.passthrough_schema.names) & {field.name for field in ours})
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
@@ -75,8 +75,9 @@ class ResultRows:
             table = self._kind.table(self._index, rows, matched, self._detokenizer)
             if self._index.attempts > 1:
                 table = table.append_column(ATTEMPT, self._numbers(first, matched))
-            if self._index.samples > 1:
-                table = _of_samples(table, self._index.samples)
+            if self._index.samples:
+                table = table.set_column(0, "row_id", rows.column(INPUT_ROW.name))
+                table = table.append_column(SAMPLE, rows.column(SAMPLE.name))
             first += rows.num_rows
             for field in self._index.passthrough_schema:
                 table = table.append_column(field, values.column(field.name))
@@ -117,13 +118,6 @@ def result_rows(
     wanted = schema.remove(schema.get_field_index("key"))
     with SortedAnswers(join.within(spans), wanted, starts, size, spill, working_memory() // 2) as answers:
         yield ResultRows(index, answers, spans, detokenizer, partial, join.attempts)
-
-
-def _of_samples(table: pa.Table, samples: int) -> pa.Table:
-    """Return the table with the ids of the input's rows, and which sample of its row each is."""
-    numbers = table.column("row_id").to_numpy()
-    table = table.set_column(0, "row_id", pa.array(numbers // samples))
-    return table.append_column(SAMPLE, pa.array((numbers % samples).astype(np.int32)))
 
 
 def batch_rows(index: IndexView) -> int:

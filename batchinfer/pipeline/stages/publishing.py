@@ -47,7 +47,7 @@ def publish_result(
     changed = not same or run.report.metered
     if changed:
         with told_by(run.notice):
-            run.report.keep_keys(index.index_parts, join.attempts, index.samples)
+            run.report.keep_keys(index.index_parts, join.attempts, index.row_ids)
             measure(run, manifest)
     return manifest, changed
 

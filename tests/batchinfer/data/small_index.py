@@ -63,7 +63,7 @@ class SmallIndex:
     reasoning: Reasoning | None = None
     tool_calls: CallStyle | None = None
     expected: str | None = None
-    samples: int = 1
+    samples: bool = False
     scoring: None = None
 
     @property
