@@ -50,7 +50,7 @@ def plan_rows(
     longest = max(row.length for row in rows)
     with IndexWriter(layout, longest, index_schema(endpoints=False), FileOps()) as writer:
         facts = no_facts(RowFields(()), len(rows))
-        writer.append(RowPlace("bench", 0), PreparedRows(prepared, facts))
+        writer.append(RowPlace("bench", 0), PreparedRows(prepared, facts), prepared.answers(1))
         writer.commit()
     tokens = TokenStore(layout.tokens)
     plan = plan_job(

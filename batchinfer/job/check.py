@@ -72,7 +72,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_constraints(sections),
         *_fit(sections, file),
         *task_findings(values),
-        *_samples(sections),
+        *_samples(sections, file),
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
         *_expected(sections, _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
@@ -260,7 +260,7 @@ def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Find
         )
 
 
-def _samples(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _samples(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
     sampling = sections.get("sampling", {})
     given = {name: sampling.get(name, 1) for name in ("n", "best_of")}
     wanted = {name: many for name, many in given.items() if isinstance(many, int) and many > 1}
@@ -272,14 +272,24 @@ def _samples(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
             f"is {wanted['best_of']}, fewer than sampling.n, which is {wanted['n']}; it must be at least that"
         )
         yield Finding(("sampling", "best_of"), message)
-    if "prompt" not in sections or sections.get("input", {}).get("format") == "openai":
-        message = f"is {n}, which is not for OpenAI batch files: a line has one response"
-        yield Finding(("sampling", name), message, "repeat the requests, or give the prompt section")
     per_row = sampling.get("from_columns")
+    if "best_of" in wanted:
+        yield from _best_of(wanted["best_of"], per_row, _is_openai(sections.get("input", {}), file))
     named = isinstance(per_row, Mapping | tuple) and "temperature" in dict(per_row)
-    if not named and not sampling.get("temperature"):
+    usual = 1 if _is_openai(sections.get("input", {}), file) else 0
+    if not named and not sampling.get("temperature", usual):
         message = f"is {n}, but temperature is 0, so that all answers to a row would be the same"
         yield Finding(("sampling", name), message, "set sampling.temperature, for example to 0.8")
+
+
+def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding]:
+    """Find what does not go with the best of several answers: rows that ask for numbers of answers themselves."""
+    if is_openai:
+        message = f"is {best_of}, which is not for OpenAI batch files: a request says itself how many answers it wants"
+        yield Finding(("sampling", "best_of"), message, "set n, or give the prompt section")
+    elif isinstance(per_row, Mapping | tuple) and "n" in dict(per_row):
+        message = f"is {best_of}, and n is read from a column; of as many answers to each row the best can be chosen"
+        yield Finding(("sampling", "best_of"), message, "remove one of the two")
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
@@ -316,9 +326,10 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
     if (task := str(values.get("task"))) in TASK_COLUMNS:
         return task_columns(task)
     per_row = sampling.get("from_columns")
-    named = isinstance(per_row, Mapping | tuple) and LOGPROBS in per_row
+    of_rows = per_row if isinstance(per_row, Mapping | tuple) else ()
+    named = LOGPROBS in of_rows
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
-    many, best = sampling.get("n", 1) != 1, sampling.get("best_of", 1) != 1
+    many, best = sampling.get("n", 1) != 1 or "n" in of_rows, sampling.get("best_of", 1) != 1
     ours = (*ours, SAMPLE) if many or best else ours
     return (*ours, LOGPROBS) if named or best or sampling.get(LOGPROBS) is not None else ours
 

@@ -118,7 +118,8 @@ class SamplingSection(Section):
     )
     from_columns: FromColumns = Field(
         default=(),
-        description="Parameters that a row sets itself: [max_tokens], or {temperature: temp_col} for another column.",
+        description="Parameters, or n, that a row sets itself: [max_tokens], or {temperature: temp_col} for another "
+        "column.",
         json_schema_extra={"default": []},
     )
 
@@ -152,6 +153,21 @@ class SamplingSection(Section):
         """Whether rows may have log-probabilities, so that the result has a column for them."""
         return self.logprobs is not None or self.chooses or "logprobs" in dict(self.from_columns)
 
+    @property
+    def parameter_columns(self) -> tuple[tuple[str, str], ...]:
+        """The parameters that rows set themselves, each with its column."""
+        return tuple(pair for pair in self.from_columns if pair[0] != "n")
+
+    @property
+    def samples_column(self) -> str | None:
+        """The column that says how many answers a row gets, where the job names one."""
+        return dict(self.from_columns).get("n")
+
+    @property
+    def asks_samples(self) -> bool:
+        """Whether the job file says that rows may have several answers, so that the result has a column for it."""
+        return self.n > 1 or self.samples_column is not None
+
     def row_parameters(self) -> str:
         """The parameters that rows set themselves, for people: `max_tokens, temperature (column temp_col)`."""
         return ", ".join(
@@ -161,3 +177,7 @@ class SamplingSection(Section):
     def given(self) -> dict[str, Any]:
         """Only what the job file says itself: the rest of an OpenAI request's parameters is not ours to choose."""
         return {name: getattr(self, name) for name in SAMPLING_PARAMETERS if name in self.model_fields_set}
+
+    def said(self) -> dict[str, Any]:
+        """As `given`, with the number of answers to each row where that is more than one."""
+        return self.given() | ({"n": self.n} if self.n > 1 else {})

@@ -342,13 +342,18 @@ class Job(Section):
 
     @property
     def samples(self) -> int:
-        """How many answers each row gets."""
+        """How many answers each row gets that asks for no number itself."""
         return max(self.sampling.n, self.sampling.best_of)
 
     @property
     def published_samples(self) -> int:
-        """How many of the answers to a row are rows of the result."""
+        """How many of the answers to such a row are rows of the result."""
         return self.sampling.n if self.sampling.chooses else self.samples
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether rows may get several answers: those of the job, their own, or as a request says."""
+        return self.sampling.asks_samples or (self.requests and self.task == "generate")
 
     @property
     def source(self) -> Path:
@@ -418,7 +423,7 @@ class Job(Section):
         output = dump["output"]
         identity |= {key: output[key] for key in ("columns", "json_schema", "column") if output.get(key)}
         if self.requests:  # a parameter that is written out counts there, even with its default
-            identity["sampling"] = self.sampling.given()
+            identity["sampling"] = self.sampling.said()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def describe(self, defaults: bool = False) -> str:
@@ -430,7 +435,7 @@ class Job(Section):
             if section == "sampling" and self.task != "generate":
                 continue
             if section == "sampling" and self.requests:
-                said = [f"    {key}: {shown(key, value)}" for key, value in self.sampling.given().items()]
+                said = [f"    {key}: {shown(key, value)}" for key, value in self.sampling.said().items()]
                 lines += ["  sampling", *said, "    the rest: as each request says, or as OpenAI's API does"]
             elif isinstance(spec, Section):
                 options = list(spec.described(defaults))

@@ -99,15 +99,15 @@ class RunReport:
         self._activities.append(Activity(process, activity, self._watch.at(began), self._watch.at(ended)))
 
     def keep_keys(
-        self, index_parts: Sequence[Path], attempts: NDArray[np.uint8] | None = None, samples: int = 1
+        self, index_parts: Sequence[Path], attempts: NDArray[np.uint8] | None = None, ids: str = "row_id"
     ) -> None:
         """Write which request answered which row of the result that was just published. `attempts`: which of the row's
-        own, by row; None: there is but one. `samples`: answers to a row. Raises OSError."""
+        own, by row; None: there is but one. `ids`: the column with the ids of rows in the result. Raises OSError."""
         if attempts is None:
-            write_rows(self.folder, self._run_id, index_parts, samples=samples)
+            write_rows(self.folder, self._run_id, index_parts, ids=ids)
             return
         columns = [attempt_columns(number)[0] for number in range(1, int(attempts.max(initial=1)) + 1)]
-        write_rows(self.folder, self._run_id, index_parts, columns, attempts - 1, samples)
+        write_rows(self.folder, self._run_id, index_parts, columns, attempts - 1, ids)
 
     def planned(self, plan: Plan, seen: EngineForecast | None) -> None:
         """Note what the plan has to run, and what the engine is forecast to take for it; None: there is no forecast."""

@@ -96,8 +96,10 @@ class RatioKind:
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
         return ["ratio"], None
 
-    def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
-        return {"object": "ratio", "ratio": row["ratio"]}
+    def openai_body(
+        self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
+    ) -> dict[str, Any]:
+        return {"object": "ratio", "ratio": answers[0]["ratio"]}
 
 
 @pytest.fixture

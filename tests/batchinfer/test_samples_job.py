@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError
+from batchinfer.data.index.index import BestOf
 from batchinfer.data.outputs.best_samples import best_samples
 from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table, write_job
@@ -115,8 +116,7 @@ def test_best_samples_are_chosen_by_their_own_tokens_alone() -> None:
     rows = pa.table({"status": status})
 
     def best(samples: int, n: int) -> list[int]:
-        index: Any = SimpleNamespace(samples=samples, published_samples=n)
-        return best_samples(index, rows, matched).nonzero()[0].tolist()
+        return best_samples(BestOf(n, samples), rows, matched).nonzero()[0].tolist()
 
     assert best(3, 1) == [0, 4, 8]
     assert best(3, 2) == [0, 1, 4, 5, 7, 8]
@@ -159,6 +159,97 @@ def test_a_killed_run_ends_with_the_same_samples(
     assert run(whole, REAL).row["computed_requests"] == 1, "the samples of the equal row are taken, too"
     after = [row["generated_text"] for row in table(whole)]
     assert after[:3] == [before["r0", n] for n in range(3)]
+
+
+def request(name: str, text: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+    """A request whose answers have at most four tokens."""
+    prompt = (
+        {"prompt": text} if url == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    )
+    return {"custom_id": name, "method": "POST", "url": url, "body": {**prompt, "max_tokens": 4, **body}}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_request_with_n_has_n_choices(tmp_path: Path, model: Path) -> None:
+    """Those of requests that stand n times; the prompt counts once, and chats and text completions may be mixed."""
+    asked = [request("a", "hello", n=3), request("b", "hello"), request("c", "word", "/v1/completions", n=2)]
+    asked += [request("d", "hello", n=2, logprobs=True), request("e", "cold", n=2, temperature=0)]
+    often = [one | {"body": one["body"] | {"n": 1}} for one in asked for _ in range(one["body"].get("n", 1))]
+    places = [tmp_path / name for name in ("many", "repeated")]
+    for place, rows in zip(places, (asked, often), strict=True):
+        place.mkdir()
+        path = write_job(place, model, rows, prompt=None, on_error={"max_error_rate": 0.9})
+        assert run(path, replace(REAL, to_openai=place / "answers.jsonl")).exit_code == 0
+    many, repeated = (lines(place / "answers.jsonl") for place in places)
+    assert [line["custom_id"] for line in many] == [*"abcde"]
+    bodies, alone = ([line["response"]["body"] for line in found[:-1]] for found in (many, repeated[:-1]))
+    assert [body["object"] for body in bodies] == ["chat.completion"] * 2 + [
+        "text_completion",
+        "chat.completion",
+    ]
+    assert [choice["index"] for body in bodies for choice in body["choices"]] == [0, 1, 2, 0, 0, 1, 0, 1]
+    choices = [{**choice, "index": 0} for body in bodies for choice in body["choices"]]
+    assert choices == [body["choices"][0] for body in alone]
+    found = iter(alone)
+    for body in bodies:
+        usages = [next(found)["usage"] for _ in body["choices"]]
+        made = sum(usage["completion_tokens"] for usage in usages)
+        prompt = usages[0]["prompt_tokens"]
+        assert body["usage"] == {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+        }
+    assert (many[-1]["response"], many[-1]["error"]["code"]) == (None, "bad_parameter")
+    assert "temperature is 0" in many[-1]["error"]["message"]
+    rows = table(places[0] / "job.yaml")
+    assert [(row["row_id"], row["sample_index"]) for row in rows] == [
+        *((0, n) for n in range(3)), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0)
+    ]  # fmt: skip
+
+
+def test_the_next_night_computes_only_other_samples(tmp_path: Path, model: Path) -> None:
+    """A job's n counts where a request has none of its own. Equal requests share their samples in their order."""
+    path = write_job(tmp_path, model, [request("a", "x", n=2), request("b", "x")], prompt=None)
+    assert run(path, FAKE).row["computed_requests"] == 3
+    write_job(tmp_path, model, [request("b", "x"), request("a", "x", n=3)], prompt=None)
+    assert run(path, FAKE).row["computed_requests"] == 1
+    rows = [request("b", "x"), request("a", "x", n=1), request("c", "y")]
+    write_job(tmp_path, model, rows, prompt=None, sampling={"n": 3})
+    assert run(path, FAKE).row["computed_requests"] == 3
+    assert [row["sample_index"] for row in table(path)] == [0, 1, 2, 0, 0, 1, 2]
+    assert run(path, NO_ENGINE).exit_code == 0
+    write_job(tmp_path, model, [request("c", "y")], prompt=None)
+    assert run(path, NO_ENGINE).exit_code == 0
+    assert "sample_index" not in table(path)[0]
+
+
+def test_a_column_says_how_many_answers_a_row_gets(tmp_path: Path, model: Path) -> None:
+    rows = [row | {"many": many} for row, many in zip(rows_of(4), (None, 3, 1, 2), strict=True)]
+    path = job(tmp_path, model, rows, 2, sampling={"from_columns": {"n": "many"}})
+    run(path, FAKE)
+    found = [(row["row_id"], row["sample_index"], row["age"]) for row in table(path)]
+    assert found == [(at, n, at) for at, many in enumerate((2, 3, 1, 2)) for n in range(many)]
+
+
+def test_a_choice_that_failed_is_told_beside_the_others(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
+    path = write_job(
+        tmp_path, model, [request("a", "x", n=16)], prompt=None, on_error={"max_error_rate": 1.0}
+    )
+    run(path, replace(FAKE, to_openai=tmp_path / "answers.jsonl"))
+    (line,) = lines(tmp_path / "answers.jsonl")
+    failed = [row["sample_index"] for row in table(path) if row["status"] == "error"]
+    assert 0 < len(failed) < 16
+    choices = line["response"]["body"]["choices"]
+    assert sorted([*failed, *(choice["index"] for choice in choices)]) == [*range(16)]
+    assert line["error"]["code"] == "fake_failure"
+    assert line["error"]["message"].startswith(f"choice {failed[0]} of 16: ")
 
 
 def test_a_repeated_id_is_an_error_of_all_its_samples(tmp_path: Path, model: Path) -> None:

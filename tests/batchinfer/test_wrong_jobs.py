@@ -947,7 +947,7 @@ BAD_REQUESTS: list[Bad] = [
     (chat(says(7)), "prompt_type", "input"),
     (chat(says(None)), "prompt_type", "input"),
     (chat(says([{"type": "image_url", "image_url": {"url": "x"}}])), "unsupported_content", "input"),
-    (chat(says("hi"), n=2), "n_over_limit", "input"),
+    (chat(says("hi"), n=2000), "n_over_limit", "input"),
     (chat(says("hi"), temprature=1), "unknown_field", "input"),
     (chat(says("hi"), tools=[{"type": "function"}]), "bad_parameter", "input"),
     (chat(says("hi"), response_format={"type": "json_schema"}), "bad_parameter", "input"),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import date, time
 from decimal import Decimal
 from enum import IntEnum
-from numbers import Real
 from typing import Any
 
 from batchinfer.data.accuracy.normalised import normalised
@@ -37,6 +36,8 @@ def text_grade(expected: Any, answer: str) -> Grade:
 
 def written(value: Any) -> str:
     """Return a value as a text: numbers and truth values as JSON writes them, but whole numbers without a point."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer():
@@ -61,6 +62,8 @@ def json_answer(text: str | None) -> Any:
 
 def _same(expected: Any, answer: Any, spelled: Text) -> bool:
     """Whether both say the same. A field that is null and one that is missing are alike."""
+    if isinstance(expected, str):
+        return isinstance(answer, str) and spelled(expected) == spelled(answer)
     if isinstance(expected, dict):
         return isinstance(answer, dict) and all(
             _same(expected.get(name), answer.get(name), spelled) for name in {*expected, *answer}
@@ -85,7 +88,7 @@ def _exactly(number: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, Real | Decimal) and not isinstance(value, bool)
+    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
 def _reads_as(text: str, number: Any) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.index.index import attempt_columns
+from batchinfer.data.index.index import INPUT_ROW, attempt_columns
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.keys import token_bytes, work_key
@@ -48,11 +48,11 @@ class EqualRows:
         unique_ids: bool,
         attempts: int = 1,
         threads: int = 2,
-        samples: int = 1,
+        samples: bool = False,
     ) -> None:
         """folder: for what is kept meanwhile. unique_ids: a row whose custom id an earlier row has is an error row.
-        samples: how many rows of the index, one after the other, a row of the input is."""
-        self._samples = samples
+        samples: several rows of the index may be a row of the input."""
+        self._input_row = INPUT_ROW.name if samples else "row_id"
         self._folder, self._context, self._ops = folder, context, ops
         self._unique_ids, self._attempts, self._threads = unique_ids, attempts, threads
         self._settled = 0  # parts
@@ -62,7 +62,7 @@ class EqualRows:
         """Settle the rows of those of these parts, in row order, that were not here the last time. Return how many
         became error rows. Raises StorageError, OutOfMemory."""
         new = _Stretch(parts, self._settled, self._folder / "spill", self._ops, self._threads)
-        errors = _refuse_repeated_ids(new, self._samples) if self._unique_ids else 0
+        errors = _refuse_repeated_ids(new, self._input_row) if self._unique_ids else 0
         kept = self._folder / f"equal-{len(self._kept)}.parquet"
         self._kept += _number_equal_samples(new, tokens, self._context, self._attempts, self._kept, kept)
         self._settled = len(parts)
@@ -109,14 +109,17 @@ class _Stretch:
             yield number, *np.concatenate(held, axis=1)
 
 
-def _refuse_repeated_ids(new: _Stretch, samples: int) -> int:
+def _refuse_repeated_ids(new: _Stretch, input_row: str) -> int:
     """Turn every row whose custom_id an earlier row of the input has into an error row; how many became one."""
     if not new.parts:
         return 0
-    rows = f"SELECT row_id, custom_id, error_code FROM {parquet(new.parts)} WHERE custom_id IS NOT NULL"
+    rows = (
+        f"SELECT row_id, {input_row} AS own, custom_id, error_code FROM {parquet(new.parts)} "
+        "WHERE custom_id IS NOT NULL"
+    )
     query = (
-        f"SELECT row_id, first FROM (SELECT row_id, error_code, min(row_id // {samples}) OVER (PARTITION BY custom_id) "
-        f"AS first FROM {_repeated(rows, 'custom_id')}) WHERE row_id // {samples} > first AND error_code IS NULL"
+        "SELECT row_id, first FROM (SELECT row_id, own, error_code, min(own) OVER (PARTITION BY custom_id) AS first "
+        f"FROM {_repeated(rows, 'custom_id')}) WHERE own > first AND error_code IS NULL"
     )
     return new.patch(query, _as_errors)
 
@@ -129,9 +132,9 @@ def _number_equal_samples(
     earlier: Sequence[Path],
     kept: Path,
 ) -> list[Path]:
-    """Give the k-th of otherwise equal sampled rows a key that says k. Its keys of later attempts say so, too, where
-    these are sampled. `earlier`: files like `kept`, which is written with the first keys of these rows; it is returned
-    if there are some.
+    """Give the k-th of otherwise equal sampled rows, those of one row of the input among them, a key that says k. Its
+    keys of later attempts say so, too, where these are sampled. `earlier`: files like `kept`, which is written with the
+    first keys of these rows; it is returned if there are some.
     """
     if not new.parts:
         return []

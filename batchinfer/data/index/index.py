@@ -1,6 +1,6 @@
 """A job's index: which row is which piece of work. Written by ingest, complete once index.json is there.
 
-index/part-*.parquet        one row for every input row, in order
+index/part-*.parquet        one row for every answer to an input row, in order
 tokens/tokens.bin           the prompts
 passthrough/part-*.parquet  the output.columns, in the rows of the index
 index.json                  the marker, written last
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,6 +41,8 @@ OPENING = pa.field("reasoning_opening", pa.int8())
 TOOLS = pa.field("tools", pa.string())
 # The labels that a row has of its own, as a JSON list
 LABELS = pa.field("labels", pa.string())
+# Which row of the input a row is, and which of its answers: an index of rows with one answer each has no such columns
+INPUT_ROW, SAMPLE = pa.field("input_row", pa.int64()), pa.field("sample_index", pa.int32())
 INDEX_SCHEMA = pa.schema(
     [
         ("row_id", pa.int64()),
@@ -73,15 +75,22 @@ def attempt_columns(attempt: int) -> tuple[str, str, str]:
 def unlike_columns(attempts: int) -> list[str]:
     """Return the columns of an index in which hardly any two rows have the same."""
     keys = [attempt_columns(attempt)[0] for attempt in range(1, attempts + 1)]
-    return ["row_id", "row_index", "custom_id", "token_offset", *keys]
+    return ["row_id", "row_index", "custom_id", "token_offset", INPUT_ROW.name, *keys]
 
 
 def index_schema(
-    endpoints: bool, attempts: int = 1, openings: bool = False, tools: bool = False, labels: bool = False
+    endpoints: bool,
+    attempts: int = 1,
+    openings: bool = False,
+    tools: bool = False,
+    labels: bool = False,
+    samples: bool = False,
 ) -> pa.Schema:
     """Return the columns of an index of OpenAI requests, or other rows, each of which may run so many times.
-    `openings`: their answers may reason first; `tools`: they may call tools; `labels`: they have their own labels."""
-    further = ((ENDPOINT, endpoints), (OPENING, openings), (TOOLS, tools), (LABELS, labels))
+    `openings`: their answers may reason first; `tools`: they may call tools; `labels`: they have their own labels;
+    `samples`: they may have several answers."""
+    further = [(ENDPOINT, endpoints), (OPENING, openings), (TOOLS, tools), (LABELS, labels)]
+    further += [(INPUT_ROW, samples), (SAMPLE, samples)]
     fields = [*INDEX_SCHEMA, *(field for field, there in further if there)]
     for attempt in range(2, attempts + 1):
         first = zip(attempt_columns(attempt), attempt_columns(1), strict=True)
@@ -121,6 +130,13 @@ class AnswerSchema:
     column: str | None = None
 
 
+class BestOf(NamedTuple):
+    """The best answers to a row: `published` ones of those that are `computed`, the same numbers for each row."""
+
+    published: int
+    computed: int
+
+
 @dataclass(frozen=True)
 class Index:
     """A complete index. Open it with `Index.open(folder)`."""
@@ -150,15 +166,10 @@ class Index:
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
     embedding: Embedding | None = None  # the vectors of its rows, whose answers are some
     scoring: Scoring | None = None  # what is scored behind its prompts, whose answers are scores
-    samples: int = 1  # how many of its rows, one after the other, are a row of the input
+    samples: bool = False  # whether several of its rows, one after the other, may be a row of the input
     expected: str | None = None  # the passthrough column with the values that answers should have
     pairs: PairScoring | None = None  # the score of its prompts and documents, whose answers are logits
-    best: int | None = None  # how many of the samples of a row are published, the best ones; None: all
-
-    @property
-    def published_samples(self) -> int:
-        """Return how many of the samples of a row are published."""
-        return self.samples if self.best is None else self.best
+    best: BestOf | None = None  # how many of the samples of a row are published; None: all
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -203,10 +214,10 @@ class Index:
             known_rows=int(known),
             embedding=made,
             scoring=None if scored is None else Scoring.from_json(scored),
-            samples=int(value.get("samples", 1)),
+            samples=bool(value.get("several_samples", False)),
             expected=value.get("expected"),
             pairs=None if (paired := value.get("pairs")) is None else PairScoring.from_json(paired),
-            best=value.get("best"),
+            best=None if (best := value.get("best")) is None else BestOf(*best),
         )
 
     @classmethod
@@ -249,12 +260,12 @@ class Index:
             value["scoring"] = self.scoring.to_json()
         if self.pairs is not None:
             value["pairs"] = self.pairs.to_json()
-        if self.samples > 1:
-            value["samples"] = self.samples
+        if self.samples:
+            value["several_samples"] = True
         if self.expected is not None:
             value["expected"] = self.expected
         if self.best is not None:
-            value["best"] = self.best
+            value["best"] = list(self.best)
         write_json(Layout(self.folder).marker, value, ops)
 
     @property
@@ -263,6 +274,11 @@ class Index:
         ignored = unread_text(self.unread_arguments)
         found = [] if ignored is None else [ignored]
         return [*found, UNREAD_CALLS] if self.unread_calls else found
+
+    @property
+    def row_ids(self) -> str:
+        """The column with the ids that rows have in the result."""
+        return INPUT_ROW.name if self.samples else "row_id"
 
     @property
     def index_dir(self) -> Path:

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.duplicates import EqualRows
-from batchinfer.data.index.index import AnswerSchema, Index, Layout, index_schema
+from batchinfer.data.index.index import AnswerSchema, BestOf, Index, Layout, index_schema
 from batchinfer.data.index.ingest_options import IngestOptions
 from batchinfer.data.index.keeping import Keeping, KeptIndex, kept_index
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
@@ -48,7 +48,7 @@ from batchinfer.machine.cpus import usable_cpus
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-INGEST_FORMAT = 6  # raise it when equal input would give another index
+INGEST_FORMAT = 7  # raise it when equal input would give another index
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Ingestion:
             ops,
             unique_ids=job.input.unique_ids,
             attempts=job.attempts,
-            samples=job.samples,
+            samples=job.has_samples,
             threads=max(2, usable_cpus()),
         )
 
@@ -298,9 +298,9 @@ class Ingestion:
         if not names:
             return None
         if schema is None:
-            return JsonSpool(names, self._spool, self._ops, self._job.samples)
+            return JsonSpool(names, self._spool, self._ops)
         typed = pa.schema([(name, schema.field(name).type) for name in names])
-        return TypedColumns(typed, self._layout.passthrough, self._ops, self._job.samples)
+        return TypedColumns(typed, self._layout.passthrough, self._ops)
 
     def _write(
         self,
@@ -313,8 +313,9 @@ class Ingestion:
         job, attempts, longest = self._job, self._job.attempts, self._options.max_model_len
         reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None
         labels = self._options.scoring is not None and self._options.scoring.own_labels
-        index_columns = index_schema(spec.fields.endpoints, attempts, reasons, tools, labels)
-        how = longest, index_columns, self._ops, attempts, job.samples
+        endpoints, several = spec.fields.endpoints, job.has_samples
+        index_columns = index_schema(endpoints, attempts, reasons, tools, labels, several)
+        how = longest, index_columns, self._ops, attempts
         writer = self._writer = IndexWriter(self._layout, *how)
         workers = self._options.workers or usable_cpus()
         with self._known(spec) as kept:
@@ -326,9 +327,10 @@ class Ingestion:
                     pool.expect()
                 for chunk, rows in pool.map(wanted.chunks()):
                     columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
+                    times = rows.prompts.answers(job.samples)
                     if carried is not None:
-                        carried.append(writer.rows, chunk, rows.facts)
-                    writer.append(wanted.place(chunk, len(rows)), rows)
+                        carried.append(writer.rows, chunk, rows.facts, times)
+                    writer.append(wanted.place(chunk, len(rows)), rows, times)
                     if kept is not None:
                         kept.append(rows)
                     keys = rows.prompts.keys_of_new_work()
@@ -402,7 +404,8 @@ class Ingestion:
             ladder=self._job.on_invalid,
             reasoning=self._options.reasoning,
             tool_calls=self._options.tool_calls,
-            sampled=self._job.samples > 1,
+            samples=self._job.samples,
+            samples_column=self._job.sampling.samples_column,
             asked_call=prompt.asked_call,
         )
 
@@ -450,10 +453,10 @@ class Ingestion:
             writer.known_rows,
             self._options.embedding,
             self._options.scoring,
-            self._job.samples,
+            self._job.has_samples and (writer.most_samples > 1 or self._job.sampling.asks_samples),
             self._job.input.expected,
             self._options.pairs,
-            self._job.sampling.n if self._job.sampling.chooses else None,
+            BestOf(self._job.published_samples, self._job.samples) if self._job.sampling.chooses else None,
         )
         index.write_marker(self._ops)
         return index

@@ -30,6 +30,7 @@ from batchinfer.data.input.reader import Reader
 from batchinfer.data.kept.chunks import KeptChunks, KeptReply, chunk_digest
 from batchinfer.data.kept.files import KeptFile, KeptMarker, opened, read_marker
 from batchinfer.data.kept.rows import (
+    SEVERAL,
     KeptSource,
     Marks,
     Records,
@@ -152,7 +153,8 @@ def _usable(file: int, attempts: int, keeping: Keeping) -> tuple[Marks, Marks, b
     words = [np.zeros(0, np.uint64)]
     for block in record_blocks(file, attempts):
         errors.append(block["count"] == 0)
-        usable.append(~errors[-1] & keeping.answered(block, attempts))
+        several = block["sampled"] == SEVERAL  # of which each is another's key, made from the tokens
+        usable.append(~errors[-1] & ~several & keeping.answered(block, attempts))
         sampled.append(block["sampled"] != 0)
         words.append(np.ascontiguousarray(block["key"][sampled[-1]]).view(np.uint64)[::_WORDS])
     found, rows, keys = np.concatenate(usable), np.flatnonzero(np.concatenate(sampled)), np.concatenate(words)
@@ -276,6 +278,7 @@ class KeptIndex:
             records["tools_at"], records["tools_size"] = tools[:, 0], tools[:, 1]
         greedy = np.array([self._is_greedy(text) for text in prompts.params], np.bool_)
         records["sampled"] = ~greedy[prompts.params_of] & (prompts.counts > 0)
+        records["sampled"][prompts.answers(1) > 1] = SEVERAL
         work = [(prompts.params_of, prompts.max_tokens, prompts.keys)]
         work += [(rung.params_of, rung.max_tokens, rung.keys) for rung in prompts.rungs]
         for attempt, (numbers, most, keys) in enumerate(work, 1):

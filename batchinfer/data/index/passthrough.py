@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from batchinfer.data.index.even_batches import EvenBatches
 from batchinfer.data.input.chunk import InputChunk
@@ -28,6 +29,7 @@ from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
 from batchinfer.data.storage.rebatch import parquet_batches, repeated
 
+Times = NDArray[np.int64]
 _TYPES = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
 
 
@@ -56,9 +58,8 @@ class Kinds:
 class JsonSpool:
     """Passthrough columns of JSONL rows, kept as JSON text until their types are known."""
 
-    def __init__(self, columns: Sequence[str], folder: Path, ops: FileOps, samples: int = 1) -> None:
-        """samples: how many rows of the result each row becomes."""
-        self._columns, self._samples = tuple(columns), samples
+    def __init__(self, columns: Sequence[str], folder: Path, ops: FileOps) -> None:
+        self._columns = tuple(columns)
         self._ops = ops
         self._kinds = Kinds(columns)
         fields = [("row_id", pa.int64()), *((name, pa.string()) for name in columns)]
@@ -66,12 +67,12 @@ class JsonSpool:
         self._writer = PartWriter(folder, self._schema, ops)
         self._even = EvenBatches(self._writer, self._schema)
 
-    def append(self, first_id: int, chunk: InputChunk, facts: RowFacts) -> None:
-        """Keep the columns of a chunk; an error row has nulls."""
+    def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:
+        """Keep the columns of a chunk; an error row has nulls. `times`: how many rows of the result each row is."""
         for name, kinds in zip(self._columns, facts.kinds, strict=True):
             self._kinds.add(name, kinds)
-        ids = _row_ids(first_id, len(facts.ids) * self._samples)
-        carried = (repeated(one, self._samples) for one in facts.carried)
+        ids = _row_ids(first_id, int(times.sum()))
+        carried = (repeated(one, times) for one in facts.carried)
         self._even.append(pa.record_batch([ids, *carried], self._schema))
 
     def finish(self, target: Path) -> tuple[list[Path], pa.Schema]:
@@ -124,24 +125,24 @@ def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
 class TypedColumns:
     """Passthrough columns that have types already: written as they are, those of CSV as the texts that were read."""
 
-    def __init__(self, schema: pa.Schema, target: Path, ops: FileOps, samples: int = 1) -> None:
-        """samples: how many rows of the result each row becomes."""
-        self._schema, self._samples = schema, samples
+    def __init__(self, schema: pa.Schema, target: Path, ops: FileOps) -> None:
+        self._schema = schema
         self._full = pa.schema([("row_id", pa.int64()), *schema])
         self._writer = PartWriter(target, self._full, ops)
         self._even = EvenBatches(self._writer, self._full)
 
-    def append(self, first_id: int, chunk: InputChunk, facts: RowFacts) -> None:
-        """Write the columns of a chunk; rows that could not be read have nulls."""
-        ids = _row_ids(first_id, len(facts.ids) * self._samples)
+    def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:
+        """Write the columns of a chunk; rows that could not be read have nulls. `times`: how many rows of the result
+        each row is."""
+        ids = _row_ids(first_id, int(times.sum()))
         if chunk.table is None:
-            carried = (repeated(one, self._samples) for one in facts.carried)
+            carried = (repeated(one, times) for one in facts.carried)
             self._even.append(pa.record_batch([ids, *carried], self._full))
             return
         table = chunk.table.slice(0, len(facts.ids))
         table = blanked(table, set(facts.unread)) if facts.unread else table
         own = (_as(field.type, table.column(field.name)) for field in self._schema)
-        arrays = [ids, *(repeated(one, self._samples) for one in own)]
+        arrays = [ids, *(repeated(one, times) for one in own)]
         self._writer.append(pa.record_batch(arrays, self._full))
 
     def finish(self, target: Path) -> tuple[list[Path], pa.Schema]:

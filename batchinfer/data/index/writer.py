@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
-from batchinfer.data.index.index import LABELS, OPENING, TOOLS, Layout, attempt_columns, unlike_columns
+from batchinfer.data.index.index import (
+    INPUT_ROW,
+    LABELS,
+    OPENING,
+    SAMPLE,
+    TOOLS,
+    Layout,
+    attempt_columns,
+    unlike_columns,
+)
 from batchinfer.data.index.token_store import TokenStore, TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
@@ -56,15 +65,16 @@ class IndexWriter:
         schema: pa.Schema,
         ops: FileOps,
         attempts: int = 1,
-        samples: int = 1,
     ) -> None:
-        """schema: of the index, see `index_schema`. samples: how many rows of the index each row becomes."""
-        self._max_model_len, self._schema, self._samples = max_model_len, schema, samples
-        self._at_once = max(1, BATCH_ROWS // attempts // samples)
+        """schema: of the index, see `index_schema`."""
+        self._max_model_len, self._schema = max_model_len, schema
+        self._at_once = max(1, BATCH_ROWS // attempts)
         self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike_columns(attempts))
         self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
         self.rows = 0
+        self.input_rows = 0
+        self.most_samples = 1  # of a row of the input
         self.error_rows = 0
         self.unread = UnreadArguments()
         self.has_tools = False  # whether a row has any
@@ -72,32 +82,39 @@ class IndexWriter:
         self.known_rows = 0  # which so many rows have
         self.logprobs: int | None = None  # the most that a row asks for; None: no row asks
 
-    def append(self, place: RowPlace, rows: PreparedRows) -> None:
-        """Write the rows of one chunk."""
-        done = rows.prompts
+    def append(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> None:
+        """Write the rows of one chunk, each of which becomes so many rows of the index."""
+        done, ends = rows.prompts, np.cumsum(times)
         there = done.tokens_there()
         starts = self._tokens.append(done.tokens) + np.cumsum(there) - there
         params = [SamplingParams.from_json(text) for text in done.params]
         self._note_logprobs(params)
         self.has_tools |= bool(done.own_texts.texts) and LABELS.name not in self._schema.names
         # some at a time: the text of a schema stands in every row
-        for first in range(0, len(rows), self._at_once):
-            size = min(self._at_once, len(rows) - first)
-            columns = _work_columns(done, params, starts, slice(first, first + size), self._max_model_len)
-            columns |= _rung_columns(done, slice(first, first + size), self._max_model_len)
+        for first, stop in _stretches(ends, self._at_once):
+            size, own = stop - first, times[first:stop]
+            columns = _work_columns(done, params, starts, slice(first, stop), self._max_model_len)
+            columns |= _rung_columns(done, slice(first, stop), self._max_model_len)
             columns |= _error_columns(done.errors, first, size)
             columns |= _fact_columns(rows.facts, first, size)
-            columns[OPENING.name] = _int8s(done.openings[first : first + size])
+            columns[OPENING.name] = _int8s(done.openings[first:stop])
             columns[TOOLS.name] = columns[LABELS.name] = _texts_column(done.own_texts, first, size)
             columns["file"] = pa.repeat(place.file, size)
             columns["row_index"] = _numbers(place.first_row + first, size)
-            columns = {name: repeated(one, self._samples) for name, one in columns.items()}
-            columns["row_id"] = _numbers(self.rows + first * self._samples, size * self._samples)
+            columns[INPUT_ROW.name] = _numbers(self.input_rows + first, size)
+            columns = {name: repeated(one, own) for name, one in columns.items()}
+            columns["row_id"] = _numbers(self.rows + int(ends[first] - times[first]), int(own.sum()))
+            columns[SAMPLE.name] = _sample_numbers(own)
             self._even.append(pa.record_batch([columns[n] for n in self._schema.names], self._schema))
-        self.rows += len(rows) * self._samples
-        self.total_tokens += int(done.counts.sum(dtype=np.int64)) * self._samples
-        self.known_rows += done.known_rows * self._samples
-        self.error_rows += len(done.errors) * self._samples
+        self._count(done, times)
+
+    def _count(self, done: Prepared, times: Int64s) -> None:
+        self.rows += int(times.sum())
+        self.input_rows += len(times)
+        self.most_samples = max(self.most_samples, int(times.max(initial=1)))
+        self.total_tokens += int((done.counts * times).sum())
+        self.known_rows += int(times[done.known_work()].sum())
+        self.error_rows += int(times[[*done.errors]].sum()) if done.errors else 0
         self.unread.join(done.unread)
 
     def _note_logprobs(self, params: Sequence[SamplingParams]) -> None:
@@ -145,6 +162,23 @@ def _work_columns(
         "params": pa.array(done.params, pa.string()).take(numbers),
         "greedy": pa.array([one.greedy for one in params], pa.bool_()).take(numbers),
     }
+
+
+def _stretches(ends: Int64s, at_once: int) -> Iterator[tuple[int, int]]:
+    """Yield stretches of rows, each from a row to another, that become at most so many rows of the index, or are one
+    row. `ends`: of the rows that each becomes."""
+    first = 0
+    while first < len(ends):
+        done = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, done + at_once, side="right")))
+        yield first, stop
+        first = stop
+
+
+def _sample_numbers(times: Int64s) -> pa.Array:
+    """Return the number of each answer among those to its row, from 0."""
+    firsts = np.repeat(np.cumsum(times) - times, times)
+    return _int32s((np.arange(len(firsts)) - firsts).astype(np.int32), None)
 
 
 def _valid(marks: NDArray[np.bool_]) -> pa.Buffer | None:

@@ -27,6 +27,7 @@ Records = NDArray[np.void]
 ORDER_TYPE = np.dtype("<u4")
 _WORDS = DIGEST_BYTES // 8
 _KEY = "V32"
+SEVERAL = 2
 _BLOCK = 1 << 16  # records that are read at once
 
 
@@ -38,7 +39,8 @@ def attempt_names(attempt: int) -> tuple[str, str, str, str]:
 
 
 def record_type(attempts: int) -> np.dtype[np.void]:
-    """Return the type of a record. Where a row has no tools their size is 0. An error row has the count 0, and a digest
+    """Return the type of a record. `sampled` is 0 for greedy work, 1 for a sampled answer, SEVERAL for more of them.
+    Where a row has no tools their size is 0. An error row has the count 0, and a digest
     of zeros: it is never found."""
     fields = [("word", "<u8"), ("rest", "<u8"), ("count", "<i4"), ("opening", "i1"), ("sampled", "i1")]
     fields += [("tools_at", "<i8"), ("tools_size", "<i4")]

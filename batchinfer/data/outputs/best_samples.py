@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from batchinfer.data.index.index import BestOf
+
 _LEAST = float(np.finfo(np.float64).min)
 Marks = NDArray[np.bool_]
 
 
-class SeveralAnswers(Protocol):
-    """The part of an index that says how many answers a row has."""
-
-    @property
-    def samples(self) -> int:
-        """How many rows of the index, one after the other, are a row of the input."""
-
-    @property
-    def published_samples(self) -> int:
-        """How many of these are rows of the result."""
-
-
-def published_rows(index: SeveralAnswers, rows: int) -> int:
+def published_rows(best: BestOf | None, rows: int) -> int:
     """Return how many rows of a result so many rows of its index become, which are whole rows of the input."""
-    return rows // index.samples * index.published_samples
+    return rows if best is None else rows // best.computed * best.published
 
 
-def indexed_rows(index: SeveralAnswers, rows: int) -> int:
+def indexed_rows(best: BestOf | None, rows: int) -> int:
     """Return of how many rows of the index so many rows of the result are made: a multiple of what a row has."""
-    return rows // index.published_samples * index.samples
+    return rows if best is None else rows // best.published * best.computed
 
 
-def best_samples(index: SeveralAnswers, table: pa.Table, matched: pa.Table) -> Marks:
+def best_samples(best: BestOf, table: pa.Table, matched: pa.Table) -> Marks:
     """Mark the rows that are published, of whole rows of the input: the answers with the highest mean log-probability
     of their tokens, of equal ones the first, and errors only where there are too few answers.
 
     table: the rows of the result; matched: the completion of each.
     """
     likely = np.where(pc.equal(table.column("status"), "ok").to_numpy(), _means(matched), -np.inf)
-    order = np.argsort(-likely.reshape(-1, index.samples), axis=1, kind="stable")
+    order = np.argsort(-likely.reshape(-1, best.computed), axis=1, kind="stable")
     marks = np.zeros(order.shape, np.bool_)
-    np.put_along_axis(marks, order[:, : index.published_samples], values=True, axis=1)
+    np.put_along_axis(marks, order[:, : best.published], values=True, axis=1)
     return marks.reshape(-1)
 
 

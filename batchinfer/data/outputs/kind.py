@@ -134,6 +134,9 @@ class OutputKind(Protocol):
         read at a time (None: as many as usual). `names`: those that the result has. Raises ValueError for a kind that
         no OpenAI batch file asks for."""
 
-    def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
-        """Return the body of a row's response, but for its id, time and model: at least `object`. `chat`: the row asked
-        for a chat completion. The row has what the request says of a vector, too: `encoding_format`."""
+    def openai_body(
+        self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
+    ) -> dict[str, Any]:
+        """Return the body of a request's response, but for its id, time and model: at least `object`. `answers` are the
+        rows of the result that answer it, several with `n` only. `chat`: it asked for a chat completion; `encoding`:
+        that of vectors which it asked for."""

@@ -96,7 +96,9 @@ class ScoresKind:
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
         raise ValueError(NOT_OPENAI)
 
-    def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
+    def openai_body(
+        self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
+    ) -> dict[str, Any]:
         raise ValueError(NOT_OPENAI)
 
 

@@ -23,7 +23,7 @@ from batchinfer.data.columns.logprob_column import (
 )
 from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
 from batchinfer.data.constraints.generated_schema import parsed_schema
-from batchinfer.data.index.index import AnswerSchema
+from batchinfer.data.index.index import SAMPLE, AnswerSchema
 from batchinfer.data.outputs.answer_texts import AnswerReader
 from batchinfer.data.outputs.call_column import CALLS_FIELD, openai_calls
 from batchinfer.data.outputs.frame import Frame, framed
@@ -110,12 +110,14 @@ class TokensKind:
         ours = [*_OPENAI, *(name for name in (*_REASONING, CALLS_FIELD.name) if name in names)]
         return ([*ours, COLUMN], _LOGPROB_LINES) if COLUMN in names else (ours, None)
 
-    def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
-        """Return a chat completion, or a text completion."""
+    def openai_body(
+        self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
+    ) -> dict[str, Any]:
+        """Return a chat completion, or a text completion, with a choice for each answer."""
         return {
             "object": "chat.completion" if chat else "text_completion",
-            "choices": [_choice(row, chat, tokens)],
-            "usage": _usage(row),
+            "choices": [_choice(row, chat, tokens) for row in answers],
+            "usage": _usage(answers),
             "system_fingerprint": None,
         }
 
@@ -161,12 +163,14 @@ def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
     return table
 
 
-def _usage(row: dict[str, Any]) -> dict[str, Any]:
-    prompt, output = row["prompt_tokens"], row["completion_tokens"]
+def _usage(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the tokens of all answers to a request, whose prompt counts once."""
+    prompt, output = answers[0]["prompt_tokens"], sum(row["completion_tokens"] for row in answers)
     usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-    if "reasoning_tokens" not in row:
+    if "reasoning_tokens" not in answers[0]:
         return usage
-    return {**usage, "completion_tokens_details": {"reasoning_tokens": row["reasoning_tokens"]}}
+    reasoned = sum(row["reasoning_tokens"] for row in answers)
+    return {**usage, "completion_tokens_details": {"reasoning_tokens": reasoned}}
 
 
 def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
@@ -174,10 +178,10 @@ def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, An
     reason = row["finish_reason"]
     calls = openai_calls(row.get(CALLS_FIELD.name)) if chat else []
     reason = "length" if reason == "repetition" else "tool_calls" if calls and reason == "stop" else reason
-    end = {"logprobs": logprobs, "finish_reason": reason}
+    end, number = {"logprobs": logprobs, "finish_reason": reason}, row.get(SAMPLE.name, 0)
     if chat:
-        return {"index": 0, "message": _message(row, calls), **end}
-    return {"index": 0, "text": row["generated_text"] or "", **end}
+        return {"index": number, "message": _message(row, calls), **end}
+    return {"index": number, "text": row["generated_text"] or "", **end}
 
 
 def _message(row: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:

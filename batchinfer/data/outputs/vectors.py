@@ -67,10 +67,12 @@ class VectorsKind:
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
         return ["embedding", "prompt_tokens"], 256
 
-    def openai_body(self, row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, Any]:
+    def openai_body(
+        self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
+    ) -> dict[str, Any]:
         """Return a list of one embedding."""
-        prompt, numbers = row["prompt_tokens"], row["embedding"]
-        as_text = row["encoding_format"] == "base64"
+        prompt, numbers = answers[0]["prompt_tokens"], answers[0]["embedding"]
+        as_text = encoding == "base64"
         embedding = b64encode(np.array(numbers, "<f4").tobytes()).decode() if as_text else numbers
         return {
             "object": "list",

@@ -36,7 +36,13 @@ from batchinfer.data.prompts.chat_template import (
 )
 from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.own_specials import OwnSpecials
-from batchinfer.data.prompts.sampling_fields import from_text, override, override_openai
+from batchinfer.data.prompts.sampling_fields import (
+    SAMPLES,
+    asked_samples,
+    from_text,
+    override,
+    override_openai,
+)
 from batchinfer.data.prompts.simple_template import SimpleTemplate
 from batchinfer.data.tokenizer.masks import masked, masks_for, texts_of
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
@@ -55,7 +61,8 @@ class PromptPlan:
     """How this job turns rows into prompts; small and picklable, it travels to the worker once.
 
     `column` names the column of the modes messages, text and token_ids; `overrides` are pairs of a
-    sampling parameter and the column that sets it. OpenAI requests have the parameters `by_url`, not `params`.
+    sampling parameter and the column that sets it; `samples_column` says how many answers a row asks for, of which
+    other rows get `samples`. OpenAI requests have the parameters `by_url`, not `params`.
     """
 
     mode: Mode
@@ -82,7 +89,8 @@ class PromptPlan:
     asked_call: Mapping[str, Any] = field(default_factory=dict)
     before: str = ""  # put before prompts that are texts as they are
     dimensions: int = 0  # of vectors
-    sampled: bool = False  # rows get several answers, which therefore have to be sampled
+    samples: int = 1
+    samples_column: str | None = None
     scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
     continuation: str | None = None  # the column of what is scored; None: labels are, or the prompt itself
     labels: str | None = None  # the column of rows' own labels; None: all have the job's
@@ -109,6 +117,7 @@ class Draft(NamedTuple):
     tools: str | None = None
     continuations: tuple[str | Sequence[int], ...] | None = None
     labels: str | None = None  # of the row's own, as a JSON list
+    samples: int = 0  # how many answers the row asks for; 0: it says nothing
 
 
 def template_columns(source: str | None) -> set[str]:
@@ -156,7 +165,7 @@ class PromptBuilder:
 
     def build(self, values: Values) -> Draft:
         """The row's prompt and parameters."""
-        draft = self._build(values)
+        draft = self._with_samples(self._build(values), values)
         if self._plan.scoring is not None:
             draft = self._scored(draft, self._plan.scoring, values)
         if self._plan.pairs is not None:
@@ -170,6 +179,21 @@ class PromptBuilder:
                 "text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy"
             )
         return draft
+
+    def _with_samples(self, draft: Draft, values: Values) -> Draft:
+        """Return the draft with the number of answers that its row asks for. Several have to be sampled."""
+        asked = self._asked_samples(values)
+        if (asked or self._plan.samples) > 1 and draft.params.greedy:
+            raise RowProblem("bad_parameter", "temperature is 0, and n > 1 equal answers are of no use")
+        return draft if asked is None else draft._replace(samples=asked)
+
+    def _asked_samples(self, values: Values) -> int | None:
+        if self._plan.mode == "openai":
+            return asked_samples(values["body"].get(SAMPLES))
+        if (column := self._plan.samples_column) is None:
+            return None
+        value = values.get(column)
+        return asked_samples(from_text(SAMPLES, value) if self._plan.values_are_text else value, column)
 
     def _scored(self, draft: Draft, scoring: Scoring, values: Values) -> Draft:
         if self._plan.labels is None:
@@ -209,10 +233,7 @@ class PromptBuilder:
         given = {name: values.get(column) for name, column in self._plan.overrides}
         if self._plan.values_are_text:
             given = {name: from_text(name, value) for name, value in given.items()}
-        params = override(self._plan.params, given, dict(self._plan.overrides))
-        if self._plan.sampled and params.greedy:
-            raise RowProblem("bad_parameter", "temperature is 0, and several equal answers are of no use")
-        return self._fitted(params, given)
+        return self._fitted(override(self._plan.params, given, dict(self._plan.overrides)), given)
 
     def _fitted(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of a row that set those in `given` itself; with `max_tokens: fit` the rest of the

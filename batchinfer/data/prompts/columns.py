@@ -111,7 +111,7 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
         kept = {*(send or schema.names), *job.carried, identifier}
         read, unseen = tuple(name for name in schema.names if name in kept), set()
     known = dict.fromkeys(schema.names if schema is not None else ())
-    overrides = job.sampling.from_columns
+    overrides = job.sampling.parameter_columns
     return Columns(
         str(job.source), column, identifier, send, read, overrides, wanted, variables, unseen, known
     )

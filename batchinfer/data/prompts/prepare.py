@@ -153,7 +153,7 @@ class Preparer:
         prompts = work.finished(index + 1)
         if known is not None:
             self._report(BULK)  # no row's fault, if the file of known rows cannot be read
-            known.fill(prompts, work.told)
+            known.fill(prompts, work.anew)
         return PreparedRows(prompts, facts.finished())
 
     def _rows(
@@ -180,7 +180,8 @@ class Preparer:
             draft = self._builder.build(self._fields.needed(row))
             if draft.unread:
                 work.unread.add(draft.unread)
-                work.told.append(index)
+            if draft.unread or draft.samples > 1:
+                work.anew.append(index)
             if draft.params is not self._plain and self._constraints.are_due(draft.params):
                 self._report(checking(index))
                 self._constraints.check(draft.params)
@@ -430,8 +431,9 @@ class _FinishedPrompts:
         self._rungs = [_FinishedRung(rung) for rung in ladder]
         self.errors: dict[int, RowError] = {}
         self.unread = UnreadArguments()
-        # Rows of which a user is told something, each night anew
-        self.told: list[int] = []
+        # Rows that are prepared each night anew: a user is told something of them, or their tokens are needed to tell
+        # their answers apart
+        self.anew: list[int] = []
         self._params: dict[SamplingParams, int] = {}
         self._last: tuple[SamplingParams | None, int] = (None, 0)
         self._texts: list[str] = []
@@ -439,6 +441,7 @@ class _FinishedPrompts:
         self._rows: list[int] = []
         self._params_of: list[int] = []
         self._max_tokens: list[int] = []
+        self._samples: list[int] = []
         self._keys: list[bytes] = []
         self._openings: list[Openings] = [_NO_OPENINGS]
         self._own_texts: dict[str, int] = {}
@@ -455,6 +458,7 @@ class _FinishedPrompts:
             number = self._number(params)
             self._params_of.append(number)
             self._max_tokens.append(params.max_tokens)
+            self._samples.append(draft.samples)
             self._keys.append(self._makers[number].key(data[start:end]))
             said = draft.tools if draft.labels is None else draft.labels
             self._own_text_of.append(
@@ -502,12 +506,13 @@ class _FinishedPrompts:
 
     def finished(self, size: int) -> Prepared:
         """Return all rows; those that are not among the finished ones are error rows."""
-        names = ("params_of", "max_tokens", "counts", "own_text_of")
+        names = ("params_of", "max_tokens", "counts", "own_text_of", "samples")
         columns = {name: np.zeros(size, np.int32) for name in names}
         keys = np.zeros((size, KEY_BYTES), np.uint8)
         columns["params_of"][self._rows] = self._params_of
         columns["max_tokens"][self._rows] = self._max_tokens
         columns["own_text_of"][self._rows] = self._own_text_of
+        columns["samples"][self._rows] = self._samples
         columns["counts"][self._rows] = np.concatenate(self._counts)
         openings = np.zeros(size, np.int8)
         openings[self._rows] = np.concatenate(self._openings)
@@ -516,7 +521,8 @@ class _FinishedPrompts:
         numbers = columns["params_of"], columns["max_tokens"], columns["counts"]
         tokens, unread = np.concatenate(self._tokens), self.unread.rows
         packed, own = keys.tobytes(), OwnTexts.found(self._own_texts, columns["own_text_of"])
-        return Prepared(self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs, own)
+        work = self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs, own
+        return Prepared(*work, samples=columns["samples"] if any(self._samples) else None)
 
 
 class _FinishedRung:

@@ -151,6 +151,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         tools.joined(),
         b"".join(piece.digests or bytes(DIGEST_BYTES * len(piece)) for piece in pieces),
         _joined_marks(pieces),
+        _joined_samples(pieces),
     )
 
 
@@ -159,6 +160,14 @@ def _joined_marks(pieces: Sequence[Prepared]) -> NDArray[np.bool_] | None:
         return None
     return np.concatenate(
         [np.zeros(len(piece), np.bool_) if piece.known is None else piece.known for piece in pieces]
+    )
+
+
+def _joined_samples(pieces: Sequence[Prepared]) -> NDArray[np.int32] | None:
+    if all(piece.samples is None for piece in pieces):
+        return None
+    return np.concatenate(
+        [np.zeros(len(piece), np.int32) if piece.samples is None else piece.samples for piece in pieces]
     )
 
 

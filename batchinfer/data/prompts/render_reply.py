@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
+from batchinfer.core.sampling import MAX_SAMPLES
 from batchinfer.data.input.json_kinds import KINDS
 from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
@@ -59,7 +60,8 @@ def packed(done: PreparedRows) -> bytes:
         parts += [(rung.params_of + 1).tobytes(), rung.max_tokens.tobytes(), rung.keys]
     for column in _text_columns(facts):
         parts += _packed_texts(column)
-    parts += [prompts.digests, b"" if prompts.known is None else prompts.known.tobytes()]
+    parts += [b"" if one is None else one.tobytes() for one in (prompts.known, prompts.samples)]
+    parts.append(prompts.digests)
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
 
 
@@ -146,6 +148,13 @@ class _ReplyParts:
             raise ValueError("the marks are not those of the rows")
         return found != 0 if len(found) else None
 
+    def samples(self, count: int) -> NDArray[np.int32] | None:
+        """Return how many answers each of so many rows asks for, if any does."""
+        found = self.numbers(below=MAX_SAMPLES + 1)
+        if len(found) not in (0, count):
+            raise ValueError("the numbers of answers are not those of the rows")
+        return found if len(found) else None
+
     def texts(self, count: int) -> pa.StringArray:
         valid, ends, texts = self.next(), self.next(), self.next()
         if not count:
@@ -177,7 +186,11 @@ def _rows(
     ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
     work = errors, params, params_of, max_tokens, counts, keys, tokens, openings
     prompts, facts = Prepared(*work, ignored, ladder, tools), _facts(head, parts, fields, size)
-    prompts.digests, prompts.known = parts.digests(size), parts.marks(size)
+    prompts.known, prompts.samples, prompts.digests = (
+        parts.marks(size),
+        parts.samples(size),
+        parts.digests(size),
+    )
     if len(tokens) != int(prompts.tokens_there().sum()):
         raise ValueError("tokens are not those of the rows")
     return PreparedRows(prompts, facts)

@@ -18,6 +18,7 @@ from batchinfer.core.sampling import (
     INT32_MAX,
     MAX_ALLOWED,
     MAX_BAD_WORDS,
+    MAX_SAMPLES,
     MAX_STOP_CHARS,
     MAX_STOP_TOKENS,
     MAX_STOPS,
@@ -37,6 +38,8 @@ from batchinfer.data.prompts.parameters.request_fields import (
     unsupported,
 )
 from batchinfer.job.values.token_biases import token_biases
+
+SAMPLES = "n"  # how many answers a row asks for: no parameter of any of them
 
 
 def override(
@@ -70,13 +73,11 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
     logprobs = ("logprobs", "top_logprobs") if chat else ("logprobs",)
     for field, value in body.items():
         name = parameter_of(field)
-        if value is None or field == prompt_field or field in HARMLESS or field in logprobs:
+        if value is None or field in (prompt_field, SAMPLES) or field in HARMLESS or field in logprobs:
             continue
         if chat and (field in TEMPLATE_FIELDS or (field in CALL_FIELDS and body.get(TOOLS))):
             continue  # what the chat template is told, and what tools are to be called
-        if field == "n":
-            _check_n(value)
-        elif field in ("stream", "stream_options"):
+        if field in ("stream", "stream_options"):
             _check_stream(field, value)
         elif field == "response_format":
             for kind, asked_for in _response_format(value).items():
@@ -93,6 +94,20 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
     if all(body.get(field) is None for field in logprobs):
         return found
     return replace(found, logprobs=_chat_logprobs(body) if chat else _text_logprobs(body["logprobs"]))
+
+
+def asked_samples(value: Any, column: str = SAMPLES) -> int | None:
+    """Return the number of answers that a row asks for in this column, or in its body; None: it says nothing. Raises
+    RowProblem."""
+    if value is None:
+        return None
+    name = _label(SAMPLES, column)
+    number = _integer(Bounds(1, INT32_MAX))(name, value)
+    if number > MAX_SAMPLES:
+        raise RowProblem(
+            "n_over_limit", f"{name}: {number} is over the limit of {MAX_SAMPLES} answers to a row"
+        )
+    return number
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
@@ -149,11 +164,6 @@ def from_text(name: str, value: Any) -> Any:
 
 def _label(name: str, column: str) -> str:
     return name if name == column else f"{name} (column {column[:100]})"
-
-
-def _check_n(value: object) -> None:
-    if value != 1 or isinstance(value, bool):
-        raise RowProblem("n_over_limit", "n is over the limit of 1; repeat the request for more samples")
 
 
 def _check_echo(value: object, logprobs: object) -> None:

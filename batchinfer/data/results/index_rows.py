@@ -10,7 +10,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.data.index.index import LABELS, OPENING, TOOLS
+from batchinfer.data.index.index import INPUT_ROW, LABELS, OPENING, SAMPLE, TOOLS, BestOf
 from batchinfer.data.outputs.frame import HEAD, TAIL
 from batchinfer.data.outputs.kind import AskedOutputs
 from batchinfer.data.storage.parquet_rows import ParquetRows
@@ -50,12 +50,12 @@ class IndexView(AskedOutputs, Protocol):
         """How many times a row may run; the result has a column for it where that is more than once."""
 
     @property
-    def samples(self) -> int:
-        """How many rows of the index, one after the other, are a row of the input."""
+    def samples(self) -> bool:
+        """Whether several rows of the index, one after the other, may be a row of the input."""
 
     @property
-    def published_samples(self) -> int:
-        """How many of these are rows of the result: all, or the best ones."""
+    def best(self) -> BestOf | None:
+        """How many of these are rows of the result, the best ones; None: all."""
 
     @property
     def rows(self) -> int:
@@ -70,6 +70,7 @@ class IndexRows:
         self._carries = bool(len(index.passthrough_schema))
         self._values = ParquetRows(index.passthrough_parts if self._carries else ())
         self._columns = [*_READ, *([] if index.reasoning is None else [OPENING.name])]
+        self._columns += [INPUT_ROW.name, SAMPLE.name] if index.samples else []
         self._columns += [] if index.tool_calls is None else [TOOLS.name]
         self._columns += [LABELS.name] if index.scoring is not None and index.scoring.own_labels else []
 

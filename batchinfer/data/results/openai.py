@@ -1,8 +1,8 @@
 """`--to-openai FILE`: a published result as the output file of an OpenAI batch.
 
-One line per input row, in input order. What a row asked of whom (`url`, `model`) stands in the input alone, which is
-read again together with the result. Ids are derived from the row, and `created` is 0 unless a time is given: equal
-results give equal bytes.
+One line per input row, in input order, with a choice for each of its answers. What a row asked of whom (`url`,
+`model`) stands in the input alone, which is read again together with the result. Ids are derived from the row, and
+`created` is 0 unless a time is given: equal results give equal bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputCorrupt, UsageError
 from batchinfer.core.request import RowError
+from batchinfer.data.index.index import SAMPLE
 from batchinfer.data.input.openai import CHAT_URL, ECHO, VECTOR_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values
@@ -73,7 +76,7 @@ def write_openai(
 ) -> int:
     """Write the batch output file `out` durably; the number of lines.
 
-    `rows` has an entry for each row of the result, in order; `tokens` tells the bytes of tokens, `kind` what answers
+    `rows` has an entry for each row of the input, in order; `tokens` tells the bytes of tokens, `kind` what answers
     are. `model` is what an answer names whose request named none; `created` is Unix time. Raises UsageError when
     nothing is published, InputCorrupt when the input has changed, OutputConflict, StorageError.
     """
@@ -93,12 +96,14 @@ def _lines(files: Sequence[Path], rows: Iterator[Asked], origin: Origin) -> Iter
     """Raises InputCorrupt when there are fewer `rows` than the result has."""
     names = [name for file in files[:1] for name in pq.read_schema(file).names]
     own, size = origin.kind.openai_columns(names)
-    for batch in parquet_batches(files, size or _BATCH_ROWS, [*_COLUMNS, *own]):
-        for row in batch.to_pylist():
-            request = next(rows, None)
-            if request is None:
-                raise InputCorrupt("the input has lost rows since it was read; run the job again")
-            yield json.dumps(batch_line(row, request, origin), ensure_ascii=False) + "\n"
+    own = [*own, *(name for name in (SAMPLE.name,) if name in names)]
+    batches = parquet_batches(files, size or _BATCH_ROWS, [*_COLUMNS, *own])
+    found = (row for batch in batches for row in batch.to_pylist())
+    for _, answers in groupby(found, itemgetter("row_id")):
+        request = next(rows, None)
+        if request is None:
+            raise InputCorrupt("the input has lost rows since it was read; run the job again")
+        yield json.dumps(batch_line([*answers], request, origin), ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +117,32 @@ class Origin:
     kind: OutputKind
 
 
-def batch_line(row: dict[str, Any], request: Asked, origin: Origin) -> dict[str, Any]:
-    """One line: `response` for an answer, `error` for an error row, the other one null."""
-    seed = f"{origin.job}\0{row['row_id']}\0{row['custom_id']}"
-    line: dict[str, Any] = {"id": _id("batch_req_", seed), "custom_id": row["custom_id"]}
-    if row["status"] == "error":
-        error = {"code": row["error_code"], "message": row["error_message"]}
-        return {**line, "response": None, "error": error}
-    body = _body(row, request, origin, seed)
-    response = {"status_code": 200, "request_id": _id("req_", seed), "body": body}
-    return {**line, "response": response, "error": None}
+def batch_line(rows: Sequence[dict[str, Any]], request: Asked, origin: Origin) -> dict[str, Any]:
+    """One line, of the rows that answer a request: `response` for answers, `error` for the first error row, null where
+    there is none."""
+    first = rows[0]
+    seed = f"{origin.job}\0{first['row_id']}\0{first['custom_id']}"
+    answers = [row for row in rows if row["status"] != "error"]
+    response: dict[str, Any] | None = None
+    if answers:
+        body = _body(answers, request, origin, seed)
+        response = {"status_code": 200, "request_id": _id("req_", seed), "body": body}
+    error = next((_error(row, len(rows)) for row in rows if row["status"] == "error"), None)
+    line = {"id": _id("batch_req_", seed), "custom_id": first["custom_id"]}
+    return {**line, "response": response, "error": error}
 
 
-def _body(row: dict[str, Any], request: Asked, origin: Origin, seed: str) -> dict[str, Any]:
+def _error(row: dict[str, Any], choices: int) -> dict[str, Any]:
+    which = f"choice {row[SAMPLE.name]} of {choices}: " if choices > 1 else ""
+    return {"code": row["error_code"], "message": f"{which}{row['error_message']}"}
+
+
+def _body(answers: Sequence[dict[str, Any]], request: Asked, origin: Origin, seed: str) -> dict[str, Any]:
     chat = request.url == CHAT_URL
     if request.echoed is not None and not chat:
-        row = row | {"generated_text": _echo(request.echoed, origin.tokens) + (row["generated_text"] or "")}
-    found = origin.kind.openai_body(row | {"encoding_format": request.encoding}, chat, origin.tokens)
+        said = _echo(request.echoed, origin.tokens)
+        answers = [row | {"generated_text": said + (row["generated_text"] or "")} for row in answers]
+    found = origin.kind.openai_body(answers, chat, origin.tokens, request.encoding)
     if request.url == VECTOR_URL:
         return found | {"model": request.model or origin.model}
     named = {

@@ -73,7 +73,7 @@ def publish(
     files += staging.made(detokenizer, {file.number for file in files}, state)
     files.sort(key=lambda file: file.number)
     written = sum(file.rows for file in files)
-    wanted = published_rows(index, index.rows)
+    wanted = published_rows(index.best, index.rows)
     if written != wanted:
         raise BatchInferError(f"the join gave {written} rows for an input of {wanted}: nothing published")
     manifest = _finish(stage, files, spec, _endpoints(index), state.ops)
@@ -101,7 +101,7 @@ class _Staging:
         """Copy the files that the result before has, too."""
         found = []
         for number, fingerprint in enumerate(fingerprints):
-            left = published_rows(self.index, self.index.rows) - number * self.spec.rows_per_file
+            left = published_rows(self.index.best, self.index.rows) - number * self.spec.rows_per_file
             file = earlier.copied(number, fingerprint, min(left, self.spec.rows_per_file), self.stage)
             if file is not None:
                 found.append(file)
@@ -111,7 +111,7 @@ class _Staging:
     def made(self, detokenizer: Detokenizer, there: Collection[int], state: StateFolder) -> list[StagedFile]:
         """Write the other files."""
         index, per_file = self.index, self.spec.rows_per_file
-        indexed = indexed_rows(index, per_file)
+        indexed = indexed_rows(index.best, per_file)
         spans = spans_of(index.rows, indexed, self.threads, there)
         if not spans:
             return []

@@ -1,4 +1,4 @@
-"""Result rows: one for every input row, in input order, in a schema that is fixed before the first."""
+"""Result rows: one for every answer to an input row, in input order, in a schema that is fixed before the first."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from batchinfer.core.errors import BatchInferError
 from batchinfer.data.accuracy.expected import marked
 from batchinfer.data.columns.logprob_column import Detokenizer
+from batchinfer.data.index.index import INPUT_ROW, SAMPLE
 from batchinfer.data.outputs.best_samples import best_samples
 from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.results.index_rows import IndexRows, IndexView
@@ -29,13 +30,12 @@ from batchinfer.data.store.parts import COMPLETION_SCHEMA
 BATCH_ROWS = 4096
 _ROW_ID = pa.field("row_id", pa.int64())
 ATTEMPT = pa.field("attempt", pa.int32())
-SAMPLE = pa.field("sample_index", pa.int32())  # which of its row's answers a row has
 
 
 def result_schema(index: IndexView) -> pa.Schema:
     """The schema of a result. Raises ValueError when a passthrough column has the name of one of ours."""
     ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
-    ours += [SAMPLE] if index.samples > 1 else []
+    ours += [SAMPLE] if index.samples else []
     clash = sorted(set(index.passthrough_schema.names) & {field.name for field in ours})
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
@@ -76,8 +76,9 @@ class ResultRows:
             table = self._kind.table(self._index, rows, matched, self._detokenizer)
             if self._index.attempts > 1:
                 table = table.append_column(ATTEMPT, self._numbers(first, matched))
-            if self._index.samples > 1:
-                table = _of_samples(table, self._index.samples)
+            if self._index.samples:
+                table = table.set_column(0, "row_id", rows.column(INPUT_ROW.name))
+                table = table.append_column(SAMPLE, rows.column(SAMPLE.name))
             first += rows.num_rows
             for field in self._index.passthrough_schema:
                 table = table.append_column(field, values.column(field.name))
@@ -86,13 +87,13 @@ class ResultRows:
     def _published(self, table: pa.Table, rows: pa.Table, matched: pa.Table) -> NDArray[np.bool_]:
         """Mark the rows of a table that belong to the result."""
         marks = np.ones(len(table), np.bool_)
-        chooses = self._index.published_samples < self._index.samples
+        best = self._index.best
         if self._partial:
             finished = pc.or_(pc.is_null(rows.column("key")), pc.is_valid(matched.column("row_id")))
             marks = finished.to_numpy(zero_copy_only=False)
-        if chooses:  # among all answers to a row
-            marks = np.repeat(marks.reshape(-1, self._index.samples).all(axis=1), self._index.samples)
-            marks &= best_samples(self._index, table, matched)
+        if best is not None:  # among all answers to a row
+            marks = np.repeat(marks.reshape(-1, best.computed).all(axis=1), best.computed)
+            marks &= best_samples(best, table, matched)
         return marks
 
     def _read(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:
@@ -129,19 +130,12 @@ def result_rows(
         yield ResultRows(index, answers, spans, detokenizer, partial, join.attempts)
 
 
-def _of_samples(table: pa.Table, samples: int) -> pa.Table:
-    """Return the table with the ids of the input's rows, and which sample of its row each is."""
-    numbers = table.column("row_id").to_numpy()
-    table = table.set_column(0, "row_id", pa.array(numbers // samples))
-    return table.append_column(SAMPLE, pa.array((numbers % samples).astype(np.int32)))
-
-
 def batch_rows(index: IndexView) -> int:
     """Return how many rows are made at a time: with all answers to a row, where some of them are chosen."""
     rows = KINDS[index.output].batch_rows(index) or BATCH_ROWS
-    if index.published_samples == index.samples:
+    if index.best is None:
         return rows
-    return max(1, rows // index.samples) * index.samples
+    return max(1, rows // index.best.computed) * index.best.computed
 
 
 def _check_order(row_ids: NDArray[np.int64], first: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from batchinfer.core.errors import InputCorrupt
 
@@ -70,6 +71,8 @@ def _reading(path: Path) -> Iterator[pq.ParquetFile]:
         raise InputCorrupt(f"{path}: {error}; remove its folder to have it written again") from error
 
 
-def repeated(values: pa.Array, times: int) -> pa.Array:
-    """Return each value so many times, one after the other."""
-    return values if times == 1 else values.take(pa.array(np.repeat(np.arange(len(values)), times)))
+def repeated(values: pa.Array, times: NDArray[np.int64]) -> pa.Array:
+    """Return each value as many `times` (n,) as it has, one after the other."""
+    if (times == 1).all():
+        return values
+    return values.take(pa.array(np.repeat(np.arange(len(values)), times)))

@@ -28,7 +28,7 @@ def publish_result(
     run: OpenRun, context: bytes, index: Index, store: CompletionStore, join: Join
 ) -> tuple[Manifest, bool]:
     """Publish the result; return its manifest, and whether this run changed anything. Raises what `publish` raises."""
-    run.progress.phase("publishing", published_rows(index, index.rows))
+    run.progress.phase("publishing", published_rows(index.best, index.rows))
     index.inputs_unchanged()
     older, inputs = intact(run.state.results), identities(index)
     note_use(run.state, run.job.cache.keep, join, store)
@@ -48,7 +48,7 @@ def publish_result(
     changed = not same or run.report.metered
     if changed:
         with told_by(run.notice):
-            run.report.keep_keys(index.index_parts, join.attempts, index.samples)
+            run.report.keep_keys(index.index_parts, join.attempts, index.row_ids)
             measure(run, manifest)
     return manifest, changed
 

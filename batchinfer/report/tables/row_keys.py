@@ -25,41 +25,38 @@ def write_rows(
     parts: Sequence[Path],
     columns: Sequence[str] = ("key",),
     which: NDArray[np.uint8] | None = None,
-    samples: int = 1,
+    ids: str = "row_id",
 ) -> Path:
     """Write the table, whole or not at all. Raises OSError.
 
     `parts` are Parquet files with `row_id` and keys (binary); rows without a key became no request and are left out. A
-    row's key stands in the first of the `columns`, or in the one that `which` says, by row. `samples`: how many of
-    these rows, one after the other, have the same id in the result.
+    row's key stands in the first of the `columns`, or in the one that `which` says, by row. `ids`: the column with the
+    ids that rows have in the result, several of them the same one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with Spool(table_path(folder, ROWS, run_id), SCHEMAS[ROWS], dictionary=["run_id"]) as spool:
-        for batch in _batches(parts, columns):
-            batch = batch if which is None else _of_columns(batch, columns, which)
-            spool.write(pa.Table.from_batches([_row_batch(run_id, batch, samples)]))
+        for batch in _batches(parts, [*dict.fromkeys(("row_id", ids)), *columns]):
+            keys = batch.column(columns[0]) if which is None else _chosen(batch, columns, which)
+            spool.write(pa.Table.from_batches([_row_batch(run_id, batch.column(ids), keys)]))
         return spool.finish()
 
 
 def _batches(parts: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     for part in parts:
         with pq.ParquetFile(part) as file:
-            yield from file.iter_batches(BATCH_ROWS, columns=["row_id", *columns])
+            yield from file.iter_batches(BATCH_ROWS, columns=columns)
 
 
-def _of_columns(batch: pa.RecordBatch, columns: Sequence[str], which: NDArray[np.uint8]) -> pa.RecordBatch:
-    rows = batch.column("row_id")
-    keys = pc.choose(
-        pa.array(which[rows.to_numpy()].astype(np.int64)), *(batch.column(name) for name in columns)
-    )
-    return pa.RecordBatch.from_arrays([rows, keys], names=["row_id", "key"])
+def _chosen(batch: pa.RecordBatch, columns: Sequence[str], which: NDArray[np.uint8]) -> pa.Array:
+    numbers = pa.array(which[batch.column("row_id").to_numpy()].astype(np.int64))
+    return pc.choose(numbers, *(batch.column(name) for name in columns))
 
 
-def _row_batch(run_id: str, batch: pa.RecordBatch, samples: int) -> pa.RecordBatch:
-    batch = batch.filter(pc.is_valid(batch.column("key")))
-    run = pa.array([run_id], pa.string()).take(pa.array(np.zeros(len(batch), np.int8)))
-    rows = pa.array(batch.column("row_id").to_numpy() // samples)
-    columns = [run, rows, hexadecimal(batch.column("key"))]
+def _row_batch(run_id: str, rows: pa.Array, keys: pa.Array) -> pa.RecordBatch:
+    there = pc.is_valid(keys)
+    rows, keys = rows.filter(there), keys.filter(there)
+    run = pa.array([run_id], pa.string()).take(pa.array(np.zeros(len(rows), np.int8)))
+    columns = [run, rows, hexadecimal(keys)]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMAS[ROWS])
 
 

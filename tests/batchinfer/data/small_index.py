@@ -16,7 +16,7 @@ from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.tool_calls import CallStyle
-from batchinfer.data.index.index import AnswerSchema, index_schema
+from batchinfer.data.index.index import AnswerSchema, BestOf, index_schema
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.prompts.keys import token_bytes
 
@@ -63,8 +63,8 @@ class SmallIndex:
     reasoning: Reasoning | None = None
     tool_calls: CallStyle | None = None
     expected: str | None = None
-    samples: int = 1
-    published_samples: int = 1
+    samples: bool = False
+    best: BestOf | None = None
     scoring: None = None
 
     @property

@@ -50,7 +50,8 @@ class Prepared:
     `tokens` are the prompts end to end; `params` lists distinct parameters, `params_of` (n,) points into it;
     `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers;
     `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts;
-    `own_texts` what rows say of how their answers are read.
+    `own_texts` what rows say of how their answers are read. `samples` (n,) are the numbers of answers that rows ask for
+    themselves, 0 where a row asks for none; None: no row asks.
 
     `digests` are those of the rows (row_digest.py), if they were taken. `known` says which rows the last index knew:
     their tokens are not among `tokens`. None: it knew none.
@@ -69,6 +70,7 @@ class Prepared:
     own_texts: OwnTexts = NO_TEXTS
     digests: bytes = b""
     known: NDArray[np.bool_] | None = None
+    samples: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -78,10 +80,15 @@ class Prepared:
         counts = self.counts.astype(np.int64)
         return counts if self.known is None else np.where(self.known, 0, counts)
 
-    @property
-    def known_rows(self) -> int:
-        """How many rows have work and no tokens."""
-        return 0 if self.known is None else int((self.known & (self.counts > 0)).sum())
+    def answers(self, usual: int) -> NDArray[np.int64]:
+        """Return how many answers each row gets, where a row that asks for no number gets the `usual` one."""
+        if self.samples is None:
+            return np.full(len(self), usual, np.int64)
+        return np.where(self.samples > 0, self.samples, usual).astype(np.int64)
+
+    def known_work(self) -> NDArray[np.bool_]:
+        """Return which rows have work and no tokens."""
+        return np.zeros(len(self), np.bool_) if self.known is None else self.known & (self.counts > 0)
 
     def keys_of_new_work(self) -> bytes:
         """Return the keys of the rows whose tokens are there: error rows have none, and the answers of known ones are

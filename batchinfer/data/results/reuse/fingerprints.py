@@ -35,7 +35,7 @@ def fingerprints(index: IndexView, join: Join, spec: PublishSpec, threads: int) 
     """Return the fingerprint (hex) of each file of the result, in their order. Beside what `join` has, each row takes 8
     bytes. Raises InputCorrupt for an index that is damaged."""
     made = _Fingerprints(index, join, spec)
-    spans = spans_of(index.rows, indexed_rows(index, spec.rows_per_file), threads)
+    spans = spans_of(index.rows, indexed_rows(index.best, spec.rows_per_file), threads)
     with ThreadPoolExecutor(threads, "fingerprint") as pool:
         return [one for found in pool.map(made.of_span, spans) for one in found]
 
@@ -45,7 +45,7 @@ class _Fingerprints:
 
     def __init__(self, index: IndexView, join: Join, spec: PublishSpec) -> None:
         self._rows, self._join = IndexRows(index), join
-        self._per_file = indexed_rows(index, spec.rows_per_file)
+        self._per_file = indexed_rows(index.best, spec.rows_per_file)
         self._places: Numbers = np.full(index.rows, _NONE, np.int64)
         self._places[join.rows] = join.positions
         self._head = _maker(index, spec)
@@ -91,7 +91,7 @@ def _maker(index: IndexView, spec: PublishSpec) -> bytes:
     """Return what makes files of rows. `spec.identity` stands for all of the job and the checkpoint."""
     kind, programs = KINDS[index.output], [version(name) for name in ("pyarrow", "tokenizers")]
     rows = [index.attempts, index.samples, index.logprobs, spec.rows_per_file]
-    rows += [index.published_samples] if index.published_samples < index.samples else []
+    rows += [] if index.best is None else [*index.best]
     shape: Sequence[object] = [kind.name, kind.version, *rows]
     material = [WRITER_FORMAT, __version__, programs, spec.identity, spec.numerics, shape]
     schema: bytes = result_schema(index).serialize().to_pybytes()

@@ -164,7 +164,11 @@ def request(body: dict[str, Any], url: str = "/v1/chat/completions", **more: Any
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 BAD_REQUESTS: list[tuple[Any, str]] = [
-    (request({**CHAT, "n": 2}), "n_over_limit"),
+    (request({**CHAT, "n": 1025}), "n_over_limit"),
+    (request({**CHAT, "n": 0}), "bad_parameter"),
+    (request({**CHAT, "n": True}), "bad_parameter"),
+    (request({**CHAT, "n": 1.5}), "bad_parameter"),
+    (request({**CHAT, "n": 2, "temperature": 0}), "bad_parameter"),
     (request({**CHAT, "stream": True}), "stream"),
     (request({**CHAT, "frobnicate": 1}), "unknown_field"),
     (request({**CHAT, "tools": [{"type": "function"}]}), "bad_parameter"),

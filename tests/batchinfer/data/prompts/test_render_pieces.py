@@ -38,6 +38,8 @@ def prepared(rows: list[str]) -> PreparedRows:
     )
     keys = b"".join(row.upper().encode().ljust(32) for row in rows)
     params_of = np.array([params.index(row[0]) if len(row) > 1 else -1 for row in rows], np.int32)
+    if "bcd" in rows:
+        prompts.samples = np.array([3 if row == "bcd" else 0 for row in rows], np.int32)
     prompts.rungs = [PreparedRungs(params_of, lengths + 1, keys)]
     facts = FactsOfRows(FIELDS)
     for row in rows:
@@ -50,6 +52,7 @@ def same(one: PreparedRows, other: PreparedRows) -> bool:
     first, second = one.prompts, other.prompts
     equal = all(getattr(first, name) == getattr(second, name) for name in plain)
     alike = all(np.array_equal(getattr(first, name), getattr(second, name)) for name in arrays)
+    alike = alike and np.array_equal(first.answers(2), second.answers(2))
     rungs = zip(first.rungs, second.rungs, strict=True)
     climbed = all(
         np.array_equal(a.params_of, b.params_of)

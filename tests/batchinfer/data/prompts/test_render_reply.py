@@ -30,7 +30,8 @@ def some_rows() -> PreparedRows:
         np.array([1, -1, -1], np.int32), np.array([7, 0, 0], np.int32), b"k" * 32 + bytes(64)
     )
     params, work = ["{}", '{"seed":1}'], (bytes(96), tokens, openings, {"unread": 2}, [rung])
-    return PreparedRows(Prepared(errors, params, *int32s, *work), facts.finished())
+    prompts = Prepared(errors, params, *int32s, *work, samples=np.array([0, 0, 1024], np.int32))
+    return PreparedRows(prompts, facts.finished())
 
 
 def consistent(rows: PreparedRows) -> bool:
@@ -43,6 +44,9 @@ def consistent(rows: PreparedRows) -> bool:
     assert len(prompts.tokens) == prompts.counts.sum()
     assert not len(prompts.tokens) or 0 <= prompts.tokens.min() <= prompts.tokens.max() < VOCAB
     assert len(prompts.keys) == 32 * len(rows)
+    assert prompts.samples is None or len(prompts.samples) == len(rows)
+    assert prompts.answers(1).min(initial=1) >= 1
+    assert prompts.answers(1).max(initial=1) <= 1024
     (rung,) = prompts.rungs
     assert set(rung.params_of.tolist()) <= {-1, *range(len(prompts.params))}
     assert (len(rung.keys), len(rung.max_tokens)) == (32 * len(rows), len(rows))
@@ -57,6 +61,7 @@ def test_a_reply_holds_what_was_prepared() -> None:
     assert consistent(found)
     assert found.prompts.errors == made.prompts.errors
     assert found.prompts.tokens.tolist() == made.prompts.tokens.tolist()
+    assert found.prompts.answers(2).tolist() == [2, 2, 1024]
     (rung,) = found.prompts.rungs
     assert (rung.params_of.tolist(), rung.max_tokens.tolist()) == ([1, -1, -1], [7, 0, 0])
     assert rung.keys == made.prompts.rungs[0].keys
