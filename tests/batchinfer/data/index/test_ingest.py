@@ -633,7 +633,7 @@ STOPPED = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
 from batchinfer.data.prompts import render_worker
-from tests.batchinfer.data.index.test_ingest import LOOPS, codes, ingest_rows
+from tests.batchinfer.data.index.test_ingest import LIMIT_S, LOOPS, PAUSE_S, codes, ingest_rows
 
 made, start = [], render_worker.RenderWorker._start
 def started(worker):
@@ -645,16 +645,19 @@ def stop():
         time.sleep(0.002)
     time.sleep(0.35)  # more than its parent takes to see that it is at this row
     who = f"{made[0]._child.pid} {os.getpid() if sys.argv[2] == 'job' else ''}"
-    command = f"kill -STOP {who}; sleep 2.7; kill -CONT {who}"
+    command = f"kill -STOP {who}; sleep {PAUSE_S}; kill -CONT {who}"
     subprocess.run(["sh", "-c", command], start_new_session=True, stderr=subprocess.DEVNULL)
 
 render_worker.IDLE = 1
 render_worker.RenderWorker._start = started
 threading.Thread(target=stop).start()
 rows = [{"text": text} for text in ("a", "slow", "b")]
-print(codes(ingest_rows(Path(sys.argv[1]), rows, {"user": LOOPS}, row_timeout_s=2.0)), len(made))
+print(codes(ingest_rows(Path(sys.argv[1]), rows, {"user": LOOPS}, row_timeout_s=LIMIT_S)), len(made))
 """
 LOOPS = SLOW.replace("1300", "150")
+# The row takes half a second of a core's time: on a machine with ten times as much to do it is still within its limit,
+# of which a pause of its parent takes half a second, too. The pause is longer than the limit
+LIMIT_S, PAUSE_S = 6.0, 8.0
 
 
 @pytest.mark.parametrize(
