@@ -16,6 +16,7 @@ import pytest
 
 from batchinfer.core.errors import Interrupted
 from batchinfer.core.request import Completion, TokenLogprobs, Tokens
+from batchinfer.data.index.index import BestOf
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.results.partial import partial_reader, write_partial
 from batchinfer.data.storage.duck import interruptible
