@@ -166,7 +166,7 @@ class SamplingSection(Section):
     @property
     def asks_samples(self) -> bool:
         """Whether the job file says that rows may have several answers, so that the result has a column for it."""
-        return self.n > 1 or self.samples_column is not None
+        return self.n > 1 or self.best_of > 1 or self.samples_column is not None
 
     def row_parameters(self) -> str:
         """The parameters that rows set themselves, for people: `max_tokens, temperature (column temp_col)`."""

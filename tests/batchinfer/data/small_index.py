@@ -86,6 +86,7 @@ def write_index(
     passthrough: pa.Table | None = None,
     rows_per_part: int = 1000,
     attempts: int = 1,
+    best: BestOf | None = None,
 ) -> SmallIndex:
     (folder / "index").mkdir(parents=True)
     (folder / "passthrough").mkdir()
@@ -96,7 +97,12 @@ def write_index(
         {**row, "token_offset": offset} if "tokens" in row else row
         for row, offset in zip(rows, offsets, strict=False)
     ]
-    table = pa.Table.from_pylist(placed, schema=index_schema(True, attempts))
+    if best is not None:
+        placed = [
+            {**row, "input_row": number // best.computed, "sample_index": number % best.computed}
+            for number, row in enumerate(placed)
+        ]
+    table = pa.Table.from_pylist(placed, schema=index_schema(True, attempts, samples=best is not None))
     values = pa.table({"row_id": table["row_id"]})
     for name in passthrough.column_names if passthrough else []:
         values = values.append_column(passthrough.schema.field(name), passthrough[name])
@@ -105,7 +111,7 @@ def write_index(
         pq.write_table(table.slice(start, rows_per_part), folder / "index" / name)
         pq.write_table(values.slice(start, rows_per_part), folder / "passthrough" / name)
     types = pa.schema([]) if passthrough is None else passthrough.schema
-    return SmallIndex(folder, len(rows), types, attempts=attempts)
+    return SmallIndex(folder, len(rows), types, attempts=attempts, samples=best is not None, best=best)
 
 
 def answer(key: bytes, length: int | None = None) -> Completion:

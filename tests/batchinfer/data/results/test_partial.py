@@ -52,7 +52,7 @@ def test_of_several_answers_the_best_are_told_once_all_are_there(tmp_path: Path)
     """Rows of 3 answers each, in batches whose usual size would cut some."""
     rows = [good_row(row, [row, 1]) for row in range(177)]
     rows += [bad_row(row) for row in range(177, 180)]
-    index = replace(write_index(tmp_path / "x", rows), samples=True, best=BestOf(1, 3), logprobs=0)
+    index = replace(write_index(tmp_path / "x", rows, best=BestOf(1, 3)), logprobs=0)
     mean = {row: -float(row * 7 % 11) for row in range(177) if row not in (4, 130)}
     with CompletionStore(tmp_path / "c") as store:
         for row, value in mean.items():
