@@ -49,8 +49,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "repetition_stop": Bounds(0, INT32_MAX),
     "thinking_budget": Bounds(0, INT32_MAX),
 }
-# Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task
-DERIVED = ("after_reasoning", "tool_call", "pooling", "scored", "classified", "second_segment")
+# Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task and output
+DERIVED = ("after_reasoning", "tool_call", "pooling", "scored", "classified", "second_segment", "confidence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,9 @@ class SamplingParams:
     classified: bool = False
     # Tokens of the prompt from this one on have the token type 1, and those before it 0; 0: all have 0
     second_segment: int = 0
+    # The log-probability of each token among those that the constraint allows at its place. They take the place of
+    # `logprobs`, which are among all tokens
+    confidence: bool = False
 
     @classmethod
     def vector(cls, pooling: Pooling) -> Self:
@@ -148,6 +151,11 @@ class SamplingParams:
         name = self.constraint
         said = (name, None if name is None else getattr(self, name))
         return sha256(repr(said).encode()).digest()
+
+    @property
+    def asks_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities of its tokens, of either kind."""
+        return self.logprobs is not None or self.confidence
 
     @property
     def greedy(self) -> bool:

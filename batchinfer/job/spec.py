@@ -163,6 +163,10 @@ class OutputSection(Section):
         default=None,
         description="Name of one column for the whole answer, instead of one column per property.",
     )
+    confidence: bool = Field(
+        default=False,
+        description="Whether results say how probable each enum and boolean of an answer, or its choice, was.",
+    )
     rows_per_file: Whole = Field(default=100_000, description="Rows per result file.")
 
 
@@ -312,6 +316,8 @@ class Job(Section):
     def params(self) -> SamplingParams:
         """Return the sampling parameters of a row without values of its own, as the engine knows them."""
         params, schema = self.sampling.params(), self.output.json_schema
+        if self.output.confidence:
+            params = replace(params, confidence=True)
         return params if schema is None else replace(params, json_schema=schema)
 
     def given_params(self) -> dict[str, Any]:

@@ -153,6 +153,8 @@ class Index:
     samples: int = 1  # how many of its rows, one after the other, are a row of the input
     expected: str | None = None  # the passthrough column with the values that answers should have
     pairs: PairScoring | None = None  # the score of its prompts and documents, whose answers are logits
+    # The texts of which each answer is one, where the result has a column of confidence; (): that of `answers`' fields
+    confidence: tuple[str, ...] | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -200,6 +202,7 @@ class Index:
             samples=int(value.get("samples", 1)),
             expected=value.get("expected"),
             pairs=None if (paired := value.get("pairs")) is None else PairScoring.from_json(paired),
+            confidence=None if (listed := value.get("confidence")) is None else tuple(listed),
         )
 
     @classmethod
@@ -242,11 +245,18 @@ class Index:
             value["scoring"] = self.scoring.to_json()
         if self.pairs is not None:
             value["pairs"] = self.pairs.to_json()
+        if self.confidence is not None:
+            value["confidence"] = list(self.confidence)
         if self.samples > 1:
             value["samples"] = self.samples
         if self.expected is not None:
             value["expected"] = self.expected
         write_json(Layout(self.folder).marker, value, ops)
+
+    @property
+    def kept_logprobs(self) -> int | None:
+        """The most log-probabilities a token that an engine keeps for a row; None: it keeps none."""
+        return self.logprobs if self.confidence is None else self.logprobs or 0
 
     @property
     def notices(self) -> list[str]:

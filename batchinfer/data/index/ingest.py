@@ -453,6 +453,7 @@ class Ingestion:
             self._job.samples,
             self._job.input.expected,
             self._options.pairs,
+            self._job.sampling.choice if output.confidence else None,
         )
         index.write_marker(self._ops)
         return index

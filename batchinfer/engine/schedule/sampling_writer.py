@@ -43,6 +43,7 @@ class SamplingWriter:
             followed=[sequences[i].masking.followed for i in masked],
             asking=asking,
             likeliest=[sequences[i].request.params.logprobs or 0 for i in asking],
+            among_allowed=[sequences[i].request.params.confidence for i in asking],
             penalised=self._penalised(shaped, sequences, before) if shaped else None,
             drawn=None if greedy else self._drawn(sequences),
         )

@@ -65,6 +65,7 @@ class SmallIndex:
     expected: str | None = None
     samples: int = 1
     scoring: None = None
+    confidence: None = None
 
     @property
     def tokens(self) -> TokenStore:
