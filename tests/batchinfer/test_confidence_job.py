@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -153,3 +155,21 @@ def test_what_does_not_go_with_it_is_refused(
 ) -> None:
     with pytest.raises(JobFileError, match=said):
         load_job(job(tmp_path, tiny, {"confidence": True, **output}, **sampling))
+
+
+def test_the_page_s_example_runs(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/structured.md").read_text("utf-8")
+    section = page[page.index("\n## Confidence\n") :]
+    blocks = dict(re.findall(r"```(yaml|sql)\n(.*?)```", section, re.DOTALL)[:2])
+    (tmp_path / "job.yaml").write_text(blocks["yaml"])
+    (tmp_path / "reviews.jsonl").write_text(
+        '{"id": "a", "body": "Where is it?"}\n{"id": "b", "body": "Thanks"}\n'
+    )
+    sets = (("model.path", str(tiny)), ("prompt.chat", "false"), ("sampling.max_tokens", "60"))
+    assert run(tmp_path / "job.yaml", REAL, *sets).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    for _, kind, share in duckdb.sql(blocks["sql"]).fetchall():
+        assert kind in ("order", "question", "complaint")
+        assert 0 < share <= 0.9
+    count = "SELECT count(*) FROM 'results/triage/*.parquet' WHERE cardinality(confidence) = 2"
+    assert duckdb.sql(count).fetchall() == [(2,)]
