@@ -56,6 +56,12 @@ from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCa
 
 _OUTPUT_PATH = ("output", "path")
 # The sections that decide which rows there are and what they hold
+_SHAPES_RESULTS = (
+    "columns",
+    "json_schema",
+    "column",
+    "confidence",
+)  # keys of output, as Job.identity_json has them
 _OF_ROWS = ("model", "input", "prompt", "task", *TASK_SECTIONS, "sampling", "on_invalid")
 _NO_FILE = "(the job that was given)"  # stands for the job file where there is none
 
@@ -417,7 +423,7 @@ class Job(Section):
         ):  # the default of older results; the model's context tells it from auto
             del identity["model"]["quantization"]
         output = dump["output"]
-        identity |= {key: output[key] for key in ("columns", "json_schema", "column") if output.get(key)}
+        identity |= {key: output[key] for key in _SHAPES_RESULTS if output.get(key)}
         if self.requests:  # a parameter that is written out counts there, even with its default
             identity["sampling"] = self.sampling.given()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

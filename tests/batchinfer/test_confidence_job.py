@@ -140,6 +140,22 @@ def test_fields_have_theirs_in_a_map(tmp_path: Path, tiny: Path) -> None:
             assert math.isclose(found[path_of], wanted, rel_tol=1e-3), (path_of, text)
 
 
+def test_asking_later_computes_again_and_then_no_more(tmp_path: Path, tiny: Path) -> None:
+    """Answers without it are other work; greedy ones are the same."""
+    path, asking = job(tmp_path, tiny, {}, choice=CHOICES), (("output.confidence", "true"),)
+    run(path, REAL)
+    plain = table(path)
+    first = run(path, REAL, *asking)
+    assert first.row["computed_requests"] == len(plain)
+    told = table(path)
+    assert [{**row, "confidence": None} for row in plain] == [{**row, "confidence": None} for row in told]
+    assert all(0 < row["confidence"] <= 1 for row in told)
+    run(path, NO_ENGINE)
+    assert table(path) == plain
+    run(path, NO_ENGINE, *asking)
+    assert table(path) == told
+
+
 @pytest.mark.parametrize(
     ("output", "sampling", "said"),
     [
