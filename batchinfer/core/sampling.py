@@ -65,8 +65,11 @@ OTHER_NAMES: Mapping[str, str] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-# Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task
-DERIVED = ("after_reasoning", "tool_call", "pooling", "scored", "classified", "second_segment", "bad_tokens")
+# Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task and output
+DERIVED = (
+    *("after_reasoning", "tool_call", "pooling", "scored", "classified", "second_segment", "bad_tokens"),
+    "confidence",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,9 @@ class SamplingParams:
     second_segment: int = 0
     # The tokens of `bad_words`: an answer that ends with all but the last of them does not get that one
     bad_tokens: tuple[tuple[int, ...], ...] = ()
+    # The log-probability of each token among those that the constraint allows at its place. They take the place of
+    # `logprobs`, which are among all tokens
+    confidence: bool = False
 
     @classmethod
     def vector(cls, pooling: Pooling) -> Self:
@@ -170,6 +176,11 @@ class SamplingParams:
         name = self.constraint
         said = (name, None if name is None else getattr(self, name))
         return sha256(repr(said).encode()).digest()
+
+    @property
+    def asks_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities of its tokens, of either kind."""
+        return self.logprobs is not None or self.confidence
 
     @property
     def greedy(self) -> bool:

@@ -51,6 +51,7 @@ TASK_COLUMNS: Mapping[str, tuple[str, ...]] = {
 ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 SAMPLE = "sample_index"  # the column of a job with several answers to a row (sampling.n)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
+CONFIDENCE = "confidence"  # the column of a job with output.confidence
 REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
 TOOL_CALLS_COLUMN = "tool_calls"  # of a result whose answers may call tools
 LINE_FORMATS = ("jsonl", "openai", "csv")
@@ -71,6 +72,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_from_columns(sections),
         *_constraints(sections),
         *_fit(sections, file),
+        *_confidence(sections, file),
         *task_findings(values),
         *_samples(sections, file),
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
@@ -244,6 +246,33 @@ def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
         yield Finding(("sampling", "from_columns"), message, "remove one of the two")
 
 
+def _confidence(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
+    """Confidence is of values that the job lists, and is kept in the place of log-probabilities."""
+    sampling, output = sections.get("sampling", {}), sections.get("output", {})
+    if output.get("confidence") is not True:
+        return
+    loc = ("output", "confidence")
+    if "prompt" not in sections or _is_openai(sections.get("input", {}), file):
+        yield Finding(loc, "is true, which is not for OpenAI batch files", "remove it")
+    schemas = [name for name in ("schema", "schema_file") if output.get(name) is not None]
+    if not schemas and not sampling.get("choice"):
+        message = "is true, but the job lists no values that answers may have"
+        yield Finding(loc, message, "give output.schema or sampling.choice")
+    per_row = sampling.get("from_columns")
+    named = set(per_row) if isinstance(per_row, Mapping | tuple) else set()
+    if sampling.get(LOGPROBS) is not None or LOGPROBS in named:
+        message = (
+            "is true, which does not go with sampling.logprobs: a token has one logarithm, of either kind"
+        )
+        yield Finding(loc, message, "remove one of the two")
+    if sampling.get("best_of", 1) != 1:
+        message = "is true, which does not go with sampling.best_of: the best answers are chosen by log-probabilities"
+        yield Finding(loc, message, "remove one of the two")
+    if given := sorted(named.intersection(CONSTRAINTS)):
+        message = f"is true, but rows have their own {given[0]} (sampling.from_columns)"
+        yield Finding(loc, message, "remove one of the two")
+
+
 def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
     """max_tokens: fit needs a constraint to fit, of the job or of its rows."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
@@ -331,6 +360,9 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
     many, best = sampling.get("n", 1) != 1 or "n" in of_rows, sampling.get("best_of", 1) != 1
     ours = (*ours, SAMPLE) if many or best else ours
+    output = values.get("output")
+    if isinstance(output, Mapping) and output.get("confidence") is True:
+        ours = (*ours, CONFIDENCE)
     return (*ours, LOGPROBS) if named or best or sampling.get(LOGPROBS) is not None else ours
 
 
@@ -347,6 +379,7 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
             others = {
                 LOGPROBS: "a result with log-probabilities",
                 ATTEMPT: "the result of a job with on_invalid",
+                CONFIDENCE: "a result with output.confidence",
                 SAMPLE: "a result with several answers to a row",
                 **{
                     name: f"a result of task: {task}"

@@ -56,6 +56,12 @@ from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCa
 
 _OUTPUT_PATH = ("output", "path")
 # The sections that decide which rows there are and what they hold
+_SHAPES_RESULTS = (
+    "columns",
+    "json_schema",
+    "column",
+    "confidence",
+)  # keys of output, as Job.identity_json has them
 _OF_ROWS = ("model", "input", "prompt", "task", *TASK_SECTIONS, "sampling", "on_invalid")
 _NO_FILE = "(the job that was given)"  # stands for the job file where there is none
 
@@ -162,6 +168,10 @@ class OutputSection(Section):
     column: Column | None = Field(
         default=None,
         description="Name of one column for the whole answer, instead of one column per property.",
+    )
+    confidence: bool = Field(
+        default=False,
+        description="Whether results say how probable each enum and boolean of an answer, or its choice, was.",
     )
     rows_per_file: Whole = Field(default=100_000, description="Rows per result file.")
 
@@ -312,6 +322,8 @@ class Job(Section):
     def params(self) -> SamplingParams:
         """Return the sampling parameters of a row without values of its own, as the engine knows them."""
         params, schema = self.sampling.params(), self.output.json_schema
+        if self.output.confidence:
+            params = replace(params, confidence=True)
         return params if schema is None else replace(params, json_schema=schema)
 
     def given_params(self) -> dict[str, Any]:
@@ -421,7 +433,7 @@ class Job(Section):
         ):  # the default of older results; the model's context tells it from auto
             del identity["model"]["quantization"]
         output = dump["output"]
-        identity |= {key: output[key] for key in ("columns", "json_schema", "column") if output.get(key)}
+        identity |= {key: output[key] for key in _SHAPES_RESULTS if output.get(key)}
         if self.requests:  # a parameter that is written out counts there, even with its default
             identity["sampling"] = self.sampling.said()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

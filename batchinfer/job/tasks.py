@@ -26,6 +26,7 @@ _OF_TEXTS = (
     ("output", "schema", "describes texts"),
     ("output", "schema_file", "describes texts"),
     ("output", "column", "describes texts"),
+    ("output", "confidence", "says how probable parts of texts are"),
     ("prompt", "reasoning", "says how texts mark reasoning"),
     ("prompt", "tool_calls", "says how texts write calls of tools"),
     ("prompt", "tool_choice", "says which tool a text calls"),

@@ -170,6 +170,8 @@ class Index:
     expected: str | None = None  # the passthrough column with the values that answers should have
     pairs: PairScoring | None = None  # the score of its prompts and documents, whose answers are logits
     best: BestOf | None = None  # how many of the samples of a row are published; None: all
+    # The texts of which each answer is one, where the result has a column of confidence; (): that of `answers`' fields
+    confidence: tuple[str, ...] | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -218,6 +220,7 @@ class Index:
             expected=value.get("expected"),
             pairs=None if (paired := value.get("pairs")) is None else PairScoring.from_json(paired),
             best=None if (best := value.get("best")) is None else BestOf(*best),
+            confidence=None if (listed := value.get("confidence")) is None else tuple(listed),
         )
 
     @classmethod
@@ -260,6 +263,8 @@ class Index:
             value["scoring"] = self.scoring.to_json()
         if self.pairs is not None:
             value["pairs"] = self.pairs.to_json()
+        if self.confidence is not None:
+            value["confidence"] = list(self.confidence)
         if self.samples:
             value["several_samples"] = True
         if self.expected is not None:
@@ -267,6 +272,11 @@ class Index:
         if self.best is not None:
             value["best"] = list(self.best)
         write_json(Layout(self.folder).marker, value, ops)
+
+    @property
+    def kept_logprobs(self) -> int | None:
+        """The most log-probabilities a token that an engine keeps for a row; None: it keeps none."""
+        return self.logprobs if self.confidence is None else self.logprobs or 0
 
     @property
     def notices(self) -> list[str]:

@@ -457,6 +457,7 @@ class Ingestion:
             self._job.input.expected,
             self._options.pairs,
             BestOf(self._job.published_samples, self._job.samples) if self._job.sampling.chooses else None,
+            self._job.sampling.choice if output.confidence else None,
         )
         index.write_marker(self._ops)
         return index

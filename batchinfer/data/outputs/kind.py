@@ -31,6 +31,11 @@ class AskedOutputs(Protocol):
         """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
 
     @property
+    def confidence(self) -> tuple[str, ...] | None:
+        """The texts of which each answer is one; none: the values of its fields count, which its schema lists. None:
+        the result has no column of confidence."""
+
+    @property
     def reasoning(self) -> Reasoning | None:
         """How answers mark their reasoning; None: the result has no columns for it."""
 

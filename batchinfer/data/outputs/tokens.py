@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from batchinfer.core.reasoning import ReasoningTokens
 from batchinfer.core.request import Completion, Output, Request, Tokens
 from batchinfer.core.sampling import JSON_CONSTRAINTS
 from batchinfer.data.columns.answer_check import AnswerCheck, parsed_answer
+from batchinfer.data.columns.confidence_column import AnswerTokens, confidence_field, confidences
 from batchinfer.data.columns.logprob_column import (
     COLUMN,
     LOGPROBS_FIELD,
@@ -64,17 +65,18 @@ class TokensKind:
         return None if all(one is None for one in found) else logprob_columns(found)
 
     def read(self, asked: AskedOutputs) -> pa.Schema:
-        return pa.schema([]) if asked.logprobs is None else LOGPROB_SCHEMA
+        return LOGPROB_SCHEMA if _has_logprobs(asked) else pa.schema([])
 
     def batch_rows(self, asked: AskedOutputs) -> int | None:
-        return None if asked.logprobs is None else LOGPROB_ROWS
+        return LOGPROB_ROWS if _has_logprobs(asked) else None
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return RESULT_SCHEMA, then what there is of reasoning, calls, log-probabilities and columns of answers'
-        parts."""
+        """Return RESULT_SCHEMA, then what there is of reasoning, calls, log-probabilities, confidence and columns of
+        answers' parts."""
         ours = RESULT_SCHEMA if asked.reasoning is None else pa.schema([*RESULT_SCHEMA, *REASONING_FIELDS])
         ours = ours if asked.tool_calls is None else ours.append(CALLS_FIELD)
         ours = ours if asked.logprobs is None else ours.append(LOGPROBS_FIELD)
+        ours = ours if asked.confidence is None else ours.append(confidence_field(asked.confidence))
         columns = _answer_columns(asked.answers)
         return ours if columns is None else pa.schema([*ours, *columns.schema])
 
@@ -99,6 +101,11 @@ class TokensKind:
         if asked.logprobs is not None:
             found = logprob_column(matched, frame.answered.to_numpy(), detokenizer)
             table = table.append_column(LOGPROBS_FIELD, found)
+        if asked.confidence is not None:
+            answers = _with_tokens(table, matched, detokenizer)
+            schema = None if asked.answers is None else parsed_schema(asked.answers.text)
+            found = confidences(answers, asked.confidence, schema)
+            table = table.append_column(confidence_field(asked.confidence), found)
         columns = _answer_columns(asked.answers)
         return table if columns is None else _with_answers(table, columns)
 
@@ -143,6 +150,22 @@ class JsonAnswers:
         marks = {key: reasoning for key, reasoning in found if reasoning is not None}
         checked = {one.key: one for one in self._check.checked(of_json, marks)} if of_json else {}
         return [checked.get(one.key, one) for one in completions]
+
+
+def _has_logprobs(asked: AskedOutputs) -> bool:
+    return asked.logprobs is not None or asked.confidence is not None
+
+
+def _with_tokens(
+    table: pa.Table, matched: pa.Table, detokenizer: Detokenizer
+) -> Iterator[AnswerTokens | None]:
+    """Yield each answer with the places and log-probabilities of its tokens; None for an error row, and for a text that
+    is not whole."""
+    columns = (table.column("finish_reason"), table.column("generated_text"))
+    kept = (matched.column(name) for name in ("token_ids", "logprobs"))
+    for reason, text, ids, logprobs in zip(*(one.to_pylist() for one in (*columns, *kept)), strict=True):
+        whole = reason == "stop" and text is not None and logprobs is not None
+        yield AnswerTokens.of(text, ids, logprobs, detokenizer) if whole else None
 
 
 def _answer_columns(answers: AnswerSchema | None) -> SchemaColumns | None:

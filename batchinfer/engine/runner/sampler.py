@@ -59,7 +59,8 @@ class Sampler:
     min-p, draw.
 
     As in transformers, top-p renormalises what top-k left, and min-p compares with the most likely token.
-    Log-probabilities are of the logits before the first of these steps.
+    Log-probabilities are of the logits before the first of these steps; those among allowed tokens are of these logits,
+    too, behind the mask alone.
 
     `on_host`: logits are in the host's memory, so that a token can be looked at as soon as it is chosen. Then a greedy
     row whose last token obeyed its mask takes the argmax first, and its mask is filled only where that token is not
@@ -150,7 +151,7 @@ class Sampler:
             ops.penalise(logits, _penalties(plan.penalised, device_tokens or DeviceTokens(), logits.device))
         if plan.masked and plan.drawn is None and plan.given is None and not asking:
             return self._greedy(ops, logits, plan)
-        barred = self._masked(ops, logits, plan) if plan.masked else None
+        barred = self._masked(ops, logits, plan, asking) if plan.masked else None
         tokens = _with_given(ops.sample(logits, _row_sampling(plan, len(logits), logits.device)), plan)
         return Sampled(tokens, asking.found(ops, tokens) if asking else None, barred)
 
@@ -183,12 +184,17 @@ class Sampler:
         for all_rows, corrected in zip(found, ops.masked_argmax(logits[rows], bits), strict=True):
             all_rows[rows] = corrected
 
-    def _masked(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Masked:
+    def _masked(
+        self, ops: Ops, logits: Tensor, plan: SamplingPlan, asking: _LogprobRows | None = None
+    ) -> Masked:
+        """Mask the logits, and what `asking` keeps of them for rows that ask about allowed tokens only."""
         filled = self._filled(plan, list(range(len(plan.masked))), logits)
         rows, bits = upload([np.array(plan.masked, np.int32), filled], logits.device)
         # A copy of the rows would take as much memory as all logits do
         best = logits[plan.masked].argmax(-1) if self.on_host else logits.argmax(-1).index_select(0, rows)
         ops.mask(logits, rows, bits)
+        if asking is not None:
+            asking.mask(ops, filled)
         return Masked(plan.masked, bars(bits, best))
 
     def _filled(self, plan: SamplingPlan, which: list[int], logits: Tensor) -> NDArray[np.int32]:
@@ -251,6 +257,15 @@ class _LogprobRows:
             return cls(plan, None, logits.clone() if plan.edited else logits)
         (index,) = upload([np.array(plan.asking, np.int64)], logits.device)
         return cls(plan, index, logits.index_select(0, index))
+
+    def mask(self, ops: Ops, bits: NDArray[np.int32]) -> None:
+        """Mask the rows that ask about allowed tokens only. bits: (masked rows of the plan, words)."""
+        plan = self.plan
+        mask_of = {row: at for at, row in enumerate(plan.masked)}
+        own = [at for at, row in enumerate(plan.asking) if plan.among_allowed[at] and row in mask_of]
+        if own:
+            chosen = np.ascontiguousarray(bits[[mask_of[plan.asking[at]] for at in own]])
+            ops.mask(self.logits, *upload([np.array(own, np.int32), chosen], self.logits.device))
 
     def found(self, ops: Ops, tokens: Tensor) -> RowLogprobs:
         chosen = tokens if self.rows is None else tokens.index_select(0, self.rows)

@@ -51,6 +51,7 @@ class SamplingWriter:
             followed=[sequences[i].masking.followed for i in masked],
             asking=asking,
             likeliest=[sequences[i].request.params.logprobs or 0 for i in asking],
+            among_allowed=[sequences[i].request.params.confidence for i in asking],
             penalised=_penalised(shaped, sequences, banned, before) if shaped else None,
             drawn=None if greedy else self._drawn(sequences),
             biased=self._biased,

@@ -146,7 +146,7 @@ class Sequence:
     ) -> Sequence:
         """Make a sequence of a request, as long as the model lets it become."""
         params, prompt = request.params, array("i", request.prompt.tobytes())
-        logprobs = None if params.logprobs is None else CollectedLogprobs()
+        logprobs = CollectedLogprobs() if params.asks_logprobs else None
         reshaped = params.penalised or params.min_tokens > 0 or params.logit_bias or params.narrowed
         loops = LoopDetector(params.repetition_stop, len(prompt)) if params.repetition_stop else None
         return cls(

@@ -179,6 +179,8 @@ class SamplingPlan:
     asking: list[int] = field(default_factory=list)  # rows that ask for log-probabilities
     # Of each of these, for how many of the likeliest tokens
     likeliest: list[int] = field(default_factory=list)
+    # Of each of these, whether only the tokens count that its mask allows
+    among_allowed: list[bool] = field(default_factory=list)
     penalised: PenalisedRows | None = None
     drawn: DrawnRows | None = None  # None: no row's token is drawn
     # (n,): tokens that are given, whose log-probabilities may be asked for; negative: chosen. None: all are chosen
@@ -211,6 +213,7 @@ class SamplingPlan:
             [self.followed[at] for at in masked],
             [self.asking[at] - first for at in asking],
             [self.likeliest[at] for at in asking],
+            [self.among_allowed[at] for at in asking],
             None if self.penalised is None else self.penalised.part(first, end),
             None if self.drawn is None else self.drawn.part(first, end),
             None if given is None else given[first:end],
@@ -227,7 +230,7 @@ class SamplingPlan:
         """An equal plan for all whose tokens are argmaxes, as nearly always, takes a byte."""
         if self is ARGMAX:
             return _argmax, ()
-        lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest)
+        lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest, self.among_allowed)
         given = None if self.given is None else self.given.tobytes()
         asked = (self.argmax, *lists, self.penalised, self.drawn)
         scored = None if self.scored is None else tuple(one.tobytes() for one in self.scored)

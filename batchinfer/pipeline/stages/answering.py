@@ -48,7 +48,7 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
     """
     plan = planned.plan
     setting = run.setup.setting.for_rows(plan.to_run)
-    needs = Needs(setting, plan.longest, index.logprobs, plan.to_run, lambda: index.index_parts)
+    needs = Needs(setting, plan.longest, index.kept_logprobs, plan.to_run, lambda: index.index_parts)
     meter = open_meter(run, setting)
     if index.error_rows:
         run.progress.failed(dict(summarise_errors(index.index_parts).codes))

@@ -203,4 +203,4 @@ def _most_logprobs(run: OpenRun) -> int | None:
     sampling = run.job.sampling
     if run.job.requests or "logprobs" in dict(sampling.from_columns):
         return MAX_LOGPROBS
-    return run.job.params().logprobs
+    return 0 if run.job.output.confidence else run.job.params().logprobs

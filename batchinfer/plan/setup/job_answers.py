@@ -14,7 +14,14 @@ from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.job.check import ATTEMPT, LOGPROBS, REASONING_COLUMNS, RESULT_COLUMNS, TOOL_CALLS_COLUMN
+from batchinfer.job.check import (
+    ATTEMPT,
+    CONFIDENCE,
+    LOGPROBS,
+    REASONING_COLUMNS,
+    RESULT_COLUMNS,
+    TOOL_CALLS_COLUMN,
+)
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_calls import job_calls
 from batchinfer.plan.setup.job_embedding import job_embedding
@@ -33,6 +40,7 @@ class AskedAnswers:
     pairs: PairScoring | None = None
     answers: None = None
     logprobs: None = None
+    confidence: None = None
 
 
 def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
@@ -88,7 +96,8 @@ def answer_columns(job: Job, tokenizer: Tokenizer, asked: AskedAnswers) -> Schem
         raise job.mistake(where, str(error)) from None
     read = REASONING_COLUMNS if asked.reasoning is not None else ()
     read = read if asked.tool_calls is None else (*read, TOOL_CALLS_COLUMN)
-    ours = (*RESULT_COLUMNS, LOGPROBS, *([ATTEMPT] if job.on_invalid else []), *read)
+    more = (*([ATTEMPT] if job.on_invalid else []), *([CONFIDENCE] if job.output.confidence else []))
+    ours = (*RESULT_COLUMNS, LOGPROBS, *more, *read)
     taken = {name.casefold(): name for name in (*ours, *job.carried)}
     for name in columns.schema.names:
         if name.casefold() in taken:

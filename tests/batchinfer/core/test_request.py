@@ -82,6 +82,7 @@ def test_the_defaults_stay() -> None:
         "scored": (),
         "classified": False,
         "second_segment": 0,
+        "confidence": False,
     }, "a new parameter is added here; one that is here never changes"
 
 

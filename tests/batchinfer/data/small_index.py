@@ -66,6 +66,7 @@ class SmallIndex:
     samples: bool = False
     best: BestOf | None = None
     scoring: None = None
+    confidence: None = None
 
     @property
     def tokens(self) -> TokenStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 from functools import cache
@@ -189,6 +190,37 @@ def test_they_are_kept_where_a_single_thing_changes_the_logits(kind: dict[str, A
     assert 7 not in sampled.tokens.tolist()
     wanted = logits.log_softmax(-1).gather(-1, sampled.tokens[:, None])[:, 0]
     torch.testing.assert_close(sampled.logprobs.chosen, wanted)
+
+
+def test_those_among_allowed_tokens_are_of_the_model_s_logits_behind_the_mask_alone() -> None:
+    """Whatever else a row asks for, and whatever the rows beside it do; its top ones are nobody's business."""
+    torch.manual_seed(3)
+    logits = torch.randn(6, 40) * 3
+    kinds: list[dict[str, Any]] = [
+        {"most": 5, "confidence": True},
+        {"most": 5, "logprobs": 4},
+        {"most": 7, "confidence": True, "temperature": 0.7, "repetition_penalty": 3.0},
+        {"confidence": True},  # it has no mask: all tokens are allowed
+        {},
+        {"most": 3, "confidence": True, "temperature": 2.0, "top_k": 2},
+    ]
+    sequences = [make_sequence(i, [1, 2], [7, 7], **{"most": 100, **kind}) for i, kind in enumerate(kinds)]
+    masks = Multiples(sequences)
+    plan = masks.plan()
+    for rows in (slice(0, 6), slice(2, 6)):  # whole, and the rest of it in a micro-batch
+        part = pickle.loads(pickle.dumps(plan.part(rows.start, rows.stop)))
+        sampled = Sampler(frozenset(), masks).sample(TorchOps(), logits[rows].clone(), part)
+        assert sampled.logprobs is not None
+        found = dict(zip(sampled.logprobs.rows, sampled.logprobs.chosen.tolist(), strict=True))
+        for i in range(rows.start, rows.stop):
+            at, kind = i - rows.start, kinds[i]
+            most = kind.get("most", 100) if kind.get("confidence") else 100
+            allowed = [t for t in range(40) if most == 100 or (t % most == 0 and t > 7)]
+            token = int(sampled.tokens[at])
+            if kind.get("confidence") or "logprobs" in kind:
+                wanted = logits[i, allowed].log_softmax(-1)[allowed.index(token)]
+                assert found.pop(at) == pytest.approx(float(wanted), abs=1e-5)
+        assert not found
 
 
 def test_more_than_the_vocabulary_has_are_all_of_it() -> None:

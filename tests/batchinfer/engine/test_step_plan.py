@@ -145,7 +145,9 @@ def test_any_number_of_rows_of_a_chunk_are_sampled() -> None:
         PlanWriter().of(Step(chunks), []),
         sampled=np.array(places, np.int32),
         sampled_counts=[9, 9],
-        sampling=SamplingPlan(argmax=False, asking=list(range(18)), likeliest=[3] * 18),
+        sampling=SamplingPlan(
+            argmax=False, asking=list(range(18)), likeliest=[3] * 18, among_allowed=[False] * 18
+        ),
     )
     for kind in (ModelRunner, DeviceRunner):
         made = make_runner(model, cpu_ops(model), limits)
@@ -181,6 +183,7 @@ def test_rows_get_what_they_ask_for_of_any_positions(ahead: bool) -> None:
             argmax=False,
             asking=list(range(9)),
             likeliest=[0] * 9,
+            among_allowed=[False] * 9,
             given=np.array(text[1:], np.int32),
             states=[4, 8],
         ),
