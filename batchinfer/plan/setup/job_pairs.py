@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from batchinfer.core.errors import Mistake
 from batchinfer.core.scoring import PairScoring, ScoreActivation
 from batchinfer.data.tokenizer.pair_template import NoPairs, PairTemplate
-from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.files.cross_encoder import stated_activation
 from batchinfer.models.opening import StoredModel
 from batchinfer.models.spec.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from batchinfer.data.tokenizer.tokenizer import Tokenizer  # slow to import, and not for `doctor`
 
 _WITH_HEAD = "…ForSequenceClassification"
 # By what torch calls their modules
