@@ -63,6 +63,8 @@ class PastRun:
     labelled_rows: int | None = None
     accuracy: float | None = None  # exactly right; None: the job names no expected answers
     normalised_accuracy: float | None = None
+    calibration_error: float | None = None  # of the labels' probabilities; None: answers have none
+    brier_score: float | None = None
 
     @property
     def output_share(self) -> float:
@@ -234,16 +236,23 @@ _HEAD = (
 
 
 _MEASURED = ("labelled", "right", "normalised")
+_CALIBRATED = ("calibration error", "Brier score")
 
 
 def history_lines(found: Sequence[tuple[PastRun, float | None]]) -> list[str]:
-    """A line a run below a line of headings. Where a run was measured, how many answers were right comes last."""
+    """A line a run below a line of headings. Where a run was measured, how many answers were right comes last, and what
+    their probabilities are worth where they have some."""
     table = [_HEAD, *(_cells(run, change) for run, change in found)]
     if any(run.accuracy is not None for run, _ in found):
-        measured = [_MEASURED, *(_measured(run) for run, _ in found)]
-        table = [(*cells, *more) for cells, more in zip(table, measured, strict=True)]
+        table = _beside(table, [_MEASURED, *(_measured(run) for run, _ in found)])
+    if any(run.calibration_error is not None for run, _ in found):
+        table = _beside(table, [_CALIBRATED, *(_calibrated(run) for run, _ in found)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(_placed(cells, widths)).rstrip() for cells in table]
+
+
+def _beside(table: Sequence[tuple[str, ...]], more: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return [(*cells, *further) for cells, further in zip(table, more, strict=True)]
 
 
 def _placed(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
@@ -275,3 +284,7 @@ def _measured(run: PastRun) -> tuple[str, ...]:
     """Percentages have a decimal: from one night to the next they hardly change."""
     shares = (run.accuracy, run.normalised_accuracy)
     return count(run.labelled_rows), *(UNKNOWN if one is None else f"{one:.1%}" for one in shares)
+
+
+def _calibrated(run: PastRun) -> tuple[str, ...]:
+    return tuple(UNKNOWN if one is None else f"{one:.3f}" for one in (run.calibration_error, run.brier_score))

@@ -231,7 +231,7 @@ def right(rows: list[dict[str, Any]]) -> list[bool]:
 
 
 def test_labels_are_measured_with_their_probabilities(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = {kind: re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("yaml", "sql")}
@@ -263,3 +263,9 @@ def test_labels_are_measured_with_their_probabilities(
     Path("reviews.jsonl").write_text("\n".join(lines).replace("mixed", "negative"))
     again = run("job.yaml", set_here)
     assert (again.computed or 0, again.row["labelled_rows"]) == (0, 30)
+    head, *nights = command(capsys, monkeypatch, NO_ENGINE)("history", again.results).out.splitlines()
+    assert head.endswith("calibration error  Brier score")
+    figures = [
+        [f"{night.row[name]:.3f}" for name in ("calibration_error", "brier_score")] for night in (done, again)
+    ]
+    assert [line.split()[-2:] for line in nights[:2]] == figures

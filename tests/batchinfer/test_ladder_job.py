@@ -240,3 +240,21 @@ def test_a_tiny_model_climbs_as_its_job_says(tmp_path: Path) -> None:
                 assert other["finish_reason"] == "stop"
             elif row["attempt"] > number:
                 assert other["finish_reason"] in ("length", "repetition")
+
+
+def test_each_sample_has_a_ladder_of_its_own(tmp_path: Path, model: Path, log: Path) -> None:
+    """As in a file in which each row stands twice: the same work, and so one job's answers are the other's."""
+    sampled: dict[str, Any] = {"on_invalid": [{"temperature": 0.1}, {"temperature": 0.2}]}
+    path = job(tmp_path / "n", model, rows(8), sampling={"temperature": 0.05, "n": 2}, **sampled)
+    assert run(path).exit_code == 0
+    found = [(row["row_id"], row["sample_index"]) for row in table(path)]
+    assert found == [(n, sample) for n in range(8) for sample in range(2)]
+    assert attempts(path) == [wanted(n // 2 % LEVELS, 3) for n in range(16)]
+    work = set(computed(log))
+    assert len(work) == 2 * 2 * (1 + 2 + 3 + 3)
+    assert run(path, NO_ENGINE).exit_code == 0, "which rung is next follows from the store alone"
+    twice = [row for row in rows(8) for _ in range(2)]
+    other = job(tmp_path / "twice", model, twice, sampling={"temperature": 0.05}, **sampled)
+    assert run(other).exit_code == 0
+    assert set(computed(log)) == work
+    assert [row["generated_text"] for row in table(other)] == [row["generated_text"] for row in table(path)]

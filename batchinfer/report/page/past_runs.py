@@ -11,7 +11,8 @@ MOST_RUNS = 60
 
 _RUNS = f"""
 SELECT run_id, strftime(started_at AT TIME ZONE 'UTC', '%Y-%m-%d %H:%M'), exit_status, rows, tokens, total_tokens_per_s,
-    roofline_efficiency, wall_s, engine_s, forecast_s, hardware, accuracy, normalised_accuracy
+    roofline_efficiency, wall_s, engine_s, forecast_s, hardware, calibration_error, brier_score, accuracy,
+    normalised_accuracy
 FROM {HISTORY} WHERE run_id <= ? AND tokens > 0 AND trial IS NOT TRUE ORDER BY run_id DESC LIMIT {MOST_RUNS}
 """
 _COLUMNS = (
@@ -27,6 +28,7 @@ _COLUMNS = (
     Figure("forecast_s", "forecast of it", "s"),
     Figure("hardware", "hardware"),
 )
+_CALIBRATED = (Figure("calibration_error", "calibration error"), Figure("brier_score", "Brier score"))
 _MEASURED = (
     Figure("accuracy", "right answers", "0…1"),
     Figure("normalised_accuracy", "right once normalised", "0…1"),
@@ -50,7 +52,9 @@ def past_runs(run: ReportedRun) -> PageSection:
         "Runs of this job that computed something, trials left out. Runs with more or other work are not equally fast; "
         "`batchinfer history` says which can be compared."
     )
-    if any(row[-1] is not None for row in rows):
-        return PageSection("runs", title, text, chart, Figures((*_COLUMNS, *_MEASURED), rows))
-    figures = Figures(_COLUMNS, [row[: len(_COLUMNS)] for row in rows])
+    columns = (*_COLUMNS, *_CALIBRATED, *_MEASURED)
+    shown = [
+        at for at in range(len(columns)) if at < len(_COLUMNS) or any(row[at] is not None for row in rows)
+    ]
+    figures = Figures(tuple(columns[at] for at in shown), [tuple(row[at] for at in shown) for row in rows])
     return PageSection("runs", title, text, chart, figures)
