@@ -153,7 +153,7 @@ class Sampler:
             return self._greedy(ops, logits, plan)
         barred = self._masked(ops, logits, plan, asking) if plan.masked else None
         tokens = _with_given(ops.sample(logits, _row_sampling(plan, len(logits), logits.device)), plan)
-        return Sampled(tokens, asking.found(ops, tokens) if asking else None, barred)
+        return Sampled(tokens, asking.found(ops, tokens, self.eos_token_ids) if asking else None, barred)
 
     def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Sampled:
         """The argmax of each row, some of which are masked."""
@@ -260,18 +260,37 @@ class _LogprobRows:
 
     def mask(self, ops: Ops, bits: NDArray[np.int32]) -> None:
         """Mask the rows that ask about allowed tokens only. bits: (masked rows of the plan, words)."""
-        plan = self.plan
-        mask_of = {row: at for at, row in enumerate(plan.masked)}
-        own = [at for at, row in enumerate(plan.asking) if plan.among_allowed[at] and row in mask_of]
+        plan, own = self.plan, self._own
         if own:
+            mask_of = {row: at for at, row in enumerate(plan.masked)}
             chosen = np.ascontiguousarray(bits[[mask_of[plan.asking[at]] for at in own]])
             ops.mask(self.logits, *upload([np.array(own, np.int32), chosen], self.logits.device))
 
-    def found(self, ops: Ops, tokens: Tensor) -> RowLogprobs:
+    @property
+    def _own(self) -> list[int]:
+        """The rows that ask about allowed tokens only, by their place among those that ask."""
+        plan, masked = self.plan, set(self.plan.masked)
+        return [at for at, row in enumerate(plan.asking) if plan.among_allowed[at] and row in masked]
+
+    def found(self, ops: Ops, tokens: Tensor, eos: frozenset[int]) -> RowLogprobs:
+        """Return the log-probabilities of chosen tokens. Of tokens that end an answer all count together where a row
+        asks about allowed tokens: which of them it is says nothing about the answer."""
         chosen = tokens if self.rows is None else tokens.index_select(0, self.rows)
         most = min(max(self.plan.likeliest), self.logits.shape[1])
-        found = ops.log_probabilities(self.logits, chosen, most)
-        return RowLogprobs(self.plan.asking, self.plan.likeliest, *found)
+        values, top, top_ids = ops.log_probabilities(self.logits, chosen, most)
+        if len(eos) > 1 and (own := self._own):
+            values = _ends_together(values, self.logits, chosen, own, sorted(eos))
+        return RowLogprobs(self.plan.asking, self.plan.likeliest, values, top, top_ids)
+
+
+def _ends_together(values: Tensor, logits: Tensor, chosen: Tensor, own: list[int], eos: list[int]) -> Tensor:
+    """values, chosen: (n,); logits: (n, vocab). Return values, in which those of the rows `own` that chose a token of
+    `eos` are of all these tokens together."""
+    rows, ends = upload([np.array(own, np.int64), np.array(eos, np.int64)], logits.device)
+    mine, taken = logits.index_select(0, rows).float(), chosen.index_select(0, rows)
+    together = mine.index_select(1, ends).logsumexp(-1) - mine.logsumexp(-1)
+    ended = (taken[:, None] == ends).any(-1)
+    return values.index_copy(0, rows, torch.where(ended, together, values.index_select(0, rows)))
 
 
 def _with_given(tokens: Tensor, plan: SamplingPlan) -> Tensor:

@@ -238,3 +238,21 @@ def test_they_are_copied_out_of_the_arrays_of_a_step() -> None:
     collected.append(TokenLogprobs(np.zeros(1, np.float32), top, np.zeros((1, 2), np.int32)), 0)
     top[:] = 9
     assert collected.all().top.tolist() == [[0, 0]]
+
+
+def test_tokens_that_end_an_answer_count_together_among_allowed_ones() -> None:
+    """Not for rows that ask for log-probabilities among all tokens, nor where the answer goes on."""
+    ends = frozenset({9, 12})
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(4))
+    logits[:3, 9], logits[:3, 12], logits[3, 15] = 14.0, 15.0, 20.0
+    kinds: list[dict[str, Any]] = [{"confidence": True}, {"logprobs": 1}, {}, {"confidence": True}]
+    rows = [make_sequence(i, [1, 2], [7], **{"most": 3, **kind}) for i, kind in enumerate(kinds)]
+    masks = Multiples(rows)
+    sampled = Sampler(ends, masks).sample(TorchOps(), logits.clone(), masks.plan())
+    assert sampled.tokens.tolist() == [12, 12, 12, 15]
+    assert sampled.logprobs is not None
+    allowed = [token for token in range(8, 40) if token % 3 == 0]
+    among, all_of_them = logits[:, allowed].log_softmax(-1), logits.log_softmax(-1)
+    at = {token: place for place, token in enumerate(allowed)}
+    wanted = [among[0, [at[9], at[12]]].logsumexp(-1), all_of_them[1, 12], among[3, at[15]]]
+    torch.testing.assert_close(sampled.logprobs.chosen, torch.stack(wanted))
