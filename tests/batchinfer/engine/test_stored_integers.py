@@ -136,3 +136,18 @@ def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
     unquantised = farthest(forced(whole, TorchOps(), "cpu"), wanted)
     assert off[len(off) // 2] < 2e-5 < unquantised[0]
     assert off[-1] < unquantised[len(off) // 2] / 2
+
+
+def test_products_one_part_of_which_is_in_floats_are_dequantised(tmp_path: Path) -> None:
+    make_published(tmp_path / "stored", tmp_path / "plain", "w8a8")
+    stored, plain = (load_file(tmp_path / name / SINGLE) for name in ("stored", "plain"))
+    k = "model.layers.1.self_attn.k_proj.weight"
+    del stored[k + "_scale"]
+    save_file(stored | {k: plain[k]}, tmp_path / "stored" / SINGLE, metadata={"format": "pt"})
+    model = inspect_checkpoint(tmp_path / "stored").as_stored()
+    assert dict(model.spec.layers[1].forms) == dict.fromkeys(("o", "gate_up", "down"), INT8)
+    found, wanted = (
+        CheckpointWeights(each, torch.float32, "cpu").layer(1)["qkv"]
+        for each in (model, inspect_checkpoint(tmp_path / "plain"))
+    )
+    assert torch.equal(found, wanted)

@@ -21,17 +21,20 @@ from tests.batchinfer.models.paged import run_paged
 from tests.checkpoints import make_checkpoint
 
 # Of each kind: dense, plain GPT with biased norms, parallel with one norm, experts and shared ones, latents, offsets
-FAMILIES = ("llama", "gpt2", "cohere", "qwen2_moe", "deepseek_v3", "gemma2")
+FAMILIES = ("llama", "llama with biases", "gpt2", "cohere", "qwen2_moe", "deepseek_v3", "gemma2")
 LOUD, TIMES = [3, 11], 100.0
 
 
 def loud(folder: Path, family: str) -> Checkpoint:
     """A checkpoint two channels of whose norms, and of whose up projections, are many times as large as the others."""
-    make_checkpoint(folder, family)
+    name, _, biased = family.partition(" with ")
+    make_checkpoint(folder, name, **({"mlp_bias": True} if biased else {}))
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if "norm" in name or ".ln_" in name:
             tensor[..., LOUD] *= TIMES
+        if name.endswith(".bias"):
+            tensor += 0.5
         if "up_proj" in name:
             tensor[5] *= TIMES
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
