@@ -12,11 +12,13 @@ from batchinfer.models.formats.packed_tensor import (
     Codes,
     PackedTensor,
     PackedTensors,
+    QweightFormat,
     Read,
     Stored,
     StoredFormat,
     int4_form,
     is_float,
+    wrong_group,
 )
 from batchinfer_kernels.arithmetic import WeightForm
 
@@ -29,17 +31,10 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
-class AwqFormat(StoredFormat):
+class AwqFormat(QweightFormat):
     """Weights of AWQ. `group`: inputs that share a scale, None: all."""
 
     group: int | None
-
-    def find(self, tensors: Stored) -> PackedTensors:
-        packed = PackedTensors()
-        for name in tensors:
-            if name.endswith(".qweight"):
-                self._add(packed, name.removesuffix("qweight"), tensors)
-        return packed
 
     def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None:
         stored = values, scales, zeros = module + "qweight", module + "scales", module + "qzeros"
@@ -64,8 +59,7 @@ def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
         wrong.append(f"bits is {shown(bits)}; wanted {BITS}")
     if not isinstance(version, str) or version.lower() != "gemm":
         wrong.append(f"version is {shown(version)}; wanted 'gemm'")
-    if type(group) is not int or not (group == -1 or group > 0):
-        wrong.append(f"group_size is {shown(group)}; wanted a number above 0, or -1 for all inputs")
+    wrong += wrong_group(group)
     mistakes += wrong
     return None if wrong else AwqFormat(None if group == -1 else group)
 

@@ -12,12 +12,14 @@ from batchinfer.models.formats.packed_tensor import (
     Codes,
     PackedTensor,
     PackedTensors,
+    QweightFormat,
     Read,
     Stored,
     StoredFormat,
     are_groups,
     int4_form,
     is_float,
+    wrong_group,
 )
 from batchinfer_kernels.arithmetic import WeightForm
 
@@ -31,7 +33,7 @@ WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class GptqFormat(StoredFormat):
+class GptqFormat(QweightFormat):
     """Weights of GPTQ. `group`: inputs that share a scale, None: all. `ordered`: which group an input is of is stored
     (`desc_act`). `added`: to stored zeros."""
 
@@ -39,13 +41,6 @@ class GptqFormat(StoredFormat):
     group: int | None
     ordered: bool
     added: int
-
-    def find(self, tensors: Stored) -> PackedTensors:
-        packed = PackedTensors()
-        for name in tensors:
-            if name.endswith(".qweight"):
-                self._add(packed, name.removesuffix("qweight"), tensors)
-        return packed
 
     def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None:
         values, scales, zeros, groups = (module + end for end in ("qweight", "scales", "qzeros", "g_idx"))
@@ -89,8 +84,7 @@ def gptq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat 
     wrong = []
     if not isinstance(bits, int) or bits not in BITS:
         wrong.append(f"bits is {shown(bits)}; wanted one of {BITS}")
-    if type(group) is not int or not (group == -1 or group > 0):
-        wrong.append(f"group_size is {shown(group)}; wanted a number above 0, or -1 for all inputs")
+    wrong += wrong_group(group)
     if layout not in LAYOUTS:
         wrong.append(f"checkpoint_format is {shown(layout)}; wanted one of {tuple(LAYOUTS)}")
     if stated.get("pack_dtype", "int32") != "int32":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from batchinfer.models.files.config_fields import shown
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, NAMED, StoredTensor
 from batchinfer_kernels.arithmetic import WeightForm
 
@@ -110,6 +111,28 @@ class StoredFormat(ABC):
     @abstractmethod
     def find(self, tensors: Stored) -> PackedTensors:
         """Return the tensors that are stored so; all others are stored as they are."""
+
+
+class QweightFormat(StoredFormat):
+    """A format that stores a module's weight as `qweight`, with `scales` and `qzeros` beside it."""
+
+    def find(self, tensors: Stored) -> PackedTensors:
+        packed = PackedTensors()
+        for name in tensors:
+            if name.endswith(".qweight"):
+                self._add(packed, name.removesuffix("qweight"), tensors)
+        return packed
+
+    @abstractmethod
+    def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None:
+        """Note the weight of a module, whose name ends with a dot."""
+
+
+def wrong_group(group: object) -> list[str]:
+    """Return what is wrong with a number of inputs that share a scale."""
+    if type(group) is int and (group == -1 or group > 0):
+        return []
+    return [f"group_size is {shown(group)}; wanted a number above 0, or -1 for all inputs"]
 
 
 def int4_form(group: int) -> WeightForm | None:
