@@ -2,7 +2,7 @@
 
 Two requests share K and V where they begin with the same tokens and have the same root. The plan's order, the engine's
 prefix cache and the report's tree start from the root and do not look into it: a new reason for which K and V differ
-(an adapter, the images of a prompt) is named here alone. Requests to encoders share nothing, whatever their roots: K
+(the images of a prompt) is named here alone. Requests to encoders share nothing, whatever their roots: K
 and V depend on what comes later, and the types of tokens (`SamplingParams.second_segment`) need no root.
 """
 
@@ -26,10 +26,12 @@ class ContentRoots:
     max_model_len: int  # tokens of prompt and answer, for which there are positions
     # A request that may become longer is rotated from position max_model_len on (LongRoPE's long factors)
     long_rope_beyond: int | None = None
+    adapted: bool = False  # whether there are requests with an adapter
 
     def of(self, prompt_tokens: int, params: SamplingParams) -> bytes:
         """Return the root of a request."""
-        return _ROTATED_LATER if self.rope_offset(prompt_tokens, params) else USUAL
+        rotated = _ROTATED_LATER if self.rope_offset(prompt_tokens, params) else USUAL
+        return rotated if not params.adapter else rotated + f" adapter {params.adapter}".encode()
 
     def of_all(self, prompt_tokens: Sequence[int], params: Sequence[SamplingParams]) -> list[bytes]:
         """Return the root of each request."""
@@ -38,7 +40,8 @@ class ContentRoots:
     @property
     def is_single(self) -> bool:
         """Whether all requests have the usual root."""
-        return self.long_rope_beyond is None or self.max_model_len <= self.long_rope_beyond
+        near = self.long_rope_beyond is None or self.max_model_len <= self.long_rope_beyond
+        return near and not self.adapted
 
     def longest(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Return how many tokens prompt and answer may have together."""

@@ -99,6 +99,17 @@ def locate_model(text: str, path: Path) -> Path:
     return snapshot
 
 
+def locate_adapter(text: str, path: Path) -> Path:
+    """Return the folder of the adapter that a job names by `text`: `path`, or else the cache's of that name, if there
+    is one. Who checks the adapter says what is wrong with the folder."""
+    if path.exists() or not _may_be_name(text):
+        return path
+    try:
+        return find_snapshot(ModelName.parse(text)) or path
+    except ValueError:
+        return path
+
+
 def _pull(name: ModelName) -> str:
     return f"`batchinfer pull {name}` downloads it"
 

@@ -68,7 +68,7 @@ OTHER_NAMES: Mapping[str, str] = {
 # Parameters that nobody sets: they follow from a row's prompt and tools, or from the job's task and output
 DERIVED = (
     *("after_reasoning", "tool_call", "pooling", "scored", "classified", "second_segment", "bad_tokens"),
-    "confidence",
+    *("confidence", "adapter"),
 )
 
 
@@ -121,6 +121,8 @@ class SamplingParams:
     # The log-probability of each token among those that the constraint allows at its place. They take the place of
     # `logprobs`, which are among all tokens
     confidence: bool = False
+    # The fingerprint of the adapter that the answer is computed with; "": the model as it is
+    adapter: str = ""
 
     @classmethod
     def vector(cls, pooling: Pooling) -> Self:
@@ -168,7 +170,9 @@ class SamplingParams:
     def counted(self) -> SamplingParams:
         """Return what decides how long an answer may be, whether that is known, and which K and V its tokens have."""
         known = self.has_known_length
-        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=known, scored=self.scored)
+        return SamplingParams(
+            max_tokens=self.max_tokens, ignore_eos=known, scored=self.scored, adapter=self.adapter
+        )
 
     @property
     def constraint_digest(self) -> bytes:

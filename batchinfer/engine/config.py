@@ -46,6 +46,7 @@ class LoadConfig:
     deterministic: bool = False  # a row's numbers depend on nothing but the row
     tiles: bool = False  # whether the bits of a deterministic run on a CPU are those of matrix tiles
     kv_cache: KvCacheDtype = "auto"  # which operators can be used depends on it
+    adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_templates(sections.get("prompt", {}), file),
         *_sampling(sections.get("sampling", {})),
         *_from_columns(sections),
+        *_adapters(sections),
         *_constraints(sections),
         *_fit(sections, file),
         *_confidence(sections, file),
@@ -226,6 +227,21 @@ def _from_columns(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
     ):
         message = "is not for OpenAI batch files: the body of each request holds its parameters"
         yield Finding(("sampling", "from_columns"), message, "remove it")
+
+
+def _adapters(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
+    """Rows can have the adapters that the job lists."""
+    model = sections.get("model", {})
+    listed, name = model.get("adapters") or {}, model.get("adapter")
+    if isinstance(listed, dict) and isinstance(name, str) and name not in listed:
+        have = f"there are {', '.join(map(str, listed))}" if listed else "there are none"
+        yield Finding(("model", "adapter"), f'is "{name}", which model.adapters does not list; {have}')
+    if model.get("adapter_from_column") is not None and not listed:
+        message = "names a column of adapters, but model.adapters lists none"
+        yield Finding(("model", "adapter_from_column"), message, "list them, or remove it")
+    if model.get("adapter_from_column") is not None and sections.get("input", {}).get("format") == "openai":
+        message = "is not for OpenAI batch files: the field model of a request names its adapter"
+        yield Finding(("model", "adapter_from_column"), message, "remove it")
 
 
 def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import ValidationInfo as Info
 
 from batchinfer.core.exact_json import RepeatedName, read_exactly, written
-from batchinfer.core.hub import NoModel, locate_model
+from batchinfer.core.hub import NoModel, locate_adapter, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
 from batchinfer.core.sampling import (
     BOUNDS,
@@ -105,6 +105,11 @@ def _to_model(value: object, info: Info) -> object:
         return locate_model(value, path)
     except NoModel:
         return path
+
+
+def _to_adapter(value: object, info: Info) -> object:
+    """A folder, or the cache's folder of the adapter that is named."""
+    return locate_adapter(value, Path(_anchored(value, info))) if isinstance(value, str) and value else value
 
 
 def _anchor_all(value: str | tuple[str, ...], info: Info) -> str | tuple[str, ...]:
@@ -338,6 +343,11 @@ ModelPath = Annotated[
     Path,
     BeforeValidator(_to_model, json_schema_input_type=Text),
     Right("a path, relative to the job file's folder, or a model's name, as in org/name"),
+]
+AdapterPath = Annotated[
+    Path,
+    BeforeValidator(_to_adapter, json_schema_input_type=Text),
+    Right("a path, relative to the job file's folder, or an adapter's name, as in org/name"),
 ]
 Whole = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Auto = Literal["auto"]

@@ -22,6 +22,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.job.check import check
 from batchinfer.job.embedding import EmbedSection
 from batchinfer.job.field_types import (
+    AdapterPath,
     Auto,
     Bytes,
     Column,
@@ -90,6 +91,16 @@ class ModelSection(Section):
     max_model_len: MaxLength = Field(
         default=None,
         description="Most tokens of a row, prompt and answer together. auto: the checkpoint's own maximum.",
+    )
+    adapters: dict[Name, AdapterPath] = Field(
+        default={},
+        description="LoRA adapters by the names that rows call them: folders that PEFT saved, or org/name.",
+    )
+    adapter: Name | None = Field(
+        default=None, description="Name of the adapter of rows that name none. null: the model as it is."
+    )
+    adapter_from_column: Column | None = Field(
+        default=None, description="Column with the name of a row's adapter. null there: as adapter says."
     )
 
 

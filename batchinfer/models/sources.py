@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from batchinfer.core.errors import Unavailable
+from batchinfer.models.adapters.factors import AdapterFiles
+from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
@@ -47,6 +49,7 @@ class ModelSource:
     spec: ModelSpec
     parameters: int  # values in all its tensors
     weights: Callable[[torch.dtype, torch.device], Weights]
+    adapters: Mapping[str, StoredAdapter] = field(default_factory=dict)  # by fingerprint
     # Its decode steps launch the same kernels each time, and never wait for the device
     can_be_captured: ClassVar[bool] = True
 
@@ -87,7 +90,8 @@ class ModelSource:
         how they read prompts, and the tokens of the longest sequence. Raises what its files make it raise."""
         smoothed = SmoothedWeights(self.weights(arithmetic.dtype, arithmetic.device), self.spec)
         weights = WatchedWeights(smoothed, self.spec)
-        packed = pack_weights(self.spec, weights, ops, arithmetic.device)
+        with AdapterFiles([*self.adapters.values()], arithmetic.dtype, arithmetic.device) as adapters:
+            packed = pack_weights(self.spec, weights, ops, arithmetic.device, adapters)
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
         warning = warning_of(weights.worst) if rounded else None
         if warning is not None:
@@ -107,7 +111,8 @@ class ModelSource:
             round(one.values * one.form.value_bytes) for one in (*coded, *head) if one.form is not None
         )
         plain = self.parameters - sum(one.values for one in (*coded, *([] if self.spec.tied else head)))
-        return taken + plain * cost.itemsize
+        factors = sum(adapter.values for adapter in self.adapters.values())
+        return taken + (plain + factors) * cost.itemsize
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
         """Return whose operators compute it, and how its linear layers are computed, for the report."""
@@ -125,15 +130,22 @@ def _describe_here(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> For
 
 
 def checkpoint_source(
-    path: Path, kv_cache: KvCacheDtype = "auto", quantization: Quantization = "none"
+    path: Path,
+    kv_cache: KvCacheDtype = "auto",
+    quantization: Quantization = "none",
+    adapters: Sequence[tuple[str, Path]] = (),
 ) -> Source:
-    """Open a checkpoint folder as a model with such a cache and such weights. Raises what inspecting a checkpoint
-    raises, and Unavailable for weights that the model cannot have."""
+    """Open a checkpoint folder as a model with such a cache and such weights, and with adapters: their fingerprints and
+    folders. Raises what inspecting a checkpoint and an adapter raises, and Unavailable for what the model cannot have.
+    """
     checkpoint = open_checkpoint(path, _describe_here)
     checkpoint = checkpoint.held_for(quantization)
     if isinstance(checkpoint, Checkpoint):
         spec = checkpoint.spec.quantized(quantization).caching(kv_cache)
-        return ModelSource(spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint))
+        found = {name: inspect_adapter(folder.name, folder, checkpoint) for name, folder in adapters}
+        return ModelSource(spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint), found)
+    if adapters:
+        raise Unavailable("a model that transformers' code computes is given no adapters; merge them into it")
     from batchinfer.models.foreign.source import ForeignSource  # slow to import, and not for our families
 
     return ForeignSource(checkpoint, quantization)

@@ -4,6 +4,7 @@
 #include "pointwise.h"
 #include "parts.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "quantized_linear.h"
 #include "experts.h"
 #include "attention_types.h"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from batchinfer_kernels.cpu.cached import MAX_HEAD_DIM as MAX_HEAD_DIM
 from batchinfer_kernels.cpu.cached import SUFFIX, CachedOperators, function_of
 from batchinfer_kernels.cpu.cached import WORD_BYTES as WORD_BYTES
 from batchinfer_kernels.cpu.experts import ExpertsRoom
+from batchinfer_kernels.cpu.low_rank import AdaptedRoom, AdaptedTokens, PackedLowRank, add_to
 from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated, padded
 from batchinfer_kernels.cpu.structures import (
     LOG2_E,
+    AdaptedStructure,
     ExpertsStructure,
     Latent,
+    LowRankStructure,
     Weight,
     address,
 )
@@ -42,6 +46,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 4 + [_LONG],
     "experts": [ctypes.POINTER(ExpertsStructure)],
+    "low_rank": [_POINTER, ctypes.POINTER(LowRankStructure), ctypes.POINTER(AdaptedStructure), _LONG],
     "latent_tile": [],
     "latent_room": [_LONG] * 2,
     "latent_attention": [ctypes.POINTER(Latent), _POINTER],
@@ -195,31 +200,84 @@ class CompiledOperators(CachedOperators):
             raise ValueError(f"an expert below 0 or above {gate_up.count - 1} was chosen")
         return room.y
 
+    def pack_factors(self, factors: Sequence[tuple[Tensor, Tensor] | None]) -> PackedLowRank:
+        """Factors as for batchinfer_kernels.low_rank. Raises ValueError where they do not fit one another."""
+        known = [own for own in factors if own is not None]
+        if not known:
+            raise ValueError("no adapter has factors")
+        (a, b), packed = known[0], list[tuple[PackedWeight, PackedWeight] | None]()
+        for own in factors:
+            if own is not None and (own[0].shape[1], own[1].shape) != (a.shape[1], (len(b), len(own[0]))):
+                raise ValueError(
+                    f"factors are {tuple(own[0].shape)} and {tuple(own[1].shape)}, others {tuple(a.shape)}"
+                )
+            packed.append(
+                None
+                if own is None
+                else (self.pack_linear(own[0], None), self.pack_linear(own[1], None, "float"))
+            )
+        return PackedLowRank(packed, len(b), a.shape[1])
+
+    def low_rank(self, x: Tensor, factors: PackedLowRank, tokens: AdaptedTokens) -> Tensor:
+        """x: (T, inputs) → (n, outputs) float32, of the tokens that have an adapter, in their order. Raises ValueError
+        where shapes do not fit."""
+        shape = (len(tokens.order), factors.inputs)
+        if x.shape != shape or x.dtype != factors.dtype or len(tokens.starts) != factors.count + 2:
+            raise ValueError(
+                f"x is {tuple(x.shape)} {x.dtype}, wanted {shape} {factors.dtype}, with {len(tokens.starts) - 2} "
+                f"adapters of {factors.count}"
+            )
+        room = AdaptedRoom(tokens, x.dtype, factors.inputs, factors.most_rank, factors.outputs)
+        self._call("low_rank", x, x, factors.structure, room.structure, factors.inputs)
+        size = room.rows * factors.outputs
+        return room.values[:size].view(room.rows, factors.outputs)
+
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """x: (T, inputs) → (T, columns), float32 where the weight's kind is "float". For a weight of codes see
         batchinfer_kernels.quantized_linear."""
+        return self._linear(x, weight, weight.structure)
+
+    def adapted_linear(
+        self, x: Tensor, weight: PackedWeight, values: Tensor, tokens: AdaptedTokens
+    ) -> Tensor:
+        """Compute `linear`, and add `low_rank`'s values to the results before an activation. Raises ValueError for
+        values that another function made: a panel's width behind the last one is read."""
+        rows = len(tokens.order) - tokens.first
+        behind = values.untyped_storage().nbytes() // 4 - values.storage_offset() - values.numel()
+        fits = (
+            values.shape == (rows, weight.outputs)
+            and values.dtype == torch.float32
+            and values.is_contiguous()
+        )
+        if not fits or behind < self.tile or len(tokens.order) != len(x):
+            raise ValueError(
+                f"values of adapters are {tuple(values.shape)} for {rows} tokens, {weight.outputs} outputs"
+            )
+        return self._linear(x, weight, add_to(weight.structure, values, tokens))
+
+    def _linear(self, x: Tensor, weight: PackedWeight, structure: Weight) -> Tensor:
         y = torch.empty(len(x), weight.columns, dtype=torch.float32 if weight.kind == "float" else x.dtype)
-        self._multiply(x, weight, y, KINDS[weight.kind])
+        self._multiply(x, weight, y, KINDS[weight.kind], structure)
         return y
 
     def argmax(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """(T,) int64: the column where each row of the product is greatest, the lowest of equals; -1 where that is not
         finite or any column is no number. The product, of kind "float", is never written."""
         found = torch.zeros(x.shape[0], dtype=torch.int64)
-        self._multiply(x, weight, found, _GREATEST)
+        self._multiply(x, weight, found, _GREATEST, weight.structure)
         self._common["ranked_columns"](found.data_ptr(), found.data_ptr(), len(found))
         return found
 
-    def _multiply(self, x: Tensor, weight: PackedWeight, y: Tensor, kind: int) -> None:
+    def _multiply(self, x: Tensor, weight: PackedWeight, y: Tensor, kind: int, structure: Weight) -> None:
         if x.dim() != 2 or x.shape[1] != weight.inputs:
             raise ValueError(f"x is {tuple(x.shape)}, the weight takes {weight.inputs} inputs")
         rows = x.shape[0]
         if not weight.quantized:
-            self._call("linear", x, x, weight.structure, y, rows, kind)
+            self._call("linear", x, x, structure, y, rows, kind)
             return
         room = torch.empty(rows, padded(weight.inputs), dtype=torch.uint8)
         row_scales = torch.empty(rows, dtype=torch.float32)
-        self._call("quantized_linear", x, x, weight.structure, y, room, row_scales, rows, kind)
+        self._call("quantized_linear", x, x, structure, y, room, row_scales, rows, kind)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0

@@ -4,6 +4,7 @@
 #include "pointwise.h"
 #include "parts.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "quantized_linear.h"
 #include "experts.h"
 #include "attention_types.h"
@@ -14,6 +15,7 @@
 /* For whoever builds the structures elsewhere: their sizes, and the most that a head and an item may have. */
 void sizes(int64_t *found) {
     int64_t all[] = {sizeof(Weight),          sizeof(Heads_f32), sizeof(Plan), sizeof(Attention_f32), sizeof(Layer_f32),
-                     sizeof(LayerStep_f32), sizeof(Experts_f32), sizeof(Latent_f32), sizeof(Parts_f32), MAX_DIM, MOST_ROWS};
+                     sizeof(LayerStep_f32), sizeof(Experts_f32), sizeof(Latent_f32), sizeof(Parts_f32),
+                     sizeof(LowRank), sizeof(Adapted_f32), MAX_DIM, MOST_ROWS};
     memcpy(found, all, sizeof all);
 }

@@ -7,6 +7,7 @@ typedef struct {
     NAME(Rotation) rotation; /* whose eps and offset are those of all norms */
     int64_t window, gate;    /* the latter: what makes `is_gated` true */
     const float *sinks;      /* or NULL */
+    LowRank adapters[4];     /* of qkv, o, gated and down */
 } NAME(Layer);
 
 /* What the layers of a step share. `heads` and `attention` lack what differs from layer to layer. */
@@ -18,14 +19,27 @@ typedef struct {
     uint8_t *codes;                         /* where weights are quantised: (tokens, most inputs padded) */
     float *row_scales;                      /* (tokens,) */
     NAME(Parts) parts;                      /* of blocks that are copied once the step's K and V are stored */
+    NAME(Adapted) adapted;                  /* the tokens that have an adapter */
     NAME(Teams) teams;                      /* those of the cache that the step has */
 } NAME(LayerStep);
 
-INLINE void NAME(multiply)(const NAME(LayerStep) *s, const REAL *x, const Weight *weight, REAL *y, int64_t kind) {
+INLINE void NAME(multiply_all)(const NAME(LayerStep) *s, const REAL *x, const Weight *weight, REAL *y, int64_t kind) {
     if (weight->starts)
         NAME(team_quantized_linear)(x, weight, y, s->codes, s->row_scales, s->heads.tokens, kind);
     else
         NAME(team_linear)(x, weight, y, s->heads.tokens, kind);
+}
+
+/* A product, with what adapters add to it. */
+INLINE void NAME(multiply)(const NAME(LayerStep) *s, const REAL *x, const Weight *weight, const LowRank *adapters, REAL *y,
+                           int64_t kind) {
+    if (!s->adapted.order || !adapters->a) {
+        NAME(multiply_all)(s, x, weight, y, kind);
+        return;
+    }
+    NAME(team_low_rank)(x, adapters, &s->adapted, weight->inputs);
+    Weight own = NAME(adapted_weight)(weight, &s->adapted);
+    NAME(multiply_all)(s, x, &own, y, kind);
 }
 
 INLINE void NAME(norm)(const NAME(LayerStep) *s, const NAME(Rotation) *by, const REAL *residual, const REAL *weight,
@@ -51,7 +65,7 @@ void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, const C
         DONE(BEGUN);
         NAME(norm)(s, &l->rotation, first ? NULL : s->residual, l->input_norm, l->qkv.inputs);
         DONE(INPUT_NORM);
-        NAME(multiply)(s, s->normed, &l->qkv, s->qkv, PLAIN);
+        NAME(multiply)(s, s->normed, &l->qkv, &l->adapters[0], s->qkv, PLAIN);
         DONE(QKV);
         s->teams.store(&heads);
         if (s->parts.count)
@@ -59,14 +73,14 @@ void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, const C
         DONE(ROPE_STORE);
         s->teams.attend(&attention, &queue);
         DONE(ATTENTION);
-        NAME(multiply)(s, attention.out, &l->o, s->x, PLAIN);
+        NAME(multiply)(s, attention.out, &l->o, &l->adapters[1], s->x, PLAIN);
         DONE(O);
         NAME(norm_after)(s, &l->rotation, l->attention_norm, l->o.outputs);
         NAME(norm)(s, &l->rotation, s->residual, l->post_norm, l->gated.inputs);
         DONE(POST_NORM);
-        NAME(multiply)(s, s->normed, &l->gated, s->activated, l->gate);
+        NAME(multiply)(s, s->normed, &l->gated, &l->adapters[2], s->activated, l->gate);
         DONE(GATE_UP);
-        NAME(multiply)(s, s->activated, &l->down, s->x, PLAIN);
+        NAME(multiply)(s, s->activated, &l->down, &l->adapters[3], s->x, PLAIN);
         DONE(DOWN);
         NAME(norm_after)(s, &l->rotation, l->feed_forward_norm, l->down.outputs);
     }

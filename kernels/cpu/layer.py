@@ -10,12 +10,15 @@ from torch import Tensor
 
 from batchinfer_kernels.copy_parts import FIELDS
 from batchinfer_kernels.cpu.attention_plan import Items
+from batchinfer_kernels.cpu.low_rank import AdaptedRoom, AdaptedTokens, PackedLowRank
 from batchinfer_kernels.cpu.packed import KINDS, PackedWeight, padded
 from batchinfer_kernels.cpu.structures import (
+    AdaptedStructure,
     Attention,
     Heads,
     Layer,
     LayerStep,
+    LowRankStructure,
     PartsStructure,
     RotationStructure,
     Weight,
@@ -76,6 +79,8 @@ class LayerWeights:
     down: PackedWeight
     window: int | None
     sinks: Tensor | None = None
+    # What adapters add to qkv, o, gated and down; None: nothing to it
+    adapters: tuple[PackedLowRank | None, ...] = (None,) * 4
 
 
 class PackedLayer:
@@ -87,7 +92,9 @@ class PackedLayer:
         self.weights, self.sizes = weights, sizes
         self.hidden, self.inner = weights.qkv.inputs, weights.gated.columns
         self.dtype = weights.input_norm.dtype
-        self.key = (*astuple(sizes), self.hidden, self.inner)  # layers with the same one may share a room
+        self.most_rank = max((one.most_rank for one in weights.adapters if one is not None), default=1)
+        # Layers with the same one may share a room
+        self.key = (*astuple(sizes), self.hidden, self.inner, self.most_rank)
         self._check_linears()
         self._check_norms()
         norms = (weights.input_norm, weights.attention_norm, weights.post_norm, weights.feed_forward_norm)
@@ -99,6 +106,9 @@ class PackedLayer:
             weights.window or 0,
             KINDS[weights.gated.kind],
             address(weights.sinks),
+            (LowRankStructure * 4)(
+                *(LowRankStructure() if one is None else one.structure for one in weights.adapters)
+            ),
         )
 
     def _check_linears(self) -> None:
@@ -116,6 +126,16 @@ class PackedLayer:
                 raise ValueError(f"{name} is {(weight.columns, weight.inputs)}, wanted {shape}")
             if weight.dtype not in (None, self.dtype):
                 raise ValueError(f"{name} is of {weight.dtype}, the norms of {self.dtype}")
+        for (name, _), own in zip(wanted.items(), weights.adapters, strict=True):
+            product = getattr(weights, name)
+            if own is not None and (own.outputs, own.inputs, own.dtype) != (
+                product.outputs,
+                product.inputs,
+                self.dtype,
+            ):
+                raise ValueError(
+                    f"adapters of {name} have {own.outputs} outputs of {own.inputs} inputs, in {own.dtype}"
+                )
 
     def _check_norms(self) -> None:
         weights, heads = self.weights, self.weights.rotation
@@ -136,6 +156,7 @@ class StepPlaces:
     items: Items
     block_size: int
     parts: Tensor | None = None  # as for `copy_parts`
+    adapted: AdaptedTokens | None = None  # None: no token has an adapter
 
     def check(self, tokens: int) -> None:
         """Raises ValueError for tensors that the operators could not read, or that are not of such a step."""
@@ -144,6 +165,10 @@ class StepPlaces:
         _check("block_tables", self.block_tables, tuple(self.block_tables.shape[:2]), torch.int32)
         if self.parts is not None:
             _check("parts", self.parts, (len(self.parts), FIELDS), torch.int64)
+        if self.adapted is not None and len(self.adapted.order) != tokens:
+            raise ValueError(
+                f"adapters are those of {len(self.adapted.order)} tokens, and there are {tokens}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,11 +224,19 @@ class LayerRoom:
         self._plan = places.items.structure(places.block_tables, sizes.q_heads // sizes.kv_heads)
         rooms = (self.x, self.residual, *self._tensors.rooms)
         parts = PartsStructure.of(places.parts)
-        self.structure = LayerStep(self._heads(), self._attention(), *map(address, rooms), parts)
+        self._adapted = None if places.adapted is None else self._room_of_adapters(places.adapted)
+        adapted = AdaptedStructure() if self._adapted is None else self._adapted.structure
+        self.structure = LayerStep(self._heads(), self._attention(), *map(address, rooms), parts, adapted)
 
     def fits(self, layer: PackedLayer) -> bool:
         """Whether a layer has the sizes that this room was made for."""
         return layer.key == self._layer.key
+
+    def _room_of_adapters(self, tokens: AdaptedTokens) -> AdaptedRoom:
+        weights = self._layer.weights
+        linears = (weights.qkv, weights.o, weights.gated, weights.down)
+        inputs, outputs = max(one.inputs for one in linears), max(one.outputs for one in linears)
+        return AdaptedRoom(tokens, self._layer.dtype, inputs, self._layer.most_rank, outputs)
 
     def _heads(self) -> Heads:
         return Heads(

@@ -87,6 +87,7 @@ INLINE void NAME(put_block)(vf (*sums)[COLUMNS], const Weight *w, void *y, int64
     int64_t wanted = is_gated(kind) ? w->outputs / 2 : w->outputs, width = is_gated(kind) ? PANEL / 2 : PANEL;
     int64_t columns = wanted - panel * width < width ? wanted - panel * width : width;
     const REAL *bias = w->bias ? (const REAL *)w->bias + panel * PANEL : NULL;
+    if (w->added) add_adapted(sums, w, row, rows, panel, is_gated(kind));
     for (int64_t r = 0; r < rows; r += ROWS)
         NAME(put)(sums + r, bias, y, (row + r) * wanted + panel * width, wanted, columns, kind,
                   rows - r < ROWS ? rows - r : ROWS);
@@ -145,9 +146,8 @@ INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cu
     NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
 }
 
-/* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) gated, or float (rows, outputs), or for GREATEST (rows,)
- * zeros that `ranked` results are put into. */
-TEAM void NAME(team_linear)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
+/* As `team_linear`, and no thread waits for the others' results. */
+TEAM void NAME(team_linear_unawaited)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
     const Cut cut = cut_rows(0, rows, w->inputs * (int64_t)sizeof(REAL), IN_TILES);
     begin_tiles(&cut, IN_TILES);
@@ -155,6 +155,12 @@ TEAM void NAME(team_linear)(const REAL *x, const Weight *w, void *y, int64_t row
     for (int64_t at = 0; at < cut.blocks * panels; at++)
         NAME(linear_block)(x, w, y, &cut, place(at, &cut, panels), kind);
     end_tiles(IN_TILES);
+}
+
+/* x: (rows, inputs); y: (rows, outputs), or (rows, outputs / 2) gated, or float (rows, outputs), or for GREATEST (rows,)
+ * zeros that `ranked` results are put into. */
+TEAM void NAME(team_linear)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
+    NAME(team_linear_unawaited)(x, w, y, rows, kind);
 #pragma omp barrier
 }
 

@@ -25,6 +25,9 @@ typedef struct {
     int64_t outputs, inputs;
     const float *zeros;
     int64_t group;
+    const float *added; /* what adapters add to results, or NULL: (rows that get some, outputs) and a panel's width */
+    const int64_t *added_places; /* of each row of x, counted from `added_first` on: which of these it gets; below: none */
+    int64_t added_first;
 } Weight;
 
 INLINE int64_t panels_of(int64_t outputs, int gated) {
@@ -38,6 +41,20 @@ INLINE int64_t output_of(int64_t panel, int64_t column, int64_t outputs, int gat
     output = panel * half + column % half;
     if (output >= outputs / 2) return -1;
     return column < half ? output : outputs / 2 + output;
+}
+
+/* Add to the sums of `rows` rows with a panel, from row `row` on, what adapters add. Columns behind the last output get
+ * whatever follows, and are dropped. */
+INLINE void add_adapted(vf (*sums)[COLUMNS], const Weight *w, int64_t row, int64_t rows, int64_t panel, int gated) {
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t at = w->added_places[row + r] - w->added_first;
+        if (at < 0) continue;
+        const float *added = w->added + at * w->outputs + panel * (gated ? PANEL / 2 : PANEL);
+        for (int c = 0; c < COLUMNS; c++) {
+            int64_t up = gated && c >= COLUMNS / 2 ? w->outputs / 2 - PANEL / 2 : 0;
+            sums[r][c] += load_f32(added + up + c * LANES);
+        }
+    }
 }
 
 /* How many columns all panels of a weight have. */

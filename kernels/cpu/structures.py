@@ -20,7 +20,24 @@ class Weight(ctypes.Structure):
         ("inputs", _L),
         ("zeros", _P),
         ("group", _L),
+        *((name, _P) for name in ("added", "added_places")),
+        ("added_first", _L),
     ]
+
+
+class LowRankStructure(ctypes.Structure):
+    """The factors of low_rank.h."""
+
+    _fields_ = [
+        *((name, ctypes.POINTER(Weight)) for name in "ab"),
+        *((name, _L) for name in ("count", "outputs", "most_rank")),
+    ]
+
+
+class AdaptedStructure(ctypes.Structure):
+    """The tokens of low_rank.h."""
+
+    _fields_ = [(name, _P) for name in ("order", "places", "starts", "rows", "low", "values")]
 
 
 class RotationStructure(ctypes.Structure):
@@ -124,6 +141,7 @@ class Layer(ctypes.Structure):
         ("rotation", RotationStructure),
         *((name, _L) for name in ("window", "gate")),
         ("sinks", _P),
+        ("adapters", LowRankStructure * 4),
     ]
 
 
@@ -135,6 +153,7 @@ class LayerStep(ctypes.Structure):
         ("attention", Attention),
         *((name, _P) for name in ("x", "residual", "normed", "qkv", "activated", "codes", "row_scales")),
         ("parts", PartsStructure),
+        ("adapted", AdaptedStructure),
         ("teams", Teams),
     ]
 

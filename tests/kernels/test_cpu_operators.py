@@ -15,12 +15,14 @@ from batchinfer_kernels.cpu.attention_plan import MAX_ROWS
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.compilers import NoCompiler
 from batchinfer_kernels.cpu.structures import (
+    AdaptedStructure,
     Attention,
     ExpertsStructure,
     Heads,
     Latent,
     Layer,
     LayerStep,
+    LowRankStructure,
     PartsStructure,
     PlanStructure,
     Weight,
@@ -218,10 +220,10 @@ def test_rotating_what_does_not_fit_is_refused(compiled):
 
 
 def test_structures_are_those_of_the_library():
-    found = (ctypes.c_int64 * 11)()
+    found = (ctypes.c_int64 * 13)()
     build.load_library().sizes(found)
     steps = (Weight, Heads, PlanStructure, Attention, Layer, LayerStep)
-    structures = (*steps, ExpertsStructure, Latent, PartsStructure)
+    structures = (*steps, ExpertsStructure, Latent, PartsStructure, LowRankStructure, AdaptedStructure)
     ours = [ctypes.sizeof(structure) for structure in structures]
     assert list(found) == [*ours, MAX_HEAD_DIM, MAX_ROWS]
 

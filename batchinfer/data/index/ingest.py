@@ -157,6 +157,8 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
         value["scoring"] = options.scoring.to_json()
     if options.pairs is not None:
         value["pairs"] = options.pairs.to_json()
+    if options.adapters:
+        value["adapters"] = dict(options.adapters)
     return value
 
 
@@ -407,10 +409,20 @@ class Ingestion:
             samples=self._job.samples,
             samples_column=self._job.sampling.samples_column,
             asked_call=prompt.asked_call,
+            adapters=self._options.adapters,
+            adapter_column=self._job.model.adapter_from_column,
         )
 
     def _params(self) -> SamplingParams:
         """Return the parameters of a row that sets none itself."""
+        return self._adapted(self._params_of_task())
+
+    def _adapted(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the adapter that the job has for all rows that name none."""
+        name = self._job.model.adapter
+        return params if name is None else replace(params, adapter=self._options.adapters[name])
+
+    def _params_of_task(self) -> SamplingParams:
         if self._options.scoring is not None:
             return SamplingParams.scores()
         if self._options.pairs is not None:
@@ -421,9 +433,9 @@ class Ingestion:
     def _by_url(self) -> dict[str, SamplingParams]:
         embedding = self._options.embedding
         if embedding is not None:
-            return {VECTOR_URL: SamplingParams.vector(embedding.pooling)}
+            return {VECTOR_URL: self._adapted(SamplingParams.vector(embedding.pooling))}
         given, length = self._job.given_params(), self._options.max_model_len
-        return {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
+        return {url: self._adapted(openai_defaults(url, given, length)) for url in (CHAT_URL, TEXT_URL)}
 
     def finish(self) -> Index:
         """Complete the index of an input that was read to its end. Raises StorageError, OutOfMemory."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,9 @@ class IngestOptions:
     embedding: Embedding | None = None  # the vectors that rows ask for; None: for none
     scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
     pairs: PairScoring | None = None  # the score of prompts and documents; None: there are no documents
+    adapters: Mapping[str, str] = field(
+        default_factory=dict
+    )  # fingerprints, by the names that rows have for them
     chunk: ChunkSize = DEFAULT_SIZE
     checked: Reader | None = None  # has read headers and footers of the same files
 

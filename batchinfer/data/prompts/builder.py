@@ -36,6 +36,7 @@ from batchinfer.data.prompts.chat_template import (
 )
 from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.own_specials import OwnSpecials
+from batchinfer.data.prompts.parameters.named_adapters import NamedAdapters
 from batchinfer.data.prompts.sampling_fields import (
     SAMPLES,
     asked_samples,
@@ -96,6 +97,10 @@ class PromptPlan:
     labels: str | None = None  # the column of rows' own labels; None: all have the job's
     pairs: PairScoring | None = None  # the score of prompts and documents; None: there are no documents
     document: str = ""  # the column of these
+    adapters: Mapping[str, str] = field(
+        default_factory=dict
+    )  # fingerprints, by the names that rows have for them
+    adapter_column: str | None = None
 
 
 class Draft(NamedTuple):
@@ -155,6 +160,7 @@ class PromptBuilder:
         self._tools = ToldTools()
         reasons = plan.reasoning is not None and plan.reasoning.tokens is not None
         self._choice = ToolChoice(plan.tool_calls, tokenizer, reasons)
+        self._adapters = NamedAdapters(plan.adapters, plan.adapter_column)
         self._build: Callable[[Values], Draft] = {
             "template": self._from_templates if plan.chat else self._from_whole_template,
             "messages": self._from_messages,
@@ -166,6 +172,8 @@ class PromptBuilder:
     def build(self, values: Values) -> Draft:
         """The row's prompt and parameters."""
         draft = self._with_samples(self._build(values), values)
+        if self._plan.adapters:
+            draft = draft._replace(params=self._with_adapter(draft.params, values))
         if self._plan.scoring is not None:
             draft = self._scored(draft, self._plan.scoring, values)
         if self._plan.pairs is not None:
@@ -179,6 +187,11 @@ class PromptBuilder:
                 "text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy"
             )
         return draft
+
+    def _with_adapter(self, params: SamplingParams, values: Values) -> SamplingParams:
+        if self._plan.mode == "openai":
+            return self._adapters.of_request(params, values["body"])
+        return self._adapters.of_row(params, values)
 
     def _with_samples(self, draft: Draft, values: Values) -> Draft:
         """Return the draft with the number of answers that its row asks for. Several have to be sampled."""

@@ -102,6 +102,8 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
     variables = _needed_variables(job, used)
     parameters = {name for _, name in (*job.sampling.from_columns, *_argument_columns(job))}
     parameters.update((*_tools_column(job), *(name for _, name in _of_scores(job))))
+    if job.model.adapter_from_column is not None:
+        parameters.add(job.model.adapter_from_column)
     whole = mode == "openai" or ROW_VARIABLE in used
     send = None if whole else tuple(sorted({*used, *parameters, *([column] if column else [])}))
     read = None
@@ -135,6 +137,8 @@ def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str
     yield from (("sampling.from_columns", name) for _, name in job.sampling.from_columns)
     yield from (("prompt.template_arguments_from_columns", name) for _, name in _argument_columns(job))
     yield from (("prompt.tools_from_column", name) for name in _tools_column(job))
+    if job.model.adapter_from_column is not None and mode != "openai":
+        yield "model.adapter_from_column", job.model.adapter_from_column
     yield from _of_scores(job)
     if job.input.expected is not None:
         yield "input.expected", job.input.expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from typing import Any
 
@@ -240,6 +240,8 @@ class Preparer:
                 continue
             try:
                 joined[at], params = continued.joined(draft, ids, whole, self._encode)
+                if draft.params.adapter:
+                    params = replace(params, adapter=draft.params.adapter)
                 held.drafts[at] = draft._replace(params=params)
             except RowProblem as problem:
                 work.errors[held.rows[at]] = problem.error

@@ -177,7 +177,7 @@ class DecodeGraphs:
         """Return the smallest size that holds the step."""
         rows = self.sizes[bisect_left(self.sizes, len(batch.query_lens))]
         longest = context_bound(max(batch.context_lens), self._largest.longest)
-        return replace(self._largest, rows=rows, longest=longest)
+        return replace(self._largest, rows=rows, longest=longest, adapted=batch.adapters is not None)
 
     def _hold(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
         """Put the step on the device."""

@@ -4,9 +4,10 @@ known later, says what is made of them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -36,6 +37,7 @@ from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsF
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
+from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.arithmetic import Arithmetic
@@ -117,7 +119,8 @@ class LoadedWeights:
         eos = frozenset(source.spec.eos_token_ids)
         sampler = Sampler(eos, self.masks, device.type == "cpu", model.classifier)
         layout = cache_layout(source.spec.caches, block_size, longest)
-        runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
+        state = StepState(adapters=_numbers(config.load.adapters))
+        runner = ModelRunner(model, ops, [], layout, sampler, cost, device, state=state)
         memory = _CacheMemory(config, source, runner, limits, self.arithmetic.dtype, longest)
         counters = model.expert_loads if source.can_be_captured else None
         fitted = _fit(runner, limits, memory.room(), counters, config, self.untimed)
@@ -146,7 +149,7 @@ def load_weights(
     device, threads = _settled(config)
     if device.type == "cuda":
         _announce_compilations(untimed)
-    source = source or checkpoint_source(config.model, config.kv_cache, config.quantization)
+    source = source or checkpoint_source(config.model, config.kv_cache, config.quantization, config.adapters)
     arithmetic = _arithmetic(config, device)
     ops = source.choose_ops(arithmetic)
     decoder = source.load(ops, arithmetic)
@@ -218,6 +221,11 @@ class _CacheMemory:
         return allocate_caches(
             runner.ops, self.source.spec.caches, runner.layout, blocks, self.dtype, runner.device
         )
+
+
+def _numbers(adapters: Iterable[tuple[str, Path]]) -> dict[str, int]:
+    """Number the adapters in the order in which they were loaded."""
+    return {"": 0} | {name: number for number, (name, _) in enumerate(adapters, 1)}
 
 
 def _info(config: LoadConfig, source: Source, fitted: Fitted, block_bytes: int, threads: int) -> EngineInfo:

@@ -22,6 +22,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.device_tables import GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
+from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.attention_boundary import StaticBuffers
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 
@@ -148,6 +149,7 @@ def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
         sampler=runner.sampler,
         cost=runner.cost,
         device=runner.device,
+        state=StepState(adapters=runner.state.adapters),
     )
 
 

@@ -198,7 +198,9 @@ class DeviceRunner(ModelRunner):
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
         """Run the model: (hidden states of the rows to sample from, padded tokens, and how the step was launched)."""
         self.tables.refresh(self.state.tables, self.device)
-        in_pieces = self.mixed is not None and self.mixed.covers(len(host.token_ids))
+        # The pieces' captures have no adapters
+        plain = host.adapters is None
+        in_pieces = plain and self.mixed is not None and self.mixed.covers(len(host.token_ids))
         if self.graphs is not None and self.graphs.covers(host):
             try:
                 ran = self.graphs.run(host, self.tables, partial(self._fill_in, host), in_pieces)
@@ -211,13 +213,16 @@ class DeviceRunner(ModelRunner):
         if self.mixed is not None and in_pieces:
             run = self.mixed.run(host, self.tables, partial(self._fill_in, host), self.plan_attention)
             return *run, "piecewise_graph"
+        adapted = () if host.adapters is None else (host.adapters,)
         arrays = (
-            host.token_ids, host.sampled_rows, host.table_rows, host.positions, *host.slots, *host.parts
+            host.token_ids, host.sampled_rows, host.table_rows, host.positions, *host.slots, *host.parts, *adapted
         )  # fmt: skip
         token_ids, sampled, rows, positions, *placed = upload(arrays, self.device)
+        adapters = placed.pop() if adapted else None
         slots, parts = placed[: len(host.slots)], placed[len(host.slots) :]
         self._fill_in(host, token_ids)
-        inputs = host.inputs(self.tables.of(host.tables, rows), positions, slots, parts)
+        tables = self.tables.of(host.tables, rows)
+        inputs = host.inputs(tables, positions, slots, parts, adapters=adapters)
         plans = self.plan_attention(inputs)
         hidden = self.model.forward(token_ids, inputs, self.caches, plans)
         return hidden.index_select(0, sampled), plans[0].padded_tokens, "eager"

@@ -59,7 +59,20 @@ class PlanWriter:
         if not self._wants.inputs:
             how = ARGMAX if silent is None else silent.sampling
             return StepPlan(
-                *spans, None, None, None, _NONE, (), copies, sampled, None, None, how, asked, shared_blocks
+                *spans,
+                None,
+                None,
+                None,
+                None,
+                _NONE,
+                (),
+                copies,
+                sampled,
+                None,
+                None,
+                how,
+                asked,
+                shared_blocks,
             )
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling
@@ -68,6 +81,7 @@ class PlanWriter:
             rows=rows,
             rope_offsets=None if rows is None else _each([s.rope_offset for s in sequences]),
             second_segments=None if rows is None else _each([s.second_segment for s in sequences]),
+            adapters=None if rows is None else _adapters(sequences),
             tokens=_tokens(chunks, single),
             tables=tuple(self._changes(sequences)),
             copies=copies,
@@ -112,6 +126,11 @@ class PlanWriter:
             for group in self._groups:
                 group.arrange([-1] * len(sequences))
         return [group.changes(sequences, self._rows) for group in self._groups]
+
+
+def _adapters(sequences: list[Sequence]) -> tuple[str, ...] | None:
+    names = tuple(sequence.request.params.adapter for sequence in sequences)
+    return names if any(names) else None
 
 
 class _GroupTables:

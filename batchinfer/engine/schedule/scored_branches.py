@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -77,7 +77,8 @@ def scored_branches(request: Request) -> list[tuple[Request, ScoredBranch]]:
     scores = RequestScores(request, context - 1 + nodes, len(branches), nan, no)
     follow = [common_prefix(one.tokens, other.tokens) for one, other in pairwise(branches)]
     follow.append(min(request.shares_next, context))
+    params = _PROMPT_ONLY if not (name := request.params.adapter) else replace(_PROMPT_ONLY, adapter=name)
     return [
-        (Request(request.key, one.tokens, _PROMPT_ONLY, shared), ScoredBranch(one, scores, at == 0))
+        (Request(request.key, one.tokens, params, shared), ScoredBranch(one, scores, at == 0))
         for at, (one, shared) in enumerate(zip(branches, follow, strict=True))
     ]

@@ -274,6 +274,8 @@ class StepPlan:
     rope_offsets: Ints | None
     # (S,): from which position on their tokens have the type 1, 0 for none; None, where `rows` are given: all 0
     second_segments: Ints | None
+    # (S,): the fingerprints of their adapters, "" for none; None, where `rows` are given: no sequence has one
+    adapters: tuple[str, ...] | None
     tokens: Ints  # (T,)
     tables: tuple[TableChanges, ...]  # of each cache group
     # (n, 6): chunk, cache group, source, target, first slot, end; in each layer, before attention
@@ -313,11 +315,12 @@ class StepPlan:
         awaited = self.awaited
         waits = awaited and tuple(None if array is None else array.tobytes() for array in awaited)
         rest = (self.sampled_counts, self.sampling, self.requests, self.shared_blocks)
-        return _step_plan, (sent, tables, waits, *rest)
+        return _step_plan, (sent, self.adapters, tables, waits, *rest)
 
 
 def _step_plan(
     sent: list[bytes | None],
+    adapters: tuple[str, ...] | None,
     tables: list[tuple[bytes, bytes, int]],
     waits: tuple[bytes | None, ...] | None,
     counts: list[int] | None,
@@ -334,8 +337,8 @@ def _step_plan(
     copied = None if copies is None else copies.reshape(-1, 6)
     awaited = None if waits is None else Awaited(*map(_ints, waits))
     return StepPlan(
-        starts, lengths, rows, offsets, segments, tokens, changes, copied, sampled, counts, awaited, sampling,
-        *rest,
+        starts, lengths, rows, offsets, segments, adapters, tokens, changes, copied, sampled, counts, awaited,
+        sampling, *rest,
     )  # fmt: skip
 
 

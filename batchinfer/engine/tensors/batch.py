@@ -35,6 +35,7 @@ class HostBatch:
     awaited: Awaited | None = None
     follows: bool = False  # whether the step before ran the same sequences in the same order
     token_types: Longs | None = None  # (T,); None: all are 0
+    adapters: Longs | None = None  # (T,): their numbers, 0 for none; None: no token has one
 
     @property
     def is_decode(self) -> bool:
@@ -63,10 +64,12 @@ class HostBatch:
         slots: Seq[Tensor],
         parts: Seq[Tensor],
         token_types: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> list[AttentionInputs]:
         """The attention inputs of each cache group, of the same arrays on the device, and `tables`, (S, most blocks)
         each."""
         assert (token_types is None) == (self.token_types is None), "types of tokens get lost"
+        assert (adapters is None) == (self.adapters is None), "adapters of tokens get lost"
         copied_parts: Seq[Tensor | None] = parts or [None] * len(slots)
         each = zip(slots, tables, self.tables, self.whole, copied_parts, strict=True)
         return [
@@ -80,6 +83,7 @@ class HostBatch:
                 whole=whole,
                 parts=copied,
                 token_types=token_types,
+                adapters=adapters,
             )
             for own, table, host, whole, copied in each
         ]
@@ -110,7 +114,13 @@ class HostBatch:
             awaited=_awaited_in(self.awaited, first, end, len(self.token_ids)),
             follows=False,
             token_types=None if self.token_types is None else self.token_types[first:end],
+            adapters=self._adapters_of(first, end),
         )
+
+    def _adapters_of(self, first: int, end: int) -> Longs | None:
+        """Return those of the tokens [first, end), None where none has any."""
+        own = None if self.adapters is None else self.adapters[first:end]
+        return own if own is not None and own.any() else None
 
     def _copies_of(self, chunks: list[int]) -> Ints | None:
         """Return the copies of these chunks, None for none."""
@@ -148,5 +158,6 @@ def build_batch(host: HostBatch, device: torch.device) -> Batch:
 
     slots, parts = list(map(moved, host.slots)), list(map(moved, host.parts))
     types = None if host.token_types is None else moved(host.token_types)
-    inputs = host.inputs(tables, moved(host.positions), slots, parts, types)
+    adapters = None if host.adapters is None else moved(host.adapters)
+    inputs = host.inputs(tables, moved(host.positions), slots, parts, types, adapters)
     return Batch(moved(host.token_ids), inputs, moved(host.sampled_rows), host.sampling)

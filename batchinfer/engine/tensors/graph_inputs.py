@@ -24,6 +24,7 @@ class GraphSize:
     longest: int
     block_size: int
     padding_slot: int  # where padding rows write their keys to
+    adapted: bool = False  # whether rows may have adapters
 
     def blocks(self, tokens: int) -> int:
         """Count the blocks of a sequence of this many tokens."""
@@ -40,7 +41,8 @@ class GraphInputs:
     """A decode step's inputs on the device, padded to a graph's size. Padding rows have no context."""
 
     size: GraphSize
-    lines: Upload  # token ids, positions, and the slots of each cache group: (rows,)
+    # Token ids, positions, the slots of each cache group, and where rows may have them their adapters: (rows,)
+    lines: Upload
 
     @classmethod
     def of(cls, batch: HostBatch, size: GraphSize, device: torch.device) -> GraphInputs:
@@ -61,12 +63,21 @@ class GraphInputs:
         `tables`: (rows, blocks) each.
         """
         _, positions, *slots = self.lines.tensors
+        adapters = slots.pop() if self.size.adapted else None
         missing = self.size.rows - len(batch.context_lens)
         query_lens, context_lens = [1] * self.size.rows, [*batch.context_lens, *[0] * missing]
         each = zip(slots, tables, batch.tables, batch.whole, strict=True)
         return [
             AttentionInputs(
-                positions, own, table, query_lens, context_lens, host, self.size.padding_slot, whole
+                positions,
+                own,
+                table,
+                query_lens,
+                context_lens,
+                host,
+                self.size.padding_slot,
+                whole,
+                adapters=adapters,
             )
             for own, table, host, whole in each
         ]
@@ -75,7 +86,8 @@ class GraphInputs:
 def _lines(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
     shape = (size.rows,)
     slots = (grown(own, shape, size.padding_slot) for own in batch.slots)
-    return [grown(batch.token_ids, shape), grown(batch.positions, shape), *slots]
+    adapters = [] if batch.adapters is None else [grown(batch.adapters, shape)]
+    return [grown(batch.token_ids, shape), grown(batch.positions, shape), *slots, *adapters]
 
 
 def grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:

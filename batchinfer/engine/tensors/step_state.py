@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,9 +19,12 @@ class StepState:
     the same."""
 
     tables: TableRows = field(default_factory=TableRows)
+    # By their fingerprints, the numbers of the model's adapters, from 1 on; that of "" is 0
+    adapters: Mapping[str, int] = field(default_factory=dict)
     _rows: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
     _rope_offsets: Ints | None = None
     _second_segments: Ints | None = None
+    _adapters: Longs | None = None
     _each: Longs = field(default_factory=lambda: np.zeros(0, np.int64))  # 0, 1, … for every row
     _drawn: SamplingPlan | None = None  # the newest with draws
 
@@ -29,6 +33,7 @@ class StepState:
         if plan.rows is not None:
             self._rows, self._rope_offsets = plan.rows.astype(np.int64), plan.rope_offsets
             self._second_segments = plan.second_segments
+            self._adapters = None if plan.adapters is None else self._numbers(plan.adapters)
             self._each = np.arange(len(self._rows))
         tables = self.tables.take(plan.tables, self._rows)
         starts, lengths = plan.starts.astype(np.int64), plan.lengths
@@ -40,7 +45,7 @@ class StepState:
             row_of = np.repeat(self._each, lengths)
             positions = np.arange(len(row_of)) + (contexts - np.cumsum(lengths))[row_of]
         at, inside = np.divmod(positions, layout.block_size)
-        offsets, segments = self._rope_offsets, self._second_segments
+        offsets, segments, adapters = self._rope_offsets, self._second_segments, self._adapters
         return HostBatch(
             token_ids=plan.tokens.astype(np.int64),
             positions=positions if offsets is None else positions + offsets[row_of],
@@ -57,7 +62,11 @@ class StepState:
             awaited=plan.awaited,
             follows=plan.rows is None,
             token_types=None if segments is None else _types(positions, segments[row_of]),
+            adapters=None if adapters is None else adapters[row_of],
         )
+
+    def _numbers(self, adapters: tuple[str, ...]) -> Longs:
+        return np.array([self.adapters[name] for name in adapters], np.int64)
 
     def _with_draws(self, sampling: SamplingPlan) -> SamplingPlan:
         """Return the plan with the fixed arguments of its draws, which it may have left out."""

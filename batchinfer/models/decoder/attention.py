@@ -46,7 +46,7 @@ class AttentionHalf(ABC):
         """(T, heads, dim) → (T, heads, another dim), written to `out` if given."""
 
     @abstractmethod
-    def result(self, attended: Tensor) -> Tensor:
+    def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
         """→ (T, hidden)"""
 
     @property
@@ -66,7 +66,7 @@ class HeadsAttention(AttentionHalf):
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
         spec = self.spec
-        qkv = self.parts.linears[spec.first](x)
+        qkv = self.parts.product(spec.first, x, inputs)
         if spec.q_norm is not None and not spec.norms_heads:
             self._norm_apart(qkv)
         heads = qkv.view(len(qkv), -1, spec.head_dim)
@@ -93,8 +93,8 @@ class HeadsAttention(AttentionHalf):
         sinks = self.parts.vectors.get("sinks")
         return self.ops.attention(queries, cache, plan, spec.scale, spec.window, spec.soft_cap, sinks, out)
 
-    def result(self, attended: Tensor) -> Tensor:
-        return self.parts.linears["o"](attended.flatten(1))
+    def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
+        return self.parts.product("o", attended.flatten(1), inputs)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -142,10 +142,10 @@ class LatentAttention(AttentionHalf):
     heads: LatentHeads
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        linears, spec = self.parts.linears, self.spec
-        q = self._queries(x).view(-1, spec.q_heads, spec.q_dim)
+        spec = self.spec
+        q = self._queries(x, inputs).view(-1, spec.q_heads, spec.q_dim)
         plain, turned = q[..., : spec.plain_dim], q[..., spec.plain_dim :]
-        kv = linears["kv_a"](x)
+        kv = self.parts.product("kv_a", x, inputs)
         latent = self._normed("kv_a_norm", kv[:, : spec.rank].contiguous())
         turned = self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.rope, inputs, cache)
         return torch.cat((self.heads.k(plain), turned), -1)
@@ -162,19 +162,19 @@ class LatentAttention(AttentionHalf):
             self.ops.copy_parts(cache, inputs.parts)
         return self.ops.latent_attention(queries, cache, plan, self.spec.scale, self.spec.rank, out)
 
-    def result(self, attended: Tensor) -> Tensor:
-        return self.parts.linears["o"](self.heads.v(attended).flatten(1))
+    def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
+        return self.parts.product("o", self.heads.v(attended).flatten(1), inputs)
 
     @property
     def widths(self) -> tuple[int, int]:
         spec = self.spec
         return spec.q_heads * spec.head_dim, spec.q_heads * spec.rank
 
-    def _queries(self, x: Tensor) -> Tensor:
-        linears = self.parts.linears
+    def _queries(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        product = self.parts.product
         if self.spec.q_rank is None:
-            return linears["q"](x)
-        return linears["q_b"](self._normed("q_a_norm", linears["q_a"](x)))
+            return product("q", x, inputs)
+        return product("q_b", self._normed("q_a_norm", product("q_a", x, inputs)), inputs)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         norm = self.spec.norms[name]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
@@ -9,6 +12,7 @@ from batchinfer.models.decoder.attention import AttentionHalf, attention_half, p
 from batchinfer.models.decoder.feed_forward import feed_forward, pack_experts
 from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.ops.interface import (
+    Adapters,
     AttentionInputs,
     AttentionPlan,
     CodedWeight,
@@ -74,8 +78,8 @@ class Block(DecoderLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the part of a layer after attention → the next layer's x and residual."""
         if self._spec.norms_sums:
-            return self._end_of_sums(self.attention.result(attended), residual, inputs), None
-        attended = self._after("attention_norm", self.attention.result(attended))
+            return self._end_of_sums(self.attention.result(attended, inputs), residual, inputs), None
+        attended = self._after("attention_norm", self.attention.result(attended, inputs))
         if self._spec.parallel:
             x = self._before("post_norm", residual, None)[0] if normed is None else normed
             return attended + self._feed(x, inputs), residual
@@ -112,9 +116,15 @@ def build_layer(ops: Ops, spec: LayerSpec, parts: LayerParts) -> DecoderLayer:
     return ops.fuse(spec, parts) or Block(ops, spec, parts)
 
 
-def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable | None = None) -> LayerParts:
+def pack_layer(
+    ops: Ops,
+    spec: LayerSpec,
+    weights: LayerWeights,
+    rope: RopeTable | None = None,
+    adapters: Mapping[str, Adapters] = MappingProxyType({}),
+) -> LayerParts:
     """Pack the layer's weights as the operators want them. `rope`: None where it has no attention, or is not known
-    yet."""
+    yet. `adapters`: packed, by the names of the products that they change."""
     linears = {
         linear.name: _packed(ops, linear, weights)
         for linear in spec.linears
@@ -128,6 +138,7 @@ def pack_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights, rope: RopeTable
         pack_experts(ops, spec, weights),
         {name: weights[name] for name in spec.vectors},
         pack_latent_heads(ops, spec, weights),
+        adapters=adapters,
     )
 
 

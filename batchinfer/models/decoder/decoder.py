@@ -17,6 +17,7 @@ from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.decoder.packed import PackedWeights
 from batchinfer.models.decoder.rope import rope_table
 from batchinfer.models.ops.interface import (
+    AdaptedRows,
     AttentionInputs,
     AttentionPlan,
     LayerCache,
@@ -41,7 +42,7 @@ class Decoder:
         self.spec, self.max_positions = spec, max_positions
         self._ops = ops
         self._tables, self._head = packed.tables, packed.head
-        self.classifier = packed.classifier
+        self.classifier, self._adapters = packed.classifier, packed.adapters
         self._positions, distances = position_table(spec, packed.tables), None
         if packed.tables.distances is not None:
             distances = distance_table(packed.tables.distances, max_positions)
@@ -78,6 +79,7 @@ class Decoder:
         longest = max(inputs[0].context_lens)
         if longest > self.max_positions:
             raise ValueError(f"a context of {longest} tokens, and {self.max_positions} positions")
+        inputs = self._sorted(inputs)
         x = self._embedded(token_ids, inputs[0])
         residual: Tensor | None = None
         places = dict(zip(self._attending, caches, strict=True))
@@ -97,6 +99,7 @@ class Decoder:
         Of `inputs` only positions, slots and the padding slot are read: what is launched between two boundaries depends
         on the number of tokens alone. Not for operators that fuse layers.
         """
+        inputs = self._sorted(inputs)
         x = self._embedded(token_ids, inputs[0])
         residual: Tensor | None = None
         places = dict(zip(self._attending, caches, strict=True))
@@ -123,6 +126,14 @@ class Decoder:
         widest = (max(widths) for widths in zip(*halves, strict=True))
         queries, attended = (embedding.new_zeros(tokens * width) for width in widest)
         return StaticBuffers(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
+
+    def _sorted(self, inputs: Sequence[AttentionInputs]) -> Sequence[AttentionInputs]:
+        """Sort the step's tokens by their adapter, where any has one, for all layers."""
+        adapters = inputs[0].adapters
+        if adapters is None:
+            return inputs
+        rows = AdaptedRows.of(adapters, self._adapters)
+        return [replace(own, adapted=rows) for own in inputs]
 
     def _embedded(self, token_ids: Tensor, inputs: AttentionInputs) -> Tensor:
         x = self._ops.embedding(token_ids, self._tables.embedding)

@@ -15,11 +15,13 @@ def feed_forward(ops: Ops, spec: LayerSpec, parts: LayerParts, x: Tensor, inputs
     """(T, hidden) → (T, hidden)"""
     if isinstance(spec.feed_forward, ExpertsSpec):
         return _expert_half(ops, spec.feed_forward, parts, x, inputs)
-    return _dense_half(spec.feed_forward, parts, x)
+    return _dense_half(spec.feed_forward, parts, x, inputs)
 
 
-def _dense_half(spec: FeedForwardSpec, parts: LayerParts, x: Tensor, start: str = "") -> Tensor:
-    return parts.linears[start + "down"](parts.linears[start + spec.first](x))
+def _dense_half(
+    spec: FeedForwardSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs, start: str = ""
+) -> Tensor:
+    return parts.product(start + "down", parts.product(start + spec.first, x, inputs), inputs)
 
 
 def _expert_half(
@@ -34,7 +36,7 @@ def _expert_half(
     routed = parts.experts(x, choice, counted)
     if spec.shared is None:
         return routed
-    shared = _dense_half(spec.shared, parts, x, SHARED)
+    shared = _dense_half(spec.shared, parts, x, inputs, SHARED)
     if spec.shared_gated:
         shared = shared * sigmoid(parts.linears["shared_gate"](x)).to(shared.dtype)
     return routed + shared

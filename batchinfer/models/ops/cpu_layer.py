@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor
 
-from batchinfer.models.ops.cpu_linear import CompiledLinear
+from batchinfer.models.ops.cpu_linear import CompiledAdapters, CompiledLinear, tokens_of
 from batchinfer.models.ops.interface import (
     AttentionInputs,
     AttentionPlan,
@@ -26,6 +26,7 @@ from batchinfer_kernels.cpu.layer import (
     PackedLayer,
     StepPlaces,
 )
+from batchinfer_kernels.cpu.low_rank import PackedLowRank
 
 
 class ItemPlan(AttentionPlan):
@@ -71,6 +72,7 @@ class CompiledLayer(DecoderLayer):
             down=linears["down"],
             window=attention.window,
             sinks=parts.vectors.get("sinks"),
+            adapters=tuple(_adapters(parts, name) for name in ("qkv", "o", "gate_up", "down")),
         )
         norm = spec.norms["input_norm"]
         sizes = LayerSizes(
@@ -135,11 +137,22 @@ class CompiledLayer(DecoderLayer):
     ) -> LayerRoom:
         sizes, items = self._layer.sizes, plan.items
         places = StepPlaces(
-            inputs.positions, inputs.slots, inputs.block_tables, items, cache.block_size, inputs.parts
+            inputs.positions,
+            inputs.slots,
+            inputs.block_tables,
+            items,
+            cache.block_size,
+            inputs.parts,
+            None if inputs.adapted is None else tokens_of(inputs.adapted),
         )
         shape = self._compiled.cache_shape(sizes.kv_heads, cache.block_size, sizes.head_dim)
         state = self._compiled.attention_state(items, len(x), sizes.q_heads, shape[2])
         return LayerRoom(x, self._layer, places, shape, state, beside)
+
+
+def _adapters(parts: LayerParts, name: str) -> PackedLowRank | None:
+    adapters = parts.adapters.get(name)
+    return None if adapters is None else cast(CompiledAdapters, adapters).factors
 
 
 def _rotation(parts: LayerParts, rope: RopeTable) -> LayerRotation:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from batchinfer.models.ops.interface import Head, Linear
+from batchinfer.models.ops.interface import AdaptedRows, Adapters, AddedValues, Factors, Head, Linear
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.low_rank import AdaptedTokens
 from batchinfer_kernels.cpu.packed import PackedWeight
 
 
@@ -19,6 +22,25 @@ class CompiledLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._compiled.linear(x, self.weight)
+
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        return self._compiled.adapted_linear(x, self.weight, added.values, tokens_of(added.rows))
+
+
+class CompiledAdapters(Adapters):
+    """Low-rank products by our own tiles (kernels/cpu/low_rank.h)."""
+
+    def __init__(self, compiled: CompiledOperators, factors: Sequence[Factors | None]) -> None:
+        self._compiled = compiled
+        self.factors = compiled.pack_factors([None if own is None else (own.a, own.b) for own in factors])
+
+    def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
+        return AddedValues(self._compiled.low_rank(x, self.factors, tokens_of(rows)), rows)
+
+
+def tokens_of(rows: AdaptedRows) -> AdaptedTokens:
+    """Return sorted tokens as the compiled operators take them."""
+    return AdaptedTokens(rows.order, rows.places, rows.starts)
 
 
 class CompiledHead(CompiledLinear, Head):

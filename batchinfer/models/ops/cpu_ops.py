@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from batchinfer.models.ops.cpu_experts import CompiledExperts, CompiledHeads, pack
 from batchinfer.models.ops.cpu_layer import CompiledLayer, ItemPlan
-from batchinfer.models.ops.cpu_linear import CompiledHead, CompiledLinear
+from batchinfer.models.ops.cpu_linear import CompiledAdapters, CompiledHead, CompiledLinear
 from batchinfer.models.ops.interface import (
     NO_NORMS,
+    Adapters,
     AttentionInputs,
     AttentionPlan,
     DecoderLayer,
     Experts,
     ExpertWeights,
+    Factors,
     Head,
     HeadNorms,
     HeadsLinear,
@@ -94,6 +98,9 @@ class CpuOps(TorchOps):
         into = pack(self._compiled, gate_up, GATES[activation])
         back = pack(self._compiled, down, "plain")
         return CompiledExperts(self._compiled, into, back)
+
+    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
+        return CompiledAdapters(self._compiled, factors)
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
         if isinstance(weight, Tensor):

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.models.ops.interface import CodedWeight, Head, Linear
+from batchinfer.models.ops.interface import (
+    AdaptedRows,
+    Adapters,
+    AddedValues,
+    CodedWeight,
+    Factors,
+    Head,
+    Linear,
+)
 from batchinfer_kernels.block_fp8_matmul import BlockWeight
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
+from batchinfer_kernels.gpu.gated_activation import gated_activation
+from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.sample import sample
+
+MIN_RANK = 16  # of factors: the least inner dimension of a tile
 
 
 class LibraryLinear(Linear):
@@ -57,6 +71,33 @@ class LibraryExact(Linear):
         return y if self._bias is None else y + self._bias
 
 
+def _gated(linear: Linear, x: Tensor, added: AddedValues, activation: Activation | None) -> Tensor:
+    """Put the activation behind what adapters add to a product that was made without it."""
+    y = Linear.adapted(linear, x, added)
+    return y if activation is None else gated_activation(y, activation)
+
+
+class TritonAdapters(Adapters):
+    """Grouped products of all tokens, sorted by their adapter: those without one have factors of zeros, so that what is
+    launched depends on the number of tokens alone. Ranks are rounded up to the greatest one."""
+
+    def __init__(self, factors: Sequence[Factors | None], deterministic: bool) -> None:
+        known = [own for own in factors if own is not None]
+        rank = max(MIN_RANK, *(len(own.a) for own in known))
+        (_, inputs), outputs, count = known[0].a.shape, len(known[0].b), len(factors) + 1
+        self._a = known[0].a.new_zeros(count, rank, inputs)
+        self._b = known[0].b.new_zeros(count, outputs, rank)
+        for at, own in enumerate(factors, 1):
+            if own is not None:
+                self._a[at, : len(own.a)], self._b[at, :, : len(own.a)] = own.a, own.b
+        self._deterministic = deterministic
+
+    def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
+        sorted_rows, how = x.index_select(0, rows.order), self._deterministic
+        low = grouped_matmul(sorted_rows, self._a, rows.starts, deterministic=how)
+        return AddedValues(grouped_matmul(low, self._b, rows.starts, deterministic=how), rows)
+
+
 class InvariantLinear(Linear):
     """A row's bits do not depend on the other rows; see batchinfer_kernels.gpu.matmul."""
 
@@ -67,6 +108,9 @@ class InvariantLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return matmul(x, self._weight, self._bias, activation=self._activation, deterministic=True)
+
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        return _gated(InvariantLinear(self._weight, self._bias), x, added, self._activation)
 
 
 class InvariantHead(Head):
@@ -109,6 +153,9 @@ class Int8Linear(Linear):
         codes, scales = self._weight.codes, self._weight.scales
         return int8_matmul(x, codes, scales, self._bias, activation=self._activation)
 
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        return _gated(Int8Linear(self._weight, self._bias), x, added, self._activation)
+
 
 class Int8Head(Head):
     """A head whose weight is quantised to int8, with float32 logits."""
@@ -132,6 +179,7 @@ class Fp8Linear(Linear):
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self.out_features //= 1 if activation is None else 2
+        self._weight = weight
         self._codes, self._scales, self._bias = weight.codes, weight.scales, bias
         self._blocks = None if weight.lines is None else BlockWeight(self._codes, self._scales, weight.lines)
         self._activation, self._deterministic = activation, deterministic
@@ -141,6 +189,10 @@ class Fp8Linear(Linear):
         if self._blocks is not None:
             return block_fp8_matmul(x, self._blocks, self._bias, activation=gate, deterministic=how)
         return fp8_matmul(x, self._codes, self._scales, self._bias, activation=gate, deterministic=how)
+
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        plain = Fp8Linear(self._weight, self._bias, None, self._deterministic)
+        return _gated(plain, x, added, self._activation)
 
 
 class Fp8Head(Head):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -76,6 +76,58 @@ class AttentionInputs:
     # Of blocks that are copied once K and V are stored; see batchinfer_kernels.copy_parts
     parts: Tensor | None = None
     token_types: Tensor | None = None  # (T,) int64, of an encoder; None: all are 0
+    # (T,) int64: the number of each token's adapter, from 1 on; 0: it has none. None: no token has one
+    adapters: Tensor | None = None
+    adapted: AdaptedRows | None = None  # the same, sorted: the decoder sets it for its layers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedRows:
+    """A step's tokens sorted by their adapter, those without one first. Made of `adapters` on their device; the host
+    waits for nothing."""
+
+    order: Tensor  # (T,) int64: tokens
+    places: Tensor  # (T,) int64: where in `order` each token stands
+    starts: Tensor  # (adapters + 2,) int64: where the tokens of each number begin in `order`; at last T
+
+    @classmethod
+    def of(cls, adapters: Tensor, count: int) -> AdaptedRows:
+        """adapters: (T,) int64, from 0 to `count`."""
+        found, order = adapters.sort(stable=True)
+        each = torch.arange(len(order), device=order.device)
+        places = torch.empty_like(order).scatter_(0, order, each)
+        return cls(order, places, torch.searchsorted(found, torch.arange(count + 2, device=order.device)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """What an adapter adds to a product: B A x. a: (rank, in), b: (out, rank), scaled."""
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddedValues:
+    """What adapters add to the results of a product: values (n, out) for the last n tokens of `rows.order`, in that
+    order; nothing for the others."""
+
+    values: Tensor
+    rows: AdaptedRows
+
+    def spread(self) -> Tensor:
+        """Return them in the order of the tokens, (T, out), 0 for tokens that get nothing."""
+        missing = len(self.rows.order) - len(self.values)
+        whole = torch.nn.functional.pad(self.values, (0, 0, missing, 0)) if missing else self.values
+        return whole[self.rows.places]
+
+
+class Adapters(ABC):
+    """The factors of all adapters for one product, packed as the operators like best."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
+        """x: (T, in), what the product reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +162,11 @@ class Linear(ABC):
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """x: (T, in_features) → (T, out_features)."""
+
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        """y = x W^T + b + what adapters add. Layers with an activation put it behind."""
+        y = self(x)
+        return (y.float() + added.spread()).to(y.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,6 +290,16 @@ class LayerParts:
     latent_heads: LatentHeads | None = None
     # (query heads, 2 x positions) float32, of the model: what a key adds to its score by its distance
     distances: Tensor | None = None
+    adapters: Mapping[str, Adapters] = field(
+        default_factory=dict
+    )  # of those linears that any adapter changes
+
+    def product(self, name: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Compute the linear of that name, with the adapters of the step's tokens."""
+        linear, adapters = self.linears[name], self.adapters.get(name)
+        if adapters is None or inputs.adapted is None:
+            return linear(x)
+        return linear.adapted(x, adapters(x, inputs.adapted))
 
 
 class DecoderLayer(ABC):
@@ -293,6 +360,10 @@ class Ops(ABC):
     @abstractmethod
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
         """Prepare the weights of heads, (heads, out, in)."""
+
+    @abstractmethod
+    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
+        """Prepare what adapters add to a product; None for an adapter that adds nothing to it."""
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
         """logits: (T, experts) float32. See batchinfer_kernels.experts; the host waits for nothing."""
@@ -506,6 +577,9 @@ class GatedLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.gated_activation(self._inner(x), self._activation)
 
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        return self._ops.gated_activation(self._inner.adapted(x, added), self._activation)
+
 
 class ActivatedLinear(Linear):
     """act(x W^T + b) as two operators."""
@@ -516,3 +590,6 @@ class ActivatedLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.activation(self._inner(x), self._activation)
+
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        return self._ops.activation(self._inner.adapted(x, added), self._activation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor
 
 from batchinfer.models.ops.interface import (
     NO_NORMS,
+    AdaptedRows,
+    Adapters,
+    AddedValues,
     AttentionInputs,
     AttentionPlan,
     Experts,
     ExpertWeights,
+    Factors,
     Head,
     HeadNorms,
     HeadsLinear,
@@ -35,6 +40,7 @@ from batchinfer_kernels.cpu.paged_attention import (
 )
 from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
 from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
+from batchinfer_kernels.low_rank import low_rank_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_reference, rope_store_reference
 
@@ -122,6 +128,19 @@ class TorchHeads(HeadsLinear):
         return torch.einsum("thi,hoi->tho", x, self._weight)
 
 
+class TorchAdapters(Adapters):
+    """Low-rank products of one adapter after the other. The host waits for the number of each one's tokens."""
+
+    def __init__(self, factors: Sequence[Factors | None]) -> None:
+        self._factors = [None if own is None else (own.a, own.b) for own in factors]
+        self._outputs = next(len(own.b) for own in factors if own is not None)
+
+    def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
+        starts = rows.starts[1:] - rows.starts[1]
+        own = x[rows.order[int(rows.starts[1]) :]]
+        return AddedValues(low_rank_reference(own, self._factors, starts, self._outputs), rows)
+
+
 class GroupedPlan(AttentionPlan):
     """The step's sequences, grouped by shape."""
 
@@ -150,6 +169,9 @@ class TorchOps(Ops):
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
         return TorchExperts(gate_up, down, activation)
+
+    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
+        return TorchAdapters(factors)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
         return TorchHeads(weights.weight)

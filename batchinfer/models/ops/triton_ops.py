@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,14 +23,17 @@ from batchinfer.models.ops.gpu_linear import (
     LibraryExact,
     LibraryHead,
     LibraryLinear,
+    TritonAdapters,
 )
 from batchinfer.models.ops.interface import (
     NO_NORMS,
+    Adapters,
     AttentionInputs,
     AttentionPlan,
     CodedWeight,
     Experts,
     ExpertWeights,
+    Factors,
     FixedPlan,
     Head,
     HeadNorms,
@@ -324,6 +328,9 @@ class TritonOps(Ops):
             v_scale=cache.v_scale,
             out=out,
         )
+
+    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
+        return TritonAdapters(factors, self._shape.deterministic)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
         return TritonHeads(weights, self._shape.deterministic)

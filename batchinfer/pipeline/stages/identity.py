@@ -17,7 +17,9 @@ from batchinfer.pipeline.open_run import OpenRun
 def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]]) -> PublishSpec:
     """Return what the published result of this job, over these input files, is known by."""
     day = run.now.date().isoformat() if run.setup.tokenizer.tells_the_day else ""
-    material = run.job.identity_json().encode() + context + f"{day} {INGEST_FORMAT}{_columns(run)}".encode()
+    adapters = f" {json.dumps(dict(run.setup.adapters))}" if run.setup.adapters else ""
+    rest = f"{day} {INGEST_FORMAT}{_columns(run)}{adapters}"
+    material = run.job.identity_json().encode() + context + rest.encode()
     identity = hashlib.sha256(material).hexdigest()
     rows = run.job.output.rows_per_file
     if run.job.sampling.chooses:  # which of the answers to a row are best is found in one file

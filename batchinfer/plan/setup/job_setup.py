@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +32,7 @@ from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
 from batchinfer.models.opening import StoredModel, open_checkpoint
 from batchinfer.plan.setup.ingest_workers import ingest_workers
+from batchinfer.plan.setup.job_adapters import job_adapters, with_adapters
 from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_followed, check_names
 from batchinfer.plan.setup.job_reasoning import most_with_reasoning
 from batchinfer.plan.setup.job_tokens import check_named_tokens
@@ -54,11 +57,15 @@ class Setup:
     embedding: Embedding | None = None  # its vectors; None: it makes none
     scoring: Scoring | None = None  # what it scores; None: nothing
     pairs: PairScoring | None = None  # how it scores pairs; None: none
+    adapters: Mapping[str, str] = field(
+        default_factory=dict
+    )  # fingerprints, by the names that rows have for them
 
     @property
     def roots(self) -> ContentRoots:
         """The content roots of requests to this model."""
-        return self.checkpoint.spec.content_roots(self.setting.max_model_len)
+        roots = self.checkpoint.spec.content_roots(self.setting.max_model_len)
+        return dataclasses.replace(roots, adapted=bool(self.adapters))
 
     def ingest_options(
         self,
@@ -86,6 +93,7 @@ class Setup:
             embedding=self.embedding,
             scoring=self.scoring,
             pairs=self.pairs,
+            adapters=self.adapters,
         )
 
 
@@ -100,6 +108,8 @@ def check_setup(
         _check_device(job)
     setting = resolve(job, checkpoint, hardware)
     checkpoint = checkpoint.held_for(setting.quantization)
+    adapters = job_adapters(job, checkpoint, state)
+    setting = with_adapters(setting, job, adapters)
     tokenizer = Tokenizer.load(job.model.path, given_template(job))
     check_templates(job)
     check_chat_template(job, tokenizer)
@@ -116,7 +126,7 @@ def check_setup(
     columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
     said = read.reasoning, read.tool_calls, read.embedding, read.scoring, read.pairs
     most = _most_tokens(job, read.reasoning)
-    return Setup(checkpoint, setting, tokenizer, columns, kind, most, workers, *said)
+    return Setup(checkpoint, setting, tokenizer, columns, kind, most, workers, *said, adapters=adapters)
 
 
 def _most_tokens(job: Job, reasoning: Reasoning | None) -> int | None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 from batchinfer.core.errors import JobFileError, Mistake
@@ -68,6 +69,7 @@ class Setting:
     shares_prefixes: bool = True  # whether prompts may begin with what the cache has of others
     # bytes of this machine's memory that were free before any engine was started; None: a machine elsewhere
     free_memory: int | None = None
+    adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
 
     def for_rows(self, rows: int) -> Setting:
         """Return the setting with no more engines than there are rows."""
@@ -165,6 +167,7 @@ class Setting:
             deterministic=self.deterministic,
             tiles=self.tiles,
             kv_cache=self.kv_cache,
+            adapters=self.adapters,
         )
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Ste
 from batchinfer.engine.schedule.sequence import SequenceStatus
 from batchinfer.engine.schedule.step_plan import PlanWants, SamplingPlan, StepPlan
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.engine.tensors.step_state import StepState
+from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import LayerCache, Ops
@@ -257,16 +260,23 @@ def following(runner: Any, constraints: Constraints, on_host: bool = False) -> t
     return replace(runner, sampler=replace(runner.sampler, mask=masks, on_host=on_host)), masks
 
 
-def make_runner(model: Checkpoint, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:
-    """Make a runner in float32, whose cache is poisoned."""
-    decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN)
+def make_runner(
+    model: Checkpoint,
+    ops: Ops,
+    limits: Limits,
+    device: str = "cpu",
+    adapters: Mapping[str, StoredAdapter] = MappingProxyType({}),
+) -> ModelRunner:
+    """Make a runner in float32, whose cache is poisoned. `adapters`: by what requests call them."""
+    decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN, [*adapters.values()])
     layout = cache_layout(model.spec.caches, limits.block_size, MAX_LEN)
     caches = allocate_caches(ops, model.spec.caches, layout, limits.blocks, torch.float32, device)
     for layer in caches:
         poison(layer)
     sampler = Sampler(frozenset(model.spec.eos_token_ids), classifier=decoder.classifier)
     cost = model_cost(model.spec, 4)
-    return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device))
+    state = StepState(adapters={"": 0} | {name: number for number, name in enumerate(adapters, 1)})
+    return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device), state=state)
 
 
 class Preempting(Scheduler):

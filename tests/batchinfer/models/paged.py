@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
+from batchinfer.models.adapters.factors import AdapterFiles
+from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.decoder import Decoder
@@ -18,11 +21,18 @@ from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
 
 
 def load_decoder(
-    checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device | str, max_positions: int
+    checkpoint: Checkpoint,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_positions: int,
+    adapters: Sequence[StoredAdapter] = (),
 ) -> Decoder:
     """As ModelSource loads a checkpoint."""
     weights = CheckpointWeights(checkpoint, dtype, device)
-    return Decoder(pack_weights(checkpoint.spec, weights, ops, device), ops, max_positions)
+    with AdapterFiles(adapters, dtype, device) as files:
+        packed = pack_weights(checkpoint.spec, weights, ops, device, files)
+    return Decoder(packed, ops, max_positions)
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Adapters: small changes of a model's weights, stored apart (LoRA)."""

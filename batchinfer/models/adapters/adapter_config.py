@@ -1,0 +1,96 @@
+"""Reads the adapter_config.json of a LoRA (Hu et al., 2021) as PEFT writes it. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.models.files.config_fields import Fields, load_json_object, shown
+
+CONFIG = "adapter_config.json"
+MOST_RANK = 4096
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")  # a pattern that names modules, and is no expression
+# Ways to begin training that changed the weights of the model, too
+_CHANGES_WEIGHTS = ("pissa", "olora", "corda", "lora_ga")
+# Settings of which anything but these is another computation, and why it is refused
+_REFUSED: Mapping[str, str] = {
+    "lora_bias": "biases of the factors are not computed",
+    "modules_to_save": "it holds whole modules beside the factors; merge it into the model (PEFT: merge_and_unload)",
+    "trainable_token_indices": "it changes embeddings, which all rows of a batch share; merge it into the model",
+    "target_parameters": "it changes the stacked weights of experts, which is not computed; merge it into the model",
+    "layer_replication": "it repeats layers, which makes another model of it; merge it into the model",
+    "alora_invocation_tokens": "it begins in the middle of a prompt (aLoRA), which is not computed",
+    "use_qalora": "its inputs are pooled (QALoRA), which is not computed",
+    "use_bdlora": "its factors are block-diagonal (BD-LoRA), which is not computed",
+    "arrow_config": "it routes tokens between adapters (Arrow), which is not computed",
+    "megatron_config": "it is written for Megatron's modules",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """How the factors of a LoRA are scaled: alpha / rank, or alpha / sqrt(rank) where it is rank-stabilised
+    (Kalajdzievski, 2023). `alphas`: those of single modules, by the ends of their names."""
+
+    rank: int
+    alpha: float
+    rank_stabilised: bool = False
+    alphas: Mapping[str, float] | None = None
+
+    def scale(self, module: str, rank: int) -> float:
+        """Return what the product of a module's factors, which are of this rank, is multiplied with."""
+        alpha = self.alpha
+        for pattern, own in (self.alphas or {}).items():
+            if module == pattern or module.endswith("." + pattern):
+                alpha = own
+                break
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def read_adapter_config(path: Path) -> tuple[LoraConfig, list[str]]:
+    """Read the file → its settings, and all that is wrong with them. Raises JobFileError for what is not a JSON
+    object."""
+    raw, mistakes = load_json_object(path), list[str]()
+    fields = Fields(raw, CONFIG, mistakes)
+    if (kind := raw.get("peft_type")) != "LORA":
+        mistakes.append(f"{CONFIG}: peft_type is {shown(kind)}; only LORA is computed")
+        return LoraConfig(1, 1.0), mistakes
+    mistakes += _refused(raw)
+    alphas = raw.get("alpha_pattern") or {}
+    if not _is_pattern(alphas):
+        wanted = "the names of modules, or of their ends, → numbers above 0"
+        mistakes.append(f"{CONFIG}: alpha_pattern is {shown(alphas)}; wanted {wanted}")
+        alphas = {}
+    rank, alpha = fields.integer("r", 8, high=MOST_RANK), fields.number("lora_alpha", 8.0)
+    return LoraConfig(rank, alpha, fields.boolean("use_rslora", False), dict(alphas)), mistakes
+
+
+def _refused(raw: Mapping[str, Any]) -> Iterator[str]:
+    for key, why in _REFUSED.items():
+        if raw.get(key):
+            yield f"{CONFIG}: {key} is {shown(raw[key])}: {why}"
+    if (bias := raw.get("bias", "none")) != "none":
+        yield f"{CONFIG}: bias is {shown(bias)}: biases of an adapter are not computed; merge it into the model"
+    if raw.get("use_dora"):
+        yield (
+            f"{CONFIG}: use_dora is true: DoRA rescales the rows of the model's weights, which rows with another "
+            "adapter share; merge it into the model (PEFT: merge_and_unload) and name that folder in model.path"
+        )
+    begun = raw.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGES_WEIGHTS):
+        yield (
+            f"{CONFIG}: init_lora_weights is {shown(begun)}: it belongs to changed weights of the model; save it with "
+            "path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
+        )
+
+
+def _is_pattern(value: object) -> bool:
+    """Whether it maps names to numbers. PEFT reads names as expressions; what is more than a name is refused."""
+    return isinstance(value, dict) and all(
+        _PLAIN.fullmatch(name) and type(alpha) in (int, float) and 0 < alpha < 1e30
+        for name, alpha in value.items()
+    )

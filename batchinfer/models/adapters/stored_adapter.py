@@ -1,0 +1,248 @@
+"""An adapter's folder, checked against the model that it changes before anything of it is loaded. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.core.hub import PICKLE_SUFFIXES
+from batchinfer.models.adapters.adapter_config import CONFIG, LoraConfig, read_adapter_config
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.tensor_names import WEIGHT, StoredParameter, layer_names
+from batchinfer.models.families.family import Part
+from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.files.fingerprint import Progress, file_sha256
+from batchinfer.models.files.folder import CheckpointFolder
+from batchinfer.models.files.safetensors_header import read_header
+from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor, listed
+from batchinfer.models.spec.spec import LinearSpec
+
+WEIGHTS = "adapter_model.safetensors"
+_WRAPPED = "base_model.model."  # begins the names of PEFT's tensors
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+# What may stand before the names of a decoder's modules in a model of several parts, or in one of another version
+_BASES = ("model.language_model.", "language_model.model.", "model.", "")
+DIGEST = 32  # hexadecimal digits of a fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class PartOutputs:
+    """The outputs of a module that are a part of a product: `count` ones of the product, from `first` on; `part` says
+    which of the module's they are, None: all."""
+
+    first: int
+    count: int
+    part: Part | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedModule:
+    """The factors of one module: its outputs get `scale` B A x more. A: (rank, inputs); B: (outputs, rank)."""
+
+    a: StoredTensor
+    b: StoredTensor
+    a_name: str
+    b_name: str
+    scale: float
+    outputs: tuple[PartOutputs, ...]
+
+    @property
+    def rank(self) -> int:
+        """Return the number of rows of A."""
+        return self.a.info.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter that fits its model. `changed`: by layer and name of the product, the modules that it has of it."""
+
+    path: Path
+    config: LoraConfig
+    weights: Path
+    changed: Mapping[tuple[int, str], tuple[ChangedModule, ...]]
+
+    @property
+    def rank(self) -> int:
+        """Return the greatest rank of a module."""
+        return max(module.rank for modules in self.changed.values() for module in modules)
+
+    @property
+    def values(self) -> int:
+        """Count the values of all factors."""
+        modules = (module for modules in self.changed.values() for module in modules)
+        return sum(module.rank * (module.a.info.shape[1] + module.b.info.shape[0]) for module in modules)
+
+    def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
+        """Return a digest of what the adapter computes: the content of its weights, and how they are scaled. `cache`
+        and `progress` as for WeightFiles.fingerprint."""
+        config = self.config
+        scaled = (config.alpha, config.rank_stabilised, sorted((config.alphas or {}).items()))
+        text = json.dumps({"lora": scaled, "weights": file_sha256(self.weights, cache, progress)})
+        return hashlib.sha256(text.encode()).hexdigest()[:DIGEST]
+
+
+@dataclass(slots=True)
+class _Module:
+    """A module of the model: where its outputs go, or why an adapter cannot change it."""
+
+    layer: int
+    linear: LinearSpec
+    outputs: list[PartOutputs] = field(default_factory=list)
+    refused: str = ""
+
+
+def inspect_adapter(name: str, path: Path, checkpoint: Checkpoint) -> StoredAdapter:
+    """Check the folder of an adapter. `name`: what the job calls it.
+
+    Raises JobFileError (something is missing, not computed, or does not fit the model) and SecurityRefusal (a path that
+    leaves the folder, a malformed file).
+    """
+    folder = _folder(name, path)
+    config, mistakes = read_adapter_config(path / CONFIG)
+    if mistakes:
+        raise _wrong(name, path, mistakes)
+    weights = folder.file(WEIGHTS)
+    if weights is None:
+        raise _wrong(name, path, [_no_weights(folder)])
+    tensors = {tensor: StoredTensor(weights, info) for tensor, info in read_header(weights).items()}
+    changed, mistakes = _changed(tensors, config, checkpoint)
+    if mistakes:
+        raise _wrong(name, path, mistakes)
+    return StoredAdapter(folder.path, config, weights, changed)
+
+
+def _folder(name: str, path: Path) -> CheckpointFolder:
+    if not path.is_dir():
+        raise _wrong(
+            name, path, [f"{path} is {'a file' if path.exists() else 'missing'}; a folder is needed"]
+        )
+    folder = CheckpointFolder(path)
+    if folder.file(CONFIG) is None:
+        raise _wrong(name, path, [f"{path} has no {CONFIG}; a folder that PEFT saved is needed"])
+    return folder
+
+
+def _wrong(name: str, path: Path, messages: Iterable[str]) -> JobFileError:
+    return JobFileError(str(path), [Mistake(f"model.adapters.{name}", message) for message in messages])
+
+
+def _no_weights(folder: CheckpointFolder) -> str:
+    pickles = folder.names(*PICKLE_SUFFIXES)
+    if pickles:
+        return f"its weights are pickle ({listed(pickles)}), which can run code; save them as {WEIGHTS}"
+    return f"{folder.path} has no {WEIGHTS}"
+
+
+def _changed(
+    tensors: Mapping[str, StoredTensor], config: LoraConfig, checkpoint: Checkpoint
+) -> tuple[dict[tuple[int, str], tuple[ChangedModule, ...]], list[str]]:
+    """Return the modules of each product, and all that is wrong."""
+    modules, mistakes = _modules(checkpoint), list[str]()
+    found: dict[tuple[int, str], list[ChangedModule]] = {}
+    factors = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
+    strange = [name for name in tensors if not name.endswith((_A, _B))]
+    strange += [name for name in tensors if name.endswith(_B) and name.removesuffix(_B) not in factors]
+    if strange:
+        mistakes.append(_strange(strange))
+    if not factors:
+        mistakes.append(f"{WEIGHTS} holds no factors named *{_A} and *{_B}")
+    for stem in sorted(factors):
+        module = _module_of(stem.removeprefix(_WRAPPED), modules, checkpoint)
+        if module is None:
+            mistakes.append(f"{stem}{_A}: the model has no such module in its layers")
+        elif module.refused:
+            mistakes.append(f"{stem}{_A}: {module.refused}")
+        elif stem + _B not in tensors:
+            mistakes.append(f"{stem}{_B} is missing")
+        elif wrong := _misfit(stem, tensors, module, checkpoint):
+            mistakes.append(wrong)
+        else:
+            rank = tensors[stem + _A].info.shape[0]
+            scale = config.scale(stem.removeprefix(_WRAPPED), rank)
+            parts = tensors[stem + _A], tensors[stem + _B], stem + _A, stem + _B
+            one = ChangedModule(*parts, scale, tuple(module.outputs))
+            found.setdefault((module.layer, module.linear.name), []).append(one)
+    return {place: tuple(modules) for place, modules in found.items()}, mistakes
+
+
+def _strange(names: list[str]) -> str:
+    tables = [name for name in names if "embed" in name or "lm_head" in name]
+    if tables:
+        why = "embeddings and heads are shared by all rows of a batch, and adapters of them are not computed"
+        return f"{listed(tables)}: {why}; merge the adapter into the model (PEFT: merge_and_unload)"
+    return f"{listed(names)}: tensors other than the factors of LoRA are not read"
+
+
+def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
+    """Return the modules that hold weights of the layers' products, by name behind the prefix of all names."""
+    found: dict[str, _Module] = {}
+    for index, layer in enumerate(checkpoint.spec.layers):
+        names = layer_names(checkpoint.spec, index, checkpoint.prefixes)
+        for linear in layer.linears:
+            first = 0
+            for part, count in linear.parts:
+                stored = names[part]
+                module = _module_name(stored).removeprefix(checkpoint.prefixes.base)
+                own = found.setdefault(module, _Module(index, linear, refused=_refused(linear, stored)))
+                if own.linear.name != linear.name:
+                    own.refused = "its outputs belong to several products; merge the adapter into the model"
+                own.outputs.append(PartOutputs(first, count, stored.part))
+                first += count
+    return found
+
+
+def _module_name(stored: StoredParameter) -> str:
+    return stored.tensor.removesuffix(WEIGHT if stored.part is None else stored.part.weight)
+
+
+def _refused(linear: LinearSpec, stored: StoredParameter) -> str:
+    if linear.experts:
+        return (
+            "adapters of experts are not computed; merge the adapter into the model (PEFT: merge_and_unload)"
+        )
+    if linear.heads:
+        return "adapters of what makes K and V of a latent are not computed; merge the adapter into the model"
+    if linear.exact or stored.rows:
+        return "adapters of routers are not computed; merge the adapter into the model"
+    return ""
+
+
+def _module_of(name: str, modules: Mapping[str, _Module], checkpoint: Checkpoint) -> _Module | None:
+    prefixes = (checkpoint.prefixes.base, FAMILIES[checkpoint.spec.family].names.base, *_BASES)
+    rests = (name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix))
+    return next((modules[rest] for rest in rests if rest in modules), None)
+
+
+def _misfit(
+    stem: str, tensors: Mapping[str, StoredTensor], module: _Module, checkpoint: Checkpoint
+) -> str | None:
+    """Say how the factors of a module do not fit; None: they do."""
+    a, b = tensors[stem + _A].info, tensors[stem + _B].info
+    for name, info in ((stem + _A, a), (stem + _B, b)):
+        if info.dtype not in FLOAT_DTYPES:
+            return f"{name} is {info.dtype}; wanted {', '.join(FLOAT_DTYPES)}"
+    inputs, outputs = module.linear.inputs, max(map(_last, module.outputs))
+    wanted = (a.shape[0] if a.shape else 0, inputs), (outputs, a.shape[0] if a.shape else 0)
+    if (a.shape, b.shape) != wanted or not wanted[0][0]:
+        return f"{stem}: A is {list(a.shape)} and B {list(b.shape)}; wanted [r, {inputs}] and [{outputs}, r]"
+    return None
+
+
+def _last(outputs: PartOutputs) -> int:
+    """Return how many outputs the module has at least."""
+    part = outputs.part
+    if part is None:
+        return outputs.count
+    return part.stop if part.every is None else outputs.count // (part.stop - part.start) * part.every
+
+
+def changes(
+    adapters: Iterable[StoredAdapter], layer: int, linear: str
+) -> Iterator[tuple[ChangedModule, ...]]:
+    """Yield what each adapter changes of a product: nothing, or some of its modules."""
+    for adapter in adapters:
+        yield adapter.changed.get((layer, linear), ())

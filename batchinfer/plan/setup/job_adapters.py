@@ -1,0 +1,35 @@
+"""The adapters of a job, checked against its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from batchinfer.data.storage.remembered import read_strings
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.job import Job
+from batchinfer.models.adapters.stored_adapter import inspect_adapter
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.opening import StoredModel
+from batchinfer.plan.setup.resolve import Setting
+
+
+def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> dict[str, str]:
+    """Return the fingerprints of the job's adapters by their names; files that the state does not know are hashed.
+
+    Raises JobFileError and SecurityRefusal for adapters that cannot be computed, with the reason.
+    """
+    if not job.model.adapters:
+        return {}
+    if not isinstance(checkpoint, Checkpoint):
+        text = f"{checkpoint.spec.family} is computed by transformers' code, which is given no adapters"
+        raise job.mistake("model.adapters", f"{text}; merge them into the model (PEFT: merge_and_unload)")
+    known = read_strings(state.fingerprints)
+    found = {name: inspect_adapter(name, path, checkpoint) for name, path in job.model.adapters.items()}
+    return {name: adapter.fingerprint(known) for name, adapter in found.items()}
+
+
+def with_adapters(setting: Setting, job: Job, fingerprints: Mapping[str, str]) -> Setting:
+    """Return the setting with the folders of the adapters: of equal ones the first."""
+    places = {fingerprints[name]: path for name, path in reversed(job.model.adapters.items())}
+    return replace(setting, adapters=tuple(places.items())) if places else setting

@@ -1,0 +1,204 @@
+"""Rows with different adapters in one batch have the answers of the model into which their adapter is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.runner.micro_batches import MicroBatches
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.ops.cpu_ops import CpuOps
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer_kernels.arithmetic import Quantization
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
+from tests.batchinfer.engine.small_engine import (
+    TRITON,
+    Limits,
+    Preempting,
+    Ran,
+    checkpoint,
+    cpu_ops,
+    drain,
+    folder,
+    key_of,
+    looking_ahead,
+    make_engine,
+    make_runner,
+    quantized,
+)
+from tests.batchinfer.engine.test_scores import SHAPES, Row, asked, check, drawn
+from tests.checkpoints import kept_folder
+from tests.examples import examples
+from tests.lora_adapters import make_adapter, merged
+
+# Masked lanes are computed too, by NumPy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+NAMES = ("", "one", "two", "three")
+LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What an adapter may change of a family: modules of their own, several products in one, stored the other way round
+MODULES = {
+    "llama": LLAMA,
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h"),
+    "gemma2": LLAMA,
+    "deepseek_v2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "shared_experts.down_proj"),
+    "mixtral": ("q_proj", "v_proj"),
+}
+
+
+@cache
+def base(family: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        folder(family), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@cache
+def adapters(family: str) -> dict[str, StoredAdapter]:
+    """All modules; some, rank-stabilised, with ranks of their own; one product alone, with an alpha of its own."""
+    ends, made = MODULES[family], kept_folder()
+    every = make_adapter(made / "one", base(family), ends, seed=1)
+    some = make_adapter(
+        made / "two", base(family), ends[1:], rank=3, ranks={ends[-1]: 17}, use_rslora=True, seed=2
+    )
+    single = make_adapter(made / "three", base(family), ends[:1], alpha_pattern={ends[0]: 3.0}, seed=3)
+    places = {"one": every, "two": some, "three": single}
+    return {name: inspect_adapter(name, path, checkpoint(family)) for name, path in places.items()}
+
+
+@cache
+def reference(family: str, name: str, row: Row) -> tuple[Any, Any]:
+    """What transformers says of each continuation with the merged model."""
+    model = merged(base(family), adapters(family)[name].path) if name else base(family)
+    logprobs, best = list[Any](), list[Any]()
+    for one in row[1]:
+        with torch.no_grad():
+            logits = model(torch.tensor([row[0] + one])).logits[0, len(row[0]) - 1 : -1].float()
+        logprobs.append(logits.log_softmax(-1)[range(len(one)), list(one)].numpy())
+        best.append((logits.argmax(-1) == torch.tensor(one)).numpy())
+    return np.concatenate(logprobs), np.concatenate(best)
+
+
+def with_adapters(requests: Sequence[Request], names: Sequence[str]) -> list[Request]:
+    return [
+        replace(request, params=replace(request.params, adapter=name))
+        for request, name in zip(requests, names, strict=True)
+    ]
+
+
+def runner_of(family: str, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:
+    return make_runner(checkpoint(family), ops, limits, device, adapters(family))
+
+
+def run(runner: Any, limits: Limits, requests: list[Request], **more: Any) -> Ran:
+    return drain(make_engine(runner, limits, frozenset(), **more), requests)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+@pytest.mark.parametrize("family", MODULES)
+def test_scores_are_those_of_the_merged_models(family: str, kind: str) -> None:
+    rows, limits = drawn(1, SHAPES), Limits(budget=24)
+    names = [NAMES[at % 4] for at in range(len(rows))]
+    ops = cpu_ops(checkpoint(family)) if kind == "cpu" else TorchOps()
+    ran = run(runner_of(family, ops, limits), limits, with_adapters(asked(rows), names))
+    check(ran, [reference(family, name, row) for name, row in zip(names, rows, strict=True)], atol=2e-4)
+
+
+@TRITON
+def test_triton_s_operators_score_as_the_merged_models() -> None:
+    rows, limits = drawn(2, ((9, (3, 2)), (9, (4,)), (20, (2,)), (3, (1, 1)))), Limits(budget=24)
+    ops = triton_ops(checkpoint("llama"))
+    ran = run(runner_of("llama", ops, limits, DEVICE), limits, with_adapters(asked(rows), NAMES))
+    check(ran, [reference("llama", name, row) for name, row in zip(NAMES, rows, strict=True)], atol=2e-4)
+
+
+PREFIX = [11, 5, 203, 7, 7, 90, 41, 8, 17, 3, 250, 66, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def generating(names: Sequence[str], shared: Sequence[int], most: int = 9) -> list[Request]:
+    """Prompts most of which begin alike, whatever their adapters."""
+    found = []
+    for row, (name, length) in enumerate(zip(names, shared, strict=True)):
+        prompt = np.array([*PREFIX[:length], row * 3 % 200, row % 7], np.int32)
+        params = SamplingParams(max_tokens=most, ignore_eos=True, adapter=name, logprobs=0)
+        found.append(Request(key_of(row), prompt, params))
+    return found
+
+
+@cache
+def alone(quantization: Quantization, name: str, row: int, length: int, count: int) -> tuple[list[int], Any]:
+    """The answer to a row that runs by itself."""
+    limits = Limits(caching=False)
+    requests = generating(["" if at != row else name for at in range(count)], [length] * count)
+    ran = run(llama(quantization, limits), limits, [requests[row]])
+    logprobs = ran.logprobs[key_of(row)]
+    assert logprobs is not None
+    return ran.tokens(row), logprobs[0]
+
+
+def llama(quantization: Quantization, limits: Limits) -> ModelRunner:
+    model: Checkpoint = quantized(checkpoint("llama"), quantization)
+    ops = cpu_ops(model)
+    assert isinstance(ops, CpuOps), "rows depend on themselves alone, to the bit"
+    return make_runner(model, ops, limits, adapters=adapters("llama"))
+
+
+@settings(max_examples=examples(12, 300), deadline=None)
+@given(
+    names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=9),
+    shared=st.sampled_from([0, 8, 17, 20]),
+    budget=st.integers(4, 40),
+    seqs=st.integers(1, 9),
+    scarce=st.booleans(),
+    caching=st.booleans(),
+    ahead=st.booleans(),
+    quantization=st.sampled_from(["none", "int8", "int4"]),
+)
+def test_a_row_has_the_answer_that_it_has_alone(
+    names: list[str],
+    shared: int,
+    budget: int,
+    seqs: int,
+    scarce: bool,
+    caching: bool,
+    ahead: bool,
+    quantization: Quantization,
+) -> None:
+    """Whatever is beside it, comes from the cache, is preempted, or is cut into micro-batches."""
+    blocks = max(12, 4 * min(seqs, len(names))) if scarce else 200
+    limits = Limits(budget, seqs, caching, blocks, scarce=scarce)
+    runner: Any = llama(quantization, limits)
+    if ahead:
+        runner = replace(looking_ahead(runner), micro_batches=MicroBatches(7))
+    requests = generating(names, [shared] * len(names))
+    ran = run(runner, limits, requests, kind=Preempting if scarce else None)
+    for row, name in enumerate(names):
+        tokens, logprobs = alone(quantization, name, row, shared, len(names))
+        assert ran.tokens(row) == tokens
+        found = ran.logprobs[key_of(row)]
+        assert found is not None
+        np.testing.assert_allclose(found[0], logprobs, atol=1e-6)
+
+
+def test_rows_share_the_cache_with_those_of_their_adapter_alone() -> None:
+    limits = Limits(seqs=1)
+    ran = run(llama("none", limits), limits, generating(["", "one", "", "one", "two"], [20] * 5))
+    cached = [ran.requests[key_of(row)].cached_tokens for row in range(5)]
+    assert cached == [0, 0, 20, 20, 0]
+    different = [tuple(ran.tokens(row)) for row in (0, 1, 4)]
+    assert len(set(different)) == 3
