@@ -37,7 +37,6 @@ from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsF
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
-from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.arithmetic import Arithmetic
@@ -119,8 +118,8 @@ class LoadedWeights:
         eos = frozenset(source.spec.eos_token_ids)
         sampler = Sampler(eos, self.masks, device.type == "cpu", model.classifier)
         layout = cache_layout(source.spec.caches, block_size, longest)
-        state = StepState(adapters=_numbers(config.load.adapters))
-        runner = ModelRunner(model, ops, [], layout, sampler, cost, device, state=state)
+        runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
+        runner.state.adapters = _numbers(config.load.adapters)
         memory = _CacheMemory(config, source, runner, limits, self.arithmetic.dtype, longest)
         counters = model.expert_loads if source.can_be_captured else None
         fitted = _fit(runner, limits, memory.room(), counters, config, self.untimed)

@@ -101,7 +101,7 @@ class AdaptedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """What an adapter adds to a product: B A x. a: (rank, in), b: (out, rank), scaled."""
+    """The factors of an adapter for a product, to which it adds B A x. a: (rank, in), b: (out, rank), scaled."""
 
     a: Tensor
     b: Tensor
@@ -109,8 +109,8 @@ class Factors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedValues:
-    """What adapters add to the results of a product: values (n, out) for the last n tokens of `rows.order`, in that
-    order; nothing for the others."""
+    """The values that adapters add to the results of a product: (n, out), for the last n tokens of `rows.order`, in
+    that order; nothing for the others."""
 
     values: Tensor
     rows: AdaptedRows

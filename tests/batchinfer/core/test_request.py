@@ -83,6 +83,7 @@ def test_the_defaults_stay() -> None:
         "classified": False,
         "second_segment": 0,
         "confidence": False,
+        "adapter": "",
     }, "a new parameter is added here; one that is here never changes"
 
 

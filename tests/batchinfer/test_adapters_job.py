@@ -1,0 +1,181 @@
+"""Whole jobs whose rows have adapters of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from batchinfer.core.errors import BatchInferError
+from batchinfer.pipeline.options import RunOptions
+from batchinfer.pipeline.report import Outcome
+from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table, write_job
+from tests.lora_adapters import make_adapter, merged
+
+REAL = RunOptions(waves_from_s=float("inf"))
+ENDS = ("q_proj", "v_proj", "up_proj", "down_proj")
+PLAIN = {"prompt": {"text": "text", "system": None, "user": None}, "sampling": {"max_tokens": 6}}
+FLOAT32 = ("model.dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two adapters of the model, and the models that they make: `one` and `two`, `merged-one` and `merged-two`."""
+    folder = tmp_path_factory.mktemp("adapters")
+    source: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model)
+    for seed, name in enumerate(("one", "two")):
+        make_adapter(folder / name, source, ENDS, seed=seed)
+        shutil.copytree(model, folder / f"merged-{name}")
+        merged(source, folder / name).save_pretrained(folder / f"merged-{name}")
+    AutoTokenizer.from_pretrained(folder / "merged-one")  # it is whole
+    return folder
+
+
+def job(folder: Path, base: Path, adapters: Path, rows: list[Any] | None, **sections: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    own = {"path": str(base), "adapters": {name: str(adapters / name) for name in ("one", "two")}}
+    own |= sections.pop("model", {})
+    return write_job(folder, base, rows, model=own, **{**PLAIN, **sections})
+
+
+def rows_of(names: list[Any]) -> list[dict[str, Any]]:
+    return [{"text": f"word {at // 2} and more of it", "who": name} for at, name in enumerate(names)]
+
+
+def answers(path: Path) -> list[str | None]:
+    return [row["generated_text"] for row in table(path)]
+
+
+def alone(folder: Path, model: Path, rows: list[dict[str, Any]]) -> list[str | None]:
+    """The answers of a model without adapters to all rows."""
+    folder.mkdir()
+    path = write_job(folder, model, rows, **PLAIN)
+    assert run(path, REAL, FLOAT32).exit_code == 0
+    return answers(path)
+
+
+def wanted(tmp_path: Path, model: Path, models: Path, rows: list[dict[str, Any]]) -> dict[Any, list[Any]]:
+    places = {None: model, "one": models / "merged-one", "two": models / "merged-two"}
+    return {name: alone(tmp_path / f"alone-{name}", place, rows) for name, place in places.items()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_rows_have_the_answers_of_the_merged_models(
+    tmp_path: Path, model: Path, models: Path, replicas: int
+) -> None:
+    names: list[Any] = [None, "one", "two", "one", "two", None, "", "two", "three"] * 2
+    rows = rows_of(names)
+    path = job(
+        tmp_path / "job",
+        model,
+        models,
+        rows,
+        model={"adapter_from_column": "who"},
+        engine={"data_parallel": replicas},
+        on_error={"max_error_rate": 0.5},
+    )
+    assert run(path, REAL, FLOAT32).exit_code == 0
+    found, known = table(path), wanted(tmp_path, model, models, rows)
+    for at, (name, row) in enumerate(zip(names, found, strict=True)):
+        if name == "three":
+            assert (row["status"], row["error_code"]) == ("error", "bad_adapter")
+            assert "'three'; model.adapters has one, two" in row["error_message"]
+        else:
+            assert row["generated_text"] == known[name or None][at]
+    assert len({known[name][0] for name in known}) == 3, "adapters change answers"
+    assert run(path, NO_ENGINE, FLOAT32).exit_code == 0
+
+
+def computed(outcome: Outcome) -> int:
+    assert outcome.exit_code == 0
+    return int(outcome.row["computed_requests"] or 0)
+
+
+def test_answers_are_known_by_what_the_adapter_computes(tmp_path: Path, model: Path, models: Path) -> None:
+    """Another name for it, or another folder, computes nothing; other weights compute what they change."""
+    adapters = tmp_path / "adapters"
+    shutil.copytree(models / "one", adapters / "one")
+    shutil.copytree(models / "two", adapters / "two")
+    rows = rows_of(["one", "two", None, None, "one", "one"])
+    path = job(tmp_path / "job", model, adapters, rows, model={"adapter_from_column": "who"})
+    assert computed(run(path, REAL)) == 4, "of equal rows with one adapter one is run"
+    shutil.move(adapters / "one", adapters / "uno")
+    renamed = {"adapters": {"uno": str(adapters / "uno"), "two": str(adapters / "two")}}
+    rows = [row | {"who": "uno" if row["who"] == "one" else row["who"]} for row in rows]
+    job(tmp_path / "job", model, adapters, rows, model=renamed | {"adapter_from_column": "who"})
+    assert computed(run(path, NO_ENGINE)) == 0
+    shutil.rmtree(adapters / "uno")
+    shutil.copytree(models / "two", adapters / "uno")
+    before = answers(path)
+    assert computed(run(path, REAL)) == 1, "the other row has the same work as its neighbour"
+    changed = [old != new for old, new in zip(before, answers(path), strict=True)]
+    assert changed[1:4] == [False] * 3
+    assert any(changed)
+
+
+def test_the_job_s_adapter_is_that_of_rows_that_name_none(tmp_path: Path, model: Path, models: Path) -> None:
+    rows = rows_of([None, "two", None])
+    chosen = {"adapter": "one", "adapter_from_column": "who"}
+    path = job(tmp_path / "job", model, models, rows, model=chosen)
+    assert run(path, REAL, FLOAT32).exit_code == 0
+    known = wanted(tmp_path, model, models, rows)
+    assert answers(path) == [known["one"][0], known["two"][1], known["one"][2]]
+
+
+def test_a_request_names_its_adapter_as_its_model(tmp_path: Path, model: Path, models: Path) -> None:
+    lines = [
+        {
+            "custom_id": f"r{at}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": name, "prompt": "word 0 and more of it", "max_tokens": 6, "temperature": 0},
+        }
+        for at, name in enumerate(["gpt-4o", "one", "two"])
+    ]
+    path = job(tmp_path / "job", model, models, lines, prompt=None, sampling=None, input={"format": "openai"})
+    assert run(path, REAL, FLOAT32).exit_code == 0
+    known = wanted(tmp_path, model, models, [{"text": "word 0 and more of it"}])
+    assert answers(path) == [known[name][0] for name in (None, "one", "two")]
+
+
+def refused(tmp_path: Path, base: Path, models: Path, **sections: Any) -> str:
+    with pytest.raises(BatchInferError) as found:
+        run(job(tmp_path / "job", base, models, rows_of([None]), **sections), REAL)
+    return str(found.value)
+
+
+def test_adapters_that_a_job_does_not_have(tmp_path: Path, model: Path, models: Path) -> None:
+    unknown = refused(tmp_path, model, models, model={"adapter": "three"})
+    assert 'model.adapter: is "three", which model.adapters does not list; there are one, two' in unknown
+    column = refused(tmp_path, model, models, model={"adapter_from_column": "whom"})
+    assert "model.adapter_from_column" in column
+    assert "whom" in column
+    none = refused(tmp_path, model, models, model={"adapters": {}, "adapter_from_column": "who"})
+    assert "model.adapters lists none" in none
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"peft_type": "IA3"}, "only LORA is computed"),
+        ({"bias": "all"}, "biases of an adapter"),
+        ({"modules_to_save": ["lm_head"]}, "whole modules"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"alpha_pattern": {".*q_proj": 3}}, "alpha_pattern"),
+        ({"lora_alpha": "many"}, "lora_alpha"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    tmp_path: Path, model: Path, models: Path, changes: dict[str, Any], reason: str
+) -> None:
+    shutil.copytree(models / "one", tmp_path / "one")
+    path = tmp_path / "one" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    said = refused(tmp_path, model, models, model={"adapters": {"mine": str(tmp_path / "one")}})
+    assert "model.adapters.mine" in said
+    assert reason in said
