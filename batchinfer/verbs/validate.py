@@ -25,6 +25,7 @@ def validate_job(job: Job) -> list[str]:
         f"model: {checkpoint.spec.family}, {size(checkpoint.weight_bytes)} of weights, "
         f"to be run in {setting.arithmetic} on {setting.device}, up to {setting.max_model_len} tokens a row",
         *checkpoint.notices,
+        *_adapters(job),
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),
         *_arguments(setup.tokenizer),
@@ -40,6 +41,11 @@ def validate_job(job: Job) -> list[str]:
         found.append("columns of answers: " + ", ".join(f"{f.name} {f.type}" for f in setup.columns.schema))
         found += [str(note) for note in setup.columns.notes]
     return [*found, *facts.warnings, *dry_run(job, setup), "the job file has no mistakes"]
+
+
+def _adapters(job: Job) -> list[str]:
+    names, chosen = ", ".join(job.model.adapters), job.model.adapter
+    return [f"adapters: {names}; rows that name none have {chosen or 'none'}"] if names else []
 
 
 def _arguments(tokenizer: Tokenizer) -> list[str]:

@@ -11,8 +11,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from batchinfer.core.errors import BatchInferError
+from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
+from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table, write_job
 from tests.lora_adapters import make_adapter, merged
 
@@ -179,3 +181,21 @@ def test_what_is_not_computed_is_refused(
     said = refused(tmp_path, model, models, model={"adapters": {"mine": str(tmp_path / "one")}})
     assert "model.adapters.mine" in said
     assert reason in said
+
+
+def test_the_job_of_the_page_runs(tmp_path: Path, model: Path, models: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text("utf-8")
+    text = page.partition("```yaml\n")[2].partition("```")[0]
+    for said, place in (
+        ("models/base", model),
+        ("adapters/summary", models / "one"),
+        ("org/tone-lora", models / "two"),
+    ):
+        assert said in text
+        text = text.replace(said, str(place))
+    rows = [{"text": f"word {at}", "wanted": name} for at, name in enumerate(("tone", None))]
+    (tmp_path / "tickets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "job.yaml").write_text(text)
+    assert run(tmp_path / "job.yaml", REAL).row["rows_ok"] == 2
+    said = "\n".join(validate_job(load_job(tmp_path / "job.yaml", ())))
+    assert "adapters: summary, tone; rows that name none have summary" in said

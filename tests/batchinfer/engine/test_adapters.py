@@ -202,3 +202,37 @@ def test_rows_share_the_cache_with_those_of_their_adapter_alone() -> None:
     assert cached == [0, 0, 20, 20, 0]
     different = [tuple(ran.tokens(row)) for row in (0, 1, 4)]
     assert len(set(different)) == 3
+
+
+@TRITON
+def test_decode_steps_of_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph that whoever's adapters may use, beside the one of rows without any."""
+    from tests.batchinfer.engine.test_triton_engine import gpus_config, loaded_as_a_job_does
+
+    config = gpus_config("none", deterministic=False)
+    places = tuple((name, adapter.path) for name, adapter in one_layer().items())
+    config = replace(config, load=replace(config.load, adapters=places))
+    loaded = loaded_as_a_job_does(monkeypatch, config)
+    names, rows = ("one", "", "three", "two"), []
+    requests = generating(names, [0, 8, 17, 20], most=5)
+    for _ in range(3):  # what comes for the third time is captured
+        rows = [replace(r, params=replace(r.params, logprobs=None)) for r in requests]
+        found = drain(loaded.engine(), rows)
+        others = drain(loaded.engine(), [replace(r, params=replace(r.params, adapter="two")) for r in rows])
+    limits, model = Limits(), checkpoint("llama", num_hidden_layers=1)
+    wanted = make_runner(model, cpu_ops(model), limits, adapters=one_layer())
+    assert found.answers == run(wanted, limits, rows).answers
+    assert {step.launch for step in found.steps} == {"eager", "full_graph"}
+    assert found.answers != others.answers
+    assert {step.launch for step in others.steps} == {"eager", "full_graph"}
+    plain = drain(loaded.engine(), [replace(r, params=replace(r.params, adapter="")) for r in rows])
+    assert "eager" not in {step.launch for step in plain.steps}, "rows without adapters keep their graphs"
+
+
+@cache
+def one_layer() -> dict[str, StoredAdapter]:
+    source, made = folder("llama", num_hidden_layers=1), kept_folder()
+    model = AutoModelForCausalLM.from_pretrained(source)
+    places = {name: make_adapter(made / name, model, LLAMA, seed=at) for at, name in enumerate(NAMES[1:])}
+    whole = checkpoint("llama", num_hidden_layers=1)
+    return {name: inspect_adapter(name, path, whole) for name, path in places.items()}
