@@ -3,6 +3,7 @@ package `gguf`, llama.cpp's own; what the converter does to weights and which ke
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,7 +111,9 @@ def make_gguf(
     keys = {**_stated(model.config, arch), **(metadata or {})}
     for key, value in keys.items():
         if value is not None:
-            _add(writer, key if key.startswith(("general.", "tokenizer.")) else f"{arch.name}.{key}", value)
+            add_key(
+                writer, key if key.startswith(("general.", "tokenizer.")) else f"{arch.name}.{key}", value
+            )
     matrices = 0
     for name, (tensor, back) in _converted(stored, arch, model.config).items():
         matrix = tensor.ndim > 1 and not name.endswith("norm.weight")
@@ -143,7 +146,7 @@ def _stated(config: Any, arch: Arch) -> dict[str, Any]:
     return {**found, **arch.keys}
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
     add: Callable[[str, Any], None]
     if isinstance(value, list):
         add = writer.add_array
@@ -231,3 +234,24 @@ def _scaled(blocks: NDArray[np.uint8], kind: Type, scales: NDArray[Any]) -> NDAr
     for at in _SCALES[kind]:
         blocks[:, at : at + 2] = scales.astype(np.float16)[:, None].view(np.uint8)
     return blocks
+
+
+def tokenizer_keys(fast: Any, kind: str = "gpt2", pre: str | None = "gpt-2") -> dict[str, Any]:
+    """What llama.cpp's converter writes of a tokenizer whose tokens are bytes that are merged, or pieces."""
+    model, added = json.loads(fast.backend_tokenizer.to_str())["model"], fast.added_tokens_decoder
+    tokens = sorted(fast.get_vocab(), key=fast.get_vocab().__getitem__)
+    types = [(added[n].special and 3) or 4 if n in added else 1 for n in range(len(tokens))]
+    found = {
+        "model": kind,
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": types,
+        "merges": [" ".join(merge) for merge in model["merges"]] or None,
+        "bos_token_id": fast.bos_token_id,
+        "eos_token_id": fast.eos_token_id,
+        "add_bos_token": False,
+    }
+    return {
+        **{f"tokenizer.ggml.{key}": value for key, value in found.items()},
+        "tokenizer.chat_template": fast.chat_template,
+    }

@@ -41,7 +41,7 @@ def gguf_files(path: Path) -> tuple[Path, ...]:
     if not path.is_dir() or any((path / name).is_file() for name in (WEIGHTS, WEIGHT_INDEX)):
         return ()
     roots = model_roots(path.resolve())
-    files = sorted(each for each in path.iterdir() if each.suffix == GGUF and _is_model(each))
+    files = sorted(each for each in path.iterdir() if each.suffix == GGUF and is_model(each.name))
     models = sorted({_parts(each) for each in files if inside(each, roots).is_file()})
     if len(models) > 1:
         names = [files[0].name for files in models]
@@ -52,17 +52,23 @@ def gguf_files(path: Path) -> tuple[Path, ...]:
     return models[0] if models else ()
 
 
-def _is_model(file: Path) -> bool:
-    return not file.name.startswith(_PROJECTOR)
+def is_model(name: str) -> bool:
+    """Whether a file of this name may be a model, or a part of one."""
+    return not name.startswith(_PROJECTOR)
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the names of all parts of the model that a file of this name is a part of, in their order."""
+    named = _PART.fullmatch(name)
+    if named is None:
+        return [name]
+    stem, count = named["stem"], named["count"]
+    return [f"{stem}-{number:05}-of-{count}{GGUF}" for number in range(1, int(count) + 1)]
 
 
 def _parts(file: Path) -> tuple[Path, ...]:
-    """Return all parts of the model that a file is a part of, which are said by its name."""
-    named = _PART.fullmatch(file.name)
-    if named is None:
-        return (file,)
-    stem, count = named["stem"], named["count"]
-    parts = [file.with_name(f"{stem}-{number:05}-of-{count}{GGUF}") for number in range(1, int(count) + 1)]
+    """Return all parts of the model that a file is a part of. Raises JobFileError where some are missing."""
+    parts = [file.with_name(name) for name in parts_of(file.name)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -11,7 +11,7 @@ from batchinfer.core.gguf.files import GgufModel
 from batchinfer.core.gguf.header import wrong_gguf
 
 PREFIX = "tokenizer."
-CONTROL, USER_DEFINED = 3, 4  # types of tokens
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 Item = TypeVar("Item")
 # Tokens that end an answer beside the one that the file names. Files name a single one, which is mostly, but not
 # always, the one that ends a turn of a chat; llama.cpp knows the others by these texts
@@ -62,7 +62,7 @@ def vocabulary_of(model: GgufModel) -> Vocabulary | None:
     if "tokens" not in stated:
         return None
     tokens = _listed(model, stated, "tokens", str)
-    types = _listed(model, stated, "token_type", int) or [1] * len(tokens)
+    types = _listed(model, stated, "token_type", int) or [NORMAL] * len(tokens)
     scores = _listed(model, stated, "scores", float)
     for name, found in (("token_type", types), ("scores", scores)):
         if found and len(found) != len(tokens):

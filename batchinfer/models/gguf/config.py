@@ -10,7 +10,6 @@ import numpy as np
 from batchinfer.core.gguf.files import GgufModel
 from batchinfer.core.gguf.header import wrong_gguf
 from batchinfer.core.gguf.vocabulary import vocabulary_of
-from batchinfer.core.hub import SAFETENSORS_INSTEAD
 from batchinfer.models.files.config_fields import Fields, shown
 from batchinfer.models.files.weight_files import FLOAT_DTYPES
 from batchinfer.models.gguf.architectures import ARCHITECTURES, Architecture, architecture_of
@@ -19,6 +18,10 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # Tensors of what each frequency of the rotation is divided by: of Llama 3, and of LongRoPE in short and long rows
 FACTORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _MOST_LAYERS = 10_000
+_INSTEAD = (
+    "use the model's original release (safetensors weights, config.json and tokenizer.json), if docs/models.md lists "
+    "its architecture: `batchinfer pull ORG/NAME` downloads it"
+)
 
 
 def config_of(model: GgufModel) -> tuple[Architecture, dict[str, Any]]:
@@ -29,7 +32,7 @@ def config_of(model: GgufModel) -> tuple[Architecture, dict[str, Any]]:
         text = (
             f"{model.name}: general.architecture is {shown(name)}; supported are {', '.join(ARCHITECTURES)}"
         )
-        raise wrong_gguf(model.path, text, hint=SAFETENSORS_INSTEAD)
+        raise wrong_gguf(model.path, text, hint=_INSTEAD)
     mistakes: list[str] = []
     fields = Fields(_stated(model, str(name)), f"{model.name} ({name})", mistakes)
     common = _common(fields, model, known)

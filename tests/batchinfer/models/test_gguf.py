@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +17,11 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from batchinfer.core.errors import JobFileError
-from batchinfer.core.gguf.header import read_header
+from batchinfer.core.gguf.header import TYPES, read_header
+from batchinfer.data.tokenizer.gguf_tokenizer import BYTES, CUTTINGS, PIECES
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.gguf.architectures import ARCHITECTURES
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.spec.parameters import SCALES, ZEROS
 from tests.batchinfer.models.test_logits import check_logits
@@ -236,3 +239,17 @@ def test_a_folder_of_several_models_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     (tmp_path / "tiny-Q8_0.gguf").unlink()
     assert open_checkpoint(tmp_path).spec == open_checkpoint(tmp_path / "tiny-Q4_K_M.gguf").spec
+
+
+def test_the_documentation_lists_what_is_read() -> None:
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text("utf-8")
+    section = page.partition("### GGUF\n")[2].partition("\n### ")[0]
+    lines = (line.strip("| ").partition(" | ") for line in section.splitlines() if line.startswith("| "))
+    rows = {first: row for first, _, row in lines}
+    named = {first: re.findall(r"`([\w-]+)`", row) for first, row in rows.items()}
+    assert named["`general.architecture`"] == [*ARCHITECTURES]
+    assert set(named["Types of tensors, in any mixture"]) == {each.name for each in TYPES.values()}
+    tokenizers = {PIECES, BYTES, *CUTTINGS}
+    assert (
+        set(re.findall(r"`([\w-]+)`", rows["Tokenizers"].replace("`tokenizer.ggml.pre`", ""))) == tokenizers
+    )
