@@ -39,6 +39,7 @@ from batchinfer.data.storage.durable import check_free_space, storage
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.data.tokenizer.tokenizer_source import FILES as TOKENIZER_FILES
 from batchinfer.models.files.sentence_modules import DENSE_FOLDERS, MODULES, POOLING_FOLDER, PROMPTS, TEXTS
+from batchinfer.models.files.stated_config import OLD_FILES
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.gguf_choice import chosen_gguf
@@ -53,7 +54,7 @@ _OF_SENTENCES = (
     *(f"{folder}/{file}" for folder in DENSE_FOLDERS for file in (CONFIG, WEIGHTS)),
 )
 SMALL_FILES = (
-    CONFIG, "generation_config.json", WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json", *_OF_SENTENCES
+    CONFIG, "generation_config.json", *OLD_FILES, WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json", *_OF_SENTENCES
 )  # fmt: skip
 _LOOK_S = 0.1  # between two looks at what has arrived
 _CONTINUES = "the same command continues with what is there"

@@ -22,8 +22,9 @@ from batchinfer.models.checkpoint.tensor_names import (
 )
 from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.multimodal import Multimodal
-from batchinfer.models.files.config_fields import load_json_object, wrong_checkpoint
+from batchinfer.models.files.config_fields import wrong_checkpoint
 from batchinfer.models.files.folder import CheckpointFolder
+from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.files.weight_files import (
     FLOAT_DTYPES,
     StoredTensor,
@@ -149,7 +150,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     supported, or weights do not fit).
     """
     folder = config_folder(path)
-    raw = load_json_object(folder.path / "config.json")
+    raw = stated_config(folder.path)
     if not is_supported(raw):
         folder.refuse_model_code()
     folder.refuse_tokenizer_code()

@@ -18,6 +18,7 @@ from batchinfer.models.files.config_fields import load_json_object, shown, wrong
 from batchinfer.models.files.fingerprint import Progress, model_fingerprint
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.safetensors_header import DTYPE_BYTES, PREFIX_BYTES, TensorInfo, read_header
+from batchinfer.models.files.stated_config import stated_config
 from batchinfer_kernels.arithmetic import Dtype
 
 FLOAT_DTYPES: dict[str, Dtype] = {
@@ -78,7 +79,7 @@ class WeightFiles:
         `progress` gets the bytes done since its last call, `sum(f.stat().st_size for f in files)` in all.
         """
         whole = self.files[0].suffix == GGUF
-        config = {} if whole else load_json_object(self.path / "config.json")
+        config = {} if whole else stated_config(self.path)
         return model_fingerprint(config, self.files, cache, progress)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchinfer.core.errors import JobFileError
+from batchinfer.core.errors import JobFileError, SecurityRefusal
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import edit_json
@@ -152,3 +154,55 @@ def read(folder: Path) -> Tensor:
     from batchinfer.models.checkpoint.weights import CheckpointWeights
 
     return CheckpointWeights(inspect_checkpoint(folder), torch.float32, "cpu").layer(1)["qkv"]
+
+
+OLD = {"gptq": "quantize_config.json", "awq": "quant_config.json"}
+AWQ_KEYS = {"bits": "w_bit", "group_size": "q_group_size", "zero_point": "zero_point", "version": "version"}
+
+
+def make_old(folder: Path, name: str, **stated: Any) -> Any:
+    """A checkpoint of 2023: what it states of its quantisation is in a file of its own."""
+    model = make_published(folder / "packed", folder / "plain", name)
+    config = dict(PUBLISHED[name].config)
+    del config["quant_method"]
+    if name == "awq":
+        config = {theirs: config[ours] for ours, theirs in AWQ_KEYS.items()}
+    edit_json(folder / "packed/config.json", quantization_config=...)
+    (folder / "packed" / OLD[name]).write_text(json.dumps({**config, **stated}))
+    return model
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_old_checkpoints_state_their_format_in_a_file_of_its_own(tmp_path: Path, name: str) -> None:
+    found = check_logits(tmp_path / "packed", make_old(tmp_path, name), lengths=(1, 17))
+    assert {each.format for each in found.packed.values()} == {name}
+    file = tmp_path / "packed" / OLD[name]
+    before = found.fingerprint({})
+    edit_json(file, damp_percent=0.5)
+    assert inspect_checkpoint(tmp_path / "packed").fingerprint({}) != before
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(SecurityRefusal, match="not a regular file"):
+        inspect_checkpoint(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "text"),
+    [
+        ("gptq", {"bits": 3}, "quantize_config.json: bits is 3; wanted one of (2, 4, 8)"),
+        ("gptq", {"is_marlin_format": True}, "quantize_config.json: checkpoint_format is 'marlin'; wanted"),
+        ("awq", {"w_bit": 3}, "quant_config.json: bits is 3; wanted 4"),
+        ("awq", {"version": "GEMV"}, "quant_config.json: version is 'GEMV'; wanted 'gemm'"),
+    ],
+)
+def test_old_settings_that_are_not_read_are_named(tmp_path: Path, name: str, stated: Any, text: str) -> None:
+    make_old(tmp_path, name, **stated)
+    with pytest.raises(JobFileError, match=re.escape(text)):
+        inspect_checkpoint(tmp_path / "packed")
+
+
+def test_what_config_json_states_is_preferred(tmp_path: Path) -> None:
+    make_published(tmp_path / "packed", tmp_path / "plain", "gptq")
+    before = inspect_checkpoint(tmp_path / "packed").fingerprint({})
+    (tmp_path / "packed/quantize_config.json").write_text('{"bits": 3}')
+    assert inspect_checkpoint(tmp_path / "packed").fingerprint({}) == before
