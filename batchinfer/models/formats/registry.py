@@ -7,7 +7,7 @@ from typing import Any
 
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.files.stated_config import QUANTIZATION, STATED_IN
-from batchinfer.models.formats import compressed
+from batchinfer.models.formats import compressed, torchao
 from batchinfer.models.formats.awq import awq_format
 from batchinfer.models.formats.bitsandbytes import bitsandbytes_format
 from batchinfer.models.formats.compressed import compressed_format
@@ -16,6 +16,7 @@ from batchinfer.models.formats.gptq import gptq_format
 from batchinfer.models.formats.mxfp4 import mxfp4_format
 from batchinfer.models.formats.nvfp4 import modelopt_format
 from batchinfer.models.formats.packed_tensor import PackedTensors, Stored, StoredFormat
+from batchinfer.models.formats.torchao import torchao_format
 
 # What config.json states, and a list for what is wrong with it → the format, if it is one that is read
 Parse = Callable[[Mapping[str, Any], list[str]], StoredFormat | None]
@@ -28,6 +29,7 @@ FORMATS: Mapping[str, Parse] = {
     "gptq": gptq_format,
     "awq": awq_format,
     "bitsandbytes": bitsandbytes_format,
+    torchao.NAME: torchao_format,
 }
 
 
