@@ -39,6 +39,7 @@ class Published:
     family: str = "llama"
     kept: tuple[str, ...] = ("lm_head", "layers.0.self_attn.o_proj")  # modules that stay in floats
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    header: Mapping[str, Any] | None = None  # what the header of the file says of each quantised weight
 
 
 def words(codes: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -224,6 +225,56 @@ def bits8(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDAr
     return tensors, codes * (largest.astype(np.float64)[:, None] / 127)
 
 
+def torchao_pairs(group: int) -> Pack:
+    """Two codes a byte, the first one in the lower half, whose offsets are values."""
+
+    def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+        groups = np.arange(matrix.shape[1]) // group
+        codes, scales, _ = codes_of(matrix, 4, groups, generator, low_zeros=True)
+        signed = codes - 8
+        offsets = generator.uniform(-0.1, 0.1, scales.shape).astype(np.float16)
+        halves = (signed[:, 0::2] & 15) | (signed[:, 1::2] & 15) << 4
+        tensors = {
+            "_weight_qdata": torch.from_numpy(halves.astype(np.uint8).view(np.int8)),
+            "_weight_scale": float16(scales.T),
+            "_weight_zero_point": float16(offsets.T),
+        }
+        spread = scales.astype(np.float64).repeat(group, 1)
+        return tensors, signed * spread + offsets.astype(np.float64).repeat(group, 1)
+
+    return pack
+
+
+def torchao_bytes(bits: int, group: int | None, zeros: bool = False) -> Pack:
+    """A code a byte, signed."""
+
+    def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+        groups = np.arange(matrix.shape[1]) // (group or matrix.shape[1])
+        codes, scales, offsets = codes_of(matrix, bits, groups, generator, low_zeros=True)
+        middle = 2 ** (bits - 1)
+        if not zeros:
+            offsets = np.full_like(offsets, middle)
+        tensors = {
+            "_weight_qdata": torch.from_numpy((codes - middle).astype(np.int8)),
+            "_weight_scale": torch.from_numpy(scales.astype(np.float32)).bfloat16(),
+        }
+        tensors["_weight_zero_point"] = torch.from_numpy((offsets - middle).astype(np.int8))
+        return tensors, values_of(codes, tensors["_weight_scale"].float().numpy(), offsets, groups)
+
+    return pack
+
+
+def torchao_fp8(matrix: NDArray[np.float32], _: Random) -> tuple[Tensors, NDArray[np.float64]]:
+    scales = torch.from_numpy(np.abs(matrix).max(1, keepdims=True) / 448)
+    values = (torch.from_numpy(matrix) / scales).to(torch.float8_e4m3fn)
+    tensors = {"_weight_qdata": values, "_weight_scale": scales}
+    return tensors, (values.double() * scales.double()).numpy()
+
+
+def _torchao(kind: str, **data: Any) -> dict[str, Any]:
+    return {"_type": kind, "_data": {"block_size": [1, 32], **data}}
+
+
 def compressed(
     weights: Mapping[str, Any], layout: str, activations: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -262,6 +313,11 @@ _BNB = {
     "load_in_4bit": True,
     "load_in_8bit": False,
     "bnb_4bit_quant_type": "nf4",
+}
+_TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}},
+    "modules_to_not_convert": None,
 }
 _TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
@@ -302,6 +358,24 @@ PUBLISHED: Mapping[str, Published] = {
         bits4("nf4", 64, nested=True), {**_BNB, "bnb_4bit_use_double_quant": True}, "mistral"
     ),
     "fp4": Published(bits4("fp4", 128, nested=True), {**_BNB, "bnb_4bit_quant_type": "fp4"}, "granite"),
+    "torchao int4": Published(torchao_pairs(32), _TORCHAO, header=_torchao("Int4Tensor", shape=[64, 64])),
+    "torchao int8": Published(
+        torchao_bytes(8, None), _TORCHAO, "qwen3", header=_torchao("Int8Tensor", act_quant_kwargs=None)
+    ),
+    "torchao w8a8": Published(
+        torchao_bytes(8, None),
+        _TORCHAO,
+        header=_torchao("Int8Tensor", act_quant_kwargs={"_type": "QuantizeTensorToInt8Kwargs", "_data": {}}),
+    ),
+    "torchao int8 by group": Published(
+        torchao_bytes(8, 16, zeros=True), _TORCHAO, header=_torchao("Int8Tensor")
+    ),
+    "torchao intx": Published(
+        torchao_bytes(4, 32, zeros=True),
+        _TORCHAO,
+        header=_torchao("IntxUnpackedToInt8Tensor", target_dtype={"_type": "torch.dtype", "_data": "int4"}),
+    ),
+    "torchao fp8": Published(torchao_fp8, _TORCHAO, "qwen2", header=_torchao("Float8Tensor")),
     "int8 of bitsandbytes": Published(bits8, {**_BNB, "load_in_4bit": False, "load_in_8bit": True}),
 }
 _NEVER = ("norm", "embed_tokens", "mlp.gate.", "block_sparse_moe.gate.")
@@ -311,7 +385,7 @@ def make_published(folder: Path, plain: Path, name: str) -> PreTrainedModel:
     """A checkpoint in `folder` that is stored so, the same dequantised in `plain`, and transformers' model of that."""
     published, generator = PUBLISHED[name], np.random.default_rng(7)
     model = make_checkpoint(plain, published.family, **SIZES, **published.sizes)
-    stored, packed = load_file(plain / SINGLE), {}
+    stored, packed, header = load_file(plain / SINGLE), {}, {"format": "pt"}
     for tensor_name, tensor in stored.items():
         module = tensor_name.removesuffix("weight")
         apart = tensor.dim() != 2 or any(part in tensor_name for part in (*_NEVER, *published.kept))
@@ -320,6 +394,8 @@ def make_published(folder: Path, plain: Path, name: str) -> PreTrainedModel:
             continue
         tensors, values = published.pack(tensor.numpy(), generator)
         packed |= {module + end: each for end, each in tensors.items()}
+        if published.header is not None:
+            header[tensor_name] = json.dumps(published.header)
         stored[tensor_name] = torch.from_numpy(values).float()
     save_file(stored, plain / SINGLE, metadata={"format": "pt"})
     folder.mkdir(exist_ok=True, parents=True)
@@ -327,5 +403,8 @@ def make_published(folder: Path, plain: Path, name: str) -> PreTrainedModel:
         if file.name != SINGLE:
             (folder / file.name).write_bytes(file.read_bytes())
     edit_json(folder / "config.json", quantization_config=dict(published.config))
-    save_file(packed, folder / SINGLE, metadata={"format": "pt"})
+    if published.header is not None:
+        header |= {name: '{"_type": "Tensor"}' for name in stored if name not in header}
+        header["tensor_names"] = json.dumps([*stored])
+    save_file(packed, folder / SINGLE, metadata=header)
     return type(model).from_pretrained(plain, attn_implementation="eager", dtype=torch.float32).eval()

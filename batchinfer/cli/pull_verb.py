@@ -22,6 +22,10 @@ def pull(
     model: Annotated[
         str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="The model, and its branch, tag or commit.")
     ],
+    include: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Of a model in GGUF the file to download, such as '*Q4_K_M*'."),
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> int:
@@ -35,7 +39,7 @@ def pull(
         raise UsageError(f"{model} is not the name of a model: {error}") from error
     progress = Progress(sys.stderr, job=name.repo, quiet=quiet or as_json)
     with Interrupts().installed(), progress:
-        pulled = pull_model(name, progress)
+        pulled = pull_model(name, progress, include)
     code = 0 if pulled.problem is None else pulled.problem.exit_code
     if as_json:
         say_json(_facts(pulled, code))
@@ -50,7 +54,7 @@ def _lines(pulled: Pulled) -> list[str]:
     sizes = f"{pulled.files} files, {size(pulled.bytes)}; {size(pulled.downloaded_bytes)} of weights downloaded now"
     named = [("folder", str(pulled.folder)), ("size", sizes)]
     if pulled.problem is None:
-        named.append(("job file", f"model: {{path: {pulled.name}}}"))
+        named.append(("job file", f"model: {{path: {pulled.path}}}"))
     head = painted(f"{pulled.name.repo}@{pulled.commit}", "heading")
     return [head, *(painted(f"  {key:<9}", "quiet") + painted(text) for key, text in named)]
 

@@ -63,25 +63,21 @@ def _is_revision(text: str) -> bool:
     return plain and all(part and not part.startswith((".", "-")) and ".." not in part for part in parts)
 
 
-SAFETENSORS_INSTEAD = (
-    "name the folder of the model's original release (safetensors weights, config.json and tokenizer.json): "
-    "`batchinfer pull ORG/NAME` downloads it; model.quantization: int8 makes it small"
-)
+_WANTED = "it must be the folder of a checkpoint, or a GGUF file"
 
 
 def locate_model(text: str, path: Path) -> Path:
-    """The folder of the model that a job names by `text`: `path` if that is a folder, else the cache's.
+    """The folder of the model that a job names by `text`, or its GGUF file: `path` if that is one, else the cache's
+    folder.
 
     Raises NoModel.
     """
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == GGUF and path.is_file()):
         return path
-    if path.suffix == GGUF and path.is_file():
-        raise NoModel(f'"{path}" is a GGUF file, a format of llama.cpp', SAFETENSORS_INSTEAD)
     if path.is_file():
-        raise NoModel(f'"{path}" is a file, not a folder', "it must be the folder of a checkpoint")
+        raise NoModel(f'"{path}" is a file, not a folder', _WANTED)
     if not _may_be_name(text):
-        raise NoModel(f'"{path}" does not exist', "it must be the folder of a checkpoint")
+        raise NoModel(f'"{path}" does not exist', _WANTED)
     try:
         name = ModelName.parse(text)
     except ValueError as error:
@@ -144,13 +140,18 @@ def find_snapshot(name: ModelName) -> Path | None:
 
 
 def missing_files(snapshot: Path) -> list[str]:
-    """List the files that an interrupted download lacks, as far as the files that are there tell."""
+    """List the files that an interrupted download lacks, as far as the files that are there tell. A GGUF file is whole
+    where it is linked."""
+    weights = (WEIGHTS, WEIGHT_INDEX)
+    others = any((snapshot / name).is_file() for name in weights)
+    if not others and any(entry.suffix == GGUF for entry in snapshot.glob("*")):
+        return []
     if not (snapshot / CONFIG).exists():
         return [CONFIG]
     if (snapshot / WEIGHTS).is_file():
         return []
     if not (snapshot / WEIGHT_INDEX).is_file():
-        named = any(entry.suffix in (".safetensors", GGUF, *PICKLE_SUFFIXES) for entry in snapshot.iterdir())
+        named = any(entry.suffix in (".safetensors", *PICKLE_SUFFIXES) for entry in snapshot.iterdir())
         return [] if named else [WEIGHTS]  # what is wrong with other weights is told where they are checked
     return [name for name in indexed_names(snapshot / WEIGHT_INDEX) if not (snapshot / name).is_file()]
 

@@ -71,8 +71,8 @@ class ModelSection(Section):
     """The checkpoint that answers."""
 
     path: ModelPath = Field(
-        description="Folder of the checkpoint (config.json, *.safetensors, tokenizer.json), or the name of a model "
-        "that batchinfer pull has downloaded: org/name or org/name@revision."
+        description="Folder of the checkpoint (config.json, *.safetensors, tokenizer.json), a GGUF file, or the name "
+        "of a model that batchinfer pull has downloaded: org/name or org/name@revision."
     )
     dtype: Literal["auto", Dtype] = Field(
         default="auto",

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 from batchinfer.core.errors import (
     BatchInferError,
     InputMissing,
+    JobFileError,
     Locked,
     SecurityRefusal,
     StorageError,
     Unavailable,
 )
+from batchinfer.core.gguf.files import gguf_files
 from batchinfer.core.hub import (
     CONFIG,
-    GGUF,
     HUB_PREFIX,
     PICKLE_SUFFIXES,
     WEIGHT_INDEX,
@@ -35,11 +36,13 @@ from batchinfer.core.hub import (
     missing_files,
 )
 from batchinfer.data.storage.durable import check_free_space, storage
-from batchinfer.data.tokenizer.tokenizer import FILES as TOKENIZER_FILES
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.data.tokenizer.tokenizer_source import FILES as TOKENIZER_FILES
 from batchinfer.models.files.sentence_modules import DENSE_FOLDERS, MODULES, POOLING_FOLDER, PROMPTS, TEXTS
+from batchinfer.models.files.stated_config import OLD_FILES
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.report.progress import Progress
+from batchinfer.verbs.gguf_choice import chosen_gguf
 from batchinfer.verbs.transfer import Blob, Transfer
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ _OF_SENTENCES = (
     *(f"{folder}/{file}" for folder in DENSE_FOLDERS for file in (CONFIG, WEIGHTS)),
 )
 SMALL_FILES = (
-    CONFIG, "generation_config.json", WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json", *_OF_SENTENCES
+    CONFIG, "generation_config.json", *OLD_FILES, WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json", *_OF_SENTENCES
 )  # fmt: skip
 _LOOK_S = 0.1  # between two looks at what has arrived
 _CONTINUES = "the same command continues with what is there"
@@ -67,13 +70,17 @@ class Pulled:
     files: int
     bytes: int
     downloaded_bytes: int  # of the weights, by this command
+    path: str  # how a job names it: by its name, or by its file where the folder holds another model, too
     problem: BatchInferError | None
 
 
-def pull_model(name: ModelName, progress: Progress) -> Pulled:
-    """Raises Unavailable, InputMissing, SecurityRefusal, StorageError, Locked."""
+def pull_model(name: ModelName, progress: Progress, include: str | None = None) -> Pulled:
+    """Download a model. `include`: a pattern of the GGUF files to download of it.
+
+    Raises Unavailable, InputMissing, SecurityRefusal, StorageError, Locked."""
     with _told(name):
-        pull = _Pull(name, *_listing(name))
+        commit, tree = _listing(name)
+        pull = _Pull(name, commit, tree, chosen_gguf(name, tree, include))
         with pull.locked():
             return pull.complete(progress)
 
@@ -109,6 +116,7 @@ class _Pull:
     name: ModelName
     commit: str
     tree: dict[str, RepoFile]
+    gguf: list[str]  # the files of the model in GGUF, if it is one
 
     @property
     def entry(self) -> Path:
@@ -146,7 +154,9 @@ class _Pull:
         ref = self.entry / "refs" / self.name.revision
         if not ref.exists():
             self._refer(ref)  # a first download that is cut short is known by its name
-        small = [name for name in SMALL_FILES if name in self.tree]
+        small = [
+            name for name in SMALL_FILES if name in self.tree and not (self.gguf and name == WEIGHT_INDEX)
+        ]
         progress.phase("listing")
         self._link(small)
         weights = self._weights()
@@ -156,19 +166,26 @@ class _Pull:
             raise Unavailable(f"{missing[0]} of {self.name} did not arrive; {_CONTINUES}")
         self._refer(ref)
         total = sum(self.tree[file].size for file in (*small, *weights))
-        problem = _problem(self.snapshot)
+        path = self._path()
         count = len(small) + len(weights)
-        return Pulled(self.name, self.commit, self.snapshot, count, total, downloaded, problem)
+        named = str(self.name) if path == self.snapshot else str(path)
+        return Pulled(self.name, self.commit, self.snapshot, count, total, downloaded, named, _problem(path))
+
+    def _path(self) -> Path:
+        """Return the folder, or the GGUF file that was asked for where the folder holds another model, too."""
+        if not self.gguf:
+            return self.snapshot
+        file = self.snapshot / self.gguf[0]
+        try:
+            alone = gguf_files(self.snapshot) == gguf_files(file)
+        except JobFileError:  # several
+            return file
+        return self.snapshot if alone else file
 
     def _refuse_unusable(self) -> None:
         """Before a byte is downloaded."""
-        if gguf := self._only_gguf():
-            more = f" and {len(gguf) - 1} more" if len(gguf) > 1 else ""
-            raise InputMissing(
-                f"{self.name} has its weights as GGUF only ({gguf[0]}{more}), a format of llama.cpp, which is not "
-                "read; pull the model's original release instead: it has safetensors weights, and this model's page "
-                "names it"
-            )
+        if self.gguf:
+            return
         if CONFIG not in self.tree:
             raise InputMissing(f"{self.name} has no {CONFIG}: it is no checkpoint in Hugging Face's format")
         if WEIGHTS in self.tree or WEIGHT_INDEX in self.tree:
@@ -182,17 +199,10 @@ class _Pull:
             f"{self.name} has neither {WEIGHTS} nor {WEIGHT_INDEX}: no weights that could be run"
         )
 
-    def _only_gguf(self) -> list[str]:
-        """The GGUF files of a model that has no other weights; none where it has others."""
-        others = (".safetensors", *PICKLE_SUFFIXES)
-        return (
-            []
-            if any(name.endswith(others) for name in self.tree)
-            else [n for n in self.tree if n.endswith(GGUF)]
-        )
-
     def _weights(self) -> list[str]:
         """A single file wins, as it does when the checkpoint is loaded."""
+        if self.gguf:
+            return self.gguf
         if WEIGHTS in self.tree:
             return [WEIGHTS]
         names = indexed_names(self.snapshot / WEIGHT_INDEX)
@@ -292,11 +302,11 @@ def _fetch(transfer: Transfer, left: SimpleQueue[tuple[Blob, Future[None]]]) -> 
                 future.set_result(None)
 
 
-def _problem(folder: Path) -> BatchInferError | None:
+def _problem(path: Path) -> BatchInferError | None:
     """Why the checkpoint cannot be run; None where it can."""
     try:
-        open_checkpoint(folder)
-        Tokenizer.load(folder)
+        open_checkpoint(path)
+        Tokenizer.load(path)
     except BatchInferError as error:
         return error
     return None

@@ -372,16 +372,16 @@ CHECKPOINTS = {
             "processor_config.json",
         )
     },
-    "a GGUF file": Wrong(
+    "a GGUF file that was cut off": Wrong(
         78,
-        ("line 2", "model.path", "x.gguf", "GGUF file", "batchinfer pull ORG/NAME"),
+        ("model.path", "x.gguf", "inside its header", "the download may be incomplete"),
         lambda p: (p.bytes(b"GGUF", "x.gguf"), p.job(model="model: {path: x.gguf}")),
     ),
-    "a folder of GGUF files": Wrong(
-        78, ("model.path", "x.gguf", "GGUF", "batchinfer pull ORG/NAME"), partial(gguf_folder, config=False)
+    "a GGUF file that was cut off, in a folder": Wrong(
+        78, ("model.path", "x.gguf", "inside its header"), partial(gguf_folder, config=False)
     ),
-    "GGUF files beside config.json": Wrong(
-        78, ("model.path", "x.gguf", "GGUF", "batchinfer pull ORG/NAME"), partial(gguf_folder, config=True)
+    "a GGUF file that was cut off, beside config.json": Wrong(
+        78, ("model.path", "x.gguf", "inside its header"), partial(gguf_folder, config=True)
     ),
     "generation_config.json is a folder": Wrong(
         77,

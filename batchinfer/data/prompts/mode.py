@@ -19,7 +19,8 @@ from batchinfer.data.prompts.arguments.told import (
 from batchinfer.data.prompts.builder import Mode
 from batchinfer.data.prompts.chat_template import chat_environment, row_environment
 from batchinfer.data.prompts.template_check import template_fault
-from batchinfer.data.tokenizer.tokenizer import TemplateSource, Tokenizer
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.data.tokenizer.tokenizer_source import TemplateSource
 
 if TYPE_CHECKING:
     from batchinfer.job import Job

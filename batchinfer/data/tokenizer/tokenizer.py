@@ -6,39 +6,30 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from batchinfer.data.tokenizer.slow_tokenizer import converted, wrong_tokenizer
+from batchinfer.data.tokenizer.slow_tokenizer import wrong_tokenizer
 from batchinfer.data.tokenizer.token_texts import TokenTexts
-from batchinfer.data.tokenizer.tokenizer_files import MAX_TOKENS, held, read_bytes, read_object, read_text
+from batchinfer.data.tokenizer.tokenizer_files import MAX_TOKENS
+from batchinfer.data.tokenizer.tokenizer_source import (
+    FAST,
+    GgufTokenizer,
+    TemplateSource,
+    TokenizerFolder,
+    source_of,
+)
 
-_FAST = "tokenizer.json"
-_CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
-_IN_CONFIG = f"{_CONFIG} (chat_template)"
-_SLOW = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-_STATING_ENDS = ("generation_config.json", "config.json")
-FILES = (_FAST, _CONFIG, _TEMPLATE, "special_tokens_map.json", "added_tokens.json", *_SLOW)
 _PROBE = "a"  # a text that shows what the tokenizer puts around texts
 _SHOWN = 80  # characters of a token that a message quotes
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateSource:
-    """The text of a chat template, and the file that holds it, as messages name it."""
-
-    text: str
-    file: str
-
-
 class Tokenizer:
-    """Text to token ids and back. Load it with `Tokenizer.load(checkpoint folder)`.
+    """Text to token ids and back. Load it with `Tokenizer.load(checkpoint folder or GGUF file)`.
 
     `rust` is the `tokenizers.Tokenizer` itself. `specials` maps the text of each special token to its id.
     `named` holds bos_token, eos_token and so on as the chat template sees them.
@@ -46,20 +37,26 @@ class Tokenizer:
     that makes `rust` again.
     """
 
-    def __init__(self, folder: Path, definition: str, template: TemplateSource | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        definition: str,
+        template: TemplateSource | None = None,
+        source: TokenizerFolder | GgufTokenizer | None = None,
+    ) -> None:
         self.folder = folder
+        self._source = source or source_of(folder)
         self.rust = _from_json(folder, definition)
         self.definition = definition
         added = self.rust.get_added_tokens_decoder()
         self._added = {token.content: token for token in added.values() if token.special}
         self.specials = {token.content: number for number, token in added.items() if token.special}
-        config = read_object(folder / _CONFIG)
+        config = self._source.config
         self.named = {
             name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None
         }
         self._inputs = config.get("model_input_names")
-        own = _chat_template(folder, config)
-        self.template = template or own
+        self.template = template or self._source.template()
         self._given_template = template
         self.special_pattern = _any_of(self.specials)
 
@@ -70,13 +67,8 @@ class Tokenizer:
         Raises JobFileError when the folder has no tokenizer, or one that cannot be read, SecurityRefusal when one of
         its files is no regular file.
         """
-        there = [name for name in (*FILES, *_STATING_ENDS) if held(folder / name)]
-        if _FAST in there:
-            found = cls(folder, read_text(folder / _FAST), template)
-        elif any(name in there for name in _SLOW):
-            found = cls(folder, converted(folder), template)
-        else:
-            raise wrong_tokenizer(folder, f"{folder} has no tokenizer; {_FAST} is needed")
+        source = source_of(folder)
+        found = cls(folder, source.definition(), template, source)
         _check_ids(found)
         return found
 
@@ -102,13 +94,10 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over the tokenizer's files, the chat template among them, and the one given in its place."""
+        """sha256 over the tokenizer's files or keys, the chat template among them, and the one given in its place."""
         digest = hashlib.sha256()
-        for name in FILES:
-            path = self.folder / name
-            if held(path):
-                digest.update(f"{name}:{path.stat().st_size}:".encode())
-                digest.update(read_bytes(path))
+        for part in self._source.content():
+            digest.update(part)
         if self._given_template is not None:
             text = self._given_template.text.encode("utf-8", "surrogatepass")
             digest.update(f"given template:{len(text)}:".encode() + text)
@@ -135,10 +124,8 @@ class Tokenizer:
     def _text_ends(self) -> frozenset[int]:
         """Tokens that end an answer and would be decoded, as the tokenizer does not call them special: some
         checkpoints' `<|im_end|>`."""
-        said = (read_object(self.folder / name).get("eos_token_id") for name in _STATING_ENDS)
-        stated: Any = next((ids for ids in said if ids is not None), [])
         named = self.rust.token_to_id(self.named.get("eos_token", ""))
-        ends = {named, *(stated if isinstance(stated, list) else [stated])}
+        ends = [named, *self._source.ends()]
         return frozenset(one for one in ends if isinstance(one, int) and one not in self.specials.values())
 
     @cached_property
@@ -228,7 +215,7 @@ def _from_json(folder: Path, definition: str) -> Any:
     try:
         rust = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # noqa: BLE001 - the Rust library raises plain Exception
-        raise wrong_tokenizer(folder, f"{_FAST} cannot be read as a tokenizer: {error}") from None
+        raise wrong_tokenizer(folder, f"{FAST} cannot be read as a tokenizer: {error}") from None
     _check_size(folder, rust)
     rust.no_padding()
     rust.no_truncation()
@@ -241,7 +228,7 @@ def _check_size(folder: Path, rust: Any) -> None:
     if tokens > MAX_TOKENS:
         raise wrong_tokenizer(
             folder,
-            f"{_FAST} has {tokens:,} tokens; at most {MAX_TOKENS:,} are supported",
+            f"{FAST} has {tokens:,} tokens; at most {MAX_TOKENS:,} are supported",
             "use another model",
         )
 
@@ -252,7 +239,7 @@ def _check_ids(tokenizer: Tokenizer) -> None:
         return
     vocabulary = tokenizer.rust.get_vocab(with_added_tokens=True)
     token = max(vocabulary, key=vocabulary.__getitem__)
-    text = f"{_FAST} gives the token {token[:_SHOWN]!r} the id {vocabulary[token]:,}; ids must be below {MAX_TOKENS:,}"
+    text = f"{FAST} gives the token {token[:_SHOWN]!r} the id {vocabulary[token]:,}; ids must be below {MAX_TOKENS:,}"
     raise wrong_tokenizer(tokenizer.folder, text)
 
 
@@ -260,17 +247,6 @@ def _token_text(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> TemplateSource | None:
-    path = folder / _TEMPLATE
-    if held(path):
-        return TemplateSource(read_text(path), _TEMPLATE)
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, each with a name
-        defaults = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
-        found = defaults[-1].get("template") if defaults else None
-    return TemplateSource(found, _IN_CONFIG) if isinstance(found, str) else None
 
 
 def _any_of(literals: Iterable[str]) -> re.Pattern[str]:

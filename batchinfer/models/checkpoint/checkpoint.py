@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from batchinfer.core.hub import GGUF
 from batchinfer.core.wording import size
 from batchinfer.models.checkpoint.config import decoder_config, is_supported, load_config, multimodal_of
 from batchinfer.models.checkpoint.tensor_names import (
@@ -23,13 +22,13 @@ from batchinfer.models.checkpoint.tensor_names import (
 )
 from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.multimodal import Multimodal
-from batchinfer.models.files.config_fields import load_json_object, wrong_checkpoint
+from batchinfer.models.files.config_fields import wrong_checkpoint
 from batchinfer.models.files.folder import CheckpointFolder
+from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.files.weight_files import (
     FLOAT_DTYPES,
     StoredTensor,
     WeightFiles,
-    gguf_weights,
     listed,
     read_weight_files,
 )
@@ -151,7 +150,7 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     supported, or weights do not fit).
     """
     folder = config_folder(path)
-    raw = load_json_object(folder.path / "config.json")
+    raw = stated_config(folder.path)
     if not is_supported(raw):
         folder.refuse_model_code()
     folder.refuse_tokenizer_code()
@@ -170,18 +169,19 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     }
     packed = packed_tensors(stored_format(stated, []), tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in packed.unused}
-    shapes = _check_tensors(folder, spec, tensors, packed, prefixes)
+    hint = f"config.json describes another model than the weights, or another family than {spec.family}"
+    shapes = check_tensors(folder.path, spec, tensors, packed, prefixes, hint)
     notices = (
         *([_text_alone(whole, files.tensors)] if whole else ()),
-        *_dequantised(packed, shapes),
+        *dequantised({each.format for each in packed.found.values()}, shapes),
         *folder.unused_code,
     )
     return Checkpoint(folder.path, files.files, tensors, spec, prefixes, packed.found, shapes, notices)
 
 
-def _dequantised(packed: PackedTensors, shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Yield the notices about quantised weights that are dequantised."""
-    for name in sorted({each.format for each in packed.found.values()}):
+def dequantised(formats: Iterable[str], shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """Yield the notices about quantised weights that are dequantised, by the names of their formats."""
+    for name in sorted(formats):
         took = size(2 * sum(map(math.prod, shapes.values())))
         yield f"weights stored as {name} are dequantised when they are loaded: all weights take {took}{_IN_16_BITS}"
 
@@ -207,20 +207,20 @@ def config_folder(path: Path) -> CheckpointFolder:
     """The folder, once it is sure that it has a config.json. Raises JobFileError, SecurityRefusal."""
     folder = CheckpointFolder(path)
     if folder.file("config.json") is None:
-        if gguf := folder.names(GGUF):
-            raise gguf_weights(folder, gguf)
         raise wrong_checkpoint(path, f"{path} has no config.json; a Hugging Face checkpoint folder is needed")
     return folder
 
 
-def _check_tensors(
-    folder: CheckpointFolder,
+def check_tensors(
+    path: Path,
     spec: ModelSpec,
     tensors: Mapping[str, StoredTensor],
     packed: PackedTensors,
     prefixes: NamePrefixes,
+    hint: str,
 ) -> dict[str, Shape]:
-    """The shapes of all tensors once they are dequantised."""
+    """Return the shapes of all tensors once they are dequantised. Raises JobFileError where they are not those of the
+    model."""
     expected, found = expected_shapes(spec, prefixes), dict(packed.unpacked_shapes(tensors))
     stored = packed.stored
     messages = [
@@ -238,8 +238,7 @@ def _check_tensors(
         ]),
     ]  # fmt: skip
     if messages:
-        hint = f"config.json describes another model than the weights, or another family than {spec.family}"
-        raise wrong_checkpoint(folder.path, *messages, hint=hint)
+        raise wrong_checkpoint(path, *messages, hint=hint)
     return found
 
 

@@ -12,10 +12,10 @@ from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.files.config_fields import (
     Fields,
     load_if_there,
-    load_json_object,
     shown,
     wrong_checkpoint,
 )
+from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.formats.registry import stored_format
 from batchinfer.models.spec.rope_config import RopeConfig
 from batchinfer.models.spec.spec import ModelSpec, wrong_caches
@@ -26,7 +26,7 @@ Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
 def load_config(folder: Path) -> ModelSpec:
     """Parse config.json and, where there is one, generation_config.json. JobFileError lists all mistakes."""
     return parse_config(
-        load_json_object(folder / "config.json"),
+        stated_config(folder),
         load_if_there(folder / "generation_config.json"),
         folder / "config.json",
     )

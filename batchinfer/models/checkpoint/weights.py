@@ -13,9 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from batchinfer.core.hub import GGUF
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
 from batchinfer.models.families.family import Part
+from batchinfer.models.formats.gguf import read_stored
 from batchinfer.models.spec.parameters import (
     BIAS,
     CLASSIFIER,
@@ -81,7 +83,7 @@ class Weights(ABC):
 
 
 class CheckpointWeights(Weights):
-    """Weights out of safetensors files, mapped only while a layer is copied out of them."""
+    """Weights out of safetensors files, mapped only while a layer is copied out of them, or of GGUF files."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> None:
         self._checkpoint = checkpoint
@@ -227,9 +229,13 @@ class _OpenFiles:
         return self._last[1]
 
     def _read(self, name: str, index: int | None = None) -> Tensor:
-        """A view of the mapped file."""
-        path = self._checkpoint.tensors[name].file
+        """A view of the mapped file, or what a GGUF file stores."""
+        stored = self._checkpoint.tensors[name]
+        tensor = read_stored(stored) if stored.file.suffix == GGUF else self._mapped(stored.file, name)
+        return tensor if index is None else tensor[index]
+
+    def _mapped(self, path: Path, name: str) -> Tensor:
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
         tensor: Tensor = self._open[path].get_tensor(name)
-        return tensor if index is None else tensor[index]
+        return tensor

@@ -16,6 +16,8 @@ _OLD_KEY = "sbert_ce_default_activation_function"  # of versions before 4
 def stated_activation(path: Path) -> str | None:
     """Return the class that a checkpoint's scores pass, as its files name it: that of the newest version that wrote
     one. None: they name none. Raises JobFileError, SecurityRefusal."""
+    if path.is_file():  # in GGUF
+        return None
     folder = CheckpointFolder(path)
     own, config = (_stored(folder, name) for name in (PROMPTS, CONFIG))
     newer = config.get("sentence_transformers")

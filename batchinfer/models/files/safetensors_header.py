@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,12 +63,31 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         return _read(path)
     except _Malformed as error:
-        raise SecurityRefusal(
-            f"{path}: malformed safetensors header: {error}; download or convert the file again"
-        ) from error
+        raise _refused(path, error) from error
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read what a header says besides its tensors. Raises SecurityRefusal as read_header does."""
+    try:
+        return _parsed(_header(path))[1]
+    except _Malformed as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: _Malformed) -> SecurityRefusal:
+    return SecurityRefusal(
+        f"{path}: malformed safetensors header: {error}; download or convert the file again"
+    )
 
 
 def _read(path: Path) -> dict[str, TensorInfo]:
+    header = _header(path)
+    tensors = {name: _tensor(name, entry) for name, entry in _parsed(header)[0].items()}
+    _check_layout(tensors, path.stat().st_size - PREFIX_BYTES - len(header))
+    return tensors
+
+
+def _header(path: Path) -> bytes:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(_exactly(file.read(PREFIX_BYTES), PREFIX_BYTES), "little")
@@ -77,10 +95,7 @@ def _read(path: Path) -> dict[str, TensorInfo]:
             raise _Malformed(
                 f"it claims {length} bytes; the file has {size}, and at most {MAX_HEADER_BYTES} are read"
             )
-        header = _exactly(file.read(length), length)
-    tensors = {name: _tensor(name, entry) for name, entry in _entries(header)}
-    _check_layout(tensors, size - PREFIX_BYTES - length)
-    return tensors
+        return _exactly(file.read(length), length)
 
 
 def _exactly(data: bytes, length: int) -> bytes:
@@ -96,7 +111,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entries(header: bytes) -> Iterable[tuple[str, Any]]:
+def _parsed(header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the entries of tensors, and what is said besides."""
     try:
         raw = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
     except _Malformed:
@@ -108,7 +124,7 @@ def _entries(header: bytes) -> Iterable[tuple[str, Any]]:
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _Malformed("__metadata__ is not an object of strings")
-    return raw.items()
+    return raw, metadata
 
 
 def _is_count(value: object) -> bool:

@@ -50,6 +50,8 @@ class SentenceModules:
 def sentence_modules(path: Path) -> SentenceModules | None:
     """Read a checkpoint's modules, if its folder has any. Raises JobFileError for those that are not computed, and
     SecurityRefusal for files that lie elsewhere."""
+    if path.is_file():  # in GGUF
+        return None
     folder = CheckpointFolder(path)
     file = folder.file(MODULES)
     if file is None:

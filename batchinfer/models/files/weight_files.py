@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.errors import JobFileError, SecurityRefusal
-from batchinfer.core.hub import GGUF, PICKLE_SUFFIXES, SAFETENSORS_INSTEAD
+from batchinfer.core.errors import SecurityRefusal
+from batchinfer.core.hub import GGUF, PICKLE_SUFFIXES
 from batchinfer.core.hub import WEIGHT_INDEX as INDEX
 from batchinfer.core.hub import WEIGHTS as SINGLE
 from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
 from batchinfer.models.files.fingerprint import Progress, model_fingerprint
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.safetensors_header import DTYPE_BYTES, PREFIX_BYTES, TensorInfo, read_header
+from batchinfer.models.files.stated_config import stated_config
 from batchinfer_kernels.arithmetic import Dtype
 
 FLOAT_DTYPES: dict[str, Dtype] = {
@@ -50,7 +51,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """A checkpoint folder and its weight files; nothing in it leads outside."""
+    """A checkpoint folder or a GGUF file, and the weight files; nothing in it leads outside."""
 
     path: Path
     files: tuple[Path, ...]
@@ -71,12 +72,15 @@ class WeightFiles:
         return max(sorted(sizes), key=lambda name: sizes[name], default="float32")
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """sha256 in hex of what the model computes: the content of its weights and of config.json.
+        """sha256 in hex of what the model computes: the content of its weights and of config.json. A GGUF file holds
+        both.
 
         `cache` maps `fingerprint.file_identity` to the file's sha256 and is filled with what was missing;
         `progress` gets the bytes done since its last call, `sum(f.stat().st_size for f in files)` in all.
         """
-        return model_fingerprint(load_json_object(self.path / "config.json"), self.files, cache, progress)
+        whole = self.files[0].suffix == GGUF
+        config = {} if whole else stated_config(self.path)
+        return model_fingerprint(config, self.files, cache, progress)
 
 
 def read_weight_files(folder: CheckpointFolder) -> WeightFiles:
@@ -110,19 +114,8 @@ def _no_weights(folder: CheckpointFolder) -> Exception:
             f"{folder.path} holds its weights as pickle ({listed(pickles)}), which can run code when loaded; "
             "convert it to safetensors (transformers: save_pretrained) on a machine that may run such code"
         )
-    gguf = folder.names(GGUF)
-    if gguf and not others:
-        return gguf_weights(folder, gguf)
     found = f"; found {listed(others)}" if others else ""
     return wrong_checkpoint(folder.path, f"no weights: {SINGLE} or {INDEX} is needed in {folder.path}{found}")
-
-
-def gguf_weights(folder: CheckpointFolder, names: list[str]) -> JobFileError:
-    """The error of a folder that holds its weights for llama.cpp."""
-    text = (
-        f"{folder.path} holds its weights as GGUF ({listed(names)}), a format of llama.cpp, which is not read"
-    )
-    return wrong_checkpoint(folder.path, text, hint=SAFETENSORS_INSTEAD)
 
 
 def _indexed_files(folder: CheckpointFolder, index: Path) -> tuple[list[Path], dict[str, str]]:

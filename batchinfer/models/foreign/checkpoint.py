@@ -9,7 +9,8 @@ from typing import Any
 
 from batchinfer.models.checkpoint.checkpoint import config_folder
 from batchinfer.models.families.registry import FAMILIES
-from batchinfer.models.files.config_fields import load_if_there, load_json_object, shown, wrong_checkpoint
+from batchinfer.models.files.config_fields import load_if_there, shown, wrong_checkpoint
+from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.spec import ForeignSpec, foreign_cost
@@ -86,7 +87,7 @@ def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
     class runs the model. Raises JobFileError for what cannot be run, with the reason.
     """
     folder = config_folder(path)
-    raw = load_json_object(folder.path / "config.json")
+    raw = stated_config(folder.path)
     if raw.get("quantization_config"):
         quantized = CannotRun(
             "it is a quantized checkpoint (quantization_config)", "only float weights are supported"

@@ -70,7 +70,7 @@ def add_fp8(
         packed.mistakes.append(f"{name} is FP8, and its scales {name}{_SCALES[0]} are missing")
         return
     values, scale = tensors[name].info, tensors[scales].info
-    fitting = _block_of(values.shape, scale.shape, block)
+    fitting = block_of(values.shape, scale.shape, block)
     right = fitting is not None and scale.dtype in SCALE_DTYPES
     stored = Fp8Tensor(values.shape, (name, scales), fitting or None, values.dtype, alone)
     packed.add(name, stored, tensors, right)
@@ -78,7 +78,7 @@ def add_fp8(
     packed.unused.update(found for end in _ACTIVATIONS if (found := module + end) in tensors)
 
 
-def _block_of(
+def block_of(
     shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
 ) -> tuple[int, int] | tuple[()] | None:
     """Return the shape of the block that a scale belongs to; () for the whole tensor; None if the scales do not fit."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from batchinfer.models.files.config_fields import shown
-from batchinfer.models.formats import compressed
+from batchinfer.models.files.stated_config import QUANTIZATION, STATED_IN
+from batchinfer.models.formats import compressed, torchao
 from batchinfer.models.formats.awq import awq_format
 from batchinfer.models.formats.bitsandbytes import bitsandbytes_format
 from batchinfer.models.formats.compressed import compressed_format
@@ -15,8 +16,8 @@ from batchinfer.models.formats.gptq import gptq_format
 from batchinfer.models.formats.mxfp4 import mxfp4_format
 from batchinfer.models.formats.nvfp4 import modelopt_format
 from batchinfer.models.formats.packed_tensor import PackedTensors, Stored, StoredFormat
+from batchinfer.models.formats.torchao import torchao_format
 
-KEY = "quantization_config"
 # What config.json states, and a list for what is wrong with it → the format, if it is one that is read
 Parse = Callable[[Mapping[str, Any], list[str]], StoredFormat | None]
 FORMATS: Mapping[str, Parse] = {
@@ -28,29 +29,31 @@ FORMATS: Mapping[str, Parse] = {
     "gptq": gptq_format,
     "awq": awq_format,
     "bitsandbytes": bitsandbytes_format,
+    torchao.NAME: torchao_format,
 }
 
 
 def stored_format(raw: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
     """Return the format that `quantization_config` states; None if weights are floats, or if something is wrong with
     it, which is noted."""
-    stated = raw.get(KEY)
+    stated = raw.get(QUANTIZATION)
     if not stated:
         return None
     if not isinstance(stated, Mapping):
-        mistakes.append(f"config.json: {KEY} is {shown(stated)}; wanted an object")
+        mistakes.append(f"config.json: {QUANTIZATION} is {shown(stated)}; wanted an object")
         return None
+    where = stated.get(STATED_IN) or f"config.json: {QUANTIZATION}"
     method = stated.get("quant_method")
     parse = FORMATS.get(method) if isinstance(method, str) else None
     if parse is None:
         mistakes.append(
-            f"config.json: {KEY}: weights quantized by quant_method {shown(method)} are not supported; float weights "
+            f"{where}: weights quantized by quant_method {shown(method)} are not supported; float weights "
             f"and {', '.join(FORMATS)} are, with model.quantization: int8 where memory is short"
         )
         return None
     wrong: list[str] = []
     found = parse(stated, wrong)
-    mistakes += [f"config.json: {KEY}: {text}" for text in wrong]
+    mistakes += [f"{where}: {text}" for text in wrong]
     return found
 
 

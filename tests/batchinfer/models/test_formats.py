@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchinfer.core.errors import JobFileError
+from batchinfer.core.errors import JobFileError, SecurityRefusal
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.files.safetensors_header import read_metadata
+from batchinfer.models.spec.parameters import SCALES, ZEROS
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import edit_json
 from tests.packed_weights import SINGLE
@@ -67,6 +72,21 @@ WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
     ("nf4", cut("weight"), f"{Q}weight [2047, 1] (U8) and"),
     ("nf4", cut("weight.quant_state.bitsandbytes__nf4"), "wanted the JSON of bitsandbytes"),
     ("nf4, double", cut("weight.nested_absmax"), f"{Q}weight.nested_absmax [7] (F32) and"),
+    (
+        "torchao int4",
+        missing("_weight_scale"),
+        f"{Q}weight is quantised, and its {Q}_weight_scale are missing",
+    ),
+    ("torchao int4", missing("_weight_zero_point"), f"and its {Q}_weight_zero_point are missing"),
+    ("torchao int4", cut("_weight_scale"), f"{Q}_weight_scale [1, 64] (F16) and"),
+    ("torchao int8", cut("_weight_scale"), f"{Q}_weight_scale [63, 1] (BF16) and"),
+    ("torchao intx", other("_weight_qdata", lambda t: t.float()), f"{Q}_weight_qdata [64, 64] (F32) and"),
+    ("torchao fp8", cut("_weight_scale"), f"{Q}_weight_scale [63, 1] (F32) are no weights of fp8"),
+    (
+        "torchao int8",
+        lambda tensors: tensors.update({f"{Q}_weight_act_pre_scale": torch.ones(64)}),
+        f"{Q}weight has {Q}_weight_act_pre_scale, by which inputs are multiplied; that is not read",
+    ),
     ("int8 of bitsandbytes", missing("SCB"), f"{Q}weight is quantised, and its {Q}SCB are missing"),
     ("int8 of bitsandbytes", other("weight_format", lambda t: t + 1), "no weights of bitsandbytes of 8 bits"),
 ]
@@ -78,8 +98,9 @@ def test_tensors_that_do_not_fit_are_named(
 ) -> None:
     make_published(tmp_path / "packed", tmp_path / "plain", name)
     stored = load_file(tmp_path / "packed" / SINGLE)
+    header = read_metadata(tmp_path / "packed" / SINGLE)
     change(stored)
-    save_file(stored, tmp_path / "packed" / SINGLE)
+    save_file(stored, tmp_path / "packed" / SINGLE, metadata=header)
     with pytest.raises(JobFileError) as raised:
         inspect_checkpoint(tmp_path / "packed")
     assert text in str(raised.value)
@@ -152,3 +173,98 @@ def read(folder: Path) -> Tensor:
     from batchinfer.models.checkpoint.weights import CheckpointWeights
 
     return CheckpointWeights(inspect_checkpoint(folder), torch.float32, "cpu").layer(1)["qkv"]
+
+
+OLD = {"gptq": "quantize_config.json", "awq": "quant_config.json"}
+AWQ_KEYS = {"bits": "w_bit", "group_size": "q_group_size", "zero_point": "zero_point", "version": "version"}
+
+
+def make_old(folder: Path, name: str, **stated: Any) -> Any:
+    """A checkpoint of 2023: what it states of its quantisation is in a file of its own."""
+    model = make_published(folder / "packed", folder / "plain", name)
+    config = dict(PUBLISHED[name].config)
+    del config["quant_method"]
+    if name == "awq":
+        config = {theirs: config[ours] for ours, theirs in AWQ_KEYS.items()}
+    edit_json(folder / "packed/config.json", quantization_config=...)
+    (folder / "packed" / OLD[name]).write_text(json.dumps({**config, **stated}))
+    return model
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_old_checkpoints_state_their_format_in_a_file_of_its_own(tmp_path: Path, name: str) -> None:
+    found = check_logits(tmp_path / "packed", make_old(tmp_path, name), lengths=(1, 17))
+    assert {each.format for each in found.packed.values()} == {name}
+    file = tmp_path / "packed" / OLD[name]
+    before = found.fingerprint({})
+    edit_json(file, damp_percent=0.5)
+    assert inspect_checkpoint(tmp_path / "packed").fingerprint({}) != before
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(SecurityRefusal, match="not a regular file"):
+        inspect_checkpoint(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "text"),
+    [
+        ("gptq", {"bits": 3}, "quantize_config.json: bits is 3; wanted one of (2, 4, 8)"),
+        ("gptq", {"is_marlin_format": True}, "quantize_config.json: checkpoint_format is 'marlin'; wanted"),
+        ("awq", {"w_bit": 3}, "quant_config.json: bits is 3; wanted 4"),
+        ("awq", {"version": "GEMV"}, "quant_config.json: version is 'GEMV'; wanted 'gemm'"),
+    ],
+)
+def test_old_settings_that_are_not_read_are_named(tmp_path: Path, name: str, stated: Any, text: str) -> None:
+    make_old(tmp_path, name, **stated)
+    with pytest.raises(JobFileError, match=re.escape(text)):
+        inspect_checkpoint(tmp_path / "packed")
+
+
+def test_what_config_json_states_is_preferred(tmp_path: Path) -> None:
+    make_published(tmp_path / "packed", tmp_path / "plain", "gptq")
+    before = inspect_checkpoint(tmp_path / "packed").fingerprint({})
+    (tmp_path / "packed/quantize_config.json").write_text('{"bits": 3}')
+    assert inspect_checkpoint(tmp_path / "packed").fingerprint({}) == before
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (
+            {"_type": "Int4TilePackedTo4dTensor"},
+            "is a 'Int4TilePackedTo4dTensor' of torchao; Float8Tensor, Int8",
+        ),
+        ({"_type": ["Int8Tensor"]}, "is a ['Int8Tensor'] of torchao"),
+        (None, f"{Q}_weight_qdata is quantised, and the header says nothing of {Q}weight"),
+    ],
+)
+def test_classes_of_torchao_that_are_not_read_are_named(tmp_path: Path, said: Any, text: str) -> None:
+    make_published(tmp_path / "packed", tmp_path / "plain", "torchao int8")
+    file = tmp_path / "packed" / SINGLE
+    stored, header = load_file(file), read_metadata(file)
+    del header[f"{Q}weight"]
+    if said is not None:
+        header[f"{Q}weight"] = json.dumps(said)
+    save_file(stored, file, metadata=header)
+    with pytest.raises(JobFileError, match=re.escape(text)) as raised:
+        inspect_checkpoint(tmp_path / "packed")
+    assert "unexpected tensors" not in str(raised.value)
+
+
+def test_int8_of_torchao_is_multiplied_where_activations_are_quantised_too(tmp_path: Path) -> None:
+    for name, kept in (("torchao w8a8", "stored-int8"), ("torchao int8", "none")):
+        make_published(tmp_path / name, tmp_path / "plain", name)
+        assert inspect_checkpoint(tmp_path / name).stored_quantization == kept
+
+
+def test_codes_of_torchao_are_the_weights(tmp_path: Path) -> None:
+    for name, codes in (("torchao int4", "int4"), ("torchao intx", "int4")):
+        make_published(tmp_path / name, tmp_path / "plain", name)
+        checkpoint = inspect_checkpoint(tmp_path / name).held_for("int4")
+        found = CheckpointWeights(checkpoint, torch.float32, "cpu").layer(1)
+        plain = CheckpointWeights(inspect_checkpoint(tmp_path / "plain"), torch.float32, "cpu").layer(1)
+        assert {form.codes for form in checkpoint.spec.forms} == {codes}
+        for part in ("qkv", "gate_up", "down"):
+            scales, zeros = (found[part + end].repeat_interleave(32, 1) for end in (SCALES, ZEROS))
+            values = (found[part].float() - zeros) * scales
+            torch.testing.assert_close(values, plain[part], atol=1e-5, rtol=1e-5)

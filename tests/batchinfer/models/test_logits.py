@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.families.family import NamePrefixes
+from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.models.paged import load_decoder, run_paged
 from tests.checkpoints import FAMILIES, LONGROPE, ROPES, cast_parameters, edit_json, make_checkpoint
@@ -49,7 +50,8 @@ def prompts_of(vocab: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) ->
 
 def check_logits(folder: Path, model: Any, *, lengths: tuple[int, ...] = LENGTHS) -> Checkpoint:
     """Whole prompts in one batch, then in chunks, against transformers one prompt at a time."""
-    checkpoint = inspect_checkpoint(folder)
+    checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint, Checkpoint)
     ops = TorchOps()
     decoder = load_decoder(checkpoint, ops, torch.float32, "cpu", checkpoint.spec.max_positions)
     prompts = prompts_of(checkpoint.spec.vocab, lengths)

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from batchinfer.models.files.sentence_modules import sentence_modules
+from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
 from tests.batchinfer.wrong_jobs import hears_signals
 from tests.checkpoints import make_tokenizer
 from tests.foreign_models import make_foreign
+from tests.gguf_files import make_gguf, tokenizer_keys
 from tests.hub_server import Hub, files_of, serving, sha256
 from tests.patience import PATIENCE_S, wait_until
 from tests.sentence_checkpoints import make_sentence_model, write_dense
@@ -237,19 +239,56 @@ def test_pickle_is_refused_before_anything_is_fetched(hub: Hub, cache: Path) -> 
     assert {name for name in hub.served if name} == set()
 
 
+def gguf_hub(folder: Path, name: str) -> dict[str, bytes]:
+    """The files of a repository that has a model in GGUF, whole or in parts, and what others have beside it."""
+    keys = tokenizer_keys(make_tokenizer(folder / "plain"))
+    shards = 2 if "parts" in name else 1
+    make_gguf(folder / f"{name}.gguf", folder / "plain", "llama", metadata=keys, shards=shards)
+    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.gguf"))}
+
+
 @pytest.mark.parametrize("config", [True, False])
-def test_a_model_of_gguf_files_alone_is_refused_with_what_would_be_right(
-    hub: Hub, cache: Path, config: bool
+def test_one_model_of_a_dozen_in_gguf_is_pulled(
+    hub: Hub, cache: Path, tmp_path: Path, config: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = hub.commits[FIRST]
-    for name in [name for name in files if not (name == "config.json" and config)]:
-        del files[name]
-    files |= {"tiny-q4.gguf": b"GGUF", "tiny-q8.gguf": b"GGUF"}
+    """A config.json beside it says nothing of it, as in many repositories."""
+    hub.commits[FIRST] = {
+        **gguf_hub(tmp_path, "tiny-Q4_K_M"), "tiny-Q8_0.gguf": b"GGUF", "mmproj-tiny.gguf": b"GGUF",
+        "README.md": b"# a", **({"config.json": b"{}"} if config else {}),
+    }  # fmt: skip
     code, _, err = pull(hub, cache, "org/tiny")
     assert code == 66, err
-    for words in ("as GGUF only (tiny-q4.gguf and 1 more)", "pull the model's original release instead"):
-        assert words in err
-    assert {name for name in hub.served if name} == set()
+    assert (
+        "has several models in GGUF: tiny-Q4_K_M.gguf, tiny-Q8_0.gguf; choose one, such as --include" in err
+    )
+    code, _, err = pull(hub, cache, "org/tiny", "--include", "*Q5*")
+    assert (code, "no GGUF file of org/tiny matches *Q5*; tiny-Q4_K_M.gguf" in err) == (66, True), err
+    code, out, err = pull(hub, cache, "org/tiny", "--include", "*Q4_K_M*")
+    assert (code, "model: {path: org/tiny}" in out) == (0, True), err
+    assert hub.served["tiny-Q8_0.gguf"] == 0
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    job = write_job(tmp_path, Path("org/tiny"), people(2))
+    assert run(job, RunOptions()).row["rows_ok"] == 2
+    hub.commits[FIRST]["tiny-Q8_0.gguf"] = hub.commits[FIRST]["tiny-Q4_K_M.gguf"]
+    code, out, err = pull(hub, cache, "org/tiny", "--include", "*Q8_0*")
+    assert (code, f"{{path: {snapshot(cache)}/tiny-Q8_0.gguf}}" in out) == (0, True), err
+
+
+def test_all_parts_of_a_model_in_gguf_are_pulled(hub: Hub, cache: Path, tmp_path: Path) -> None:
+    """Beside safetensors that nobody asked for."""
+    hub.commits[FIRST] |= gguf_hub(tmp_path, "parts")
+    code, out, err = pull(hub, cache, "org/tiny", "--include", "*00002-of-00002*", "--json")
+    assert (code, json.loads(out)["message"]) == (0, None), err
+    assert {file.name for file in snapshot(cache).glob("*.gguf")} == {
+        f"parts-0000{n}-of-00002.gguf" for n in (1, 2)
+    }
+    assert hub.served[WEIGHTS] == 0
+    del hub.commits[FIRST]["parts-00001-of-00002.gguf"]
+    code, _, err = pull(hub, cache, "org/tiny", "--include", "*.gguf")
+    assert (code, "parts-00001-of-00002.gguf, another part of that model, is missing" in err) == (
+        66,
+        False,
+    ), err
 
 
 def test_a_model_that_cannot_be_run_is_called_so(hub: Hub, cache: Path) -> None:

@@ -1,0 +1,179 @@
+"""Makes a tokenizer of the vocabulary that a GGUF file holds: pieces of sentencepiece, or bytes merged in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as RustTokenizer
+
+from batchinfer.core.errors import JobFileError
+from batchinfer.core.gguf.files import GgufModel
+from batchinfer.core.gguf.header import wrong_gguf
+from batchinfer.core.gguf.vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+
+BYTES, PIECES = "gpt2", "llama"  # kinds of tokenizers, as files name them
+_SPACE = "\u2581"
+_BESIDE = (
+    "put tokenizer.json of the model's original release into a folder with the GGUF file, and name the folder in "
+    "model.path"
+)
+_ENDINGS, _SYMBOLS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How texts are cut before bytes are merged. `pattern`: of the parts; None: GPT-2's. `digits`: each is a part.
+    `whole`: a part that is a token is that token, whatever the merges. `begins`: texts begin with BOS unless the file
+    says otherwise. `composed`: texts are normalised (NFC) first."""
+
+    pattern: str | None = None
+    digits: bool = False
+    whole: bool = False
+    begins: bool = False
+    composed: bool = False
+
+
+_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SYMBOLS}"
+_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SYMBOLS}"
+_TEKKEN = rf"{_WORDS % ('', '')}|\p{{N}}|{_PATHS}"
+_GPT4O = rf"{_WORDS % (f'{_ENDINGS}?', f'{_ENDINGS}?')}|\p{{N}}{{1,3}}|{_PATHS}"
+# By tokenizer.ggml.pre. The patterns are those of the models' own tokenizer.json
+CUTTINGS: Mapping[str, Cutting] = {
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), Cutting(_LLAMA3, whole=True, begins=True)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Cutting(_LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Cutting(_QWEN2, composed=True)),
+    "stablelm2": Cutting(_QWEN2),
+    "tekken": Cutting(_TEKKEN, whole=True, begins=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Cutting(_GPT4O)),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "exaone4"), Cutting()),
+    **dict.fromkeys(("smollm", "command-r", "starcoder", "refact"), Cutting(digits=True)),
+}
+
+
+def definition_of(model: GgufModel, vocabulary: Vocabulary) -> str:
+    """Return the text of a tokenizer.json. Raises JobFileError for a kind of tokenizer that is not known: another one
+    would give other tokens, and nobody would notice."""
+    if vocabulary.kind == PIECES:
+        rust, begins = _pieces(model, vocabulary), True
+    elif vocabulary.kind == BYTES:
+        cutting = _cutting(model, vocabulary)
+        rust, begins = _bytes(vocabulary, cutting), cutting.begins
+    else:
+        raise _wrong(model, "model", vocabulary.kind, (PIECES, BYTES))
+    _add_tokens(rust, vocabulary)
+    around = _around(vocabulary, begins)
+    if around is not None:
+        rust.post_processor = around
+    return str(rust.to_str())
+
+
+def _wrong(model: GgufModel, key: str, found: object, wanted: Iterable[str]) -> JobFileError:
+    text = f"{model.name}: tokenizer.ggml.{key} is {found!r}; supported are {', '.join(wanted)}"
+    return wrong_gguf(model.path, text, hint=_BESIDE)
+
+
+def _cutting(model: GgufModel, vocabulary: Vocabulary) -> Cutting:
+    found = CUTTINGS.get(vocabulary.pre or "")
+    if found is None:
+        raise _wrong(model, "pre", vocabulary.pre, CUTTINGS)
+    return found
+
+
+def _numbered(vocabulary: Vocabulary) -> dict[str, int]:
+    """The ids by the texts of the tokens; of equal ones the first."""
+    return {token: number for number, token in reversed([*enumerate(vocabulary.tokens)])}
+
+
+def _bytes(vocabulary: Vocabulary, cutting: Cutting) -> RustTokenizer:
+    merges = [(first, second) for first, _, second in (one.partition(" ") for one in vocabulary.merges)]
+    rust = RustTokenizer(models.BPE(_numbered(vocabulary), merges, ignore_merges=cutting.whole))
+    if cutting.composed:
+        rust.normalizer = normalizers.NFC()
+    cuts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cutting.digits else []
+    if cutting.pattern is not None:
+        cuts.append(pre_tokenizers.Split(Regex(cutting.pattern), behavior="isolated"))
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None))
+    rust.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    rust.decoder = decoders.ByteLevel()
+    return rust
+
+
+def _pieces(model: GgufModel, vocabulary: Vocabulary) -> RustTokenizer:
+    """Merge as sentencepiece does, the pair whose token has the best score first. Bytes stand for what has no token."""
+    prefixed = vocabulary.stated.get("add_space_prefix", True)
+    merges = [_pair(one) for one in vocabulary.merges] or _merges(model, vocabulary)
+    unknown = vocabulary.token("unknown_token_id")
+    rust = RustTokenizer(
+        models.BPE(_numbered(vocabulary), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    spaced = [normalizers.Replace(" ", _SPACE)]
+    rust.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaced] if prefixed else spaced)
+    read = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    rust.decoder = decoders.Sequence([*read, decoders.Strip(" ", 1, 0)] if prefixed else read)
+    return rust
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    first, _, second = merge.partition(" ")
+    return first, second
+
+
+def _merges(model: GgufModel, vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Every pair of tokens that together are one, that with the best score first. Gemma's tokens are in the order of
+    their merges, which their scores are not."""
+    if not vocabulary.scores:
+        raise wrong_gguf(
+            model.path, f"{model.name} has neither tokenizer.ggml.scores nor merges", hint=_BESIDE
+        )
+    ordered = str(model.metadata.get("general.architecture")).startswith("gemma")
+    plain = {
+        token: -float(number) if ordered else vocabulary.scores[number]
+        for number, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind == NORMAL
+    }
+    found = [
+        (-score, -at, at - len(token), token[:at], token[at:])
+        for token, score in plain.items()
+        for at in range(1, len(token))
+        if token[:at] in plain and token[at:] in plain
+    ]
+    return [(first, second) for *_, first, second in sorted(found, key=lambda each: each[:3])]
+
+
+def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary) -> None:
+    """Tokens of these types are found in texts before anything is merged."""
+    pairs = [*zip(vocabulary.tokens, vocabulary.types, strict=True)]
+    special = [token for token, kind in pairs if kind in (CONTROL, UNKNOWN) and token]
+    rust.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    plain = [token for token, kind in pairs if kind == USER_DEFINED and token]
+    rust.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
+
+
+def _around(vocabulary: Vocabulary, begins: bool) -> Any:
+    """Return what puts BOS before a text and EOS behind it, where the file says so."""
+    first = vocabulary.token("bos_token_id") if vocabulary.stated.get("add_bos_token", begins) else None
+    last = vocabulary.token("eos_token_id") if vocabulary.stated.get("add_eos_token", False) else None
+    if first is None and last is None:
+        return None
+    before, behind = ([first] if first else []), ([last] if last else [])
+    ids = {token: vocabulary.tokens.index(token) for token in (*before, *behind)}
+    return processors.TemplateProcessing(
+        single=[*before, "$A", *behind],
+        pair=[
+            *before,
+            "$A",
+            *behind,
+            *(f"{token}:1" for token in before),
+            "$B:1",
+            *(f"{t}:1" for t in behind),
+        ],
+        special_tokens=[*ids.items()],
+    )

@@ -1,0 +1,97 @@
+"""GGUF of llama.cpp: matrices in blocks of values that share scales, and floats that it stores in another form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from batchinfer.core.gguf.header import GgmlType
+from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor
+from batchinfer.models.formats.packed_tensor import Codes, PackedTensor, Read, int4_form
+from batchinfer_kernels.arithmetic import WeightForm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Types whose groups of 32 inputs have a scale and codes of 4 bits
+_INT4 = {"Q4_0": False, "Q4_1": True, "Q4_K": True}  # and whether they have offsets
+_GROUP, _LEAST = 32, -8
+_AT_ONCE = 1 << 24  # values that are taken apart at once, to bound what that takes beside the result
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWeight(PackedTensor):
+    """A tensor of a GGUF file. `type`: how it is stored. `heads`: the rows of each of so many heads are stored as pairs
+    that are rotated together, and are halves here; 0: they are in order. `less`: what is taken off each value, where
+    the file adds it."""
+
+    format: ClassVar[str] = "GGUF"
+
+    type: GgmlType
+    heads: int = 0
+    less: float = 0.0
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is stored in blocks."""
+        return self.type.name not in FLOAT_DTYPES
+
+    @property
+    def form(self) -> WeightForm | None:
+        return int4_form(_GROUP) if self.type.name in _INT4 and not self.less else None
+
+    def codes(self, read: Read) -> Codes:
+        """Zeros are offsets in scales. A scale of 0 is stored where all values of a group are its offset: the group's
+        codes are 0 here, of the scale 1."""
+        import torch
+
+        from batchinfer.models.formats.gguf_blocks import taken_apart
+
+        stored = self._in_order(read(self.stored[0]))
+        codes, scales, offsets = taken_apart(stored.view(-1, self.type.size), self.type.name)
+        shape, lines = self.shape, scales.view(self.shape[0], -1)
+        if offsets is None:
+            return Codes(codes.reshape(shape), lines)
+        one = scales == 0
+        codes.masked_fill_(one[..., None], 0)
+        lines = scales.masked_fill_(one, 1.0).view(shape[0], -1)
+        values = codes.reshape(shape).to(torch.int8).add_(_LEAST)
+        return Codes(values, lines, zeros=offsets.view(shape[0], -1).div(lines).add_(_LEAST))
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        import torch
+
+        stored = self._in_order(read(self.stored[0]))
+        if not self.quantized:
+            return stored.float() - self.less
+        found = torch.empty(self.shape)
+        step = max(1, _AT_ONCE // self.shape[-1])
+        for start in range(0, len(found), step):
+            rows = found[start : start + step]
+            rows.copy_(self._values(stored[start : start + step]).view(rows.shape))
+        return found.sub_(self.less) if self.less else found
+
+    def _values(self, rows: Tensor) -> Tensor:
+        from batchinfer.models.formats.gguf_blocks import taken_apart
+
+        return taken_apart(rows.reshape(-1, self.type.size), self.type.name).values()
+
+    def _in_order(self, stored: Tensor) -> Tensor:
+        """Return the rows of each head as halves: those of the first values of all pairs, then the others."""
+        if not self.heads:
+            return stored
+        pairs = stored.view(self.heads, -1, 2, *stored.shape[1:])
+        return pairs.transpose(1, 2).reshape(stored.shape)
+
+
+def read_stored(tensor: StoredTensor) -> Tensor:
+    """Read a tensor of a GGUF file: floats in its shape, blocks as bytes, (rows, bytes of a row). It is read, not
+    mapped: a file that was cut off meanwhile is an error then, and not the end of the process."""
+    import numpy as np
+    import torch
+
+    info = tensor.info
+    raw = torch.from_numpy(np.fromfile(tensor.file, np.uint8, info.nbytes, offset=info.start))
+    if info.dtype in FLOAT_DTYPES:
+        return raw.view(getattr(torch, FLOAT_DTYPES[info.dtype])).view(info.shape)
+    return raw.view(info.shape[0], -1)

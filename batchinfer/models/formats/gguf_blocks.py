@@ -1,0 +1,156 @@
+"""The blocks of ggml's types taken apart: codes in groups, each with a scale and maybe an offset. Layouts:
+ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# What the codes of IQ4 stand for
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class BlockGroups(NamedTuple):
+    """The values of n blocks are codes × scales - offsets: codes (n, groups, values of a group), integers; scales and
+    offsets (n, groups) float32. Products of codes and scales are exact."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """Return the values of the blocks, (n, values of a block) float32."""
+        found = self.codes.float().mul_(self.scales[..., None])
+        if self.offsets is not None:
+            found -= self.offsets[..., None]
+        return found.flatten(1)
+
+
+def taken_apart(blocks: Tensor, kind: str) -> BlockGroups:
+    """blocks: (n, bytes of a block) uint8 of a type of ggml, by its name."""
+    return _TYPES[kind](blocks)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """Return the float16 number at a byte of each block, (n, 1) float32."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _shifted(data: Tensor, width: int, *shifts: int) -> Tensor:
+    """data: (n, bytes) → (n, stretches, shifts, width): each stretch of `width` bytes shifted right by each number."""
+    by = torch.tensor(shifts, dtype=torch.uint8)[None, None, :, None]
+    return data.reshape(len(data), -1, 1, width) >> by
+
+
+def _nibbles(data: Tensor, width: int) -> Tensor:
+    """Return the low halves of each stretch of `width` bytes and then the high ones, (n, stretches, 2, width)."""
+    return _shifted(data, width, 0, 4) & 15
+
+
+def _bits(data: Tensor) -> Tensor:
+    """data: (n, 4) → its 32 bits in order, (n, 1, 32)."""
+    by = torch.arange(8, dtype=torch.uint8)
+    return ((data[:, :, None] >> by) & 1).view(len(data), 1, 32)
+
+
+def _q4_0(blocks: Tensor) -> BlockGroups:
+    codes = _nibbles(blocks[:, 2:], 16).view(-1, 1, 32).to(torch.int8)
+    return BlockGroups(codes - 8, _half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> BlockGroups:
+    return BlockGroups(_nibbles(blocks[:, 4:], 16).view(-1, 1, 32), _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> BlockGroups:
+    codes = _nibbles(blocks[:, 6:], 16).view(-1, 1, 32) | _bits(blocks[:, 2:6]) << 4
+    return BlockGroups(codes.to(torch.int8) - 16, _half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> BlockGroups:
+    codes = _nibbles(blocks[:, 8:], 16).view(-1, 1, 32) | _bits(blocks[:, 4:8]) << 4
+    return BlockGroups(codes, _half(blocks, 0), -_half(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> BlockGroups:
+    return BlockGroups(blocks[:, 2:].view(torch.int8)[:, None], _half(blocks, 0))
+
+
+def _q2_k(blocks: Tensor) -> BlockGroups:
+    scales = blocks[:, :16]
+    codes = (_shifted(blocks[:, 16:80], 32, 0, 2, 4, 6) & 3).view(-1, 16, 16)
+    return BlockGroups(codes, _half(blocks, 80) * (scales & 15), _half(blocks, 82) * (scales >> 4))
+
+
+def _q3_k(blocks: Tensor) -> BlockGroups:
+    """The lower bits of its scales are in 8 bytes, the upper two in 4; a code is 4 less where its mask has no bit."""
+    low = _nibbles(blocks[:, 96:104], 8).view(-1, 16)
+    high = (_shifted(blocks[:, 104:108], 4, 0, 2, 4, 6) & 3).view(-1, 16)
+    scales = (low | high << 4).to(torch.int8) - 32
+    codes = (_shifted(blocks[:, 32:96], 32, 0, 2, 4, 6) & 3).view(-1, 16, 16)
+    mask = (_shifted(blocks[:, :32], 32, *range(8)) & 1).view(-1, 16, 16)
+    return BlockGroups((codes | mask << 2).to(torch.int8) - 4, _half(blocks, 108) * scales)
+
+
+def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """packed: (n, 12) → 8 scales and 8 minima of 6 bits each: those of the first four groups in the lower bits of the
+    first bytes, whose upper bits complete the others."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1)
+    return scales, torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
+
+
+def _q4_k(blocks: Tensor) -> BlockGroups:
+    scales, minima = _six_bits(blocks[:, 4:16])
+    codes = _nibbles(blocks[:, 16:], 32).view(-1, 8, 32)
+    return BlockGroups(codes, _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+
+
+def _q5_k(blocks: Tensor) -> BlockGroups:
+    scales, minima = _six_bits(blocks[:, 4:16])
+    high = (_shifted(blocks[:, 16:48], 32, *range(8)) & 1).view(-1, 8, 32)
+    codes = _nibbles(blocks[:, 48:], 32).view(-1, 8, 32) | high << 4
+    return BlockGroups(codes, _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+
+
+def _q6_k(blocks: Tensor) -> BlockGroups:
+    low = _nibbles(blocks[:, :128], 64).view(-1, 16, 16)
+    high = (_shifted(blocks[:, 128:192], 32, 0, 2, 4, 6) & 3).view(-1, 16, 16)
+    scales = blocks[:, 192:208].contiguous().view(torch.int8)
+    return BlockGroups((low | high << 4).to(torch.int8) - 32, _half(blocks, 208) * scales)
+
+
+def _iq4_nl(blocks: Tensor) -> BlockGroups:
+    return BlockGroups(_looked_up(blocks[:, 2:]).view(-1, 1, 32), _half(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> BlockGroups:
+    """The upper two bits of its scales are in one word of 16 bits, the others in 4 bytes."""
+    upper = blocks[:, 2:4].contiguous().view(torch.int16).int()
+    high = (upper >> torch.arange(0, 16, 2)) & 3
+    low = _shifted(blocks[:, 4:8], 1, 0, 4).view(-1, 8) & 15
+    scales = (low.int() | high << 4) - 32
+    return BlockGroups(_looked_up(blocks[:, 8:]).view(-1, 8, 32), _half(blocks, 0) * scales)
+
+
+def _looked_up(data: Tensor) -> Tensor:
+    return torch.tensor(_IQ4, dtype=torch.int8)[_nibbles(data, 16).int()]
+
+
+_TYPES: Mapping[str, Callable[[Tensor], BlockGroups]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}

@@ -1,0 +1,234 @@
+"""torchao as transformers saves it: integers and 8-bit floats, whose class the header of the safetensors file names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from batchinfer.models.files.config_fields import shown
+from batchinfer.models.files.safetensors_header import read_metadata
+from batchinfer.models.files.weight_files import StoredTensor
+from batchinfer.models.formats.fp8 import DTYPES, Fp8Tensor, block_of, is_block
+from batchinfer.models.formats.integers import Int8Tensor
+from batchinfer.models.formats.packed_tensor import (
+    Codes,
+    PackedTensor,
+    PackedTensors,
+    Read,
+    Stored,
+    StoredFormat,
+    int4_form,
+    is_float,
+)
+from batchinfer_kernels.arithmetic import WeightForm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "torchao"
+_PLAIN = "Tensor"
+_VALUES, _SCALES, _ZEROS = "qdata", "scale", "zero_point"
+_SMOOTHED = "act_pre_scale"
+_PARTS = (_VALUES, _SCALES, _ZEROS, _SMOOTHED, "scale_and_zero", "per_tensor_scale")
+
+
+class TorchaoFormat(StoredFormat):
+    """Weights of torchao. What a weight is, is stated in the header of its file under its name."""
+
+    def find(self, tensors: Stored) -> PackedTensors:
+        packed = PackedTensors()
+        stated = _stated(tensors)
+        for name, said in stated.items():
+            if said.get("_type") != _PLAIN:
+                _add(packed, name, said, tensors)
+        for name in tensors:
+            module, mark, part = name.rpartition("._")
+            weight = f"{module}.{part.removesuffix(f'_{_VALUES}')}"
+            if mark and part.endswith(f"_{_VALUES}") and weight not in stated:
+                packed.mistakes.append(f"{name} is quantised, and the header says nothing of {weight}")
+                packed.unused.update(each for each in tensors if each.startswith(_start(weight)))
+        return packed
+
+
+def torchao_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat:
+    """Return the format of `quant_method: torchao`. What `quant_type` states is how torchao would quantise; what was
+    stored is seen by the headers."""
+    return TorchaoFormat()
+
+
+def _stated(tensors: Stored) -> dict[str, Mapping[str, Any]]:
+    """Return what the files' headers say of weights, by their names."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        for name, text in read_metadata(file).items():
+            said = _object(text)
+            if said is not None and "_type" in said and _held(name, tensors):
+                found[name] = said
+    return found
+
+
+def _object(text: str) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # a text, such as "pt"
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _start(name: str) -> str:
+    """How the names of a weight's tensors begin."""
+    module, _, leaf = name.rpartition(".")
+    return f"{module}._{leaf}_"
+
+
+def _held(name: str, tensors: Stored) -> bool:
+    """Whether the weight is among the tensors: parts of a model may be left out."""
+    return name in tensors or any(_start(name) + part in tensors for part in _PARTS)
+
+
+def _add(packed: PackedTensors, name: str, said: Mapping[str, Any], tensors: Stored) -> None:
+    """Note a quantised weight, whose tensors are reported once where something is wrong."""
+    kind, start, data = said.get("_type"), _start(name), said.get("_data")
+    add = _CLASSES.get(kind) if isinstance(kind, str) else None
+    if add is None:
+        packed.mistakes.append(f"{name} is a {shown(kind)} of torchao; {', '.join(_CLASSES)} are read")
+    elif start + _SMOOTHED in tensors:
+        packed.mistakes.append(
+            f"{name} has {start + _SMOOTHED}, by which inputs are multiplied; that is not read"
+        )
+    elif not packed.lacks(name, tensors, start + _VALUES, start + _SCALES):
+        add(packed, name, data if isinstance(data, Mapping) else {}, tensors)
+    read = packed.found[name].stored if name in packed.found else ()
+    packed.unused.update(each for each in tensors if each.startswith(start) and each not in read)
+
+
+def _alone(data: Mapping[str, Any]) -> bool:
+    """Whether activations are not to be quantised."""
+    return data.get("act_quant_kwargs") is None
+
+
+def _add_fp8(packed: PackedTensors, name: str, data: Mapping[str, Any], tensors: Stored) -> None:
+    values, scales = stored = _start(name) + _VALUES, _start(name) + _SCALES
+    info, stated = tensors[values].info, data.get("block_size")
+    block = (stated[0], stated[1]) if isinstance(stated, list) and is_block(stated) else None
+    fitting = block_of(info.shape, tensors[scales].info.shape, block)
+    right = info.dtype in DTYPES and fitting is not None and is_float(tensors[scales])
+    packed.add(name, Fp8Tensor(info.shape, stored, fitting or None, info.dtype, _alone(data)), tensors, right)
+
+
+def _add_int8(packed: PackedTensors, name: str, data: Mapping[str, Any], tensors: Stored) -> None:
+    stored, lines, right = _parts(name, tensors)
+    shape = tensors[stored[0]].info.shape
+    packed.add(name, Int8Tensor(shape, stored, lines, _alone(data)), tensors, right)
+
+
+def _add_intx(packed: PackedTensors, name: str, data: Mapping[str, Any], tensors: Stored) -> None:
+    stored, lines, right = _parts(name, tensors)
+    shape = tensors[stored[0]].info.shape
+    target = data.get("target_dtype")
+    few = isinstance(target, Mapping) and target.get("_data") in ("int1", "int2", "int3", "int4")
+    group = shape[1] // lines[1] if right and lines[1] else 0
+    packed.add(name, IntxTensor(shape, stored, group if few else 0), tensors, right)
+
+
+def _parts(name: str, tensors: Stored) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
+    """Return the names of values, scales and maybe zeros of a weight of a value a byte, the shape of the scales, and
+    whether they fit each other. Zeros of outputs are written for symmetric values, too, and are all 0 then."""
+    values, scales, zeros = (_start(name) + part for part in (_VALUES, _SCALES, _ZEROS))
+    info, lines = tensors[values].info, tensors[scales].info.shape
+    right = info.dtype == "I8" and len(info.shape) == len(lines) == 2 and is_float(tensors[scales])
+    right = right and lines[0] == info.shape[0] and lines[1] > 0 and info.shape[1] % lines[1] == 0
+    offsets = tensors.get(zeros)
+    if offsets is None or ((offsets.info.dtype, offsets.info.shape) == ("I8", lines) and _all_zero(offsets)):
+        return (values, scales), lines, right
+    fits = offsets.info.shape == lines and (offsets.info.dtype == "I8" or is_float(offsets))
+    return (values, scales, zeros), lines, right and fits
+
+
+def _all_zero(zeros: StoredTensor) -> bool:
+    """Whether zeros of outputs are 0; those of groups are too many to look at before anything is loaded."""
+    return zeros.info.shape[-1:] == (1,) and not any(zeros.content())
+
+
+def _add_int4(packed: PackedTensors, name: str, _: Mapping[str, Any], tensors: Stored) -> None:
+    values, scales, zeros = stored = tuple(_start(name) + part for part in (_VALUES, _SCALES, _ZEROS))
+    if packed.lacks(values, tensors, zeros):
+        return
+    info, lines = tensors[values].info, tensors[scales].info.shape
+    outputs, inputs = (info.shape[0], 2 * info.shape[1]) if len(info.shape) == 2 else (0, 0)
+    right = info.dtype in ("I8", "U8") and len(lines) == 2 and lines[1] == outputs and lines[0] > 0
+    right = right and inputs % lines[0] == 0 and tensors[zeros].info.shape == lines
+    right = right and is_float(tensors[scales]) and is_float(tensors[zeros])
+    group = inputs // lines[0] if right else 0
+    packed.add(name, TorchaoInt4((outputs, inputs), stored, group), tensors, right)
+
+
+_CLASSES: Mapping[str, Callable[[PackedTensors, str, Mapping[str, Any], Stored], None]] = {
+    "Float8Tensor": _add_fp8,
+    "Int8Tensor": _add_int8,
+    "IntxUnpackedToInt8Tensor": _add_intx,
+    "Int4Tensor": _add_int4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class IntxTensor(PackedTensor):
+    """A matrix (N, K) of integers of few bits, each in a byte, with scales and maybe zeros (N, groups). `group`: inputs
+    that share them where codes have 4 bits or fewer; 0: they have more."""
+
+    format: ClassVar[str] = NAME
+
+    group: int
+
+    @property
+    def form(self) -> WeightForm | None:
+        return int4_form(self.group)
+
+    def codes(self, read: Read) -> Codes:
+        values, scales, *zeros = map(read, self.stored)
+        return Codes(values, scales.float(), zeros=zeros[0].float() if zeros else None)
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        from batchinfer.models.formats.codes import scaled
+
+        values, scales, *zeros = map(read, self.stored)
+        return scaled(values.t(), scales.t(), zeros[0].t() if zeros else None).t()
+
+
+@dataclass(frozen=True, slots=True)
+class TorchaoInt4(PackedTensor):
+    """A matrix stored as pairs of codes of 4 bits, -8 … 7, the first in the lower half (N, K / 2), with scales and
+    offsets (groups, N): values are codes × scales + offsets. `group`: inputs that share these."""
+
+    format: ClassVar[str] = NAME
+
+    group: int
+
+    @property
+    def form(self) -> WeightForm | None:
+        return int4_form(self.group)
+
+    def codes(self, read: Read) -> Codes:
+        """Zeros are offsets in scales. A group whose scale is 0 has its offset as the scale of codes that are 1."""
+        values, scales, offsets = self._read(read)
+        empty = scales == 0
+        values = values.masked_fill(empty.repeat_interleave(self.group, 1), 1)
+        lines = scales.where(~empty, offsets)
+        zeros = offsets.neg().div(scales).masked_fill_(empty, 0.0)
+        return Codes(values, lines, zeros=zeros)
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        values, scales, offsets = self._read(read)
+        found = values.float().view(len(values), -1, self.group)
+        return found.mul_(scales[..., None]).add_(offsets[..., None]).flatten(1)
+
+    def _read(self, read: Read) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the codes (N, K) int8, scales and offsets (N, groups) float32."""
+        import torch
+
+        values, scales, offsets = map(read, self.stored)
+        pairs = values.view(torch.int8)
+        codes = torch.stack((pairs << 4 >> 4, pairs >> 4), -1).flatten(1)  # shifts to the right keep the sign
+        return codes, scales.t().float(), offsets.t().float()

@@ -1,0 +1,70 @@
+"""The tensors of a GGUF model under the names that the family's checkpoints give them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from batchinfer.core.gguf.files import GgufModel
+from batchinfer.core.gguf.header import GgufTensor
+from batchinfer.models.files.safetensors_header import TensorInfo
+from batchinfer.models.files.weight_files import StoredTensor
+from batchinfer.models.formats.gguf import GgufWeight
+from batchinfer.models.gguf.architectures import EXPERT, Architecture
+from batchinfer.models.gguf.config import FACTORS, LONG, SHORT
+
+# They are in the configuration, or computed
+_UNREAD = (FACTORS, SHORT, LONG)
+_UNREAD_ENDS = (".attn_rot_embd.weight", ".rope_freqs.weight")
+_LAYER = re.compile(r"blk\.(?P<number>\d+)\.(?P<module>.+)")
+_ROW = "ffn_gate_inp_shexp"  # a matrix of one row, which is stored without that dimension
+Stored = dict[str, StoredTensor]
+
+
+def stored_tensors(
+    model: GgufModel, known: Architecture, config: Mapping[str, Any]
+) -> tuple[Stored, dict[str, GgufWeight]]:
+    """Return all tensors that are read, and of these the ones that are stored in blocks or in another form. A tensor of
+    all experts becomes one for each, and one that the family does not know keeps its name."""
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    stored: Stored = {}
+    packed: dict[str, GgufWeight] = {}
+    for name, tensor in model.tensors.items():
+        if name in _UNREAD or name.endswith(_UNREAD_ENDS):
+            continue
+        module, _, end = name.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        pairs = heads.get(leaf, 0) if known.pairs else 0
+        less = known.norms if leaf.endswith("norm") else 0.0
+        for ours, part in _placed(known, module, end, name, tensor):
+            stored[ours] = part
+            weight = GgufWeight(part.info.shape, (ours,), tensor.type, pairs, less)
+            if weight.quantized or pairs or less:
+                packed[ours] = weight
+    return stored, packed
+
+
+def _placed(
+    known: Architecture, module: str, end: str, name: str, tensor: GgufTensor
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the family's names for a tensor, and what lies under each."""
+    found = _LAYER.fullmatch(module)
+    ours = known.layer_module(found["number"], found["module"]) if found else known.module(module)
+    if ours is None:
+        yield name, _stored(tensor, tensor.shape)
+    elif EXPERT not in ours or len(tensor.shape) != 3:
+        shape = (1, *tensor.shape) if module.endswith(_ROW) and len(tensor.shape) == 1 else tensor.shape
+        yield f"{ours}.{end}", _stored(tensor, shape)
+    else:
+        experts = tensor.shape[0]
+        for number in range(experts):
+            part = _stored(tensor, tensor.shape[1:], number, experts)
+            yield f"{ours.replace(EXPERT, str(number))}.{end}", part
+
+
+def _stored(tensor: GgufTensor, shape: tuple[int, ...], number: int = 0, parts: int = 1) -> StoredTensor:
+    """Return one of equal parts of a tensor."""
+    size = (tensor.end - tensor.start) // parts
+    start = tensor.start + number * size
+    return StoredTensor(tensor.file, TensorInfo(tensor.type.name, shape, start, start + size))

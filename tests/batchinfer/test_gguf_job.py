@@ -1,0 +1,91 @@
+"""Whole jobs on GGUF files: the answers are those of the dequantised checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from batchinfer.core.errors import JobFileError
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job import load_job
+from batchinfer.models.opening import open_checkpoint
+from batchinfer.pipeline.options import RunOptions
+from batchinfer.verbs.validate import validate_job
+from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
+from tests.checkpoints import EOS, make_family_tokenizer, make_tokenizer
+from tests.gguf_files import make_gguf, tokenizer_keys
+
+ROWS = [{"text": text} for text in ("alpha", "beta and gamma", "alpha and more", "delta")]
+MIXED = (Type.Q4_K, Type.Q6_K, Type.Q4_0)
+
+
+def made(folder: Path, name: str = "tiny-Q4_K_M.gguf", **options: Any) -> Path:
+    keys = tokenizer_keys(make_tokenizer(folder / "plain"))
+    (folder / "models").mkdir(exist_ok=True)
+    make_gguf(folder / "models" / name, folder / "plain", "llama", MIXED, metadata=keys, **options)
+    return folder / "models" / name
+
+
+@pytest.mark.parametrize("named", ["file", "folder"])
+def test_answers_are_those_of_the_dequantised_checkpoint(tmp_path: Path, named: str) -> None:
+    file = made(tmp_path)
+    answers = []
+    for model in (file if named == "file" else file.parent, tmp_path / "plain"):
+        job_folder = tmp_path / f"job-{len(answers)}"
+        job_folder.mkdir()
+        job = write_job(job_folder, model, ROWS)
+        outcome = run(job, RunOptions(), ("model.dtype", "float32"))
+        assert (outcome.exit_code, outcome.row["rows_ok"]) == (0, len(ROWS))
+        answers.append([row["generated_text"] for row in table(job)])
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 1
+
+
+def test_codes_of_4_bits_stay_as_they_are_stored(tmp_path: Path) -> None:
+    file = made(tmp_path)
+    job = write_job(tmp_path, file, ROWS)
+    outcome = run(job, RunOptions(), ("model.quantization", "int4"))
+    assert (outcome.exit_code, outcome.row["quantization"]) == (0, "int4")
+    found = "\n".join(validate_job(load_job(job, (("model.quantization", "int4"),))))
+    assert re.search(r"[\d.]+% of the weights of linear layers stay in int4 as they are stored", found)
+
+
+def test_validate_says_what_the_weights_take(tmp_path: Path) -> None:
+    found = "\n".join(validate_job(load_job(write_job(tmp_path, made(tmp_path), ROWS), ())))
+    assert (
+        "weights stored as Q4_0 and Q4_K and Q6_K are dequantised when they are loaded: all weights" in found
+    )
+    assert "bfloat16" in found or "float32" in found
+
+
+def test_a_file_is_read_through_a_link_that_the_job_names(tmp_path: Path) -> None:
+    """But none in a folder that leads elsewhere."""
+    file = made(tmp_path)
+    (tmp_path / "linked").mkdir()
+    link = tmp_path / "linked/x.gguf"
+    link.symlink_to(file)
+    assert open_checkpoint(link).spec == open_checkpoint(file).spec
+
+
+def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:
+    """The file names one; the others are known by their texts, if the file calls them control tokens."""
+    special = ["<|eot_id|>", "<|end_of_text|>", "<|other|>"]
+    fast = make_family_tokenizer(tmp_path / "plain", "x", special, ["<end_of_turn>"])
+    keys = tokenizer_keys(fast)
+    make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "llama", metadata=keys, vocab=len(fast))
+    ids = [fast.convert_tokens_to_ids(each) for each in special[:2]]
+    assert open_checkpoint(tmp_path / "x.gguf").spec.eos_token_ids == (EOS, *ids)
+    assert Tokenizer.load(tmp_path / "x.gguf").decode([65, EOS]) != ""
+
+
+def test_a_job_with_another_model_in_the_folder_names_the_file(tmp_path: Path) -> None:
+    file = made(tmp_path)
+    made(tmp_path, "tiny-Q8_0.gguf")
+    with pytest.raises(
+        JobFileError, match=r"holds 2 models in GGUF: .*name the file, such as .*tiny-Q4_K_M\.gguf"
+    ):
+        validate_job(load_job(write_job(tmp_path, file.parent, ROWS), ()))
