@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.calibration.layer import RoundedLayer, WatchedLinear, rounded_layer, rounds
+from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.calibration.sample import LayerRun, SampleRows
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
@@ -25,16 +26,6 @@ from batchinfer.models.spec.spec import INT4_GROUP, LayerSpec
 
 CPU = torch.device("cpu")
 LOGIT_ROWS = 256  # tokens whose logits of both models are in memory at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """The loss by rounding: how the next token changes at `tokens` positions of answers that the search has not seen: the mean
-    of KL(before ‖ after) in nats, and the share of positions with the same most likely token."""
-
-    kl: float
-    same: float
-    tokens: int
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
 from batchinfer.models.opening import StoredModel, open_checkpoint
+from batchinfer.plan.setup.calibrated import with_calibration
 from batchinfer.plan.setup.ingest_workers import ingest_workers
 from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_followed, check_names
 from batchinfer.plan.setup.job_reasoning import most_with_reasoning
@@ -100,6 +101,7 @@ def check_setup(
         _check_device(job)
     setting = resolve(job, checkpoint, hardware)
     checkpoint = checkpoint.held_for(setting.quantization)
+    checkpoint, setting = with_calibration(job, checkpoint, setting, state)
     tokenizer = Tokenizer.load(job.model.path, given_template(job))
     check_templates(job)
     check_chat_template(job, tokenizer)

@@ -406,7 +406,13 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
     found = [{n: f.default for n, f in s.model_fields.items() if not f.is_required()} for s in sections]
     assert found == [
         # auto is left out, and so is none, which was the default once: what is computed stands beside the identity
-        {"dtype": "auto", "quantization": "auto", "kv_cache_dtype": "auto", "max_model_len": None},
+        {
+            "dtype": "auto",
+            "quantization": "auto",
+            "calibration": "auto",
+            "kv_cache_dtype": "auto",
+            "max_model_len": None,
+        },
         {
             "path": None,
             "sql": None,

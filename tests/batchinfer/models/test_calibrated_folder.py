@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from batchinfer.models.calibration.folder import CalibratedFolder
 from batchinfer.models.calibration.layer import RoundedLayer
+from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.calibration.sample import SampleRows
-from batchinfer.models.calibration.search import Loss, Search
+from batchinfer.models.calibration.search import Search
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from tests.batchinfer.engine.small_engine import cpu_ops, quantized
