@@ -17,6 +17,7 @@ from batchinfer.cli.endings import explain
 from batchinfer.cli.history_verb import history
 from batchinfer.cli.job_verbs import init, plan, preview, run, validate
 from batchinfer.cli.pull_verb import pull
+from batchinfer.cli.quantize_verb import quantize
 from batchinfer.cli.report_verb import report
 from batchinfer.cli.result_verbs import clean, query, verify
 from batchinfer.cli.schema_verb import schema
@@ -40,6 +41,7 @@ for _verb in (
     preview,
     init,
     pull,
+    quantize,
     doctor,
     status,
     query,

@@ -84,6 +84,11 @@ class ModelSection(Section):
         "none. none: in dtype. int4, int8, fp8: weights are quantised while loading. stored: in the int8 or fp8 of the "
         "checkpoint. fp8: GPU only. int4: CPU only.",
     )
+    calibration: Literal["auto", "off"] = Field(
+        default="auto",
+        description="How weights become int4. auto: the job's first run calibrates a model in floats on a sample of "
+        "the job's rows. off: weights are rounded to nearest.",
+    )
     kv_cache_dtype: KvCacheDtype = Field(
         default="auto",
         description="What the KV cache keeps. auto: values in dtype. int8, fp8: codes of one byte. fp8: GPU only.",

@@ -27,6 +27,7 @@ class OpenRun:
     """One run of one job, holding the job's lock."""
 
     job: Job
+    whole: Job  # without the limit of a trial
     options: RunOptions
     setup: Setup
     state: StateFolder
@@ -50,7 +51,7 @@ def opened(
     Raises what `check_setup` and `openai_file` raise, and Locked where another run holds the lock.
     """
     watch = Stopwatch(options.already_s)
-    whole = state_of(job)
+    whole, all_rows = state_of(job), job
     if options.limit is not None:
         job = job.first_rows(options.limit)
     state = state_of(job)
@@ -68,6 +69,7 @@ def opened(
         launch = Launch(options.transport, options.standby)
         yield OpenRun(
             job,
+            all_rows,
             options,
             setup,
             state,

@@ -17,6 +17,7 @@ from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.stages.answering import answer
 from batchinfer.pipeline.stages.answering_in_waves import answer_in_waves
+from batchinfer.pipeline.stages.calibrating import calibrated
 from batchinfer.pipeline.stages.earlier_result import earlier_result
 from batchinfer.pipeline.stages.planning import planned
 from batchinfer.pipeline.stages.publishing import publish_result, tidy, write_openai_file
@@ -39,6 +40,7 @@ def run_job(
     """
     with opened(job, options, progress, interrupts, notice) as run, reported(run), run.launch:
         _prepare(run)
+        run = calibrated(run)
         context = work_context(run.setup, run.state, remember=True)
         earlier = earlier_result(run, context)
         if earlier is not None:

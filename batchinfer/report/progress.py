@@ -19,7 +19,15 @@ from batchinfer.core.wording import about, count, short, size
 from batchinfer.report.expected_output import ExpectedOutput
 
 Phase = Literal[
-    "listing", "downloading", "reading", "planning", "waiting", "loading model", "running", "publishing"
+    "listing",
+    "downloading",
+    "calibrating",
+    "reading",
+    "planning",
+    "waiting",
+    "loading model",
+    "running",
+    "publishing",
 ]
 
 UNCOUNTED: tuple[Phase, ...] = ("listing", "planning", "waiting", "loading model")
@@ -103,6 +111,8 @@ class _Work:
 
     @property
     def unit(self) -> str:
+        if self.phase == "calibrating":
+            return "layers"
         return "rows" if self.prompt_tokens is None else "tok"
 
     def mark(self, now: float) -> None:
@@ -211,7 +221,7 @@ class Progress:
         self.tick()
 
     def rows(self, number: int) -> None:
-        """Count more rows that were read or published."""
+        """Count more rows that were read or published, or layers that were calibrated."""
         self._current().rows += number
         self.tick()
 
@@ -378,9 +388,9 @@ def _amount(work: _Work) -> str:
     if work.prompt_tokens is not None:
         return f"{short(done)} of {short(total)} tokens{_SO_FAR if work.more else ''}"
     return (
-        f"{count(done)} rows"
+        f"{count(done)} {work.unit}"
         if total is None or work.total_bytes
-        else f"{count(done)} of {count(total)} rows"
+        else f"{count(done)} of {count(total)} {work.unit}"
     )
 
 

@@ -27,7 +27,7 @@ _LAUNCHED: dict[LaunchMode, str] = {
 
 
 def summary(row: Row, report: Path | None = None) -> str:
-    """Return at most 20 aligned lines without a final newline. What is not known is a dash or left out.
+    """Return at most 21 aligned lines without a final newline. What is not known is a dash or left out.
 
     `report`: the row's file; None for a run that changed nothing and leaves none.
     """
@@ -39,6 +39,7 @@ def summary(row: Row, report: Path | None = None) -> str:
         ("speed", _speed(row)),
         ("latency", _latency(row)),
         ("limit", _limit(row)),
+        ("int4", _int4(row)),
         ("busy", _busy(row)),
         ("lost", _lost(row)),
         ("launched", _launched(row)),
@@ -154,6 +155,14 @@ def _limit(row: Row) -> str:
 def _arithmetic(row: Row) -> str:
     coded = row["quantization"], row["kv_cache_dtype"]
     return arithmetic_text(row["dtype"] or UNKNOWN, *coded, row["deterministic"])
+
+
+def _int4(row: Row) -> str:
+    """Say what calibrated weights change."""
+    if row["int4_kl"] is None:
+        return ""
+    same = f"same most likely token at {row['int4_same_token']:.2%} of {count(row['int4_tokens'])} held out"
+    return f"KL from unquantised weights {row['int4_kl']:.1e} nats a token, {same}"
 
 
 def _busy(row: Row) -> str:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,11 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from batchinfer.models import sources
+from batchinfer.models.calibration import search
+from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.sample import SampleRows
+from batchinfer.models.calibration.search import Search
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.ops.interface import (
     AttentionInputs,
     Head,
@@ -31,11 +37,13 @@ from batchinfer.models.ops.interface import (
     values_of,
 )
 from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.spec import spec
+from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 from batchinfer_kernels.arithmetic import CacheDtype, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.rope_store import coded_reference
-from tests.batchinfer.engine.small_engine import Place
+from tests.batchinfer.engine.small_engine import Place, cpu_ops, quantized
 from tests.batchinfer.engine.teacher_forced import Forced, Row, Way, load
 from tests.jobs.test_quickstart_run import accuracy, run
 
@@ -298,3 +306,45 @@ def test_accuracy_holds_in_every_arithmetic(tmp_path: Path) -> None:
         )
     assert right["bfloat16"] >= right["float32"] - 0.003
     assert right["int8"] >= right["float32"] - 0.01
+
+
+def calibrated(rows: Seq[Row], group: int) -> Loss:
+    """Search on every eighth of the rows, and return what the others lose at the tokens of their answers."""
+    checkpoint = inspect_checkpoint(QUICKSTART / "model")
+    searched, held_out = rows[::8], [row for number, row in enumerate(rows) if number % 8]
+    sample, unseen = (
+        SampleRows.of((np.array(row.prompt + row.answer[:-1], np.int32), len(row.prompt)) for row in some)
+        for some in (searched, held_out)
+    )
+    ops = cpu_ops(quantized(checkpoint, "int4"))
+    made = Search(checkpoint, ops, torch.bfloat16, (sample, unseen), group)
+    list(made.layers())
+    loss = made.loss()
+    assert loss is not None
+    said = f"KL {loss.kl:.2e} nats, same token {loss.same:.3%}, {loss.tokens} positions"
+    print(f"int4 in groups of {group}, calibrated: {said}")
+    return loss
+
+
+def all_linears(layer: LayerSpec, *_: object) -> list[LinearSpec]:
+    """Also those whose last group is short, which no checkpoint could hold."""
+    return list(layer.linears)
+
+
+def test_calibrated_int4_is_nearer_than_rounded_int4() -> None:
+    rows = forced_rows(2 * THINNED)
+    plain = measured(rows, "bfloat16", "int4")
+    found = calibrated(rows, 32)
+    assert found.kl < plain.mean() / 2
+    assert found.kl < MOST_MEAN
+    assert found.same > 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_the_divergence_of_calibrated_int4(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "INT4_GROUP", group)
+    monkeypatch.setattr(search, "rounds", all_linears)
+    rows = forced_rows(SAMPLE)
+    plain = measured(rows, "bfloat16", "int4")
+    assert calibrated(rows, group).kl < plain.mean() / 3

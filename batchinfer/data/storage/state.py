@@ -9,6 +9,8 @@
         fingerprints.json           sha256 of weight files
         store.json                  the `cache.path` of the job's last run: the store is found without the job file
         kept/                       what the last run knew of its rows, without their tokens
+        int4/<digest>/              the model's weights in int4, calibrated for the job, and what that lost; a folder
+                                    takes this name once it is whole
         result_files.json           which result was published last, and what its files were made of
         written.json                which files the job wrote elsewhere, with their digests
         lock                        flock target; holds the pid of the run that has it
@@ -77,6 +79,7 @@ class StateFolder:
         self.report_lock = self.job / "report.lock"
         self.fingerprints = self.job / "fingerprints.json"
         self.kept = self.job / "kept"
+        self.int4 = self.job / "int4"
         self.result_files = self.job / "result_files.json"
         self.written = self.job / "written.json"
         self._marker = self.job / "state.json"

@@ -50,9 +50,9 @@ class SmoothedWeights(Weights):
     def layer(self, index: int) -> LayerWeights:
         layer, weights = self._spec.layers[index], dict(self._weights.layer(index))
         linears = {linear.name: linear for linear in layer.linears}
-        for name, readers in _readers(layer):
+        for name, readers in norm_readers(layer):
             _smooth_norm(weights, name, layer.norms[name], [linears[reader] for reader in readers])
-        for up, down in _gated_halves(layer):
+        for up, down in gated_halves(layer):
             _smooth_half(weights, linears[up], linears[down])
         return weights
 
@@ -63,7 +63,7 @@ def _is_rounded(linear: LinearSpec) -> bool:
     return form is not None and form.codes in ("int4", "int8") and not form.stored
 
 
-def _readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
+def norm_readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the norms whose results go into products alone, and all of these products."""
     feeding = tuple(_first_of(layer.feed_forward))
     alone = layer.parallel and layer.post_norm is None
@@ -92,7 +92,7 @@ def _first_of(fed: FeedForwardSpec | ExpertsSpec) -> Iterator[str]:
         yield "shared_gate"
 
 
-def _gated_halves(layer: LayerSpec) -> Iterator[tuple[str, str]]:
+def gated_halves(layer: LayerSpec) -> Iterator[tuple[str, str]]:
     """Yield the products gate above up, and those that read what they make, where an activation leaves up as it is."""
     fed = layer.feed_forward
     dense = [("", fed)] if isinstance(fed, FeedForwardSpec) else []

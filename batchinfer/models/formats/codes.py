@@ -88,3 +88,10 @@ def int4_codes(values: Tensor, scales: Tensor, zeros: Tensor | None) -> Codes:
     middle = 2 ** (4 - 1)
     lowered = None if zeros is None else zeros.float() - middle
     return Codes((values.to(torch.int8) - middle).contiguous(), scales.float(), zeros=lowered)
+
+
+def int4_words(codes: Tensor) -> Tensor:
+    """codes: (N, K) int8 in -8 … 7, K a multiple of 8 → (N, K / 8) int32, as compressed-tensors packs them."""
+    raised = (codes + 2 ** (4 - 1)).to(torch.uint8)
+    pairs: Tensor = raised[:, 0::2] | raised[:, 1::2] << 4
+    return pairs.contiguous().view(torch.int32)

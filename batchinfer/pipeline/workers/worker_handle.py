@@ -222,7 +222,7 @@ class WorkerHandle:
         if self.crash is not None:
             raise self.crash.error()
         assert failed is not None
-        raise _error_of(failed, str(self.spec.load.model))
+        raise error_of(failed, str(self.spec.load.model))
 
     def _crash(self) -> Crash:
         """Return how a worker ended that could not say why."""
@@ -252,7 +252,8 @@ class WorkerHandle:
         return None
 
 
-def _error_of(failed: Failed, model: str) -> BatchInferError:
+def error_of(failed: Failed, model: str) -> BatchInferError:
+    """Return the error that a process reports, of the class of its exit code."""
     if failed.exit_code == JobFileError.exit_code:
         return JobFileError(model, _mistakes(failed.message))
     kind = _BY_CODE.get(failed.exit_code)

@@ -31,6 +31,7 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
 from batchinfer.models.opening import StoredModel, open_checkpoint
+from batchinfer.plan.setup.calibrated import with_calibration
 from batchinfer.plan.setup.ingest_workers import ingest_workers
 from batchinfer.plan.setup.job_adapters import job_adapters, with_adapters
 from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_followed, check_names
@@ -110,6 +111,7 @@ def check_setup(
     checkpoint = checkpoint.held_for(setting.quantization)
     adapters = job_adapters(job, checkpoint, state)
     setting = with_adapters(setting, job, adapters)
+    checkpoint, setting = with_calibration(job, checkpoint, setting, state)
     tokenizer = Tokenizer.load(job.model.path, given_template(job))
     check_templates(job)
     check_chat_template(job, tokenizer)

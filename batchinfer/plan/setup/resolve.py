@@ -44,6 +44,7 @@ _ABSENT: Mapping[str, Any] = {
     "arm": "",
     "integer_codes": False,
     "smoothed": False,
+    "calibrated": False,
     "modelling": OWN,
     "columns": 0,
     "output": "tokens",
@@ -67,6 +68,8 @@ class Setting:
     arm: str = ""  # how an Arm CPU adds up; empty elsewhere
     kv_cache: KvCacheDtype = "auto"
     shares_prefixes: bool = True  # whether prompts may begin with what the cache has of others
+    calibrates: bool = False  # whether weights become int4 by a calibration
+    weights: Path | None = None  # the checkpoint that it has made; None: there is none, or it has none yet
     # bytes of this machine's memory that were free before any engine was started; None: a machine elsewhere
     free_memory: int | None = None
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
@@ -143,6 +146,7 @@ class Setting:
             "quantization": self.quantization,
             "deterministic": self.deterministic,
             "kv_cache_dtype": self.kv_cache,
+            "calibrated": self.calibrates,
         }
         if self.deterministic:
             options |= {"block_size": self.block_size, "device": self.device}
@@ -159,7 +163,7 @@ class Setting:
         """Return how the first engine loads its weights."""
         threads = _chosen(job.engine.threads)
         return LoadConfig(
-            model=job.model.path,
+            model=self.weights or job.model.path,
             dtype=self.dtype,
             device=self.device,
             threads=threads if self.replicas == 1 else thread_shares(threads, self.replicas)[0],

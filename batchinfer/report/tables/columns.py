@@ -147,6 +147,17 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "type to which weights of linear layers were quantised, or `none`; `stored`, `stored-int8`: fp8 or int8 as the "
         "checkpoint stores it",
     ),
+    real(
+        "int4_kl",
+        "nats",
+        "what calibrated int4 weights change: mean KL(unquantised ‖ int4) of the next token, at tokens of answers that "
+        "the calibration has not seen; null without one",
+    ),
+    ratio("int4_same_token", "the share of these tokens at which both models find the same one most likely"),
+    count("int4_tokens", "tokens", "how many these are"),
+    seconds(
+        "calibration_s", "part of `other_s`: calibrating int4 weights; null if they were calibrated already"
+    ),
     text("kv_cache_dtype", "`auto`: the KV cache kept values in `dtype`; `int8`, `fp8`: such codes"),
     Column(
         "deterministic",

@@ -409,6 +409,7 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
         {
             "dtype": "auto",
             "quantization": "auto",
+            "calibration": "auto",
             "kv_cache_dtype": "auto",
             "max_model_len": None,
             "adapters": {},

@@ -1,0 +1,63 @@
+"""The verb that calibrates a job's model for int4: quantize."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Quiet, load
+from batchinfer.cli.terminal import painted, say, say_json
+from batchinfer.core.errors import UsageError
+from batchinfer.pipeline.workers.interrupts import Interrupts
+
+GROUPS = (32, 64, 128)
+
+
+def quantize(
+    job_file: JobPath = DEFAULT_JOB,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write an ordinary checkpoint (compressed-tensors, w4a16) to a new folder, for any engine.",
+        ),
+    ] = None,
+    group: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --output: inputs that share a scale, 32 (default), 64 or 128."),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Calibrate anew, on the rows that the job has now.")
+    ] = False,
+    overrides: Overrides = None,
+    date: Date = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Calibrate a job's model for int4 on the job's rows, as its first run would."""
+    if group is not None and (output is None or group not in GROUPS):
+        raise UsageError(f"--group {group}: wanted 32, 64 or 128, together with --output")
+    if again and output is not None:
+        raise UsageError("--again works without --output alone: a folder is always calibrated anew")
+    job = load(job_file, overrides, date)
+    from batchinfer.pipeline.calibration import Listener, loss_text
+    from batchinfer.report.progress import Progress
+    from batchinfer.verbs.quantize import export_job_model, quantize_job
+
+    progress = Progress(sys.stderr, job=job.name, quiet=quiet or as_json)
+    listener = Listener(progress, (lambda _: None) if quiet else progress.note)
+    with Interrupts("interrupted; nothing was kept").installed(), job.located(), progress:
+        if output is None:
+            found = quantize_job(job, again, listener)
+        else:
+            found = export_job_model(job, output, group or GROUPS[0], listener)
+    if as_json:
+        loss = None if found.loss is None else asdict(found.loss)
+        say_json({"exit_code": 0, "folder": str(found.folder), "made": found.made, "loss": loss})
+    elif not quiet:
+        lost = "no row was held out" if found.loss is None else loss_text(found.loss)
+        say(painted(f"{found.folder} ({'calibrated now' if found.made else 'was there already'}): {lost}"))

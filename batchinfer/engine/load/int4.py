@@ -1,0 +1,77 @@
+"""A model is calibrated for int4: it answers some prompts of its job, rounded as it would be without a calibration, and
+what it has read and written is what its weights are then made for."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from batchinfer.core.request import Request, TokenIds
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.calibration import CalibrationOrder
+from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.load.build import load_model
+from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.calibration.folder import CalibratedFolder, sync
+from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.sample import SampleRows
+from batchinfer.models.calibration.search import Search
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.sources import checkpoint_source
+
+# Of three rows one is held out: what the loss is measured on
+_OF, _HELD_OUT = 3, 2
+_KEY_BYTES = 32
+
+
+def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> Loss | None:
+    """Write the checkpoint, and return its loss; None: there was no row to measure it on. `told` gets how many of the
+    model's layers are done, and how many there are.
+
+    Raises what loading a model raises, and OSError.
+    """
+    checkpoint = inspect_checkpoint(order.load.model)
+    count = len(checkpoint.spec.layers)
+    told(0, count)
+    rows = [(np.concatenate(row), len(row[0])) for row in zip(order.prompts, _answers(order), strict=True)]
+    split = [
+        [row for at, row in enumerate(rows) if (at % _OF == _HELD_OUT) is held] for held in (False, True)
+    ]
+    source = checkpoint_source(order.load.model, quantization="int4")
+    dtype = getattr(torch, order.load.dtype)
+    ops = source.choose_ops(Arithmetic(dtype, torch.device("cpu")))
+    search = Search(checkpoint, ops, dtype, (SampleRows.of(split[0]), SampleRows.of(split[1])), order.group)
+    written = CalibratedFolder(order.folder, checkpoint, order.group)
+    for index, layer in enumerate(search.layers()):
+        written.add(index, layer)
+        told(index + 1, count)
+    written.finish()
+    sync(order.folder)
+    return search.loss()
+
+
+def _answers(order: CalibrationOrder) -> Sequence[TokenIds]:
+    """Return the most likely answer to each prompt, without the token that ends it."""
+    nothing = np.empty(0, np.int32)
+    if not order.answer_tokens:
+        return [nothing for _ in order.prompts]
+    longest = max(map(len, order.prompts)) + order.answer_tokens
+    loaded = load_model(EngineConfig(order.load, max_model_len=longest, longest=longest))
+    params = SamplingParams(max_tokens=order.answer_tokens)
+    engine, found = loaded.engine(), dict.fromkeys(range(len(order.prompts)), nothing)
+    engine.add(
+        [
+            Request(at.to_bytes(_KEY_BYTES, "little"), prompt, params)
+            for at, prompt in enumerate(order.prompts)
+        ]
+    )
+    for output in engine.drain():
+        for completion in output.completions:
+            ids, ended = completion.tokens.token_ids, completion.finish_reason == "stop"
+            found[int.from_bytes(completion.key, "little")] = ids[:-1] if ended else ids
+    del engine, loaded
+    gc.collect()
+    return list(found.values())

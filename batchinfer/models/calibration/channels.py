@@ -1,0 +1,138 @@
+"""Channels of a layer's inputs that are made smaller, and the weights that read them larger, or the other way round, so
+that rounding the weights changes the layer's outputs less (Lin et al., 2024, "AWQ"). The layer's function stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.checkpoint.smoothing import gated_halves, norm_readers
+from batchinfer.models.spec.parameters import BIAS
+from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, LinearSpec, NormSpec
+from batchinfer_kernels.int4_feedback import output_error
+from batchinfer_kernels.int4_linear import quantize_groups
+
+# Exponents of the channels' sizes that are tried; 0: channels stay as they are
+POWERS = tuple(step / 10 for step in range(11))
+LARGEST = 64.0  # a channel is made larger or smaller by less
+
+Weights = dict[str, Tensor]
+Products = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A divisor of channels, which divides by the factors that its readers' columns are multiplied with."""
+
+    readers: tuple[LinearSpec, ...]
+    divide: Callable[[Weights, Tensor], Tensor]  # changes the weights; returns the factors as they came out
+    spread: Callable[[Tensor], Tensor]  # factors of what is divided → those of the readers' columns
+    merge: Callable[[Tensor], Tensor]  # sizes of the readers' columns → those of what is divided
+
+
+def scale_channels(
+    layer: LayerSpec, weights: Weights, products: dict[str, Tensor], group: int, dtype: torch.dtype
+) -> None:
+    """Change the layer's weights, float32, and with them the products of the inputs of its linear layers.
+
+    Norms are divided so that they are what `dtype` holds.
+    """
+    for scaled in _divisible(layer, dtype):
+        read = [linear for linear in scaled.readers if linear.name in products]
+        if not read:
+            continue
+        factors = _searched(scaled, read, weights, products, group)
+        if factors is None:
+            continue
+        columns = scaled.spread(scaled.divide(weights, factors))
+        for linear in scaled.readers:
+            weights[linear.name] = weights[linear.name] * columns
+        for linear in read:
+            products[linear.name] = products[linear.name] / columns / columns[:, None]
+
+
+def _searched(
+    scaled: Scaled, read: Sequence[LinearSpec], weights: Weights, products: Products, group: int
+) -> Tensor | None:
+    """Return the factors that leave the least error of all that is read; None: to leave channels as they are does."""
+    sizes = products[read[0].name].diagonal().sqrt()
+    sizes = scaled.merge(sizes / sizes.mean().clamp_min(1e-30)).clamp_min(1e-4)
+    best, least = None, torch.inf
+    for power in POWERS:
+        factors = sizes.pow(power)
+        factors = factors / (factors.max() * factors.min()).sqrt()
+        columns = scaled.spread(factors.clamp(1 / LARGEST, LARGEST))
+        error = sum(
+            float(_error(weights[linear.name], products[linear.name], columns, group)) for linear in read
+        )
+        if error < least:
+            best, least = (factors.clamp(1 / LARGEST, LARGEST) if power else None), error
+    return best
+
+
+def _error(weight: Tensor, products: Tensor, columns: Tensor, group: int) -> Tensor:
+    """Return the error of the outputs of a weight whose columns are multiplied before they are rounded."""
+    codes, scales = quantize_groups(weight * columns, group)
+    spread = scales.repeat_interleave(group, dim=1)[:, : weight.shape[1]]
+    return output_error(codes * spread / columns - weight, products)
+
+
+def _divisible(layer: LayerSpec, dtype: torch.dtype) -> Iterator[Scaled]:
+    """Yield all channels that can be divided without another function of the layer."""
+    linears = {linear.name: linear for linear in layer.linears}
+    for name, readers in norm_readers(layer):
+        if any(linears[reader].experts for reader in readers):
+            continue  # all experts' weights would be changed, and stored anew
+        yield _of_norm(name, layer.norms[name], tuple(linears[reader] for reader in readers), dtype)
+    for up, down in gated_halves(layer):
+        if not linears[down].experts:
+            yield _of_up(linears[up], linears[down])
+    attention = layer.attention
+    if isinstance(attention, AttentionSpec) and attention.kv_layer is None:
+        yield _of_values(attention, linears["qkv"], linears["o"])
+
+
+def _same(channels: Tensor) -> Tensor:
+    return channels
+
+
+def _of_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype) -> Scaled:
+    def divide(weights: Weights, factors: Tensor) -> Tensor:
+        before = weights[name] + norm.offset
+        weights[name] = (before / factors - norm.offset).to(dtype).float()
+        after = weights[name] + norm.offset
+        found = torch.where((before != 0) & (after != 0), before / after, 1.0)
+        if norm.biased:
+            weights[name + BIAS] = weights[name + BIAS] / found
+        return found
+
+    return Scaled(readers, divide, _same, _same)
+
+
+def _of_up(first: LinearSpec, second: LinearSpec) -> Scaled:
+    return Scaled((second,), lambda weights, factors: _divide_last(weights, first, factors), _same, _same)
+
+
+def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) -> Scaled:
+    """A head of v is read by all heads of its group."""
+    heads, width = attention.kv_heads, attention.head_dim
+
+    def spread(factors: Tensor) -> Tensor:
+        return factors.view(heads, 1, width).expand(-1, attention.group, -1).reshape(-1)
+
+    def merge(sizes: Tensor) -> Tensor:
+        return sizes.view(heads, attention.group, width).square().mean(1).sqrt().reshape(-1)
+
+    return Scaled((second,), lambda weights, factors: _divide_last(weights, first, factors), spread, merge)
+
+
+def _divide_last(weights: Weights, linear: LinearSpec, factors: Tensor) -> Tensor:
+    """Divide the last outputs of a layer, as many as there are factors."""
+    for name in (linear.name, linear.name + BIAS) if linear.biased else (linear.name,):
+        found = weights[name].clone()
+        found[-len(factors) :] /= factors if found.dim() == 1 else factors[:, None]
+        weights[name] = found
+    return factors

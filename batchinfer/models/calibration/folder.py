@@ -1,0 +1,175 @@
+"""Writes a calibrated model as an ordinary checkpoint folder: compressed-tensors, `pack-quantized`, which other engines
+load, too. Each layer has a file of the tensors that changed; what else a file of the checkpoint holds is copied."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from batchinfer.core.hub import PICKLE_SUFFIXES, WEIGHT_INDEX
+from batchinfer.models.calibration.layer import RoundedLayer
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names
+from batchinfer.models.checkpoint.weights import stretches_of
+from batchinfer.models.files.config_fields import load_json_object
+from batchinfer.models.formats.codes import int4_words
+from batchinfer.models.spec.parameters import BIAS, SCALES, norm_parameters
+from batchinfer.models.spec.spec import LayerSpec, LinearSpec
+
+CONFIG = "config.json"
+WEIGHT = ".weight"
+# Of the files of a checkpoint's folder, those that its calibrated one has anew, or no use for
+_LEFT = (".safetensors", ".safetensors.index.json", ".gguf", ".py", *PICKLE_SUFFIXES)
+
+
+class CalibratedFolder:
+    """A folder that is being written: layer by layer, then the rest."""
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint, group: int) -> None:
+        """folder: is empty."""
+        self._folder, self._checkpoint, self._group = folder, checkpoint, group
+        self._files: dict[str, str] = {}  # tensor → file
+        self._packed: set[str] = set()  # names of weights that codes stand for now
+        self._bytes, self._count = 0, len(checkpoint.spec.layers) + len(checkpoint.files)
+
+    def add(self, index: int, layer: RoundedLayer) -> None:
+        """Write the tensors of a layer that a calibration changes. Raises OSError."""
+        names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
+        self._save(index, dict(self._changed(layer, names)))
+
+    def _changed(
+        self, layer: RoundedLayer, names: Mapping[str, StoredParameter]
+    ) -> Iterator[tuple[str, Tensor]]:
+        packed = [linear for linear in layer.spec.linears if linear.stored]
+        codes, scales = (
+            {
+                part: value
+                for linear in packed
+                for part, value in _parts(linear, layer.weights[linear.name + end])
+            }
+            for end in ("", SCALES)
+        )
+        plain = dict(_floats(layer.spec, layer.weights))
+        stored = self._stored({names[parameter].tensor for parameter in (*codes, *plain)})
+        for tensor in dict.fromkeys(names[part].tensor for part in codes):
+            self._packed.add(tensor)
+            module, shape = tensor.removesuffix(WEIGHT), stored[tensor].shape
+            groups = shape[1] // self._group
+            found = _placed(torch.zeros(shape, dtype=torch.int8), tensor, codes, names)
+            lines = _placed(torch.zeros(shape[0], groups), tensor, scales, names)
+            yield f"{module}.weight_packed", int4_words(found)
+            yield f"{module}.weight_scale", lines.to(stored[tensor].dtype)
+            yield f"{module}.weight_shape", torch.tensor(shape)
+        for tensor in dict.fromkeys(names[parameter].tensor for parameter in plain):
+            yield tensor, _placed(stored[tensor].clone(), tensor, plain, names)
+
+    def _stored(self, tensors: set[str]) -> dict[str, Tensor]:
+        found = {}
+        for name in tensors:
+            with safe_open(str(self._checkpoint.tensors[name].file), framework="pt") as file:
+                found[name] = file.get_tensor(name)
+        return found
+
+    def finish(self) -> None:
+        """Write all tensors that no layer has changed, the configuration, and copies of the other files. Raises
+        OSError."""
+        ignored, changed = list[str](), self._packed | set(self._files)
+        for number, path in enumerate(self._checkpoint.files, len(self._checkpoint.spec.layers)):
+            with safe_open(str(path), framework="pt") as file:
+                rest = {name: file.get_tensor(name) for name in sorted(set(file.keys()) - changed)}
+            self._save(number, rest)
+            ignored += [name.removesuffix(WEIGHT) for name, one in rest.items() if one.dim() == 2]
+        config = dict(load_json_object(self._checkpoint.path / CONFIG))
+        config["quantization_config"] = quantization_config(self._group, sorted(ignored))
+        _write_json(self._folder / CONFIG, config)
+        whole = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._files.items()))}
+        _write_json(self._folder / WEIGHT_INDEX, whole)
+        for path in sorted(self._checkpoint.path.iterdir()):
+            if path.is_file() and path.name != CONFIG and not path.name.endswith(_LEFT):
+                shutil.copyfile(path, self._folder / path.name)
+
+    def _save(self, number: int, tensors: dict[str, Tensor]) -> None:
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        name = f"model-{number + 1:05}-of-{self._count:05}.safetensors"
+        save_file(tensors, self._folder / name, metadata={"format": "pt"})
+        self._files |= dict.fromkeys(tensors, name)
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+
+def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
+    """Return what config.json says of the weights; `ignored`: modules that are stored as they were."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    whole = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": ignored,
+        "config_groups": {"group_0": whole},
+    }
+
+
+def _parts(linear: LinearSpec, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of what a linear layer has for its outputs, by their names."""
+    names, counts = zip(*linear.parts, strict=True)
+    yield from zip(names, torch.split(value, list(counts)), strict=True)
+
+
+def _floats(layer: LayerSpec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that a calibration may change beside the weights that it rounds."""
+    for name, norm in layer.norms.items():
+        yield from ((parameter, weights[parameter]) for parameter in norm_parameters(name, norm))
+    for linear in layer.linears:
+        if linear.experts or linear.heads or linear.exact:
+            continue
+        if linear.biased:
+            yield from ((part + BIAS, one) for part, one in _parts(linear, weights[linear.name + BIAS]))
+        if not linear.stored:
+            yield from _parts(linear, weights[linear.name])
+
+
+def _placed(
+    whole: Tensor, tensor: str, values: Mapping[str, Tensor], names: Mapping[str, StoredParameter]
+) -> Tensor:
+    """Return the tensor with all values whose place is in it."""
+    for parameter, value in values.items():
+        if names[parameter].tensor == tensor:
+            place = stretches_of(whole, names[parameter])
+            place.copy_(value.view(place.shape))
+    return whole
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def sync(folder: Path) -> None:
+    """Wait until the files of a folder are on the disk. Raises OSError."""
+    for path in (*sorted(folder.iterdir()), folder):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

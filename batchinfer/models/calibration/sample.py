@@ -1,0 +1,114 @@
+"""The rows that a calibration reads, cut into steps, and one layer at a time run over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchinfer.models.ops.interface import AttentionInputs, DecoderLayer, Ops
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec
+
+BLOCK = 16  # tokens of a block of the cache that a layer is run over
+STEP_TOKENS = 2048  # of a step, but for a longer sequence, which is one by itself
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledRow:
+    """A sequence of token ids, a prompt and maybe an answer. `counted`: which tokens count, (tokens,): a beginning that
+    sequences share counts once, as it is computed once. `asked`: at which the next one is asked for."""
+
+    ids: NDArray[np.int32]
+    counted: NDArray[np.bool_]
+    asked: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """The rows, those that share the most beside one another."""
+
+    rows: tuple[SampledRow, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[NDArray[np.int32], int]]) -> SampleRows:
+        """Make it of sequences, each with the number of tokens of its prompt."""
+        ordered = sorted(((ids, prompt) for ids, prompt in rows if len(ids)), key=lambda row: row[0].tolist())
+        found, before = [], np.empty(0, np.int32)
+        for ids, prompt in ordered:
+            places = np.arange(len(ids))
+            found.append(SampledRow(ids, places >= _shared(before, ids), places >= prompt - 1))
+            before = ids
+        return cls(tuple(found))
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens are run."""
+        return sum(len(row.ids) for row in self.rows)
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence."""
+        return max((len(row.ids) for row in self.rows), default=0)
+
+    def steps(self) -> Iterator[SampledStep]:
+        """Yield the steps that whole sequences make."""
+        first, tokens = 0, 0
+        for at, row in enumerate(self.rows):
+            if tokens and tokens + len(row.ids) > STEP_TOKENS:
+                yield SampledStep(self.rows[first:at])
+                first, tokens = at, 0
+            tokens += len(row.ids)
+        if tokens:
+            yield SampledStep(self.rows[first:])
+
+
+def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Return how many tokens both begin with."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
+
+
+class SampledStep:
+    """Some of the sequences, each from its first token on."""
+
+    def __init__(self, rows: Sequence[SampledRow]) -> None:
+        lengths = [len(row.ids) for row in rows]
+        self.ids = torch.from_numpy(np.concatenate([row.ids for row in rows]).astype(np.int64))
+        self.counted = torch.from_numpy(np.concatenate([row.counted for row in rows]))
+        self.asked = torch.from_numpy(np.concatenate([row.asked for row in rows]))
+        blocks = [-(-length // BLOCK) for length in lengths]
+        self.blocks = sum(blocks)
+        firsts = np.cumsum([0, *blocks[:-1]])
+        tables = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
+        for table, first, count in zip(tables, firsts.tolist(), blocks, strict=True):
+            table[:count] = torch.arange(first, first + count)
+        places = [torch.arange(length) for length in lengths]
+        slots = [place + first * BLOCK for place, first in zip(places, firsts.tolist(), strict=True)]
+        self.inputs = AttentionInputs(torch.cat(places), torch.cat(slots), tables, lengths, lengths)
+
+
+class LayerRun:
+    """Runs layers over steps, whose caches hold one layer at a time."""
+
+    def __init__(self, ops: Ops, spec: ModelSpec, dtype: torch.dtype, steps: Sequence[SampledStep]) -> None:
+        self._ops, self._dtype, self.steps = ops, dtype, steps
+        windows = frozenset(spec.windows)
+        self._plans = [ops.plan_attention(step.inputs, BLOCK, windows) for step in steps]
+        self._blocks = max(step.blocks for step in steps)
+
+    def __call__(self, spec: LayerSpec, layer: DecoderLayer, hidden: Sequence[Tensor]) -> list[Tensor]:
+        """hidden: of each step (T, hidden), which stay → the same behind the layer."""
+        return list(self._run(spec, layer, hidden))
+
+    def _run(self, spec: LayerSpec, layer: DecoderLayer, hidden: Sequence[Tensor]) -> Iterator[Tensor]:
+        cache = None
+        if spec.cache is not None:
+            cache = self._ops.allocate_cache(spec.cache, self._blocks, BLOCK, self._dtype, "cpu")
+        for step, plan, before in zip(self.steps, self._plans, hidden, strict=True):
+            x, residual = layer(before.clone(), None, step.inputs, cache, plan)
+            yield x if residual is None else x + residual

@@ -1,0 +1,153 @@
+"""Calibrates a model for int4, a layer at a time: the layers before it are rounded already, so that it is made for the
+inputs that it will get. What the whole loses is measured on rows that the search has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.calibration.layer import RoundedLayer, WatchedLinear, rounded_layer, rounds
+from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.sample import LayerRun, SampleRows
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.smoothing import SmoothedWeights
+from batchinfer.models.checkpoint.tensor_names import layer_names
+from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights, Tables
+from batchinfer.models.decoder.block import Block, build_layer, pack_layer
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.decoder.packed import PackedWeights
+from batchinfer.models.decoder.quantize import quantized_layer, quantized_weight
+from batchinfer.models.decoder.rope import rope_table
+from batchinfer.models.ops.interface import DecoderLayer, Ops, RopeTable
+from batchinfer.models.spec.spec import INT4_GROUP, LayerSpec
+
+CPU = torch.device("cpu")
+LOGIT_ROWS = 256  # tokens whose logits of both models are in memory at a time
+
+
+@dataclass(slots=True)
+class _Streams:
+    """The hidden states of the rows in front of the next layer, by steps: of the search, and of the rows held out, as
+    they are and as the rounded model has them."""
+
+    searched: list[Tensor]
+    exact: list[Tensor]
+    rounded: list[Tensor]
+
+
+class Search:
+    """Rounds the layers of a model, in their order. Its memory is that of a layer and of the rows' hidden states."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        dtype: torch.dtype,
+        rows: tuple[SampleRows, SampleRows],
+        group: int = INT4_GROUP,
+    ) -> None:
+        """rows: of the search, one at the least, and those held out; `dtype`: of the run. So many inputs, a `group`,
+        share a scale."""
+        self.spec, self._checkpoint = checkpoint.spec.quantized("int4"), checkpoint
+        spec, self._stored = self.spec, getattr(torch, checkpoint.stored_dtype)
+        self._weights = SmoothedWeights(CheckpointWeights(checkpoint, torch.float32, CPU), spec)
+        self._ops, self._dtype, self._group = ops, dtype, group
+        self._exact = replace(spec, layers=tuple(replace(layer, forms=()) for layer in spec.layers))
+        steps, held_out = (list(sample.steps()) for sample in rows)
+        self._searched = LayerRun(ops, spec, dtype, steps)
+        self._held_out = LayerRun(ops, spec, dtype, held_out) if held_out else None
+        self._positions = max(sample.longest for sample in rows)
+        tables = _cast_tables(self._weights.tables(), dtype)
+        with torch.inference_mode():
+            self._ends = tuple(self._end(tables, quantised) for quantised in (False, True))
+            first = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in steps]
+            held = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in held_out]
+        self._streams = _Streams(first, held, list(held))
+
+    def _end(self, tables: Tables, quantised: bool) -> Decoder:
+        """Return the model without its layers."""
+        head = quantized_weight(tables.head, self.spec.head_form if quantised else None)
+        packed = PackedWeights(replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), CPU)
+        return Decoder(packed, self._ops, self._positions)
+
+    def layers(self) -> Iterator[RoundedLayer]:
+        """Yield the layers of the model, rounded."""
+        for index in range(len(self.spec.layers)):
+            with torch.inference_mode():
+                yield self._layer(index)
+
+    def _layer(self, index: int) -> RoundedLayer:
+        layer, exact = self.spec.layers[index], self._exact.layers[index]
+        weights = self._weights.layer(index)
+        cast = _cast(exact, weights, self._dtype)
+        names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
+        products = self._products([linear.name for linear in rounds(layer, names, self._group)], exact, cast)
+        if self._held_out is not None:
+            self._streams.exact = self._held_out(exact, self._built(exact, cast), self._streams.exact)
+        found = rounded_layer(layer, weights, products, self._group, self._stored)
+        after = self._built(found.spec, _cast(found.spec, found.weights, self._dtype))
+        self._streams.searched = self._searched(found.spec, after, self._streams.searched)
+        if self._held_out is not None:
+            self._streams.rounded = self._held_out(found.spec, after, self._streams.rounded)
+        return found
+
+    def _built(self, layer: LayerSpec, weights: LayerWeights) -> DecoderLayer:
+        parts = pack_layer(self._ops, layer, quantized_layer(layer, weights))
+        return build_layer(self._ops, layer, replace(parts, rope=self._rope(layer)))
+
+    def _rope(self, layer: LayerSpec) -> RopeTable | None:
+        return None if layer.rotation is None else rope_table(layer.rotation, self._positions, CPU)
+
+    def _products(self, names: Sequence[str], exact: LayerSpec, weights: LayerWeights) -> dict[str, Tensor]:
+        """Run the layer as it is over the rows of the search, and return the products of what its linear layers of
+        these names have read."""
+        run = self._searched
+        parts = replace(pack_layer(self._ops, exact, weights), rope=self._rope(exact))
+        watched = {
+            name: WatchedLinear(parts.linears[name], (step.counted for step in run.steps)) for name in names
+        }
+        block = Block(self._ops, exact, replace(parts, linears={**parts.linears, **watched}))
+        run(exact, block, self._streams.searched)
+        return {name: linear.products for name, linear in watched.items()}
+
+    def loss(self) -> Loss | None:
+        """Return what all layers and the head have lost, once they are rounded; None: no row was held out."""
+        if self._held_out is None:
+            return None
+        kl, same, tokens = 0.0, 0, 0
+        with torch.inference_mode():
+            for before, after in self._held_out_states():
+                exact, rounded = (
+                    end.logits(state).double().log_softmax(-1)
+                    for end, state in zip(self._ends, (before, after), strict=True)
+                )
+                kl += float((exact.exp() * (exact - rounded)).sum())
+                same += int(exact.argmax(-1).eq(rounded.argmax(-1)).sum())
+                tokens += len(before)
+        return Loss(kl / tokens, same / tokens, tokens) if tokens else None
+
+    def _held_out_states(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the last hidden states that tokens are asked of, of both models, some at a time."""
+        assert self._held_out is not None
+        streams = zip(self._held_out.steps, self._streams.exact, self._streams.rounded, strict=True)
+        for step, exact, rounded in streams:
+            pair = (torch.split(states[step.asked], LOGIT_ROWS) for states in (exact, rounded))
+            yield from zip(*pair, strict=True)
+
+
+def _cast(layer: LayerSpec, weights: LayerWeights, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the weights in the run's dtype; codes, scales and what is float32 in every dtype stay."""
+    kept = {linear.name + end for linear in layer.linears for end in ("", ".scales") if linear.stored}
+    kept |= set(layer.vectors)
+    return {name: one if name in kept else one.to(dtype) for name, one in weights.items()}
+
+
+def _cast_tables(tables: Tables, dtype: torch.dtype) -> Tables:
+    embedding = tables.embedding.to(dtype)
+    head = embedding if tables.head is tables.embedding else tables.head.to(dtype)
+    norms = {name: norm.to(dtype) for name, norm in tables.norms.items()}
+    positions = None if tables.positions is None else tables.positions.to(dtype)
+    return replace(tables, embedding=embedding, head=head, norms=norms, positions=positions)

@@ -1,0 +1,135 @@
+"""Makes a job's weights in int4, once: on prompts of the job, in its state, where later runs find them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchinfer.core.wording import about, counted
+from batchinfer.data.storage.durable import FileOps, check_free_space, storage, write_json
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.engine.calibration import CalibrationOrder
+from batchinfer.job import Job
+from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.spec.spec import INT4_GROUP
+from batchinfer.pipeline.calibration_rows import calibration_prompts
+from batchinfer.pipeline.workers.calibrator import calibrate_apart
+from batchinfer.plan.setup.calibrated import RECORD, calibrated_folder, record_of, with_calibration
+from batchinfer.plan.setup.job_setup import Setup
+from batchinfer.report.progress import Progress
+
+ANSWER_TOKENS = 64  # of the answer to a prompt, which the weights are made for, too
+WAY_OUT = "set model.calibration: off"
+_MAKING = "making"  # the folder of weights that are not whole yet
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Whom a calibration tells how far it is, and what a user should know."""
+
+    progress: Progress
+    notice: Callable[[str], None]
+
+
+def calibrated_setup(job: Job, setup: Setup, state: StateFolder, told: Listener) -> Setup:
+    """Return the job's setup with calibrated weights, which are made if the state has none. A job that has no row to
+    calibrate them on stays as it is.
+
+    Raises what reading the input raises, what loading a model raises, and StorageError.
+    """
+    if not setup.setting.calibrates or setup.setting.weights is not None:
+        return setup
+    with _alone(state, told.notice):
+        folder = calibrated_folder(setup.checkpoint, state, remember=True)
+        if not (folder / RECORD).exists():
+            if not write_calibrated(job, setup, state.int4 / _MAKING, told):
+                return setup
+            _keep(state, folder)
+    checkpoint, setting = with_calibration(job, setup.checkpoint, setup.setting, state)
+    return replace(setup, checkpoint=checkpoint, setting=setting)
+
+
+def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group: int = INT4_GROUP) -> bool:
+    """Write the job's model, calibrated in groups of so many inputs, into a folder, of which nothing is kept; False: no
+    row can be run, and nothing is written.
+
+    Raises what reading the input raises, what loading a model raises, and StorageError.
+    """
+    told.progress.phase("reading", job.input.limit)
+    prompts = calibration_prompts(job, setup)
+    if not prompts:
+        return False
+    tokens = sum(map(len, prompts))
+    told.notice(f"calibrating int4 weights, once, on {counted(len(prompts), 'row')} with {tokens:,} tokens")
+    with storage(folder, "make"):
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    check_free_space(
+        folder, setup.checkpoint.weight_bytes, f"{folder}: calibrated weights need up to", WAY_OUT
+    )
+    load = replace(setup.setting, replicas=1, weights=None, quantization="int4").load_config(job)
+    answers = min(ANSWER_TOKENS, setup.setting.max_model_len) if job.task == "generate" else 0
+    began = time.monotonic()
+    loss = calibrate_apart(
+        CalibrationOrder(load, prompts, answers, folder, group), _shown(told.progress), told.progress.tick
+    )
+    write_json(folder / RECORD, record_of(loss), FileOps())
+    told.notice(
+        f"calibrated in {about(time.monotonic() - began)}{'' if loss is None else f': {loss_text(loss)}'}"
+    )
+    return True
+
+
+def loss_text(loss: Loss) -> str:
+    """Say what the weights lost, for people."""
+    return (
+        f"on rows held out, KL {loss.kl:.1e} nats a token, and the same most likely token at {loss.same:.2%} of "
+        f"{loss.tokens:,}"
+    )
+
+
+def _shown(progress: Progress) -> Callable[[int, int], None]:
+    def told(done: int, count: int) -> None:
+        if done:
+            progress.rows(1)
+        else:
+            progress.phase("calibrating", count)
+
+    return told
+
+
+def _keep(state: StateFolder, folder: Path) -> None:
+    """Give the weights that were made their name. Those of other models go, unless another run may use them."""
+    with state.exclusively(), storage(folder, "make"):
+        if state.parts_in_use() == [state.path]:
+            for other in state.int4.iterdir():
+                if other.is_dir() and other.name != _MAKING:
+                    state.ops.remove_tree(other)
+        state.ops.rename(state.int4 / _MAKING, folder)
+        state.ops.fsync_folder(state.int4)
+
+
+@contextmanager
+def _alone(state: StateFolder, notice: Callable[[str], None]) -> Iterator[None]:
+    """Wait until no other run of the job calibrates, and keep others from it within the block."""
+    lock = state.int4 / "lock"
+    with storage(lock, "open"):
+        state.ops.mkdir(state.int4, 0o700)
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with storage(lock, "lock"):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                notice("another run of the job calibrates the weights; this one waits for it")
+                fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

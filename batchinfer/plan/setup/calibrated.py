@@ -1,0 +1,77 @@
+"""The weights of a job in int4 that an earlier run of it has calibrated: which jobs have such, and where they lie."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from batchinfer.data.storage.remembered import read_json, read_strings, write_strings
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.job import Job
+from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.opening import StoredModel
+from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
+from batchinfer.plan.setup.resolve import Setting
+
+# Raise it when a calibration comes to make other weights, so that jobs get these. Their stored answers are lost then.
+CALIBRATION_VERSION = 1
+RECORD = "calibration.json"  # beside the weights: what they lost
+_DIGITS = 24  # of the digest that names a folder
+
+
+def can_calibrate(checkpoint: StoredModel) -> bool:
+    """Whether weights of the checkpoint can be calibrated: those of a decoder of ours, stored in floats, whose layers
+    read no other layer's K and V."""
+    return isinstance(checkpoint, Checkpoint) and not checkpoint.packed and _is_plain(checkpoint.spec)
+
+
+def _is_plain(spec: ModelSpec) -> bool:
+    attentions = (layer.attention for layer in spec.layers)
+    return spec.causal and not any(
+        isinstance(attention, AttentionSpec) and attention.kv_layer is not None for attention in attentions
+    )
+
+
+def with_calibration(
+    job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder
+) -> tuple[StoredModel, Setting]:
+    """Return the model and the setting with the calibrated weights, if the job is to have such: without them, if no run
+    has made them yet."""
+    # Adapters were made for the channels that a calibration changes
+    calibrates = (setting.quantization, job.model.calibration) == ("int4", "auto") and not job.model.adapters
+    if not calibrates or not can_calibrate(checkpoint):
+        return checkpoint, setting
+    setting = replace(setting, calibrates=True)
+    found = any(state.int4.glob(f"*/{RECORD}")) and calibrated_folder(checkpoint, state)
+    if not found or not (found / RECORD).exists():
+        return checkpoint, setting
+    return inspect_checkpoint(found).held_for("int4"), replace(setting, weights=found)
+
+
+def calibrated_folder(checkpoint: StoredModel, state: StateFolder, remember: bool = False) -> Path:
+    """Return where the calibrated weights of this model lie, or are to lie. `remember`: the state is to know the
+    digests of weight files that it did not."""
+    digests = read_strings(state.fingerprints)
+    before = dict(digests)
+    model = checkpoint.fingerprint(digests)
+    if remember and digests != before:
+        with state.exclusively():
+            write_strings(state.fingerprints, digests, state.ops)
+    digest = hashlib.sha256(f"{model} {CALIBRATION_VERSION}".encode()).hexdigest()
+    return state.int4 / digest[:_DIGITS]
+
+
+def record_of(loss: Loss | None) -> dict[str, object]:
+    """Return what is kept beside the weights, as JSON."""
+    return {"version": CALIBRATION_VERSION, "loss": None if loss is None else asdict(loss)}
+
+
+def loss_of(folder: Path) -> Loss | None:
+    """Return what the weights in a folder lost; None: it was not measured, or is not known any more."""
+    record = read_json(folder / RECORD)
+    loss = record.get("loss") if isinstance(record, dict) else None
+    if not isinstance(loss, dict) or loss.keys() != {"kl", "same", "tokens"}:
+        return None
+    return Loss(**loss)

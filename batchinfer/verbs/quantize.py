@@ -1,0 +1,89 @@
+"""`batchinfer quantize`: a job's model in int4, calibrated on the job's rows, for the job or as a checkpoint folder."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.data.storage.durable import TEMPORARY, FileOps, refuse_existing, storage
+from batchinfer.data.storage.state import StateFolder, state_of
+from batchinfer.job import Job
+from batchinfer.models.calibration.loss import Loss
+from batchinfer.pipeline.calibration import Listener, calibrated_setup, write_calibrated
+from batchinfer.plan.setup.calibrated import loss_of
+from batchinfer.plan.setup.input_check import check_input
+from batchinfer.plan.setup.job_setup import Setup, check_setup
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedModel:
+    """Calibrated weights: where they lie, what they lost, and whether they were made now."""
+
+    folder: Path
+    loss: Loss | None
+    made: bool
+
+
+def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
+    """Calibrate the job's weights as its first run would, or find those that are there; `again`: make them anew.
+
+    Raises JobFileError where the model cannot be calibrated or no row can be run, and what a run raises.
+    """
+    job = _in_int4(job)
+    state = state_of(job)
+    setup = _checked(job, state)
+    with state.lock():
+        if again and setup.setting.weights is not None:
+            with state.exclusively(), storage(state.int4, "remove"):
+                state.ops.remove_tree(setup.setting.weights)
+            setup = check_setup(job, state, replace=True)
+        found = calibrated_setup(job, setup, state, listener)
+    folder = found.setting.weights
+    if folder is None:
+        raise _no_rows(job)
+    return QuantizedModel(folder, loss_of(folder), found is not setup)
+
+
+def export_job_model(job: Job, output: Path, group: int, listener: Listener) -> QuantizedModel:
+    """Write the job's model, calibrated in groups of so many inputs, to the folder `output`, which must not be there.
+
+    Raises OutputConflict, JobFileError where the model cannot be calibrated or no row can be run, and what a run
+    raises.
+    """
+    refuse_existing(output)
+    job = _in_int4(job)
+    setup, ops = _checked(job, state_of(job)), FileOps()
+    making = output.with_name(f".batchinfer-{uuid.uuid4().hex[:16]}{TEMPORARY}")
+    try:
+        if not write_calibrated(job, setup, making, listener, group):
+            raise _no_rows(job)
+        with storage(output, "make"):
+            ops.rename(making, output)
+            ops.fsync_folder(output.absolute().parent)
+    finally:
+        if making.exists():
+            with storage(making, "remove"):
+                ops.remove_tree(making)
+    return QuantizedModel(output, loss_of(output), True)
+
+
+def _in_int4(job: Job) -> Job:
+    """Return the job with calibrated weights in int4, on a CPU: nothing else of it counts for them."""
+    model = job.model.model_copy(update={"quantization": "int4", "calibration": "auto"})
+    engine = job.engine.model_copy(update={"device": "cpu"})
+    return job.model_copy(update={"model": model, "engine": engine})
+
+
+def _checked(job: Job, state: StateFolder) -> Setup:
+    setup = check_setup(job, state, replace=True)
+    if not setup.setting.calibrates:
+        raise job.mistake(
+            "model.path", "cannot be calibrated: wanted a decoder of docs/models.md whose weights are floats"
+        )
+    check_input(job, setup, state)
+    return setup
+
+
+def _no_rows(job: Job) -> Exception:
+    return job.mistake("input.path", "has no row that can be run, and a model is calibrated on rows")

@@ -1,0 +1,65 @@
+"""Codes of int4 weights that keep a linear layer's outputs, rather than each weight, near to what they were.
+
+What counts of a layer's inputs x is the matrix of their products, X^T X: with it the square error of all outputs is
+tr(D X^T X D^T), D being the errors of the weights (Frantar et al., 2023, "GPTQ").
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.int4_linear import LEAST_CODE, MOST_CODE
+
+DAMPING = 0.01  # of the mean product, added to each input's: as in GPTQ's own code
+# Whose errors reach the columns behind them in one product. Among 32 columns of a thousand outputs torch computes in
+# one thread: where others use the cores, too, many small parallel steps take 30 times as long
+COLUMNS_AT_ONCE = 32
+
+
+def output_error(errors: Tensor, products: Tensor) -> Tensor:
+    """errors: (N, K) of weights; products: (K, K), X^T X of inputs → (), the square error of all outputs."""
+    return ((errors @ products) * errors).sum()
+
+
+def codes_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
+    """weight: (N, K) float32; scales: (N, ceil(K / group)); products: (K, K) → codes (N, K) int8 in -8 … 7.
+
+    Columns are rounded one after the other, those of the largest inputs first, each with the scale of its own group;
+    the columns that are still to come make up for its error. Raises ValueError for sizes that do not fit, and for
+    products that are no finite numbers.
+    """
+    outputs, inputs = weight.shape
+    if products.shape != (inputs, inputs) or scales.shape != (outputs, -(-inputs // group)):
+        shapes = f"scales {tuple(scales.shape)} and products {tuple(products.shape)}"
+        raise ValueError(f"weight {tuple(weight.shape)} in groups of {group} has {shapes}")
+    if not bool(products.isfinite().all()):
+        raise ValueError("products of inputs are no finite numbers")
+    order = products.diagonal().argsort(descending=True, stable=True)
+    factor = _feedback(products[order][:, order])
+    left, codes = weight[:, order].T.contiguous(), torch.empty_like(weight.T, dtype=torch.int8)
+    steps = scales.float().T[order // group].contiguous()
+    inverses = torch.where(steps.abs() > 0, 1 / steps, 0.0)
+    for first in range(0, inputs, COLUMNS_AT_ONCE):
+        end = min(first + COLUMNS_AT_ONCE, inputs)
+        errors = torch.empty_like(left[first:end])
+        for at in range(first, end):
+            code = (left[at] * inverses[at]).round_().clamp_(LEAST_CODE, MOST_CODE)
+            codes[order[at]] = code.to(torch.int8)
+            errors[at - first] = (left[at] - code * steps[at]) / factor[at, at]
+            left[at + 1 : end].addr_(factor[at, at + 1 : end], errors[at - first], alpha=-1)
+        left[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
+    return codes.T.contiguous()
+
+
+def _feedback(products: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse, (K, K) float32: row k says how an error of column k is made up
+    for by the ones behind it. Inputs that depend on one another are told apart by damping, as much as it takes."""
+    wide = products.double()
+    usual, ones = float(wide.diagonal().mean()) or 1.0, torch.eye(len(wide), dtype=wide.dtype)
+    damping, failed = DAMPING, True
+    while failed:
+        lower, info = torch.linalg.cholesky_ex(wide + damping * usual * ones)
+        failed, damping = bool(info), damping * 10
+    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    return upper.float()

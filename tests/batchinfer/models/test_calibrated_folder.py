@@ -1,0 +1,102 @@
+"""A calibrated checkpoint: what it holds, what it computes, and how near that is to the model that it was made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from batchinfer.models.calibration.folder import CalibratedFolder
+from batchinfer.models.calibration.layer import RoundedLayer
+from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.sample import SampleRows
+from batchinfer.models.calibration.search import Search
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.checkpoint.weights import CheckpointWeights
+from tests.batchinfer.engine.small_engine import cpu_ops, quantized
+from tests.batchinfer.models.test_logits import check_logits
+from tests.checkpoints import edit_json, make_checkpoint
+from tests.packed_weights import SINGLE
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+VOCAB = 260
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {"tied": True, "dtype": torch.bfloat16},
+    "gemma3_text": {},
+    "phi3": {},
+    "cohere": {},
+    "gpt_neox": {},
+    "qwen3_moe": {},
+}
+
+
+def sequences(count: int, seed: int, length: int = 40) -> SampleRows:
+    draw = np.random.default_rng(seed)
+    shared = draw.integers(0, VOCAB, 8)
+    rows = (np.concatenate((shared, draw.integers(0, VOCAB, length))) for _ in range(count))
+    return SampleRows.of((row.astype(np.int32), length // 2) for row in rows)
+
+
+def calibrate(source: Path, folder: Path, group: int = 32) -> tuple[list[RoundedLayer], Loss | None]:
+    checkpoint = inspect_checkpoint(source)
+    folder.mkdir()
+    search = Search(
+        checkpoint,
+        cpu_ops(quantized(checkpoint, "int4")),
+        torch.float32,
+        (sequences(12, 1), sequences(4, 2)),
+        group,
+    )
+    written, layers = CalibratedFolder(folder, checkpoint, group), []
+    for index, layer in enumerate(search.layers()):
+        written.add(index, layer)
+        layers.append(layer)
+    written.finish()
+    return layers, search.loss()
+
+
+def dequantised(folder: Path, to: Path) -> Path:
+    """What compressed-tensors' own code makes of the folder: values in the lowest bits first, less 8, times scales."""
+    stored: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        stored |= load_file(path)
+    to.mkdir()
+    for name in [name for name in stored if name.endswith(".weight_packed")]:
+        module = name.removesuffix("_packed")
+        words, scales, shape = (stored.pop(module + end) for end in ("_packed", "_scale", "_shape"))
+        codes = torch.stack([(words >> 4 * place & 15) - 8 for place in range(8)], -1).flatten(1)
+        assert list(codes.shape) == shape.tolist()
+        stored[module] = (codes.view(*scales.shape, -1) * scales.float()[..., None]).flatten(1)
+    save_file(stored, to / SINGLE, metadata={"format": "pt"})
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    edit_json(to / "config.json", quantization_config=None, dtype="float32")
+    return to
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_transformers_makes_of_it(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path / "plain", family, **{**SIZES, **FAMILIES[family]})
+    layers, loss = calibrate(tmp_path / "plain", tmp_path / "int4")
+    model = AutoModelForCausalLM.from_pretrained(
+        dequantised(tmp_path / "int4", tmp_path / "reference"), attn_implementation="eager"
+    )
+    check_logits(tmp_path / "int4", model.float().eval())
+    assert loss is not None
+    assert 0 < loss.kl < 10
+    stored = inspect_checkpoint(tmp_path / "int4").held_for("int4")
+    read = CheckpointWeights(stored, torch.float32, "cpu")
+    for index, layer in enumerate(layers):
+        found = read.layer(index)
+        named = {linear.name for linear in layer.spec.linears if linear.stored}
+        assert named
+        assert {linear.name for linear in stored.spec.layers[index].linears if linear.stored} == named
+        for name in named:
+            assert torch.equal(found[name], layer.weights[name])
+            assert torch.equal(found[name + ".scales"], layer.weights[name + ".scales"])
