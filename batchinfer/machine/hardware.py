@@ -58,8 +58,11 @@ def arithmetic_name(dtype: str, quantization: str = "none") -> str:
     return dtype if quantization == "none" else f"{dtype}+{quantization}"
 
 
-def codes_of(quantization: str) -> str:
-    """The type in which products of such weights are computed, as peaks are named."""
+def codes_of(quantization: str, device: Device) -> str | None:
+    """Return the type in which products of such weights are computed, as peaks are named; None: in the run's dtype, as
+    activations are not quantised. A GPU widens int4 to that dtype."""
+    if quantization == "none" or (quantization == "int4" and device == "cuda"):
+        return None
     return {"stored": "fp8", "stored-int8": "int8", "int4": "int8"}.get(quantization, quantization)
 
 
@@ -112,9 +115,10 @@ class Hardware:
         flops = self.peak_flops.get(dtype)
         if flops is None or self.bandwidth is None:
             return None
-        if quantization == "none":
+        codes = codes_of(quantization, self.device)
+        if codes is None:
             return Peaks(flops, self.bandwidth)
-        integer = self.peak_flops.get(codes_of(quantization))
+        integer = self.peak_flops.get(codes)
         return None if integer is None else Peaks(flops, self.bandwidth, integer)
 
 

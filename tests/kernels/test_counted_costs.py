@@ -27,6 +27,7 @@ from batchinfer_kernels.paged_attention import CODES, gather_cached
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
+    int4_values,
     int4_weight_matmul_reference,
     int8_weight_matmul_reference,
     quantize_int4,
@@ -85,6 +86,13 @@ def test_linear(name, sizes):
     found, given = declared(*sizes, 2, **options), weight if isinstance(weight, tuple) else (weight,)
     assert_counted(found, reference, x, *given, moved=[x, *operands(weight)])
     assert found.coded_ops == (2 * math.prod(sizes) if name in ("int8", "block_fp8") else 0)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_widening(zeros):
+    weight = quantize_int4(torch.randn(33, 200).bfloat16(), 32, symmetric=not zeros)
+    found = cost.widening_cost(200, 33, 2, group=32, zeros=zeros)
+    assert_counted(found, int4_values, weight, moved=operands(weight))
 
 
 STARTS = torch.tensor([0, 2, 2, 6])  # the second expert has no row

@@ -40,6 +40,7 @@ from batchinfer.models.spec.parameters import EMBEDDING, HEAD, Shape
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
 from batchinfer_kernels.arithmetic import (
     STORED,
+    Device,
     Dtype,
     KvCacheDtype,
     Quantization,
@@ -136,10 +137,14 @@ class Checkpoint(WeightFiles):
         return [("model.kv_cache_dtype", f"{why}; leave it out")]
 
     def cost(
-        self, itemsize: int, quantization: Quantization = "none", kv_cache: KvCacheDtype = "auto"
+        self,
+        itemsize: int,
+        quantization: Quantization = "none",
+        kv_cache: KvCacheDtype = "auto",
+        device: Device = "cpu",
     ) -> ModelCost:
         """Return the cost of its steps; see model_cost."""
-        return model_cost(self.spec.quantized(quantization).caching(kv_cache), itemsize)
+        return model_cost(self.spec.quantized(quantization).caching(kv_cache), itemsize, device)
 
 
 def inspect_checkpoint(path: Path) -> Checkpoint:

@@ -43,6 +43,7 @@ _ABSENT: Mapping[str, Any] = {
     "arm": "",
     "integer_codes": False,
     "smoothed": False,
+    "wide_activations": False,
     "modelling": OWN,
     "columns": 0,
     "output": "tokens",
@@ -105,7 +106,7 @@ class Setting:
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """Return what steps of the model cost, as it will lie in memory."""
         itemsize = 4 if self.dtype == "float32" else 2
-        return checkpoint.cost(itemsize, self.quantization, self.kv_cache)
+        return checkpoint.cost(itemsize, self.quantization, self.kv_cache, self.device)
 
     def context(
         self,
@@ -141,6 +142,8 @@ class Setting:
             "quantization": self.quantization,
             "deterministic": self.deterministic,
             "kv_cache_dtype": self.kv_cache,
+            # a CPU quantises activations to int8 for weights in int4, a GPU does not
+            "wide_activations": (self.device, self.quantization) == ("cuda", "int4"),
         }
         if self.deterministic:
             options |= {"block_size": self.block_size, "device": self.device}
@@ -284,10 +287,6 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
     if fp8:
         text = "only a GPU can multiply in fp8, and device: auto means the CPU here; use int8"
         yield Mistake("model.quantization", f"{asked}: {text}")
-    if not cpu and asked == "int4":
-        yield Mistake(
-            "model.quantization", "int4: only a CPU multiplies int4; use fp8 or int8, or device: cpu"
-        )
     if cpu and dtype == "float16":
         text = (
             "not available in float16 on a CPU, which device: auto means here; use dtype: bfloat16 or float32"
