@@ -136,6 +136,15 @@ def quantized_grouped_linear_cost(
     )
 
 
+def mxfp4_grouped_linear_cost(
+    rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
+) -> Cost:
+    """Return the cost of `grouped_linear_cost` with weights in MXFP4: half a byte a value, and one for each 32.
+    Widening is left out: how often a weight is widened depends on the tiles."""
+    plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 0, tokens)
+    return plain + Cost(0, hit * outputs * (inputs // 2 + inputs // 32))
+
+
 def block_fp8_grouped_linear_cost(
     rows: int,
     hit: int,

@@ -50,7 +50,7 @@ def arithmetic_text(
 
 def coded_text(quantization: str | None) -> str | None:
     """Describe the type of weights for people: `int8`, `stored fp8`."""
-    return {"stored": "stored fp8", "stored-int8": "stored int8"}.get(quantization or "", quantization)
+    return "stored fp8" if quantization == "stored" else quantization and quantization.replace("-", " ")
 
 
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
@@ -60,10 +60,11 @@ def arithmetic_name(dtype: str, quantization: str = "none") -> str:
 
 def codes_of(quantization: str, device: Device) -> str | None:
     """Return the type in which products of such weights are computed, as peaks are named; None: in the run's dtype, as
-    activations are not quantised. A GPU widens int4 to that dtype."""
-    if quantization == "none" or (quantization == "int4" and device == "cuda"):
+    activations are not quantised. A GPU widens int4 to that dtype, and every device MXFP4."""
+    codes = "fp8" if quantization == "stored" else quantization.removeprefix("stored-")
+    if codes in ("none", "mxfp4") or (codes == "int4" and device == "cuda"):
         return None
-    return {"stored": "fp8", "stored-int8": "int8", "int4": "int8"}.get(quantization, quantization)
+    return "int8" if codes == "int4" else codes
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,25 +58,44 @@ def _int4_values(words, zero, scale, PIECE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _values(
+def _mxfp4_values(words, exponent, PIECE: tl.constexpr, dtype: tl.constexpr):
+    """(lines, words) → the values of one piece, exact but in float16. `exponent`: (lines, 1) uint8, of a power of two
+    and 127 more. Sign, exponent and fraction of a code are put where a float has them, which is then too small by a
+    power of two; its product with that and with the group's is taken apart, as one of both may be too large."""
+    codes = words >> (PIECE * 4)
+    if dtype == tl.bfloat16:
+        small = (((codes & 7) << 6) | ((codes & 8) << 12)).to(tl.bfloat16, bitcast=True)
+        power = (exponent.to(tl.int16) << 7) | ((exponent == 0).to(tl.int16) << 6)
+        return (small * 8.507059173023462e37) * power.to(tl.bfloat16, bitcast=True)  # 2^126
+    else:
+        small = (((codes & 7) << 9) | ((codes & 8) << 12)).to(tl.float16, bitcast=True)
+        power = (exponent.to(tl.int32) << 23) | ((exponent == 0).to(tl.int32) << 22)
+        return ((small.to(tl.float32) * 16384.0) * power.to(tl.float32, bitcast=True)).to(dtype)
+
+
+@triton.jit
+def coded_values(
     words, first, from_row, inputs, outputs, groups_ptr, zeros_ptr,
     PIECE: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
+    """Return the values of a piece that begins at input `first`: int8 without `groups_ptr`, MXFP4 where the scales that
+    it points to are exponents, else int4."""
     if groups_ptr is None:
         return _int8_values(words, PIECE, dtype)
     else:
         # A piece is of one group. The last span may end before it, which then has none and meets zeros.
         at = (tl.minimum(first, inputs - 1) // GROUP).to(tl.int64) * outputs + from_row
         scale = tl.load(groups_ptr + at)[:, None]
-        if zeros_ptr is None:
-            zero = tl.zeros((1, 1), tl.int8)
+        if groups_ptr.dtype.element_ty == tl.uint8:
+            return _mxfp4_values(words, scale, PIECE, dtype)
+        elif zeros_ptr is None:
+            return _int4_values(words, tl.zeros((1, 1), tl.int8), scale, PIECE, dtype)
         else:
-            zero = tl.load(zeros_ptr + at)[:, None]
-        return _int4_values(words, zero, scale, PIECE, dtype)
+            return _int4_values(words, tl.load(zeros_ptr + at)[:, None], scale, PIECE, dtype)
 
 
 @triton.jit
-def _coded_segment_sums(
+def coded_segment_sums(
     weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
@@ -95,7 +114,7 @@ def _coded_segment_sums(
             else:
                 real = start + piece * WORDS + at < inputs
                 x = tl.load(x_at + piece * WORDS, mask=real[:, None], other=0.0)
-            values = _values(
+            values = coded_values(
                 words, start + piece * WORDS, from_row, inputs, outputs, groups_ptr, zeros_ptr,
                 piece, GROUP, x.dtype,
             )  # fmt: skip
@@ -130,14 +149,14 @@ def _coded_matmul_kernel(
         sums = tl.zeros((LINES, ROWS), SUM)
         for first in range(0, inputs, segment * INPUTS):
             end = tl.minimum(first + segment * INPUTS, inputs)
-            sums += _coded_segment_sums(
+            sums += coded_segment_sums(
                 weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
                 EVEN, PRECISION, BITS, GROUP, LINES, ROWS, INPUTS,
             )  # fmt: skip
     else:
         first = tl.program_id(1) * segment * INPUTS
         end = tl.minimum(first + segment * INPUTS, inputs)
-        sums = _coded_segment_sums(
+        sums = coded_segment_sums(
             weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
             EVEN, PRECISION, BITS, GROUP, LINES, ROWS, INPUTS,
         )  # fmt: skip
@@ -166,7 +185,7 @@ def _widen_kernel(
     to = panel_ptr + line.to(tl.int64)[:, None] * inputs
     for piece in tl.static_range(PIECES):
         start = tl.program_id(1) * SPAN + piece * PIECE
-        values = _values(
+        values = coded_values(
             words, start, from_row, inputs, outputs, groups_ptr, zeros_ptr, piece, GROUP,
             panel_ptr.dtype.element_ty,
         )  # fmt: skip

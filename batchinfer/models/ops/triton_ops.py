@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.flashinfer_prefill import FlashInferPrefill, PromptPages
-from batchinfer.models.ops.gpu_experts import TritonExperts, TritonHeads
+from batchinfer.models.ops.gpu_experts import ExpertsOfMxfp4, TritonExperts, TritonHeads
 from batchinfer.models.ops.gpu_linear import (
     Fp8Head,
     Fp8Linear,
@@ -177,7 +177,8 @@ class TritonOps(Ops):
         return kind(weight, bias)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        return TritonExperts(gate_up, down, activation, self._shape.deterministic)
+        kind = ExpertsOfMxfp4 if gate_up.mxfp4 else TritonExperts
+        return kind(gate_up, down, activation, self._shape.deterministic)
 
     def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
         """Pack a weight for our own kernel; None if the library multiplies it."""

@@ -37,6 +37,7 @@ from batchinfer_kernels.cost import (
     latent_store_cost,
     layer_norm_cost,
     linear_cost,
+    mxfp4_grouped_linear_cost,
     quantized_grouped_linear_cost,
     quantized_linear_cost,
     rms_norm_cost,
@@ -214,6 +215,8 @@ def _experts(linear: LinearSpec, itemsize: int) -> OperatorCost:
     def cost(tokens: int, hit: int) -> Cost:
         rows = tokens * linear.chosen
         read, inputs, outputs = tokens if linear.gated else rows, linear.inputs, linear.outputs
+        if linear.form is not None and linear.form.codes == "mxfp4":
+            return mxfp4_grouped_linear_cost(rows, hit, inputs, outputs, itemsize, tokens=read)
         if linear.form is not None and linear.form.scales == "block":
             return block_fp8_grouped_linear_cost(rows, hit, inputs, outputs, itemsize, tokens=read)
         if linear.form is not None:

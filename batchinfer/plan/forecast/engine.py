@@ -185,7 +185,11 @@ def _room(job: Job, setup: Setup, longest: int) -> _Room:
     free = setting.hardware.memory_bytes if on_gpu else config.memory or setting.memory()
     free = free or 1 << 62
     free -= setup.checkpoint.weight_bytes
-    panel = PANEL_BYTES if on_gpu and setting.quantization == "int4" and not setting.deterministic else 0
+    panel = (
+        PANEL_BYTES
+        if on_gpu and setting.quantization in ("int4", "stored-int4") and not setting.deterministic
+        else 0
+    )
     blocks = cache_blocks(
         block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, setting.device, panel
     )

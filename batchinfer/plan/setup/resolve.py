@@ -44,6 +44,7 @@ _ABSENT: Mapping[str, Any] = {
     "integer_codes": False,
     "smoothed": False,
     "wide_activations": False,
+    "coded_tiles": False,
     "modelling": OWN,
     "columns": 0,
     "output": "tokens",
@@ -139,11 +140,12 @@ class Setting:
         """Return the options that can change an answer and have a default. Blocks, a device's operators, matrix tiles
         and Arm's vectors decide the order of additions, which counts only where the bits are promised."""
         options: dict[str, Any] = {
-            "quantization": self.quantization,
+            # what MXFP4 stands for is multiplied, to the bit, whether it is dequantised before or then
+            "quantization": "none" if self.quantization == "stored-mxfp4" else self.quantization,
             "deterministic": self.deterministic,
             "kv_cache_dtype": self.kv_cache,
             # a CPU quantises activations to int8 for weights in int4, a GPU does not
-            "wide_activations": (self.device, self.quantization) == ("cuda", "int4"),
+            "wide_activations": self.device == "cuda" and self.quantization in ("int4", "stored-int4"),
         }
         if self.deterministic:
             options |= {"block_size": self.block_size, "device": self.device}
@@ -152,6 +154,8 @@ class Setting:
             options["arm"] = self.arm
             # outlier channels were rounded as they are once, and are made smaller now
             options["smoothed"] = self.quantization == "int8"
+            # a GPU adds up what it widens in registers in tiles of other sizes
+            options["coded_tiles"] = (self.device, self.quantization) == ("cuda", "stored-mxfp4")
             # a CPU widened the cache's codes to bfloat16 once, and multiplies them as integers now
             options["integer_codes"] = (self.device, self.kv_cache, self.dtype) == ("cpu", "int8", "bfloat16")
         return options
@@ -333,8 +337,8 @@ def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:
 def resolved_quantization(
     asked: AskedQuantization, checkpoint: StoredModel, hardware: Hardware, dtype: Dtype, here: bool = True
 ) -> Quantization:
-    """Return how weights are quantised. auto: as the checkpoint stores them, if the device multiplies them so; else not
-    at all.
+    """Return how weights are quantised. auto: as the checkpoint stores them, if the device multiplies them so, and in
+    int4 only where that is asked for; else not at all.
 
     `here`: whether the hardware is this machine's.
     """
@@ -343,7 +347,9 @@ def resolved_quantization(
         return stored
     if asked != "auto":
         return asked
-    if stored == "stored-int8":
+    if stored == "stored-int4":
+        return "none"
+    if stored in ("stored-int8", "stored-mxfp4"):
         return stored if hardware.device == "cuda" or dtype != "float16" else "none"
     return stored if multiplies_fp8(hardware, here) else "none"
 
