@@ -24,7 +24,9 @@ typedef struct {
 /* How the rows of an expert are cut up, whose weight is one like `first`. */
 INLINE Cut NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
     int64_t bytes = first->inputs * (first->starts ? 1 : (int64_t)sizeof(REAL));
-    return cut_rows(starts[expert], starts[expert + 1] - starts[expert], bytes, first->starts ? TILES : IN_TILES);
+    int64_t rows = starts[expert + 1] - starts[expert];
+    if (IN_SLICES && is_mxfp4(first)) return (Cut){starts[expert], rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
+    return cut_rows(starts[expert], rows, bytes, first->starts ? TILES : IN_TILES);
 }
 
 /* Where the row blocks of each expert begin, the last one's end included: rows of two experts share no block. */
@@ -53,7 +55,9 @@ INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
  * room for a panel that is widened. */
 TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *starts, const int64_t *blocks,
                              int64_t experts, void *y, uint8_t *codes, float *row_scales, char *wide, int64_t kind) {
+#if !IN_SLICES
     int64_t widened = -1; /* which of all experts' panels stands there */
+#endif
     int64_t panels = panels_of(first->outputs, is_gated(kind)), height = 0; /* that tiles are configured for */
     const int in_tiles = first->starts ? TILES : IN_TILES;
     if (first->starts) NAME(team_quantize)(x, first->inputs, codes, row_scales, starts[experts]);
@@ -70,11 +74,18 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
         if (cut.height != height) begin_tiles(&cut, in_tiles), height = cut.height;
         if (first->starts)
             NAME(quantized_block)(codes, row_scales, &weight, y, &cut, here, kind);
+#if IN_SLICES
+        else if (is_mxfp4(first))
+            NAME(widened_block)(x, &weight, y, &cut, here, kind);
+#else
         else if (is_mxfp4(first)) {
-            if (widened != e * panels + here.panel) NAME(widen_panel)(&weight, here.panel, (int32_t *)wide);
+            if (widened != e * panels + here.panel)
+                NAME(widen_groups)(&weight, here.panel, 0, weight.inputs / MXFP4_GROUP, (int32_t *)wide);
             widened = e * panels + here.panel;
             NAME(panel_block)(x, &weight, wide, 0, y, &cut, here, kind);
-        } else
+        }
+#endif
+        else
             NAME(linear_block)(x, &weight, y, &cut, here, kind);
     }
     end_tiles(in_tiles);
