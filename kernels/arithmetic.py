@@ -15,13 +15,15 @@ KvCacheDtype = Literal["auto", CacheDtype]  # auto: values in the dtype of the r
 # Of the linear layers' weights, as a job may ask for them; stored: quantised values stay as the checkpoint has them
 AskedQuantization = Literal["auto", "none", "int4", "int8", "fp8", "stored"]
 # As they are loaded; stored: in fp8
-Quantization = Literal["none", "int4", "int8", "fp8", "stored", "stored-int8"]
+Quantization = Literal["none", "int4", "int8", "fp8", "stored", "stored-int8", "stored-int4", "stored-mxfp4"]
 STORED: Mapping[WeightCodes, Quantization] = {
     "fp8": "stored",
     "int8": "stored-int8",
+    "int4": "stored-int4",
+    "mxfp4": "stored-mxfp4",
 }  # by what a checkpoint holds
-# Of a weight's quantised values; fp8: float8_e4m3fn
-WeightCodes = Literal["int4", "int8", "fp8"]
+# Of a weight's quantised values; fp8: float8_e4m3fn; mxfp4: of 4 bits, of which 32 inputs share a power of two
+WeightCodes = Literal["int4", "int8", "fp8", "mxfp4"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
 SCALE_BYTES = 4  # of float32
 
@@ -30,16 +32,19 @@ SCALE_BYTES = 4  # of float32
 class WeightForm:
     """How a weight lies in memory whose values are quantised: as `codes`, with a scale for each output, for each block
     of outputs and inputs, or for each output and `group` of inputs. `stored`: the checkpoint holds them so; else they
-    are made when it is loaded."""
+    are made when it is loaded. `whole_zeros`: any zeros are integers, and not values between codes."""
 
     codes: WeightCodes
     scales: Literal["channel", "block", "group"] = "channel"
     stored: bool = False
     group: int = 0
+    whole_zeros: bool = True
 
     @property
     def value_bytes(self) -> float:
         """Return the bytes that a value takes, with its part of the scales of groups."""
+        if self.codes == "mxfp4":  # a scale is an exponent of a byte
+            return 0.5 + 1 / self.group
         return 0.5 + SCALE_BYTES / self.group if self.codes == "int4" else 1.0
 
 

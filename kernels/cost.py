@@ -7,6 +7,7 @@ roofline bound of Williams et al. (2009): max(flops / peak, bytes / bandwidth).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -135,6 +136,15 @@ def quantized_grouped_linear_cost(
     )
 
 
+def mxfp4_grouped_linear_cost(
+    rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
+) -> Cost:
+    """Return the cost of `grouped_linear_cost` with weights in MXFP4: half a byte a value, and one for each 32.
+    Widening is left out: how often a weight is widened depends on the tiles."""
+    plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 0, tokens)
+    return plain + Cost(0, hit * outputs * (inputs // 2 + inputs // 32))
+
+
 def block_fp8_grouped_linear_cost(
     rows: int,
     hit: int,
@@ -187,6 +197,37 @@ def weight_only_linear_cost(
         return Cost(products + tokens * outputs, moved + packed + 4 * outputs)
     grouped = -(-inputs // group) * outputs * (itemsize + zeros)
     return Cost(products + (2 + zeros) * values, moved + packed // 2 + grouped)
+
+
+# What a product with many rows reaches of the peak where its weight is widened in the registers that it is multiplied
+# from: half, as published kernels do (Frantar et al., 2024, "Marlin", beside cuBLAS). Not measured
+REGISTERS_SHARE = 0.5
+# Of the room for the values of a weight: what stays in the L2 cache of large GPUs (50 MiB and more on H100 and later)
+# beside what else is read, and makes parts of thousands of outputs. Not measured
+PANEL_BYTES = 64 << 20
+MOST_PANEL_ROWS = 1 << 20  # more rows than a step has
+
+
+def widening_cost(inputs: int, outputs: int, itemsize: int, *, group: int, zeros: bool = False) -> Cost:
+    """Return the cost of widening an int4 weight to values, which are written; see weight_only_linear_cost."""
+    read = weight_only_linear_cost(0, inputs, outputs, itemsize, group=group, zeros=zeros)
+    return read + Cost(0, itemsize * inputs * outputs)
+
+
+def least_panel_rows(
+    peaks: Peaks, inputs: int, outputs: int, itemsize: int, *, group: int, zeros: bool = False
+) -> int:
+    """Return the fewest rows from which it takes less time to widen an int4 weight and to multiply with its values than
+    to widen it in registers, which reaches REGISTERS_SHARE of the peak. What widening itself computes is left out."""
+
+    def pays(rows: int) -> bool:
+        read = weight_only_linear_cost(rows, inputs, outputs, itemsize, group=group, zeros=zeros)
+        slow = Peaks(peaks.flops_per_s * REGISTERS_SHARE, peaks.bytes_per_s)
+        multiplied = linear_cost(rows, inputs, outputs, itemsize, itemsize)
+        apart = widening_cost(inputs, outputs, itemsize, group=group, zeros=zeros).bytes / peaks.bytes_per_s
+        return apart + multiplied.seconds(peaks) < Cost(multiplied.flops, read.bytes).seconds(slow)
+
+    return bisect_left(range(MOST_PANEL_ROWS), True, key=pays)
 
 
 def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Cost:

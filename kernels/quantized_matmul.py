@@ -16,9 +16,11 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.matmul import check_matmul, finished, products
 from batchinfer_kernels.quantized_linear import quantize_weight
 
-GROUPS = (32, 64, 128)
+GROUPS = (32, 64, 128)  # that weights are rounded in
 LEAST_CODE, MOST_CODE = -8, 7
+MOST_ZERO = 8  # as some formats store zeros less one
 SPAN = 128  # inputs whose codes are packed together
+PIECE = SPAN // 4  # neighbours that share their scales, whatever the group
 WORD_BITS = 16
 OUTPUTS_AT_ONCE = 1024  # as the float32 copies of a large weight would take gigabytes
 
@@ -42,9 +44,9 @@ class Int4Weight:
 
     packed: Tensor  # (N, spans × 64) uint8: pack_codes of codes + 8
     scales: Tensor  # (groups, N) of the activations' dtype
-    zeros: Tensor | None  # (groups, N) int8, in -8 … 7; None: all 0
+    zeros: Tensor | None  # (groups, N) int8, in -8 … 8; None: all 0
     inputs: int
-    group: int
+    group: int  # a multiple of 32
 
     @property
     def outputs(self) -> int:
@@ -114,6 +116,29 @@ def _quantized(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Ten
     return codes.reshape(len(weight), -1), scales, zeros.to(torch.int8)
 
 
+def packed_int4(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
+) -> Int4Weight:
+    """Pack a weight (N, K) whose codes are known, for activations of `dtype`, to which scales are rounded.
+
+    codes: (N, K) int8 in -8 … 7; scales, zeros: (N, groups) floats, the zeros integers in -8 … 8. Zeros that are all 0
+    are left out. Raises ValueError for others.
+    """
+    groups = -(-codes.shape[1] // group) if group > 0 and codes.dim() == 2 else 0
+    shapes = {tuple(part.shape) for part in (scales, zeros) if part is not None}
+    if codes.dtype != torch.int8 or shapes != {(len(codes), groups)} or group % PIECE:
+        raise ValueError(
+            f"codes are {tuple(codes.shape)} {codes.dtype}, scales {tuple(scales.shape)}, of {group}"
+        )
+    packed = pack_codes((codes - LEAST_CODE).to(torch.uint8), 4)
+    kept = None if zeros is None or not bool(zeros.any()) else zeros.to(torch.int8).T.contiguous()
+    if kept is not None and (int(kept.min()) < LEAST_CODE or int(kept.max()) > MOST_ZERO):
+        raise ValueError(
+            f"zeros are {int(kept.min())} … {int(kept.max())}, not in {LEAST_CODE} … {MOST_ZERO}"
+        )
+    return Int4Weight(packed, scales.to(dtype).T.contiguous(), kept, codes.shape[1], group)
+
+
 def int4_values(weight: Int4Weight) -> Tensor:
     """The weight (N, inputs) that is multiplied with, in the dtype of its scales: one rounding a value."""
     steps = unpack_codes(weight.packed, 4, weight.inputs).float() + LEAST_CODE
@@ -136,8 +161,8 @@ def check_int4_weight(
 ) -> None:
     """Raises ValueError when shapes or dtypes do not fit."""
     check_matmul(x, (weight.outputs, weight.inputs), bias, out_dtype, activation)
-    if weight.group not in GROUPS:
-        raise ValueError(f"groups of {weight.group}, not one of {GROUPS}")
+    if weight.group < PIECE or weight.group % PIECE:
+        raise ValueError(f"groups of {weight.group}, not of a multiple of {PIECE}")
     _check_packed(weight, 4)
     groups = -(-weight.inputs // weight.group)
     if weight.scales.shape != (groups, weight.outputs) or weight.scales.dtype != x.dtype:

@@ -19,6 +19,7 @@ from batchinfer.bench.workloads import Workload
 from batchinfer.core.version import __version__
 from batchinfer.engine.config import EngineInfo
 from batchinfer.machine.hardware import coded_text, codes_of, detect
+from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import ModelCost, Peaks
 
 WIDTH = 24  # of the table's first column
@@ -131,7 +132,7 @@ class BenchReport:
         }
 
     @property
-    def options_device(self) -> str:
+    def options_device(self) -> Device:
         """ "cpu" or "cuda": the engine's info names a GPU."""
         return "cpu" if self.info.device == "cpu" else "cuda"
 
@@ -142,8 +143,8 @@ class BenchReport:
     def _head(self) -> str:
         info, peaks = self.info, self.peaks
         weights = "dummy weights" if self.options.is_shape else "its weights"
-        codes = codes_of(info.quantization)
-        quantised = f", {coded_text(info.quantization)} weights" if codes != "none" else ""
+        codes = codes_of(info.quantization, self.options_device)
+        quantised = f", {coded_text(info.quantization)} weights" if info.quantization != "none" else ""
         kept = self.options.kv_cache_dtype
         quantised += f", {kept} KV cache" if kept != "auto" else ""
         certain = ", deterministic" if info.deterministic else ""

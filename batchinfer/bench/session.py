@@ -169,9 +169,9 @@ def _measure_of(options: BenchOptions) -> Measure:
 
 def _measured(config: LoadConfig, measure: Measure, notice: Notice) -> Peaks:
     notice("measuring this machine's peaks")
-    codes = () if config.quantization == "none" else (codes_of(config.quantization),)
-    found = measure(config.device, (config.dtype, *codes))
-    coded = found.peak_flops[codes[0]] if codes else None
+    codes = codes_of(config.quantization, config.device)
+    found = measure(config.device, (config.dtype, *([] if codes is None else [codes])))
+    coded = None if codes is None else found.peak_flops[codes]
     return Peaks(found.peak_flops[config.dtype], found.bandwidth, coded)
 
 

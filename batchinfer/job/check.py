@@ -339,9 +339,6 @@ def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
     """Find options that the device's operators lack. With device: auto, `resolve` refuses them."""
-    if engine.get("device") == "cuda" and model.get("quantization") == "int4":
-        message = "is int4, which only a CPU multiplies"
-        yield Finding(("model", "quantization"), message, "use fp8 or int8, or device: cpu")
     if engine.get("device") != "cpu":
         return
     if model.get("kv_cache_dtype") == "fp8":

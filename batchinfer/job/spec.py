@@ -81,8 +81,8 @@ class ModelSection(Section):
     quantization: AskedQuantization = Field(
         default="auto",
         description="How linear layers are computed. auto: stored where checkpoint and device allow it, else "
-        "none. none: in dtype. int4, int8, fp8: weights are quantised while loading. stored: in the int8 or fp8 of the "
-        "checkpoint. fp8: GPU only. int4: CPU only.",
+        "none. none: in dtype. int4, int8, fp8: weights are quantised while loading. stored: in the int8, fp8, MXFP4 "
+        "or int4 of the checkpoint. fp8: GPU only.",
     )
     calibration: Literal["auto", "off"] = Field(
         default="auto",

@@ -50,7 +50,7 @@ def arithmetic_text(
 
 def coded_text(quantization: str | None) -> str | None:
     """Describe the type of weights for people: `int8`, `stored fp8`."""
-    return {"stored": "stored fp8", "stored-int8": "stored int8"}.get(quantization or "", quantization)
+    return "stored fp8" if quantization == "stored" else quantization and quantization.replace("-", " ")
 
 
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
@@ -58,9 +58,13 @@ def arithmetic_name(dtype: str, quantization: str = "none") -> str:
     return dtype if quantization == "none" else f"{dtype}+{quantization}"
 
 
-def codes_of(quantization: str) -> str:
-    """The type in which products of such weights are computed, as peaks are named."""
-    return {"stored": "fp8", "stored-int8": "int8", "int4": "int8"}.get(quantization, quantization)
+def codes_of(quantization: str, device: Device) -> str | None:
+    """Return the type in which products of such weights are computed, as peaks are named; None: in the run's dtype, as
+    activations are not quantised. A GPU widens int4 to that dtype, and every device MXFP4."""
+    codes = "fp8" if quantization == "stored" else quantization.removeprefix("stored-")
+    if codes in ("none", "mxfp4") or (codes == "int4" and device == "cuda"):
+        return None
+    return "int8" if codes == "int4" else codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +116,10 @@ class Hardware:
         flops = self.peak_flops.get(dtype)
         if flops is None or self.bandwidth is None:
             return None
-        if quantization == "none":
+        codes = codes_of(quantization, self.device)
+        if codes is None:
             return Peaks(flops, self.bandwidth)
-        integer = self.peak_flops.get(codes_of(quantization))
+        integer = self.peak_flops.get(codes)
         return None if integer is None else Peaks(flops, self.bandwidth, integer)
 
 

@@ -28,7 +28,7 @@ from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
-from batchinfer_kernels.arithmetic import KvCacheDtype, Quantization, WeightCodes
+from batchinfer_kernels.arithmetic import Device, KvCacheDtype, Quantization, WeightCodes
 from batchinfer_kernels.cost import ModelCost
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class ModelSource:
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
         """Return what its steps cost."""
-        return model_cost(self.spec, arithmetic.dtype.itemsize)
+        device: Device = "cuda" if arithmetic.device.type == "cuda" else "cpu"
+        return model_cost(self.spec, arithmetic.dtype.itemsize, device)
 
     def weight_bytes(self, cost: ModelCost) -> int:
         """Return the bytes of its loaded weights; a tied head counts once, unless it is quantised beside its

@@ -15,7 +15,7 @@ from batchinfer_kernels.cpu.build import CODES, load_library
 from batchinfer_kernels.cpu.cached import MAX_HEAD_DIM as MAX_HEAD_DIM
 from batchinfer_kernels.cpu.cached import SUFFIX, CachedOperators, function_of
 from batchinfer_kernels.cpu.cached import WORD_BYTES as WORD_BYTES
-from batchinfer_kernels.cpu.experts import ExpertsRoom
+from batchinfer_kernels.cpu.experts import ExpertsRoom, wide_room
 from batchinfer_kernels.cpu.low_rank import AdaptedRoom, AdaptedTokens, PackedLowRank, add_to
 from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated, padded
@@ -31,6 +31,7 @@ from batchinfer_kernels.cpu.structures import (
 from batchinfer_kernels.experts import Choice, check_choice
 from batchinfer_kernels.latent_attention import check_latent_attention
 from batchinfer_kernels.mask import check_mask
+from batchinfer_kernels.mxfp4 import GROUP, check_mxfp4
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.tiles import TileWay
 
@@ -44,7 +45,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
-    "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 4 + [_LONG],
+    "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 5 + [_LONG] * 2,
     "experts": [ctypes.POINTER(ExpertsStructure)],
     "low_rank": [_POINTER, ctypes.POINTER(LowRankStructure), ctypes.POINTER(AdaptedStructure), _LONG],
     "latent_tile": [],
@@ -173,6 +174,26 @@ class CompiledOperators(CachedOperators):
         ordered = _reordered(scales.float(), order)
         return PackedExperts(panels, _reordered(bias, order), (count, outputs, inputs), kind, starts, ordered)
 
+    def pack_expert_mxfp4(
+        self, codes: Tensor, exponents: Tensor, bias: Tensor | None, kind: Kind = "plain"
+    ) -> PackedExperts:
+        """codes: (experts, outputs, inputs / 2), exponents: (experts, outputs, inputs / 32), uint8 as
+        batchinfer_kernels.mxfp4 has them; bias: (experts, outputs). Raises ValueError for others."""
+        check_mxfp4(codes, exponents)
+        count, outputs, held = _check_experts(codes, bias, kind)
+        order = self._order(outputs, kind)
+        panels = self._pages.zeros(count * len(order) * held, torch.uint8).view(count, -1)
+        for matrix, packed in zip(codes, panels, strict=True):
+            packed.copy_(self._by_column(matrix, order).flatten())
+        kept = torch.stack([self._by_column(matrix, order) for matrix in exponents])
+        shape = (count, outputs, 2 * held)
+        return PackedExperts(panels, _reordered(bias, order), shape, kind, scales=kept, group=GROUP)
+
+    def _by_column(self, matrix: Tensor, order: Tensor) -> Tensor:
+        """(outputs, width) → (panels, width, columns of a panel)."""
+        lines = torch.cat((matrix, matrix.new_zeros(1, matrix.shape[1])))[order]  # -1 takes the zeros
+        return lines.view(-1, self.tile, matrix.shape[1]).transpose(1, 2).contiguous()
+
     def grouped_linear(self, x: Tensor, weight: PackedExperts, starts: Tensor) -> Tensor:
         """Multiply as batchinfer_kernels.grouped_matmul says, with a weight that is plain or gated."""
         rows = len(x)
@@ -184,7 +205,8 @@ class CompiledOperators(CachedOperators):
             )
         y, blocks = x.new_empty(rows, weight.columns), torch.empty_like(starts)
         codes = torch.empty(rows if weight.quantized else 0, padded(weight.inputs), dtype=torch.uint8)
-        room = (blocks, y, codes, torch.empty(len(codes), dtype=torch.float32))
+        wide, size = wide_room(x, weight)
+        room = (blocks, y, codes, torch.empty(len(codes), dtype=torch.float32), wide, size)
         self._call("grouped_linear", x, x, weight.structure, starts, weight.count, *room, KINDS[weight.kind])
         return y
 

@@ -1,6 +1,7 @@
 /* The experts of a feed-forward layer; included once a dtype. Rows, one for each token and expert that it goes to, are
  * sorted by expert, and one team of threads passes over the tiles of all experts. Tiles are those of linear.h and
  * quantized_linear.h: a row's result does not depend on which rows its expert has beside it. */
+#include "mxfp4.h"
 
 typedef struct {
     Weight gate_up, down; /* of the first expert; panels, biases, starts and scales of the others follow */
@@ -15,13 +16,17 @@ typedef struct {
     REAL *rows, *inner, *made; /* (rows, gate_up.inputs), (rows, down.inputs), (rows, down.outputs) */
     uint8_t *codes;            /* where weights are quantised: (rows, most inputs padded) */
     float *row_scales;         /* (rows,) */
+    char *wide;                /* where weights are in MXFP4: room for a panel that is widened, of each thread */
+    int64_t wide_bytes;        /* of one */
     int64_t tokens, choices, experts, kind; /* the gated kind of gate_up */
 } NAME(Experts);
 
 /* How the rows of an expert are cut up, whose weight is one like `first`. */
 INLINE Cut NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
     int64_t bytes = first->inputs * (first->starts ? 1 : (int64_t)sizeof(REAL));
-    return cut_rows(starts[expert], starts[expert + 1] - starts[expert], bytes, first->starts ? TILES : IN_TILES);
+    int64_t rows = starts[expert + 1] - starts[expert];
+    if (IN_SLICES && is_mxfp4(first)) return (Cut){starts[expert], rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
+    return cut_rows(starts[expert], rows, bytes, first->starts ? TILES : IN_TILES);
 }
 
 /* Where the row blocks of each expert begin, the last one's end included: rows of two experts share no block. */
@@ -35,15 +40,24 @@ INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
     Weight found = *first;
     int64_t columns = columns_of(first->outputs, is_gated(kind)) * at, inputs = first->inputs;
     int64_t words = words_of(first->starts ? inputs : inputs * (int64_t)sizeof(REAL));
-    found.panels = (const char *)first->panels + columns * words * 4;
+    if (is_mxfp4(first)) {
+        found.panels = (const char *)first->panels + columns * inputs / 2;
+        found.scales = (const float *)((const uint8_t *)first->scales + columns * inputs / MXFP4_GROUP);
+    } else {
+        found.panels = (const char *)first->panels + columns * words * 4;
+    }
     if (first->bias) found.bias = (const REAL *)first->bias + columns;
     if (first->starts) found.starts = first->starts + columns, found.scales = first->scales + columns;
     return found;
 }
 
-/* As `linear`, each row with its expert's weight: those of expert e from starts[e] to starts[e + 1]. */
+/* As `linear`, each row with its expert's weight: those of expert e from starts[e] to starts[e + 1]. `wide`: this thread's
+ * room for a panel that is widened. */
 TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *starts, const int64_t *blocks,
-                             int64_t experts, void *y, uint8_t *codes, float *row_scales, int64_t kind) {
+                             int64_t experts, void *y, uint8_t *codes, float *row_scales, char *wide, int64_t kind) {
+#if !IN_SLICES
+    int64_t widened = -1; /* which of all experts' panels stands there */
+#endif
     int64_t panels = panels_of(first->outputs, is_gated(kind)), height = 0; /* that tiles are configured for */
     const int in_tiles = first->starts ? TILES : IN_TILES;
     if (first->starts) NAME(team_quantize)(x, first->inputs, codes, row_scales, starts[experts]);
@@ -60,6 +74,17 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
         if (cut.height != height) begin_tiles(&cut, in_tiles), height = cut.height;
         if (first->starts)
             NAME(quantized_block)(codes, row_scales, &weight, y, &cut, here, kind);
+#if IN_SLICES
+        else if (is_mxfp4(first))
+            NAME(widened_block)(x, &weight, y, &cut, here, kind);
+#else
+        else if (is_mxfp4(first)) {
+            if (widened != e * panels + here.panel)
+                NAME(widen_groups)(&weight, here.panel, 0, weight.inputs / MXFP4_GROUP, (int32_t *)wide);
+            widened = e * panels + here.panel;
+            NAME(panel_block)(x, &weight, wide, 0, y, &cut, here, kind);
+        }
+#endif
         else
             NAME(linear_block)(x, &weight, y, &cut, here, kind);
     }
@@ -67,12 +92,15 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
 #pragma omp barrier
 }
 
-/* `blocks`: room for experts + 1 numbers; `codes` and `row_scales` as for `quantized_linear`. */
+/* This thread's room for a panel, of what a team has. */
+INLINE char *wide_of(char *wide, int64_t bytes) { return wide ? wide + omp_get_thread_num() * bytes : NULL; }
+
+/* `blocks`: room for experts + 1 numbers; `codes` and `row_scales` as for `quantized_linear`, `wide` as in the structure. */
 void NAME(grouped_linear)(const REAL *x, const Weight *first, const int64_t *starts, int64_t experts, int64_t *blocks,
-                          void *y, uint8_t *codes, float *row_scales, int64_t kind) {
+                          void *y, uint8_t *codes, float *row_scales, char *wide, int64_t wide_bytes, int64_t kind) {
     NAME(count_blocks)(first, starts, experts, blocks);
 #pragma omp parallel
-    NAME(team_grouped)(x, first, starts, blocks, experts, y, codes, row_scales, kind);
+    NAME(team_grouped)(x, first, starts, blocks, experts, y, codes, row_scales, wide_of(wide, wide_bytes), kind);
 }
 
 /* Sort rows by expert; 0, or -1 where there is no such expert. */
@@ -120,13 +148,14 @@ int64_t NAME(experts)(const NAME(Experts) *a) {
     if (NAME(sort_rows)(a)) return -1;
 #pragma omp parallel
     {
+        char *wide = wide_of(a->wide, a->wide_bytes);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a->tokens * a->choices; row++)
             memcpy(a->rows + row * inputs, a->x + a->tokens_of[row] * inputs, inputs * sizeof(REAL));
         NAME(team_grouped)(a->rows, &a->gate_up, a->starts, a->blocks, a->experts, a->inner, a->codes, a->row_scales,
-                           a->kind);
+                           wide, a->kind);
         NAME(team_grouped)(a->inner, &a->down, a->starts, a->blocks, a->experts, a->made, a->codes, a->row_scales,
-                           PLAIN);
+                           wide, PLAIN);
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < a->tokens; token++) NAME(combine_row)(a, token);
     }

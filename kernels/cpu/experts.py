@@ -28,20 +28,28 @@ class ExpertsRoom:
         rooms = [x.new_empty(rows, width) for width in widths]
         codes = torch.empty(rows if gate_up.quantized else 0, padded(max(widths[:2])), dtype=torch.uint8)
         scales = torch.empty(len(codes), dtype=torch.float32)
-        self._kept = (x, choice, loads, places, *rooms, codes, scales)
+        wide, size = wide_room(x, gate_up, down)
+        self._kept = (x, choice, loads, places, *rooms, codes, scales, wide)
         given = (x, choice.experts, choice.weights, self.y, loads)
         parts = torch.split(places, [count + 1, count + 1, rows, rows])
         self.structure = ExpertsStructure(
             *(Weight.from_buffer_copy(weight.structure) for weight in (gate_up, down)),
             *(address(tensor) for tensor in (*given, *parts, *rooms, codes, scales)),
+            *(address(wide), size),
             *(tokens, choices, count, KINDS[gate_up.kind]),
         )
 
 
+def wide_room(x: Tensor, *weights: PackedExperts) -> tuple[Tensor | None, int]:
+    """Return room for a panel of any of the weights in MXFP4 that each thread widens to x's dtype, and the bytes of
+    one; None where there are none."""
+    size = max(weight.wide_bytes(x.element_size()) for weight in weights)
+    return (torch.empty(torch.get_num_threads(), size, dtype=torch.uint8) if size else None), size
+
+
 def _check(x: Tensor, gate_up: PackedExperts, down: PackedExperts, loads: Tensor) -> None:
-    fit = (
-        gate_up.columns == down.inputs and gate_up.count == down.count and gate_up.quantized == down.quantized
-    )
+    same = (gate_up.quantized, gate_up.widened) == (down.quantized, down.widened)
+    fit = gate_up.columns == down.inputs and gate_up.count == down.count and same
     if not fit or not is_gated(gate_up.kind) or down.kind != "plain":
         shapes = [(w.count, w.columns, w.inputs, w.kind) for w in (gate_up, down)]
         raise ValueError(f"gate and up, and down, do not fit: {shapes[0]}, {shapes[1]}")

@@ -123,16 +123,15 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, const char *ahea
         }
 }
 
-/* A block of rows with a panel of w. */
-INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cut *cut, Place at, int64_t kind) {
-    int64_t inputs = w->inputs, bytes = inputs * (int64_t)sizeof(REAL), words = words_of(bytes);
+/* A block of rows with a panel of w, which stands at `panel`; `more`: whether the next one follows it there. */
+INLINE void NAME(panel_block)(const REAL *x, const Weight *w, const char *panel, int more, void *y, const Cut *cut,
+                              Place at, int64_t kind) {
+    int64_t inputs = w->inputs, bytes = inputs * (int64_t)sizeof(REAL);
     int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
-    int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
-    const char *panel = (const char *)w->panels + at.panel * words * PANEL * 4;
 #if IN_TILES
     vf room[2 * TILE_ROWS][COLUMNS], (*sums)[COLUMNS] = room + tile_sums((const char *)x, bytes, cut, panel, at, more, 0, room);
 #else
-    const char *ahead = ahead_of(panel, words, at.turn, more);
+    const char *ahead = ahead_of(panel, words_of(bytes), at.turn, more);
     vf sums[ROWS][COLUMNS];
 #if BY_MMLA
     mmla_sums((const char *)(x + row * inputs), bytes, panel, ahead, rows, sums, 0);
@@ -144,6 +143,12 @@ INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cu
 #endif
 #endif
     NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
+}
+
+INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cut *cut, Place at, int64_t kind) {
+    int64_t words = words_of(w->inputs * (int64_t)sizeof(REAL));
+    int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
+    NAME(panel_block)(x, w, (const char *)w->panels + at.panel * words * PANEL * 4, more, y, cut, at, kind);
 }
 
 /* As `team_linear`, and no thread waits for the others' results. */

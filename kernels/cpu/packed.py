@@ -67,20 +67,25 @@ class PackedWeight:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the activations that it is multiplied with; None for codes without a bias, which take any."""
-        if not self.quantized:
+        if not (self.quantized or self.widened):
             return self.panels.dtype
         bias = self._kept[0]
         return None if bias is None else bias.dtype
 
     @property
     def quantized(self) -> bool:
-        """Whether the panels are codes."""
+        """Whether the panels are codes that are multiplied with codes."""
         return self._kept[1] is not None
+
+    @property
+    def widened(self) -> bool:
+        """Whether the panels are codes in MXFP4, which become values before they are multiplied."""
+        return self.panels.dtype == torch.uint8 and not self.quantized
 
 
 class PackedExperts(PackedWeight):
     """The weights of `count` experts, (outputs, inputs) each: panels and what belongs to columns, of one after the
-    other."""
+    other. In MXFP4 scales are exponents, as mxfp4.h has them."""
 
     def __init__(
         self,
@@ -90,6 +95,14 @@ class PackedExperts(PackedWeight):
         kind: Kind,
         starts: Tensor | None = None,
         scales: Tensor | None = None,
+        group: int = 0,
     ) -> None:
-        super().__init__(panels, bias, shape[1:], kind, starts, scales)
+        super().__init__(panels, bias, shape[1:], kind, starts, scales, group=group)
         self.count = shape[0]
+
+    def wide_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a panel once it is widened to values of `itemsize` bytes; 0 where none is."""
+        exponents = self._kept[2]
+        if not self.widened or exponents is None:
+            return 0
+        return int(exponents.shape[-1]) * padded(self.inputs * itemsize)

@@ -17,7 +17,8 @@ INLINE vf up_factor(vf up, const int kind) { return kind == CLAMPED_GATED ? clam
 
 /* A packed weight. `bias` lies in the order of the panels' columns, padding included, and may be NULL; so do `starts` and
  * `scales`, which a quantised weight alone has. In int4 a `group` of inputs has scales, and maybe zeros, which are
- * multiplied with scales and have the other sign: (panels, groups, PANEL). Else `group` is 0. */
+ * multiplied with scales and have the other sign: (panels, groups, PANEL). One with a `group` and no `starts` is of
+ * mxfp4.h. Else `group` is 0. */
 typedef struct {
     const void *panels, *bias;
     const int32_t *starts; /* of each column: -128 times the sum of its codes; in int4 as floats, scaled */

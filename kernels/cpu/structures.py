@@ -165,7 +165,8 @@ class ExpertsStructure(ctypes.Structure):
         *((name, Weight) for name in ("gate_up", "down")),
         *((name, _P) for name in ("x", "chosen", "weights", "y", "loads")),
         *((name, _P) for name in ("starts", "blocks", "tokens_of", "places")),
-        *((name, _P) for name in ("rows", "inner", "made", "codes", "row_scales")),
+        *((name, _P) for name in ("rows", "inner", "made", "codes", "row_scales", "wide")),
+        ("wide_bytes", _L),
         *((name, _L) for name in ("tokens", "choices", "experts", "kind")),
     ]
 

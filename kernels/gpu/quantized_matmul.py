@@ -14,6 +14,7 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.checks import check_same_dtype
 from batchinfer_kernels.gpu.matmul_core import Operands, give, launch, multiplied, tile_place, weight_row
 from batchinfer_kernels.gpu.matmul_tiles import Kind
+from batchinfer_kernels.gpu.sizes import cdiv
 from batchinfer_kernels.quantized_matmul import (
     SPAN,
     Int4Weight,
@@ -21,6 +22,11 @@ from batchinfer_kernels.quantized_matmul import (
     check_int4_weight,
     check_int8_weight,
 )
+
+# Outputs that a program widens, of a span each. Not measured: 64 values a thread, written 16 bytes at a time
+WIDENED_LINES = 64
+# Outputs of a part of a weight are a multiple, so that the library's tiles are full
+PART_OUTPUTS = 128
 
 # Codes become floats where they are: below 16 bits a number's last bits are the code and the others say how large a
 # number it is, which is taken off again. Both are exact, and work on the two halves of a register at once.
@@ -52,25 +58,44 @@ def _int4_values(words, zero, scale, PIECE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _values(
+def _mxfp4_values(words, exponent, PIECE: tl.constexpr, dtype: tl.constexpr):
+    """(lines, words) → the values of one piece, exact but in float16. `exponent`: (lines, 1) uint8, of a power of two
+    and 127 more. Sign, exponent and fraction of a code are put where a float has them, which is then too small by a
+    power of two; its product with that and with the group's is taken apart, as one of both may be too large."""
+    codes = words >> (PIECE * 4)
+    if dtype == tl.bfloat16:
+        small = (((codes & 7) << 6) | ((codes & 8) << 12)).to(tl.bfloat16, bitcast=True)
+        power = (exponent.to(tl.int16) << 7) | ((exponent == 0).to(tl.int16) << 6)
+        return (small * 8.507059173023462e37) * power.to(tl.bfloat16, bitcast=True)  # 2^126
+    else:
+        small = (((codes & 7) << 9) | ((codes & 8) << 12)).to(tl.float16, bitcast=True)
+        power = (exponent.to(tl.int32) << 23) | ((exponent == 0).to(tl.int32) << 22)
+        return ((small.to(tl.float32) * 16384.0) * power.to(tl.float32, bitcast=True)).to(dtype)
+
+
+@triton.jit
+def coded_values(
     words, first, from_row, inputs, outputs, groups_ptr, zeros_ptr,
     PIECE: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
+    """Return the values of a piece that begins at input `first`: int8 without `groups_ptr`, MXFP4 where the scales that
+    it points to are exponents, else int4."""
     if groups_ptr is None:
         return _int8_values(words, PIECE, dtype)
     else:
         # A piece is of one group. The last span may end before it, which then has none and meets zeros.
         at = (tl.minimum(first, inputs - 1) // GROUP).to(tl.int64) * outputs + from_row
         scale = tl.load(groups_ptr + at)[:, None]
-        if zeros_ptr is None:
-            zero = tl.zeros((1, 1), tl.int8)
+        if groups_ptr.dtype.element_ty == tl.uint8:
+            return _mxfp4_values(words, scale, PIECE, dtype)
+        elif zeros_ptr is None:
+            return _int4_values(words, tl.zeros((1, 1), tl.int8), scale, PIECE, dtype)
         else:
-            zero = tl.load(zeros_ptr + at)[:, None]
-        return _int4_values(words, zero, scale, PIECE, dtype)
+            return _int4_values(words, tl.load(zeros_ptr + at)[:, None], scale, PIECE, dtype)
 
 
 @triton.jit
-def _coded_segment_sums(
+def coded_segment_sums(
     weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
@@ -89,7 +114,7 @@ def _coded_segment_sums(
             else:
                 real = start + piece * WORDS + at < inputs
                 x = tl.load(x_at + piece * WORDS, mask=real[:, None], other=0.0)
-            values = _values(
+            values = coded_values(
                 words, start + piece * WORDS, from_row, inputs, outputs, groups_ptr, zeros_ptr,
                 piece, GROUP, x.dtype,
             )  # fmt: skip
@@ -99,7 +124,7 @@ def _coded_segment_sums(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "segment"])
 def _coded_matmul_kernel(
     x_ptr,
     weight_ptr,  # (outputs, words) int16
@@ -124,14 +149,14 @@ def _coded_matmul_kernel(
         sums = tl.zeros((LINES, ROWS), SUM)
         for first in range(0, inputs, segment * INPUTS):
             end = tl.minimum(first + segment * INPUTS, inputs)
-            sums += _coded_segment_sums(
+            sums += coded_segment_sums(
                 weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
                 EVEN, PRECISION, BITS, GROUP, LINES, ROWS, INPUTS,
             )  # fmt: skip
     else:
         first = tl.program_id(1) * segment * INPUTS
         end = tl.minimum(first + segment * INPUTS, inputs)
-        sums = _coded_segment_sums(
+        sums = coded_segment_sums(
             weight_at, x_at, from_row, first, end, inputs, outputs, groups_ptr, zeros_ptr,
             EVEN, PRECISION, BITS, GROUP, LINES, ROWS, INPUTS,
         )  # fmt: skip
@@ -139,6 +164,75 @@ def _coded_matmul_kernel(
         sums, line_tile * LINES, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, parts_ptr,
         rows, outputs, stride_y, line_tiles * LINES, row_tiles * ROWS, ACTIVATION, LINES, ROWS,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "lines"])
+def _widen_kernel(
+    weight_ptr,  # (outputs, words) int16
+    groups_ptr, zeros_ptr,  # (groups, outputs); zeros: or None
+    panel_ptr,  # (lines, inputs)
+    first, lines,  # outputs
+    outputs, inputs, stride_weight,
+    GROUP: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Writes the values of a span of some outputs."""
+    PIECES: tl.constexpr = 4
+    PIECE: tl.constexpr = SPAN // PIECES
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    at = tl.arange(0, PIECE)
+    from_row = tl.minimum(first + line, outputs - 1).to(tl.int64)
+    words = tl.load(weight_ptr + from_row[:, None] * stride_weight + (tl.program_id(1) * PIECE + at)[None, :])
+    to = panel_ptr + line.to(tl.int64)[:, None] * inputs
+    for piece in tl.static_range(PIECES):
+        start = tl.program_id(1) * SPAN + piece * PIECE
+        values = coded_values(
+            words, start, from_row, inputs, outputs, groups_ptr, zeros_ptr, piece, GROUP,
+            panel_ptr.dtype.element_ty,
+        )  # fmt: skip
+        column = start + at
+        tl.store(to + column[None, :], values, mask=(line < lines)[:, None] & (column < inputs)[None, :])
+
+
+def widen_int4(weight: Int4Weight, first: int, panel: Tensor) -> None:
+    """Write int4_values of the outputs from `first` on to `panel`, (outputs, inputs) without gaps, of the dtype of the
+    scales. Raises ValueError for another panel, or one beyond the weight's end."""
+    lines, inputs = panel.shape
+    fits = inputs == weight.inputs and first >= 0 and first + lines <= weight.outputs
+    if not fits or panel.dtype != weight.scales.dtype or not panel.is_contiguous():
+        raise ValueError(
+            f"a panel {tuple(panel.shape)} {panel.dtype} of {weight.outputs} outputs from {first} on"
+        )
+    if panel.numel() == 0:
+        return
+    words = weight.packed.view(torch.int16)
+    _widen_kernel[(cdiv(lines, WIDENED_LINES), cdiv(inputs, SPAN))](
+        words, weight.scales, weight.zeros, panel, first, lines, weight.outputs, inputs, words.stride(0),
+        GROUP=weight.group, SPAN=SPAN, LINES=WIDENED_LINES, num_warps=4,
+    )  # fmt: skip
+
+
+def int4_panel_matmul(x: Tensor, weight: Int4Weight, bias: Tensor | None, panel: Tensor) -> Tensor:
+    """x: (T, K) → (T, N): the library's products with parts of the weight, as many outputs each as `panel` has room
+    for when they are widened, one part after the other. `panel`: values of x's dtype, at least those of one output.
+
+    Raises ValueError when shapes or dtypes do not fit.
+    """
+    check_int4_weight(x, weight, bias, None, None)
+    whole = weight.outputs * weight.inputs <= panel.numel()
+    height = weight.outputs if whole else panel.numel() // weight.inputs // PART_OUTPUTS * PART_OUTPUTS
+    height = height or panel.numel() // max(1, weight.inputs)
+    if height < 1:
+        raise ValueError(f"a panel of {panel.numel()} values has no room for {weight.inputs} inputs")
+    y = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
+    for first in range(0, weight.outputs, height):
+        end = min(first + height, weight.outputs)
+        part = panel[: (end - first) * weight.inputs].view(end - first, weight.inputs)
+        widen_int4(weight, first, part)
+        if bias is None:
+            torch.mm(x, part.t(), out=y[:, first:end])
+        else:
+            torch.addmm(bias[first:end], x, part.t(), out=y[:, first:end])
+    return y
 
 
 def int8_weight_matmul(

@@ -48,10 +48,32 @@ def test_answers_are_those_of_the_dequantised_checkpoint(models: Path, tmp_path:
 
 
 def test_validate_says_what_the_weights_take(models: Path, tmp_path: Path) -> None:
-    found = "\n".join(validate_job(load_job(write_job(tmp_path, models / "packed", ROWS, **PLAIN), ())))
-    assert re.search(
-        "weights stored as (mxfp4|gptq) are dequantised when they are loaded: all weights take", found
+    """As they are dequantised, and as they stay: MXFP4 unless it is not to, GPTQ where that is asked for."""
+    job = write_job(tmp_path, models / "packed", ROWS, **PLAIN)
+    plain, stored = (
+        "\n".join(validate_job(load_job(job, (("model.quantization", how),)))) for how in ("none", "stored")
     )
+    text = (
+        r"weights stored as (mxfp4|gptq) are dequantised when they are loaded: all weights take .* in 16 bits"
+    )
+    assert (found := re.search(text, plain))
+    assert ("; model.quantization: stored leaves" in plain) == (found[1] == "gptq")
+    assert not re.search(text, stored)
+    assert re.search(r"\d% of the weights of linear layers stay in (mxfp4|int4) as they are stored", stored)
+    automatic = "\n".join(validate_job(load_job(job, ())))
+    assert ("stay in mxfp4" in automatic) == (found[1] == "mxfp4")
+
+
+def test_what_is_multiplied_as_it_is_stored_is_the_same_work_where_nothing_is_rounded(
+    models: Path, tmp_path: Path
+) -> None:
+    """MXFP4 is what it stands for, and its answers are found again; for int4 a CPU quantises activations."""
+    job = write_job(tmp_path, models / "packed", ROWS, **PLAIN)
+    stored = run(job, RunOptions(), ("model.quantization", "stored"))
+    again = run(job, RunOptions(replace=True), ("model.quantization", "none"))
+    assert (stored.exit_code, again.exit_code) == (0, 0)
+    reused = {"stored-mxfp4": len(ROWS), "stored-int4": 0}
+    assert again.row["reused_requests"] == reused[stored.row["quantization"]]
 
 
 def test_other_ways_to_quantize_are_refused(models: Path, tmp_path: Path) -> None:

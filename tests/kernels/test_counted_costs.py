@@ -23,10 +23,12 @@ from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.mask import mask_reference
 from batchinfer_kernels.matmul import matmul_reference
 from batchinfer_kernels.merge_state import merge_state_reference
+from batchinfer_kernels.mxfp4 import grouped_mxfp4_matmul_reference, mxfp4_values
 from batchinfer_kernels.paged_attention import CODES, gather_cached
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
+    int4_values,
     int4_weight_matmul_reference,
     int8_weight_matmul_reference,
     quantize_int4,
@@ -87,6 +89,13 @@ def test_linear(name, sizes):
     assert found.coded_ops == (2 * math.prod(sizes) if name in ("int8", "block_fp8") else 0)
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+def test_widening(zeros):
+    weight = quantize_int4(torch.randn(33, 200).bfloat16(), 32, symmetric=not zeros)
+    found = cost.widening_cost(200, 33, 2, group=32, zeros=zeros)
+    assert_counted(found, int4_values, weight, moved=operands(weight))
+
+
 STARTS = torch.tensor([0, 2, 2, 6])  # the second expert has no row
 
 
@@ -106,6 +115,16 @@ def test_grouped_linear_of_codes():
     found, moved = cost.quantized_grouped_linear_cost(6, 2, 40, 12, 2), [x, codes[:2], scales[:2]]
     assert found.coded_ops == 2 * 6 * 40 * 12
     assert_counted(found, grouped_matmul_reference, x, codes, STARTS, scales=scales, moved=moved)
+
+
+def test_grouped_linear_of_mxfp4():
+    x, exponents = torch.randn(6, 64).bfloat16(), torch.full((3, 12, 2), 120, dtype=torch.uint8)
+    codes = torch.randint(0, 256, (3, 12, 32), dtype=torch.uint8)
+    found = cost.mxfp4_grouped_linear_cost(6, 2, 64, 12, 2)
+    values = mxfp4_values(codes, exponents).bfloat16()
+    assert found.flops == counted(grouped_matmul_reference, x, values, STARTS)
+    y = grouped_mxfp4_matmul_reference(x, codes, exponents, STARTS)
+    assert found.bytes == bytes_of(x, codes[:2], exponents[:2], y)
 
 
 def test_grouped_linear_of_codes_with_scales_of_blocks():

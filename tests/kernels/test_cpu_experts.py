@@ -20,6 +20,7 @@ from batchinfer_kernels.experts import (
     group_by_expert,
 )
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
+from batchinfer_kernels.mxfp4 import mxfp4_values
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.routing import Routing
 from tests.examples import examples
@@ -165,6 +166,48 @@ def test_all_tokens_on_one_expert(compiled, dtype):
     got = compiled.experts(x, *packed, choice, loads)
     torch.testing.assert_close(got, experts_reference(x, gate_up, down, choice, "silu"), **TOLERANCE[dtype])
     assert loads.tolist() == [0, 0, 0, 30, 0]
+
+
+@pytest.mark.parametrize("tiles", WAYS)
+@given(
+    seed=st.integers(0, 2**16),
+    dtype=st.sampled_from(DTYPES),
+    tokens=st.sampled_from([1, 2, 7, 40, 100]),
+    hidden=st.sampled_from([32, 96, 160]),
+    inner=st.sampled_from([32, 64, 96]),
+    biased=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+)
+@settings(max_examples=examples(20, 100), deadline=None)
+def test_mxfp4_has_the_bits_of_what_it_stands_for(tiles, seed, dtype, tokens, hidden, inner, biased, threads):
+    """Whatever is widened when, the values are those of weights that were widened before."""
+    generator, compiled = torch.Generator().manual_seed(seed), operators(tiles)
+    packed, widened = [], []
+    for outputs, inputs, kind in ((2 * inner, hidden, "clamped_gated"), (hidden, inner, "plain")):
+        codes = torch.randint(0, 256, (COUNT, outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+        shape = (COUNT, outputs, inputs // 32)
+        exponents = torch.randint(118, 124, shape, generator=generator, dtype=torch.uint8)
+        bias = torch.randn(COUNT, outputs, generator=generator).to(dtype) if biased else None
+        packed.append(compiled.pack_expert_mxfp4(codes, exponents, bias, kind))
+        widened.append(compiled.pack_experts(mxfp4_values(codes, exponents).to(dtype), bias, kind))
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    choice, loads = choice_of(tokens, seed=seed), torch.zeros(COUNT).long()
+    with threads_of(threads):
+        got, wanted = (compiled.experts(x, *each, choice, loads) for each in (packed, widened))
+    assert torch.equal(got, wanted)
+
+
+def test_every_code_and_exponent_of_mxfp4_is_exact(compiled):
+    """A row with a single 1 gives a weight; AVX512_BF16 makes 0 of numbers below 2^-126."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(253, 1)
+    exponents = torch.arange(253, dtype=torch.uint8).repeat_interleave(16)
+    stored, starts = (codes[None], exponents[None, :, None]), starts_of([32])
+    packed, values = compiled.pack_expert_mxfp4(*stored, None), mxfp4_values(*stored)[0].T
+    for dtype in DTYPES:
+        x, widened = torch.eye(32).to(dtype), compiled.pack_experts(values.T[None].to(dtype), None)
+        got, usual = compiled.grouped_linear(x, packed, starts), values.abs() >= 2.0**-126
+        assert torch.equal(got, compiled.grouped_linear(x, widened, starts))
+        assert torch.equal(got[usual], values.to(dtype)[usual])
 
 
 @pytest.mark.parametrize("int8", [False, True])

@@ -39,6 +39,7 @@ from batchinfer.models.spec.parameters import EMBEDDING, HEAD, Shape
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
 from batchinfer_kernels.arithmetic import (
     STORED,
+    Device,
     Dtype,
     KvCacheDtype,
     Quantization,
@@ -64,18 +65,19 @@ class Checkpoint(WeightFiles):
 
     @property
     def stored_quantization(self) -> Quantization:
-        """Return the quantisation of weights that products can be computed of as they are stored; none where there are
-        none, or several."""
-        codes = {form.codes for form in self.as_stored().spec.forms}
+        """Return the quantisation of weights that products can be computed of as they are stored: of 8 bits where there
+        are some, else of 4; none where there are none, or several."""
+        codes = {form.codes for form in self.as_stored(frozenset(STORED)).spec.forms}
+        codes = codes & {"fp8", "int8"} or codes
         return STORED[codes.pop()] if len(codes) == 1 else "none"
 
     def held_for(self, quantization: Quantization) -> Checkpoint:
         """Return the checkpoint with weights that stay quantised as they are stored, where such a run has it so."""
-        if quantization == "int4":
-            return self.as_stored(frozenset({"int4"}))
-        return self.as_stored() if quantization in STORED.values() else self
+        kept = {codes for codes, held in STORED.items() if held == quantization}
+        kept |= {"int4"} if quantization == "int4" else set()
+        return self.as_stored(frozenset(kept)) if kept else self
 
-    def as_stored(self, among: frozenset[WeightCodes] = frozenset(STORED)) -> Checkpoint:
+    def as_stored(self, among: frozenset[WeightCodes] = frozenset({"fp8", "int8"})) -> Checkpoint:
         """Return the checkpoint with weights that stay in codes `among` these where products can be computed with
         them."""
         layers = tuple(
@@ -84,7 +86,7 @@ class Checkpoint(WeightFiles):
         )
         spec = replace(self.spec, layers=layers)
         kept = tuple(_kept(spec))
-        others = (notice for notice in self.notices if not (kept and notice.endswith(_IN_16_BITS)))
+        others = (notice for notice in self.notices if not (kept and _IN_16_BITS in notice))
         return replace(self, spec=spec, notices=(*kept, *others))
 
     def _forms(
@@ -97,7 +99,7 @@ class Checkpoint(WeightFiles):
             parts = (names[part] for part, _ in linear.parts)
             found = {self._form(part, bool(linear.experts)) for part in parts}
             form = found.pop()
-            grouped = linear.experts and form is not None and form.scales == "group"
+            grouped = linear.experts and form is not None and form.codes == "int4"
             if form is not None and not found and form.codes in among and not grouped:
                 yield linear.name, form
 
@@ -105,9 +107,11 @@ class Checkpoint(WeightFiles):
         """How a parameter lies in memory as it is stored; None: it is dequantised. `whole`: it has to be a tensor of
         its own."""
         packed, part = self.packed.get(stored.tensor), stored.part
-        if packed is None or stored.rows or (part is not None and (whole or part.index is not None)):
+        if packed is None or stored.rows:
             return None
-        if part is not None and part.transposed:
+        if packed.transposed:  # its codes have the outputs one after the other, of each matrix
+            return packed.form if part is not None and part.transposed and part.index is not None else None
+        if part is not None and (whole or part.index is not None or part.transposed):
             return None
         return packed.form
 
@@ -135,10 +139,14 @@ class Checkpoint(WeightFiles):
         return [("model.kv_cache_dtype", f"{why}; leave it out")]
 
     def cost(
-        self, itemsize: int, quantization: Quantization = "none", kv_cache: KvCacheDtype = "auto"
+        self,
+        itemsize: int,
+        quantization: Quantization = "none",
+        kv_cache: KvCacheDtype = "auto",
+        device: Device = "cpu",
     ) -> ModelCost:
         """Return the cost of its steps; see model_cost."""
-        return model_cost(self.spec.quantized(quantization).caching(kv_cache), itemsize)
+        return model_cost(self.spec.quantized(quantization).caching(kv_cache), itemsize, device)
 
 
 def inspect_checkpoint(path: Path) -> Checkpoint:
@@ -173,17 +181,20 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     shapes = check_tensors(folder.path, spec, tensors, packed, prefixes, hint)
     notices = (
         *([_text_alone(whole, files.tensors)] if whole else ()),
-        *dequantised({each.format for each in packed.found.values()}, shapes),
+        *dequantised({each.format: each.form for each in packed.found.values()}, shapes),
         *folder.unused_code,
     )
     return Checkpoint(folder.path, files.files, tensors, spec, prefixes, packed.found, shapes, notices)
 
 
-def dequantised(formats: Iterable[str], shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Yield the notices about quantised weights that are dequantised, by the names of their formats."""
-    for name in sorted(formats):
+def dequantised(forms: Mapping[str, WeightForm | None], shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """Yield the notices about quantised weights that are dequantised, by the names of their formats; each with the form
+    in which it could stay."""
+    for name, form in sorted(forms.items(), key=lambda found: found[0]):
         took = size(2 * sum(map(math.prod, shapes.values())))
-        yield f"weights stored as {name} are dequantised when they are loaded: all weights take {took}{_IN_16_BITS}"
+        text = f"weights stored as {name} are dequantised when they are loaded: all weights take {took}{_IN_16_BITS}"
+        kept = form is not None and form.codes == "int4"
+        yield f"{text}; model.quantization: stored leaves those of linear layers in 4 bits" if kept else text
 
 
 def _kept(spec: ModelSpec) -> Iterator[str]:

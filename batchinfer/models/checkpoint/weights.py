@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ class CheckpointWeights(Weights):
         """The parts above one another, with their scales and, where blocks share these, the lines that say which."""
         copied = {
             linear.name: self._copied([part.codes for part in parts], parts[0].codes.dtype),
-            linear.name + SCALES: self._copied([part.scales for part in parts], torch.float32),
+            linear.name + SCALES: self._copied([part.scales for part in parts], parts[0].scales.dtype),
         }
         if linear.form is not None and linear.form.scales == "block":
             first, lines = 0, []
@@ -153,8 +153,8 @@ class CheckpointWeights(Weights):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredCodes:
-    """A parameter whose values are quantised, (N, K). Scales are (N,), or (blocks, groups) of which each output has a
-    line, or like zeros (N, groups)."""
+    """A parameter whose values are quantised, (N, K); of MXFP4 as `Codes` has them. Scales are (N,), or
+    (blocks, groups) of which each output has a line, or like zeros (N, groups)."""
 
     codes: Tensor
     scales: Tensor
@@ -202,10 +202,11 @@ class _OpenFiles:
     def coded(self, stored: StoredParameter) -> StoredCodes:
         """Read a parameter's quantised values as they are stored, of a tensor that `Checkpoint.as_stored` names."""
         packed = self._checkpoint.packed[stored.tensor]
-        codes, form = packed.codes(self._read), packed.form
+        codes, form = packed.codes(self._read, stored.index), packed.form
+        place = stored.part and replace(stored.part, transposed=False)
 
         def part(tensor: Tensor) -> Tensor:
-            return _stretches(tensor, stored.part).flatten(0, 1)
+            return _stretches(tensor, place).flatten(0, 1)
 
         lines = part(torch.arange(len(codes.values), dtype=torch.int32) // codes.high)
         # Of a part all scales of blocks are kept, which its lines choose from

@@ -14,7 +14,7 @@ from batchinfer.models.files.stated_config import stated_config
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, WeightFiles, listed, read_weight_files
 from batchinfer.models.foreign.refusal import CannotRun
 from batchinfer.models.foreign.spec import ForeignSpec, foreign_cost
-from batchinfer_kernels.arithmetic import Dtype, KvCacheDtype, Quantization
+from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import ModelCost
 
 # (config.json, generation_config.json) → what they describe; raises CannotRun
@@ -74,7 +74,11 @@ class ForeignCheckpoint(WeightFiles):
         return [(key, text) for wanted, key, text in asked if wanted]
 
     def cost(
-        self, itemsize: int, quantization: Quantization = "none", kv_cache: KvCacheDtype = "auto"
+        self,
+        itemsize: int,
+        quantization: Quantization = "none",
+        kv_cache: KvCacheDtype = "auto",
+        device: Device = "cpu",
     ) -> ModelCost:
         """Return what its steps cost; activations, weights and the cache have one size."""
         return foreign_cost(self.spec, itemsize)

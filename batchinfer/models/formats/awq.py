@@ -77,7 +77,7 @@ class AwqTensor(PackedTensor):
     def form(self) -> WeightForm | None:
         return int4_form(self.group)
 
-    def codes(self, read: Read) -> Codes:
+    def codes(self, read: Read, index: int | None = None) -> Codes:
         from batchinfer.models.formats.codes import int4_codes, unpacked
 
         values, scales, zeros = map(read, self.stored)

@@ -120,7 +120,7 @@ class Fp8Tensor(PackedTensor):
         values, scales = map(read, self.stored)
         return fp8_values(values if index is None else values[index], scales, self.block)
 
-    def codes(self, read: Read) -> Codes:
+    def codes(self, read: Read, index: int | None = None) -> Codes:
         values, scales = map(read, self.stored)
         high = 1 if self.block is None else self.block[0]
         if self.block is None or (self.block[1] == values.shape[1] and high == 1):

@@ -38,9 +38,10 @@ class GgufWeight(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        return int4_form(_GROUP) if self.type.name in _INT4 and not self.less else None
+        offset = _INT4.get(self.type.name)
+        return None if offset is None or self.less else int4_form(_GROUP, whole_zeros=not offset)
 
-    def codes(self, read: Read) -> Codes:
+    def codes(self, read: Read, index: int | None = None) -> Codes:
         """Zeros are offsets in scales. A scale of 0 is stored where all values of a group are its offset: the group's
         codes are 0 here, of the scale 1."""
         import torch

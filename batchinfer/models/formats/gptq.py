@@ -112,7 +112,7 @@ class GptqTensor(PackedTensor):
     def form(self) -> WeightForm | None:
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
-    def codes(self, read: Read) -> Codes:
+    def codes(self, read: Read, index: int | None = None) -> Codes:
         from batchinfer.models.formats.codes import int4_codes, unpacked
 
         values, scales, zeros = (read(name) for name in self.stored[:3])

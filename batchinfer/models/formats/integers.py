@@ -89,7 +89,7 @@ class PackedIntegers(PackedTensor):
     def form(self) -> WeightForm | None:
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
-    def codes(self, read: Read) -> Codes:
+    def codes(self, read: Read, index: int | None = None) -> Codes:
         from batchinfer.models.formats.codes import int4_codes, unpacked
 
         values, scales, *_ = map(read, self.stored)
@@ -156,7 +156,7 @@ class Int8Tensor(PackedTensor):
             return None
         return WeightForm("int8", stored=True)
 
-    def codes(self, read: Read) -> Codes:
+    def codes(self, read: Read, index: int | None = None) -> Codes:
         values, scales = map(read, self.stored)
         return Codes(values, scales.float().reshape(-1))
 

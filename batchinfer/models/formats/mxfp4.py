@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from batchinfer.models.formats.packed_tensor import PackedTensor, PackedTensors, Read, Stored, StoredFormat
+from batchinfer.models.formats.packed_tensor import (
+    Codes,
+    PackedTensor,
+    PackedTensors,
+    Read,
+    Stored,
+    StoredFormat,
+)
+from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +60,20 @@ class Mxfp4Experts(PackedTensor):
     @property
     def matrices(self) -> bool:
         return True
+
+    @property
+    def transposed(self) -> bool:
+        return True
+
+    @property
+    def form(self) -> WeightForm | None:
+        return WeightForm("mxfp4", "group", stored=True, group=GROUP)
+
+    def codes(self, read: Read, index: int | None = None) -> Codes:
+        values, scales = map(read, self.stored)
+        if index is not None:
+            values, scales = values[index], scales[index]
+        return Codes(values.flatten(-2), scales)
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         values, scales = map(read, self.stored)

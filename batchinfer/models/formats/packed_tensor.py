@@ -24,7 +24,7 @@ Stored = Mapping[str, StoredTensor]
 class Codes:
     """The quantised values of a matrix, (N, K), int8 or float8_e4m3fn; int4 in int8, -8 … 7. Scales are float32, (N,),
     or (N / high, groups) of which `high` outputs share a line. Values are less `zeros` (N, groups) where there are
-    some."""
+    some. Of MXFP4: (N, K / 2) uint8, the first of two values in the lower bits, and exponents (N, K / 32) uint8."""
 
     values: Tensor
     scales: Tensor
@@ -47,6 +47,12 @@ class PackedTensor(ABC):
         return False
 
     @property
+    def transposed(self) -> bool:
+        """Whether its matrices are the transposes of those that are stored, so that an output's codes stand together
+        where `dequantized` has those of an input."""
+        return False
+
+    @property
     def form(self) -> WeightForm | None:
         """Return how it lies in memory if products can be computed of its values as they are stored; None if they have
         to be dequantised."""
@@ -57,8 +63,9 @@ class PackedTensor(ABC):
         """Return the weight as float32, or with an index that matrix of it. Products of values and scales are exact or
         rounded once."""
 
-    def codes(self, read: Read) -> Codes:
-        """Return the quantised values where there is a `form`. Raises TypeError where there is none."""
+    def codes(self, read: Read, index: int | None = None) -> Codes:
+        """Return the quantised values where there is a `form`, or with an index those of that matrix. Raises TypeError
+        where there is none."""
         raise TypeError(f"weights of {self.format} have to be dequantised")
 
 
@@ -135,9 +142,10 @@ def wrong_group(group: object) -> list[str]:
     return [f"group_size is {shown(group)}; wanted a number above 0, or -1 for all inputs"]
 
 
-def int4_form(group: int) -> WeightForm | None:
+def int4_form(group: int, whole_zeros: bool = True) -> WeightForm | None:
     """Return the form of int4 in groups of so many inputs, if products can be computed of such groups."""
-    return WeightForm("int4", "group", stored=True, group=group) if group > 0 and group % 8 == 0 else None
+    fit = group > 0 and group % 8 == 0
+    return WeightForm("int4", "group", stored=True, group=group, whole_zeros=whole_zeros) if fit else None
 
 
 def is_float(tensor: StoredTensor) -> bool:

@@ -186,7 +186,7 @@ class IntxTensor(PackedTensor):
     def form(self) -> WeightForm | None:
         return int4_form(self.group)
 
-    def codes(self, read: Read) -> Codes:
+    def codes(self, read: Read, index: int | None = None) -> Codes:
         values, scales, *zeros = map(read, self.stored)
         return Codes(values, scales.float(), zeros=zeros[0].float() if zeros else None)
 
@@ -208,9 +208,9 @@ class TorchaoInt4(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        return int4_form(self.group)
+        return int4_form(self.group, whole_zeros=False)
 
-    def codes(self, read: Read) -> Codes:
+    def codes(self, read: Read, index: int | None = None) -> Codes:
         """Zeros are offsets in scales. A group whose scale is 0 has its offset as the scale of codes that are 1."""
         values, scales, offsets = self._read(read)
         empty = scales == 0

@@ -23,6 +23,7 @@ def inspect_gguf(model: GgufModel) -> Checkpoint:
         "another way; the names are those of a Hugging Face checkpoint"
     )
     shapes = check_tensors(model.path, spec, tensors, PackedTensors({**packed}), prefixes, hint)
-    types = sorted({each.type.name for each in packed.values() if each.quantized})
-    notices = dequantised([" and ".join(types)] if types else [], shapes)
+    types = {each.type.name: each.form for each in packed.values() if each.quantized}
+    form = next((form for form in types.values() if form is not None), None)
+    notices = dequantised({" and ".join(sorted(types)): form} if types else {}, shapes)
     return Checkpoint(model.path, model.files, tensors, spec, prefixes, packed, shapes, tuple(notices))

@@ -10,12 +10,15 @@ from subprocess import CalledProcessError
 import torch
 
 from batchinfer.core.errors import Unavailable
+from batchinfer.machine.datasheet import datasheet
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.arithmetic import WeightForm
+from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.compilers import NoCompiler
+from batchinfer_kernels.quantized_matmul import PIECE
 from batchinfer_kernels.tiles import Grant, tile_grant
 
 _log = logging.getLogger(__name__)
@@ -163,7 +166,19 @@ def _triton(
     if lacking is not None:
         return lacking
     shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic)
-    return TritonOps(shape, latent)
+    return TritonOps(shape, latent, _stated_peaks(dtype))
+
+
+def _stated_peaks(dtype: torch.dtype) -> Peaks:
+    """Return the peaks that the GPU's datasheet states, which all runs share, measured or not; else those of a usual
+    one."""
+    from batchinfer.models.ops.triton_ops import USUAL_PEAKS
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    stated, kind = datasheet(name), str(dtype).removeprefix("torch.")
+    if stated is None or kind not in stated.peak_flops or stated.bandwidth is None:
+        return USUAL_PEAKS
+    return Peaks(stated.peak_flops[kind], stated.bandwidth)
 
 
 def _unfit_gpu(forms: frozenset[WeightForm]) -> Lacking | None:
@@ -178,7 +193,12 @@ def _unfit_gpu(forms: frozenset[WeightForm]) -> Lacking | None:
     if found.isdigit() and int(found) < LEAST_CAPABILITY:
         has = f"this GPU has compute capability {found[:-1]}.{found[-1]}, and they need 8.0 or newer"
         return Lacking(has, "use a newer GPU or engine.device: cpu")
-    if any(form.codes == "int4" for form in forms):
-        return Lacking("a GPU cannot multiply int4 yet", "use model.quantization: fp8 or int8")
+    strange = {form.group for form in forms if form.codes == "int4" and form.group % PIECE}
+    if strange:
+        has = f"its int4 has groups of {min(strange)} inputs, and a GPU multiplies groups of a multiple of {PIECE}"
+        return Lacking(has, "use model.quantization: none, int8 or fp8")
+    if any(form.codes == "int4" and not form.whole_zeros for form in forms):
+        has = "its int4 has zeros between codes (GGUF's Q4_1 and Q4_K, torchao's), and a GPU multiplies whole ones"
+        return Lacking(has, "use model.quantization: none, int8 or fp8")
     missing = why_not_fp8() if any(form.codes == "fp8" for form in forms) else None
     return None if missing is None else Lacking(missing, "use model.quantization: int8 or a newer GPU")

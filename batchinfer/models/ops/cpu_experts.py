@@ -45,4 +45,6 @@ def pack(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind) -> Pac
     """The weights in panels."""
     if weights.scales is None:
         return compiled.pack_experts(weights.weight, weights.bias, kind)
+    if weights.mxfp4:
+        return compiled.pack_expert_mxfp4(weights.weight, weights.scales, weights.bias, kind)
     return compiled.pack_expert_codes(weights.weight, weights.scales, weights.bias, kind)

@@ -7,10 +7,58 @@ from torch import Tensor
 
 from batchinfer.models.ops.interface import Experts, ExpertWeights, HeadsLinear
 from batchinfer.models.ops.torch_ops import add_loads
-from batchinfer_kernels.experts import Choice, group_by_expert
+from batchinfer_kernels.experts import Choice, Groups, group_by_expert
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
+from batchinfer_kernels.gpu.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from batchinfer_kernels.mxfp4 import Mxfp4Weights, packed_mxfp4
+
+
+class ExpertsOfMxfp4(Experts):
+    """Experts in MXFP4, widened in registers; sorted as TritonExperts'."""
+
+    def __init__(
+        self,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        activation: Activation,
+        deterministic: bool,
+    ) -> None:
+        self._gate_up, self._down = (_packed(weights) for weights in (gate_up, down))
+        self._biases = (gate_up.bias, down.bias)
+        self._activation, self._deterministic = activation, deterministic
+        self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        groups = _grouped(self.loads, choice, counted)
+        fixed, (into, back) = self._deterministic, self._biases
+        inner = grouped_mxfp4_matmul(
+            x,
+            self._gate_up,
+            groups.starts,
+            into,
+            activation=self._activation,
+            from_rows=groups.order // choice.experts.shape[1],
+            deterministic=fixed,
+        )
+        made = grouped_mxfp4_matmul(inner, self._down, groups.starts, back, deterministic=fixed)
+        return combine(made, groups.order, choice.weights)
+
+
+def _packed(weights: ExpertWeights) -> Mxfp4Weights:
+    assert weights.scales is not None, "it is in MXFP4"
+    return packed_mxfp4(weights.weight, weights.scales)
+
+
+def _grouped(loads: Tensor, choice: Choice, counted: Tensor | None) -> Groups:
+    """Sort rows by expert, and count them."""
+    groups = group_by_expert(choice.experts, len(loads))
+    if counted is None:
+        loads += groups.starts.diff()
+    else:
+        add_loads(loads, choice.experts, counted)
+    return groups
 
 
 class TritonExperts(Experts):
@@ -31,11 +79,7 @@ class TritonExperts(Experts):
         self.loads = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        groups = group_by_expert(choice.experts, len(self.loads))
-        if counted is None:
-            self.loads += groups.starts.diff()
-        else:
-            add_loads(self.loads, choice.experts, counted)
+        groups = _grouped(self.loads, choice, counted)
         (gate_up, scales), (down, down_scales) = self._gate_up, self._down
         inner = grouped_matmul(
             x,

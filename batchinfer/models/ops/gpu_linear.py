@@ -18,6 +18,7 @@ from batchinfer.models.ops.interface import (
     Linear,
 )
 from batchinfer_kernels.block_fp8_matmul import BlockWeight
+from batchinfer_kernels.cost import PANEL_BYTES, Peaks, least_panel_rows
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
@@ -25,7 +26,9 @@ from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
+from batchinfer_kernels.gpu.quantized_matmul import int4_panel_matmul, int4_weight_matmul
 from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.quantized_matmul import Int4Weight, packed_int4
 
 MIN_RANK = 16  # of factors: the least inner dimension of a tile
 
@@ -73,7 +76,7 @@ class LibraryExact(Linear):
 
 def _gated(linear: Linear, x: Tensor, added: AddedValues, activation: Activation | None) -> Tensor:
     """Put the activation behind what adapters add to a product that was made without it."""
-    y = Linear.adapted(linear, x, added)
+    y = added.onto(linear(x))
     return y if activation is None else gated_activation(y, activation)
 
 
@@ -208,3 +211,67 @@ class Fp8Head(Head):
 
     def argmax(self, x: Tensor) -> Tensor:
         return sample(self(x))
+
+
+class WeightPanel:
+    """Room for the values of a weight, or of a part of its outputs, which all int4 layers of a model use one after the
+    other. It is allocated while weights are packed, so that it stands where it is once steps are captured."""
+
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+
+    def reserve(self, weight: Int4Weight) -> None:
+        """Make room for the whole weight, or for PANEL_BYTES of it, and for one output at the least."""
+        dtype, outputs = weight.scales.dtype, weight.outputs
+        most = max(1, PANEL_BYTES // dtype.itemsize // max(1, weight.inputs))
+        values = min(outputs, most) * weight.inputs
+        if self._values is None or self._values.numel() < values:
+            self._values = None  # not both at once
+            self._values = torch.empty(values, dtype=dtype, device=weight.packed.device)
+
+    @property
+    def values(self) -> Tensor:
+        assert self._values is not None, "a weight was packed before it is multiplied"
+        return self._values
+
+
+class Int4Linear(Linear):
+    """A product with int4 values, x as it is: few rows multiply them as they are widened in registers, many rows the
+    library's way, once they are widened into the panel. Where it is `deterministic` all rows are few.
+
+    `peaks`: of the GPU, which say how many rows are many. Raises ValueError for groups that the kernels do not have.
+    """
+
+    def __init__(
+        self,
+        weight: CodedWeight,
+        bias: Tensor | None,
+        activation: Activation | None,
+        dtype: torch.dtype,
+        panel: WeightPanel | None,
+        peaks: Peaks,
+    ) -> None:
+        """`panel`: None where the product is deterministic."""
+        packed = packed_int4(weight.codes, weight.scales, weight.zeros, weight.group, dtype)
+        self.out_features, self.in_features = packed.outputs, packed.inputs
+        self.out_features //= 1 if activation is None else 2
+        self._weight, self._bias, self._activation, self._panel = packed, bias, activation, panel
+        zeros, sizes = packed.zeros is not None, (packed.inputs, packed.outputs)
+        self.many = least_panel_rows(peaks, *sizes, dtype.itemsize, group=packed.group, zeros=zeros)
+        if panel is not None:
+            panel.reserve(packed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x, self._activation)
+
+    def _product(self, x: Tensor, gate: Activation | None) -> Tensor:
+        panel = self._panel
+        if panel is None or len(x) < self.many:
+            fixed = panel is None
+            return int4_weight_matmul(x, self._weight, self._bias, activation=gate, deterministic=fixed)
+        y = int4_panel_matmul(x, self._weight, self._bias, panel.values)
+        return y if gate is None else gated_activation(y, gate)
+
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        y, gate = added.onto(self._product(x, None)), self._activation
+        return y if gate is None else gated_activation(y, gate)

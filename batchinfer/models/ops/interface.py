@@ -121,6 +121,10 @@ class AddedValues:
         whole = torch.nn.functional.pad(self.values, (0, 0, missing, 0)) if missing else self.values
         return whole[self.rows.places]
 
+    def onto(self, results: Tensor) -> Tensor:
+        """Add them to the results (T, out) of a product."""
+        return (results.float() + self.spread()).to(results.dtype)
+
 
 class Adapters(ABC):
     """The factors of all adapters for one product, packed as the operators like best."""
@@ -165,8 +169,7 @@ class Linear(ABC):
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
         """y = x W^T + b + what adapters add. Layers with an activation put it behind."""
-        y = self(x)
-        return (y.float() + added.spread()).to(y.dtype)
+        return added.onto(self(x))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,12 +206,18 @@ def values_of(weight: Weight, name: str) -> Tensor:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """One matrix product of each expert: weight (experts, out, in), bias (experts, out). With scales, each expert's,
-    the weight holds quantised values, as a CodedWeight's; the lines are those of every expert."""
+    the weight holds quantised values, as a CodedWeight's; the lines are those of every expert. Or it is in MXFP4, and
+    scales are exponents: see batchinfer_kernels.mxfp4."""
 
     weight: Tensor
     bias: Tensor | None = None
     scales: Tensor | None = None
     lines: Tensor | None = None
+
+    @property
+    def mxfp4(self) -> bool:
+        """Whether the weight is in MXFP4."""
+        return self.scales is not None and self.scales.dtype == torch.uint8
 
 
 class Head(Linear):

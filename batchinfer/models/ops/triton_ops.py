@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.flashinfer_prefill import FlashInferPrefill, PromptPages
-from batchinfer.models.ops.gpu_experts import TritonExperts, TritonHeads
+from batchinfer.models.ops.gpu_experts import ExpertsOfMxfp4, TritonExperts, TritonHeads
 from batchinfer.models.ops.gpu_linear import (
     Fp8Head,
     Fp8Linear,
+    Int4Linear,
     Int8Head,
     Int8Linear,
     InvariantExact,
@@ -24,6 +25,7 @@ from batchinfer.models.ops.gpu_linear import (
     LibraryHead,
     LibraryLinear,
     TritonAdapters,
+    WeightPanel,
 )
 from batchinfer.models.ops.interface import (
     NO_NORMS,
@@ -47,6 +49,7 @@ from batchinfer.models.ops.interface import (
 )
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.arithmetic import WeightCodes
+from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import attention_plan
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM, moved
@@ -67,6 +70,8 @@ from batchinfer_kernels.prefix_groups import Ints
 from batchinfer_kernels.sample import RowSampling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Of a GPU whose own are not known: an H100's in 16 bits (NVIDIA's datasheet)
+USUAL_PEAKS = Peaks(989e12, 3.35e12)
 
 
 class TritonPlan(FixedPlan):
@@ -118,13 +123,14 @@ class LatentPlan(FixedPlan):
 
 class TritonOps(Ops):
     """`shape`: of the model whose attention is planned; `latent`: whether its cache keeps latents. Where it is
-    deterministic, a row's results depend on that row alone, bit by bit, in linear layers too.
+    deterministic, a row's results depend on that row alone, bit by bit, in linear layers too. `peaks`: of the GPU.
     """
 
     name = "triton"
 
-    def __init__(self, shape: AttentionShape, latent: bool = False) -> None:
-        self._shape, self._latent = shape, latent
+    def __init__(self, shape: AttentionShape, latent: bool = False, peaks: Peaks = USUAL_PEAKS) -> None:
+        self._shape, self._latent, self._peaks = shape, latent, peaks
+        self._panel = WeightPanel()
         self._prefill: FlashInferPrefill | None = None
 
     @property
@@ -139,7 +145,7 @@ class TritonOps(Ops):
 
     def with_prefill(self, prefill: FlashInferPrefill) -> TritonOps:
         """Return these operators with another prefill attention; see PromptOps."""
-        made = TritonOps(self._shape, self._latent)
+        made = TritonOps(self._shape, self._latent, self._peaks)
         made._prefill, made.name = prefill, f"{self.name}+flashinfer"
         return made
 
@@ -175,18 +181,20 @@ class TritonOps(Ops):
         return kind(weight, bias)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        return TritonExperts(gate_up, down, activation, self._shape.deterministic)
+        kind = ExpertsOfMxfp4 if gate_up.mxfp4 else TritonExperts
+        return kind(gate_up, down, activation, self._shape.deterministic)
 
     def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
         """Pack a weight for our own kernel; None if the library multiplies it."""
+        fixed = self._shape.deterministic
         if isinstance(weight, CodedWeight):
-            int8 = weight.codes.dtype == torch.int8
-            return (
-                Int8Linear(weight, bias, activation)
-                if int8
-                else Fp8Linear(weight, bias, activation, self._shape.deterministic)
-            )
-        return InvariantLinear(weight, bias, activation) if self._shape.deterministic else None
+            if weight.group:
+                panel = None if fixed else self._panel
+                return Int4Linear(weight, bias, activation, self._shape.dtype, panel, self._peaks)
+            if weight.codes.dtype == torch.int8:
+                return Int8Linear(weight, bias, activation)
+            return Fp8Linear(weight, bias, activation, fixed)
+        return InvariantLinear(weight, bias, activation) if fixed else None
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
         return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device)

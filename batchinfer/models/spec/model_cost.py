@@ -17,7 +17,7 @@ from batchinfer.models.spec.spec import (
     NormSpec,
     keeping,
 )
-from batchinfer_kernels.arithmetic import WeightForm
+from batchinfer_kernels.arithmetic import Device, WeightForm
 from batchinfer_kernels.cost import (
     Cost,
     ModelCost,
@@ -37,6 +37,7 @@ from batchinfer_kernels.cost import (
     latent_store_cost,
     layer_norm_cost,
     linear_cost,
+    mxfp4_grouped_linear_cost,
     quantized_grouped_linear_cost,
     quantized_linear_cost,
     rms_norm_cost,
@@ -44,15 +45,16 @@ from batchinfer_kernels.cost import (
     routing_cost,
     sample_cost,
     scale_cost,
+    weight_only_linear_cost,
 )
 
 
-def model_cost(spec: ModelSpec, itemsize: int) -> ModelCost:
+def model_cost(spec: ModelSpec, itemsize: int, device: Device = "cpu") -> ModelCost:
     """Return the cost of a model. `itemsize`: bytes of an activation, and of a weight or a cached value that is not
-    quantised."""
+    quantised; `device`: whose operators compute it, as a GPU does not quantise activations for weights in int4."""
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
-        for operator in _layer_operators(layer, itemsize):
+        for operator in _layer_operators(layer, itemsize, device):
             known = summed.get(operator.name, OperatorCost(operator.name))
             summed[operator.name] = known + operator * times
     once = (
@@ -111,7 +113,7 @@ def _after_head(spec: ModelSpec) -> Iterator[OperatorCost]:
         yield _sampled("logit_cap", lambda n: cap_cost(n, spec.vocab))
 
 
-def _layer_operators(layer: LayerSpec, itemsize: int) -> Iterator[OperatorCost]:
+def _layer_operators(layer: LayerSpec, itemsize: int, device: Device) -> Iterator[OperatorCost]:
     attention = layer.attention
     yield _token("rms_norm", lambda n: _norms(layer, n, itemsize))
     if attention is not None:
@@ -123,7 +125,7 @@ def _layer_operators(layer: LayerSpec, itemsize: int) -> Iterator[OperatorCost]:
         elif linear.experts:
             yield _experts(linear, itemsize)
         else:
-            yield _token(linear.name, _linear(linear, itemsize))
+            yield _token(linear.name, _linear(linear, itemsize, device))
         if linear.activation is not None:
             yield _activation(linear, itemsize)
     if layer.residual_multiplier != 1:
@@ -213,6 +215,8 @@ def _experts(linear: LinearSpec, itemsize: int) -> OperatorCost:
     def cost(tokens: int, hit: int) -> Cost:
         rows = tokens * linear.chosen
         read, inputs, outputs = tokens if linear.gated else rows, linear.inputs, linear.outputs
+        if linear.form is not None and linear.form.codes == "mxfp4":
+            return mxfp4_grouped_linear_cost(rows, hit, inputs, outputs, itemsize, tokens=read)
         if linear.form is not None and linear.form.scales == "block":
             return block_fp8_grouped_linear_cost(rows, hit, inputs, outputs, itemsize, tokens=read)
         if linear.form is not None:
@@ -242,12 +246,14 @@ def _norm(norm: NormSpec, tokens: int, itemsize: int, residual: bool) -> Cost:
     return rms_norm_cost(tokens, norm.width, itemsize, residual)
 
 
-def _linear(linear: LinearSpec, itemsize: int) -> Callable[[int], Cost]:
+def _linear(linear: LinearSpec, itemsize: int, device: Device = "cpu") -> Callable[[int], Cost]:
     inputs, outputs, form = linear.inputs, linear.outputs, linear.form
     if form is None:
         return lambda n: linear_cost(n, inputs, outputs, itemsize, itemsize)
     if form.scales == "block":
         return lambda n: block_fp8_linear_cost(n, inputs, outputs, itemsize)
+    if form.scales == "group" and device == "cuda":
+        return lambda n: weight_only_linear_cost(n, inputs, outputs, itemsize, group=form.group)
     if form.scales == "group":
         return lambda n: int4_linear_cost(n, inputs, outputs, itemsize, form.group)
     return lambda n: quantized_linear_cost(n, inputs, outputs, itemsize)

@@ -562,7 +562,7 @@ class ModelSpec:
     def quantized(self, quantization: Quantization) -> ModelSpec:
         """Return the model with weights that are quantised so when they are loaded, where the checkpoint does not hold
         them quantised; none, stored: as it is."""
-        if quantization == "none" or quantization == "stored" or quantization == "stored-int8":
+        if quantization not in ("int4", "int8", "fp8"):
             return self
         layers = tuple(layer.quantized(quantization) for layer in self.layers)
         # the head in int8 at least: its logits decide

@@ -29,7 +29,7 @@ from batchinfer.plan.simulation.launching import Captures
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes
 from batchinfer.report.tables.earlier_runs import earlier_lengths, earlier_power, earlier_steps
 from batchinfer.report.tables.folder import report_folder
-from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
+from batchinfer_kernels.cost import PANEL_BYTES, ModelCost, Peaks, StepShape, roofline_seconds
 
 T = TypeVar("T")
 # What a simulation takes: the bench's mixed, decode and shared-prefix with 2,000 and 4,000 rows took 0.13 ms a row and
@@ -185,8 +185,13 @@ def _room(job: Job, setup: Setup, longest: int) -> _Room:
     free = setting.hardware.memory_bytes if on_gpu else config.memory or setting.memory()
     free = free or 1 << 62
     free -= setup.checkpoint.weight_bytes
+    panel = (
+        PANEL_BYTES
+        if on_gpu and setting.quantization in ("int4", "stored-int4") and not setting.deterministic
+        else 0
+    )
     blocks = cache_blocks(
-        block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, setting.device
+        block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, setting.device, panel
     )
     return _Room(limits, layout, blocks)
 

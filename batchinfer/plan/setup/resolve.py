@@ -45,6 +45,8 @@ _ABSENT: Mapping[str, Any] = {
     "integer_codes": False,
     "smoothed": False,
     "calibrated": False,
+    "wide_activations": False,
+    "coded_tiles": False,
     "modelling": OWN,
     "columns": 0,
     "output": "tokens",
@@ -110,7 +112,7 @@ class Setting:
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """Return what steps of the model cost, as it will lie in memory."""
         itemsize = 4 if self.dtype == "float32" else 2
-        return checkpoint.cost(itemsize, self.quantization, self.kv_cache)
+        return checkpoint.cost(itemsize, self.quantization, self.kv_cache, self.device)
 
     def context(
         self,
@@ -143,10 +145,13 @@ class Setting:
         """Return the options that can change an answer and have a default. Blocks, a device's operators, matrix tiles
         and Arm's vectors decide the order of additions, which counts only where the bits are promised."""
         options: dict[str, Any] = {
-            "quantization": self.quantization,
+            # what MXFP4 stands for is multiplied, to the bit, whether it is dequantised before or then
+            "quantization": "none" if self.quantization == "stored-mxfp4" else self.quantization,
             "deterministic": self.deterministic,
             "kv_cache_dtype": self.kv_cache,
             "calibrated": self.calibrates,
+            # a CPU quantises activations to int8 for weights in int4, a GPU does not
+            "wide_activations": self.device == "cuda" and self.quantization in ("int4", "stored-int4"),
         }
         if self.deterministic:
             options |= {"block_size": self.block_size, "device": self.device}
@@ -155,6 +160,8 @@ class Setting:
             options["arm"] = self.arm
             # outlier channels were rounded as they are once, and are made smaller now
             options["smoothed"] = self.quantization == "int8"
+            # a GPU adds up what it widens in registers in tiles of other sizes
+            options["coded_tiles"] = (self.device, self.quantization) == ("cuda", "stored-mxfp4")
             # a CPU widened the cache's codes to bfloat16 once, and multiplies them as integers now
             options["integer_codes"] = (self.device, self.kv_cache, self.dtype) == ("cpu", "int8", "bfloat16")
         return options
@@ -291,10 +298,6 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
     if fp8:
         text = "only a GPU can multiply in fp8, and device: auto means the CPU here; use int8"
         yield Mistake("model.quantization", f"{asked}: {text}")
-    if not cpu and asked == "int4":
-        yield Mistake(
-            "model.quantization", "int4: only a CPU multiplies int4; use fp8 or int8, or device: cpu"
-        )
     if cpu and dtype == "float16":
         text = (
             "not available in float16 on a CPU, which device: auto means here; use dtype: bfloat16 or float32"
@@ -341,8 +344,8 @@ def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:
 def resolved_quantization(
     asked: AskedQuantization, checkpoint: StoredModel, hardware: Hardware, dtype: Dtype, here: bool = True
 ) -> Quantization:
-    """Return how weights are quantised. auto: as the checkpoint stores them, if the device multiplies them so; else not
-    at all.
+    """Return how weights are quantised. auto: as the checkpoint stores them, if the device multiplies them so, and in
+    int4 only where that is asked for; else not at all.
 
     `here`: whether the hardware is this machine's.
     """
@@ -351,7 +354,9 @@ def resolved_quantization(
         return stored
     if asked != "auto":
         return asked
-    if stored == "stored-int8":
+    if stored == "stored-int4":
+        return "none"
+    if stored in ("stored-int8", "stored-mxfp4"):
         return stored if hardware.device == "cuda" or dtype != "float16" else "none"
     return stored if multiplies_fp8(hardware, here) else "none"
 

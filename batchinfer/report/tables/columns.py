@@ -144,8 +144,8 @@ RUN_COLUMNS: tuple[Column, ...] = (
     text("dtype", "data type of activations, and of weights that are not quantised"),
     text(
         "quantization",
-        "type to which weights of linear layers were quantised, or `none`; `stored`, `stored-int8`: fp8 or int8 as the "
-        "checkpoint stores it",
+        "type to which weights of linear layers were quantised, or `none`; `stored`, `stored-int8`, `stored-int4`, "
+        "`stored-mxfp4`: fp8, int8, int4 or MXFP4 as the checkpoint stores it",
     ),
     real(
         "int4_kl",

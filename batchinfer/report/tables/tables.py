@@ -37,9 +37,8 @@ def run_row(facts: RunRow, hardware: Hardware | None, measured: Measured | None)
 
 
 def _hardware_columns(hardware: Hardware, row: RunRow) -> RunRow:
-    stated, linear = datasheet(hardware.name), row["dtype"] or ""
-    if row["quantization"] not in (None, "none"):
-        linear = codes_of(row["quantization"])
+    codes = codes_of(row["quantization"] or "none", hardware.device)
+    stated, linear = datasheet(hardware.name), codes or row["dtype"] or ""
     devices = 1 if hardware.device == "cpu" else row["replicas"] or 1  # engines on a CPU share it
     return {
         "device": hardware.device,

@@ -21,6 +21,7 @@ from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.int4_linear import int4_linear_reference
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
+from batchinfer_kernels.quantized_matmul import int4_values, packed_int4
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, triton_ops
 from tests.batchinfer.engine.small_engine import (
     TRITON,
@@ -136,6 +137,54 @@ def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
     unquantised = farthest(forced(whole, TorchOps(), "cpu"), wanted)
     assert off[len(off) // 2] < 2e-5 < unquantised[0]
     assert off[-1] < unquantised[len(off) // 2] / 2
+
+
+class ValueOps(TorchOps):
+    """torch's operators, with int4 as the values that it stands for, and int8 as its reference has it."""
+
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        if isinstance(weight, CodedWeight):
+            parts = weight.codes, weight.scales, weight.zeros, weight.group
+            weight = int4_values(packed_int4(*parts, torch.float32))
+        return super().pack_linear(weight, bias)
+
+    pack_head = StoredOps.pack_head
+
+
+@TRITON
+@pytest.mark.parametrize("many", [1, 1 << 20])
+@pytest.mark.parametrize("name", ["gptq", "w4a16 with zeros"])
+def test_a_gpu_multiplies_int4_as_it_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, many: int
+) -> None:
+    """Activations are not quantised: logits are the dequantised model's, through the panel and without it. Only the
+    head is in int8."""
+    from batchinfer.models.ops import gpu_linear
+
+    monkeypatch.setattr(gpu_linear, "least_panel_rows", lambda *_, **__: many)
+    make_published(tmp_path / "stored", tmp_path / "plain", name)
+    whole = inspect_checkpoint(tmp_path / "stored")
+    model = whole.held_for("int4")
+    model = replace(model, spec=model.spec.quantized("int4"))
+    got, wanted = forced(model, triton_ops(model), DEVICE), forced(model, ValueOps(), DEVICE)
+    off, plain = farthest(got, wanted), farthest(forced(whole, TorchOps(), "cpu"), wanted)
+    assert off[-1] < 2e-5 < plain[0]
+    head = replace(whole, spec=replace(whole.spec, head_form=model.spec.head_form))
+    kept = sum(linear.values for linear in model.spec.linears() if linear.stored)
+    if kept == sum(linear.values for linear in model.spec.linears()):
+        assert farthest(got, forced(head, ValueOps(), DEVICE))[-1] < 2e-5
+
+
+@TRITON
+def test_groups_that_a_gpu_does_not_multiply_are_refused_with_what_to_do() -> None:
+    from batchinfer.core.errors import Unavailable
+    from batchinfer.models.ops.choose import choose_ops
+
+    forms = frozenset({WeightForm("int4", "group", stored=True, group=48)})
+    with pytest.raises(
+        Unavailable, match=r"groups of 48 inputs.*multiple of 32; use model.quantization: none"
+    ):
+        choose_ops(torch.device("cuda"), torch.float32, 1, 64, forms=forms)
 
 
 def test_products_one_part_of_which_is_in_floats_are_dequantised(tmp_path: Path) -> None:

@@ -62,14 +62,15 @@ def test_latents_of_tables_of_all_widths() -> None:
     assert kernels(found) == ["_latent_attention_kernel"]
 
 
-@pytest.mark.parametrize("name", ["plain", "block_fp8"])
+@pytest.mark.parametrize("name", ["plain", "block_fp8", "int4_64_zeros"])
 def test_products_of_any_number_of_rows_with_the_same_tile(name: str) -> None:
     multiply = way(name, torch.zeros(96, 1152))
     with recorded(runs=False) as found:
         for rows in (1, 2, 15, 16):
             multiply(torch.zeros(rows, 1152))
     quantising = ["_quantize_groups_kernel"] if name == "block_fp8" else []
-    assert kernels(found) == [*quantising, "matmul_kernel"]
+    product = "_coded_matmul_kernel" if name.startswith("int4") else "matmul_kernel"
+    assert kernels(found) == [*quantising, product]
 
 
 def test_experts_of_any_number_of_rows_with_the_same_tile() -> None:

@@ -23,7 +23,8 @@ from batchinfer.plan.setup.resolve import Setting, resolve
 from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.tiles import Grant
 from tests.checkpoints import make_checkpoint
-from tests.packed_weights import make_fp8
+from tests.packed_weights import make_fp8, make_mxfp4
+from tests.published_formats import make_published
 
 CPU = Hardware("Test CPU", "cpu", 2, None, {"bfloat16": 2e12, "int8": 4e12}, 3e10, "measured")
 SETTING = Setting("cpu", "bfloat16", 512, CPU)
@@ -247,6 +248,41 @@ def test_fp8_has_a_peak_of_its_own_and_no_cpu(
     ((where, text),) = [(one.where, one.message) for one in refused.value.mistakes]
     assert where == "model.quantization"
     assert "only a GPU can multiply in fp8" in text
+
+
+def test_int4_is_other_work_on_a_gpu_which_does_not_quantise_activations(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    job = job_of(tmp_path, ("model.quantization", "int4"), ("model.dtype", "bfloat16"))
+    gpu = resolve(job, checkpoint, hardware_called("h100"))
+    cpu = replace(SETTING, quantization="int4")
+    same = replace(gpu, max_model_len=cpu.max_model_len)
+    assert (gpu.device, gpu.quantization, gpu.peaks) == ("cuda", "int4", Peaks(989.4e12, 3.35e12))
+    assert cpu.peaks == Peaks(2e12, 3e10, 4e12)
+    assert same.context(checkpoint, "m", "t") != cpu.context(checkpoint, "m", "t")
+    ran, there = ({each.name: each for each in one.model_cost(checkpoint).operators} for one in (cpu, gpu))
+    assert (ran["qkv"].token.coded_ops > 0, there["qkv"].token.coded_ops) == (True, 0)
+    assert ran["lm_head"] == there["lm_head"], "in int8 on both"
+
+
+def test_weights_in_4_bits_are_stored_where_that_is_asked_for_and_mxfp4_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_published(tmp_path / "int4", tmp_path / "plain", "gptq")
+    make_mxfp4(tmp_path / "mxfp4", tmp_path / "plain")
+    four, experts = (inspect_checkpoint(tmp_path / name) for name in ("int4", "mxfp4"))
+    monkeypatch.setattr(resolving, "_device", lambda: "cpu")
+    plain, asked = job_of(tmp_path), job_of(tmp_path, ("model.quantization", "stored"))
+    for hardware in (None, hardware_called("h100"), hardware_called("a100")):
+        assert resolve(plain, four, hardware).quantization == "none"
+        assert resolve(asked, four, hardware).quantization == "stored-int4"
+        assert resolve(plain, experts, hardware).quantization == "stored-mxfp4"
+    setting = resolve(plain, experts)
+    assert setting.arithmetic.endswith(" with stored mxfp4 weights")
+    known = {"none", "stored-mxfp4"}
+    assert len({replace(setting, quantization=one).context(experts, "m", "t") for one in known}) == 1
+    half = job_of(tmp_path, ("model.dtype", "float16"))
+    assert resolve(half, experts).quantization == "none"
 
 
 @pytest.fixture(scope="module")

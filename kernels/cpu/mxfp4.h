@@ -1,0 +1,169 @@
+/* Weights of experts in MXFP4, which are widened to the stored type before rows pass over them, a slice of a panel after
+ * the other, or, for tiles, a panel: values are those of a panel of linear.h, to the bit, and so are sums. Included once a dtype.
+ *
+ * A panel holds, byte after byte of the inputs, that byte of each of its outputs: two codes (E2M1), the first in the lower
+ * half. Each 32 inputs of an output share a power of two, of which the exponent and 127 more is kept, a byte: (panels,
+ * groups, PANEL) in the place of the weight's scales. */
+#define MXFP4_GROUP 32
+#define FETCHED_CODES 4096 /* bytes by which codes are fetched ahead: a page, which the CPU's own fetching does not pass */
+
+/* Whether a weight is one. */
+INLINE int is_mxfp4(const Weight *w) { return w->group && !w->starts; }
+
+/* Of vectors of other widths GCC makes no instruction of a conversion, but takes them to pieces. */
+INLINE vi words_of_bytes(const uint8_t *from) {
+#if LANES == 16
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif LANES == 8
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#elif defined(__aarch64__)
+    uint32_t word;
+    memcpy(&word, from, 4);
+    return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(word)))));
+#else
+    typedef uint8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
+    return __builtin_convertvector(*(const vb *)from, vi);
+#endif
+}
+
+/* What the lowest four bits of each lane stand for: a sign, two bits of an exponent, one of a fraction. */
+INLINE vf of_e2m1(vi code) {
+#if LANES == 16
+    const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
+                                         -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+    return (vf)_mm512_permutexvar_ps((__m512i)code, values);
+#else
+    vi sign = (code & 8) << 28;
+#if LANES == 8
+    const __m256 sizes = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+    return (vf)((vi)_mm256_permutevar8x32_ps(sizes, (__m256i)code) | sign);
+#else
+    vi size = code & 7;
+    vf least = __builtin_convertvector(size, vf) * 0.5f; /* 0 and 1 have no leading bit */
+    return (vf)((vi)pick(size > 1, (vf)((size << 22) + (126 << 23)), least) | sign);
+#endif
+#endif
+}
+
+/* 2 ^ (exponent - 127); infinite for 255. */
+INLINE vf power_of(vi exponent) { return (vf)((exponent << 23) | ((exponent == 0) & (1 << 22))); }
+
+/* Two values of each of LANES columns, those of byte `i`, go where they stand in a panel of linear.h. */
+INLINE void NAME(put_pair)(vf first, vf second, int64_t i, int64_t column, int32_t *to) {
+#if PAIR == 1
+    *(vi *)(to + 2 * i * PANEL + column) = (vi)first;
+    *(vi *)(to + (2 * i + 1) * PANEL + column) = (vi)second;
+#else
+    vi words = (((vi)first >> 16) & 0xffff) | ((vi)second & (int32_t)0xffff0000); /* the lower halves are 0 */
+#if BY_MMLA
+    for (int lane = 0; lane < LANES; lane++) to[word_at(i, column + lane, BY_MMLA)] = words[lane];
+#else
+    *(vi *)(to + i * PANEL + column) = words;
+#endif
+#endif
+}
+
+#if PAIR == 2 && LANES == 16 && defined(__AVX512BW__) && !BY_MMLA
+#define IN_HALVES 1
+/* Whether all exponents of a group's columns leave numbers that have a leading bit, and are not too large. */
+INLINE int are_usual(const uint8_t *exponents) {
+    vi strange = splat_word(0);
+    for (int c = 0; c < COLUMNS; c++) {
+        vi found = words_of_bytes(exponents + c * LANES);
+        strange |= (found < 2) | (found > 250);
+    }
+    return !_mm512_test_epi32_mask((__m512i)strange, (__m512i)strange);
+}
+
+/* Words of both values of each byte. An exponent is added to those of values that are not 0: (columns) in both halves. */
+INLINE vi words_of_codes(const uint8_t *codes, vi added) {
+    const __m512i values = _mm512_set_epi32(/* 32 of bfloat16: the fifth bit of an index is not the code's */
+        (int)0xc0c0c080, (int)0xc040c000, (int)0xbfc0bf80, (int)0xbf008000, 0x40c04080, 0x40404000, 0x3fc03f80, 0x3f000000,
+        (int)0xc0c0c080, (int)0xc040c000, (int)0xbfc0bf80, (int)0xbf008000, 0x40c04080, 0x40404000, 0x3fc03f80, 0x3f000000);
+    vi both = words_of_bytes(codes);
+    __m512i at = (__m512i)(both | (both << 12)), found = _mm512_permutexvar_epi16(at, values);
+    return (vi)_mm512_mask_add_epi16(found, _mm512_test_epi16_mask(at, _mm512_set1_epi16(7)), found, (__m512i)added);
+}
+
+/* One group of a panel. */
+INLINE void NAME(widen_halves)(const uint8_t *codes, const uint8_t *exponents, int64_t words, int32_t *to) {
+    vi added[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) {
+        vi more = words_of_bytes(exponents + c * LANES) - 127;
+        added[c] = ((more << 7) & 0xffff) | (more << 23);
+    }
+    for (int64_t i = 0; i < words; i++) {
+        __builtin_prefetch(codes + FETCHED_CODES);
+        for (int c = 0; c < COLUMNS; c++, codes += LANES, to += LANES) *(vi *)to = words_of_codes(codes, added[c]);
+    }
+}
+#else
+#define IN_HALVES 0
+#endif
+
+/* `number` groups of a panel, from group `first` on; `to`: as many words as these have there. */
+INLINE void NAME(widen_groups)(const Weight *w, int64_t panel, int64_t first, int64_t number, int32_t *to) {
+    const int64_t groups = w->inputs / MXFP4_GROUP, bytes = MXFP4_GROUP / 2;
+    const uint8_t *codes = (const uint8_t *)w->panels + (panel * groups + first) * bytes * PANEL;
+    const uint8_t *exponents = (const uint8_t *)w->scales + (panel * groups + first) * PANEL;
+    for (int64_t g = 0; g < number; g++, exponents += PANEL) {
+        __builtin_prefetch(exponents + FETCHED_CODES / 16);
+#if IN_HALVES
+        if (are_usual(exponents)) {
+            NAME(widen_halves)(codes, exponents, bytes, to + g * bytes * PANEL);
+            codes += bytes * PANEL;
+            continue;
+        }
+#endif
+        vf powers[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++) powers[c] = power_of(words_of_bytes(exponents + c * LANES));
+        for (int64_t i = g * bytes; i < (g + 1) * bytes; i++) {
+            __builtin_prefetch(codes + FETCHED_CODES);
+            for (int c = 0; c < COLUMNS; c++, codes += LANES) {
+                vi both = words_of_bytes(codes);
+                NAME(put_pair)(of_e2m1(both) * powers[c], of_e2m1(both >> 4) * powers[c], i, c * LANES, to);
+            }
+        }
+    }
+}
+
+/* Rows that a slice of a panel meets once it is widened, and the groups of a slice, of 32 words each column: with the rows'
+ * sums it stays in an L1 of 32 KiB. */
+#define WIDE_ROWS 48
+#define SLICE PAIR
+#define SLICE_WORDS (SLICE * MXFP4_GROUP / PAIR)
+#define IN_SLICES (!IN_TILES && !BY_MMLA)
+
+#if IN_SLICES
+/* Words of `rows` (a constant) rows are added to their sums. */
+INLINE void NAME(add_slice)(const REAL *x, const vi *weight, int64_t words, int64_t inputs, vf (*to)[COLUMNS],
+                            const int rows) {
+    vf sums[ROWS][COLUMNS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = to[r][c];
+    for (int64_t i = 0; i < words; i++, weight += COLUMNS) NAME(add_word)(x + i * PAIR, weight, inputs, sums, rows);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) to[r][c] = sums[r][c];
+}
+
+/* As `linear_block`, of up to WIDE_ROWS rows. */
+static void NAME(widened_block)(const REAL *x, const Weight *w, void *y, const Cut *cut, Place at, int64_t kind) {
+    int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block), inputs = w->inputs;
+    int64_t groups = inputs / MXFP4_GROUP;
+    vf sums[WIDE_ROWS][COLUMNS];
+    vi wide[SLICE_WORDS * COLUMNS];
+    memset(sums, 0, rows * sizeof sums[0]);
+    for (int64_t g = 0; g < groups; g += SLICE) {
+        int64_t number = groups - g < SLICE ? groups - g : SLICE, words = number * MXFP4_GROUP / PAIR;
+        NAME(widen_groups)(w, at.panel, g, number, (int32_t *)wide);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const REAL *from = x + (row + r) * inputs + g * MXFP4_GROUP;
+#define CASE(n) \
+    case n: NAME(add_slice)(from, wide, words, inputs, sums + r, n); break;
+            switch (rows - r < ROWS ? rows - r : ROWS) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+        }
+    }
+    NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
+}
+#endif

@@ -1,0 +1,130 @@
+"""Linear layers of experts whose weights are in MXFP4, for rows that are sorted by expert. Cost:
+batchinfer_kernels.cost.mxfp4_grouped_linear_cost.
+
+As grouped_matmul, whose tiles of rows it has. Codes become values in the registers that they are multiplied from,
+exactly in bfloat16: sums are those of a weight that was widened before, whose inputs are added in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu import target
+from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+from batchinfer_kernels.gpu.grouped_matmul import tile_ends
+from batchinfer_kernels.gpu.matmul_core import TOGETHER, finish, is_aligned, tile_place, weight_row
+from batchinfer_kernels.gpu.matmul_tiles import grouped_tiles
+from batchinfer_kernels.gpu.quantized_matmul import coded_segment_sums
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
+from batchinfer_kernels.mxfp4 import GROUP, Mxfp4Weights
+from batchinfer_kernels.quantized_matmul import SPAN
+
+
+@triton.jit(do_not_specialize=["row_tiles"])
+def grouped_mxfp4_matmul_kernel(
+    x_ptr, from_ptr,  # from: which row of x each row is; None: the same
+    weight_ptr,  # (experts, outputs, words) int16
+    exponents_ptr,  # (experts, groups, outputs)
+    bias_ptr,  # None: none
+    y_ptr, starts_ptr, ends_ptr,  # where experts' rows begin, (experts + 1,), and their tiles end, (experts,)
+    experts, row_tiles, outputs, inputs, stride_x, stride_expert, stride_weight, stride_exponents, stride_y,
+    EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
+    EXPERTS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
+    number = tl.arange(0, EXPERTS)
+    ends = tl.load(ends_ptr + number, mask=number < experts, other=row_tiles + 1)
+    expert = tl.sum((ends <= row_tile).to(tl.int32), 0)
+    if expert < experts:
+        first_tile = tl.max(tl.where(ends <= row_tile, ends, 0), 0)
+        end = tl.load(starts_ptr + expert + 1).to(tl.int32)
+        first = tl.load(starts_ptr + expert).to(tl.int32) + (row_tile - first_tile).to(tl.int32) * ROWS
+        row = first + tl.arange(0, ROWS)
+        read = tl.minimum(row, end - 1)
+        if from_ptr is not None:
+            read = tl.load(from_ptr + read)
+        line = line_tile * LINES + tl.arange(0, LINES)
+        at = tl.arange(0, INPUTS // 4)
+        from_row = weight_row(line, outputs, ACTIVATION).to(tl.int64)
+        weight_at = weight_ptr + expert.to(tl.int64) * stride_expert
+        weight_at += from_row[:, None] * stride_weight + at[None, :]
+        x_at = x_ptr + read.to(tl.int64)[None, :] * stride_x + at[:, None]
+        sums = coded_segment_sums(
+            weight_at, x_at, from_row, 0, inputs, inputs, outputs,
+            exponents_ptr + expert.to(tl.int64) * stride_exponents, None,
+            EVEN, PRECISION, 4, GROUP, LINES, ROWS, INPUTS,
+        )  # fmt: skip
+        if bias_ptr is not None:
+            bias_ptr += expert.to(tl.int64) * outputs
+        finish(
+            sums, line_tile * LINES, row, None, None, bias_ptr, y_ptr, end, outputs, stride_y,
+            ACTIVATION, LINES, ROWS,
+        )  # fmt: skip
+
+
+def grouped_mxfp4_matmul(
+    x: Tensor,
+    weights: Mxfp4Weights,
+    starts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    from_rows: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Multiply as batchinfer_kernels.mxfp4.grouped_mxfp4_matmul_reference does. Rows of x may be strided.
+
+    `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. float32 is multiplied as it is,
+    without tensor cores. Raises ValueError when shapes or dtypes do not fit.
+    """
+    _check(x, weights, starts, bias, activation)
+    experts, outputs, inputs = weights.shape
+    rows = len(x if from_rows is None else from_rows)
+    y = x.new_empty(rows, outputs if activation is None else outputs // 2)
+    if y.numel() == 0:
+        return y
+    words, wide = weights.packed.view(torch.int16), x.dtype == torch.float32
+    if not is_aligned(x, x.stride(0)):
+        x = x.contiguous()  # whose rows are of whole groups: tiles depend on the weights
+    tiles = grouped_tiles(
+        "wide" if wide else "coded",
+        outputs,
+        rows,
+        experts,
+        deterministic,
+        target.processors(x.device),
+        True,
+        SPAN,
+    )
+    # An expert with rows has at most one tile that is not full
+    row_tiles = min(experts, rows) + max(0, rows - experts) // tiles.rows
+    grouped_mxfp4_matmul_kernel[(cdiv(outputs, tiles.outputs) * row_tiles,)](
+        x, from_rows, words, weights.exponents, None if bias is None else bias.contiguous(),
+        y, starts, tile_ends(starts, tiles.rows),
+        experts, row_tiles, outputs, inputs, x.stride(0), words.stride(0), words.stride(1),
+        weights.exponents.stride(0), y.stride(0),
+        EVEN=inputs % SPAN == 0, ACTIVATION=activation or "none", PRECISION="ieee" if wide else "tf32",
+        TOGETHER=TOGETHER, EXPERTS=next_power_of_2(experts), GROUP=GROUP, LINES=tiles.outputs, ROWS=tiles.rows,
+        INPUTS=tiles.inputs, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+def _check(
+    x: Tensor, weights: Mxfp4Weights, starts: Tensor, bias: Tensor | None, activation: Activation | None
+) -> None:
+    unit_columns(x=x)
+    check_same_dtype(x=x)
+    experts, outputs, inputs = weights.shape
+    if x.dim() != 2 or x.shape[1] != inputs:
+        raise ValueError(f"x is {tuple(x.shape)}, the weights are {weights.shape}")
+    if bias is not None and bias.shape != (experts, outputs):
+        raise ValueError(f"bias is {tuple(bias.shape)}, the weights are {weights.shape}")
+    if starts.shape != (experts + 1,) or starts.is_floating_point():
+        raise ValueError(f"starts are {tuple(starts.shape)} {starts.dtype}, there are {experts} weights")
+    if activation is not None and outputs % 2:
+        raise ValueError(f"gate and up need an even number of rows, the weights have {outputs}")

@@ -1,0 +1,79 @@
+"""Weights of experts in MXFP4: floats of 4 bits (E2M1), of which 32 inputs of an output share a power of two (Open
+Compute Project, 2023, "OCP Microscaling Formats").
+
+They are multiplied as the values that they stand for, which bfloat16 and float32 hold exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
+from batchinfer_kernels.quantized_matmul import SPAN, pack_codes
+
+GROUP = 32  # inputs that share a power of two
+BIAS = 127  # of its exponent
+# By a code's bits: sign, two of the exponent, one of the fraction
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_SIZES, *(-value for value in _SIZES))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Weights:
+    """The weights (experts, N, inputs) of several experts, as a GPU reads them."""
+
+    packed: Tensor  # (experts, N, spans × 64) uint8: pack_codes of the codes
+    exponents: Tensor  # (experts, groups, N) uint8
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, outputs, _ = self.packed.shape
+        return experts, outputs, self.inputs
+
+
+def check_mxfp4(codes: Tensor, exponents: Tensor) -> None:
+    """codes: (experts, N, inputs / 2) uint8, two values a byte, the first in the lower bits; exponents: (experts, N,
+    inputs / 32) uint8. Raises ValueError for others."""
+    right = codes.dtype == exponents.dtype == torch.uint8 and codes.dim() == exponents.dim() == 3
+    if not right or (*exponents.shape[:2], exponents.shape[2] * GROUP // 2) != tuple(codes.shape):
+        given = f"{tuple(codes.shape)} {codes.dtype} and {tuple(exponents.shape)} {exponents.dtype}"
+        raise ValueError(f"codes and exponents are {given}; wanted uint8, 16 bytes of codes an exponent")
+
+
+def packed_mxfp4(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
+    """Pack weights for a GPU, expert by expert; arguments as `check_mxfp4` has them."""
+    check_mxfp4(codes, exponents)
+    experts, outputs, held = codes.shape
+    spans = -(-2 * held // SPAN)
+    packed = codes.new_empty(experts, outputs, spans * SPAN // 2)
+    for matrix, to in zip(codes, packed, strict=True):
+        to.copy_(pack_codes(torch.stack((matrix & 15, matrix >> 4), -1).flatten(-2), 4))
+    return Mxfp4Weights(packed, exponents.transpose(1, 2).contiguous(), 2 * held)
+
+
+def mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Return the values (experts, N, inputs) float32; arguments as `check_mxfp4` has them."""
+    check_mxfp4(codes, exponents)
+    table = torch.tensor(E2M1, device=codes.device)
+    values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
+    powers = torch.pow(2.0, exponents.int() - BIAS)
+    return values * powers.repeat_interleave(GROUP, -1)
+
+
+def grouped_mxfp4_matmul_reference(
+    x: Tensor,
+    codes: Tensor,
+    exponents: Tensor,
+    starts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+) -> Tensor:
+    """Multiply as grouped_matmul_reference does with the values, rounded to x's dtype."""
+    values = mxfp4_values(codes, exponents).to(x.dtype)
+    return grouped_matmul_reference(x, values, starts, bias, activation=activation)

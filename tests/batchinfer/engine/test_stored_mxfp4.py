@@ -1,0 +1,104 @@
+"""Experts that a checkpoint stores in MXFP4, multiplied as they are: the dequantised model, to the bit on a CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.checkpoint.config import load_config
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.sources import ModelSource, checkpoint_source
+from batchinfer.models.spec.parameters import parameter_count
+from batchinfer_kernels.arithmetic import WeightForm
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
+from tests.batchinfer.engine.small_engine import TRITON, Limits, Place, cpu_ops, make_runner
+from tests.batchinfer.engine.teacher_forced import Row, farthest, forced_logits
+from tests.checkpoints import kept_folder
+from tests.packed_weights import make_mxfp4
+
+# Masked lanes are computed too, by NumPy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+FORM = WeightForm("mxfp4", "group", stored=True, group=32)
+
+
+@cache
+def folders() -> tuple[Path, Path]:
+    """As it is stored, and dequantised by transformers' function."""
+    made = kept_folder()
+    make_mxfp4(made / "stored", made / "plain")
+    return made / "stored", made / "plain"
+
+
+def stored() -> Checkpoint:
+    return inspect_checkpoint(folders()[0]).held_for("stored-mxfp4")
+
+
+def forced(model: Checkpoint, ops: Ops, device: str) -> dict[Place, Tensor]:
+    """Logits of answers that are given."""
+    limits, rows = Limits(budget=32), [Row([3, 17, 99, 4, 200], [7, 8]), Row([5] * 20, [9, 1])]
+    return forced_logits(make_runner(model, ops, limits, device), limits, rows)[0]
+
+
+def test_a_cpu_gives_the_dequantised_models_bits() -> None:
+    model, plain = stored(), inspect_checkpoint(folders()[1])
+    got, wanted = (forced(each, cpu_ops(each), "cpu") for each in (model, plain))
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[place], wanted[place]) for place in wanted)
+
+
+@TRITON
+def test_a_gpu_computes_the_dequantised_model() -> None:
+    model, plain = stored(), inspect_checkpoint(folders()[1])
+    got, wanted = forced(model, triton_ops(model), DEVICE), forced(plain, TorchOps(), DEVICE)
+    assert farthest(got, wanted)[-1] < 2e-5
+
+
+def test_what_stays_in_mxfp4_and_what_it_takes() -> None:
+    whole = inspect_checkpoint(folders()[0])
+    assert whole.stored_quantization == "stored-mxfp4"
+    model = stored()
+    for layer in model.spec.layers:
+        assert dict(layer.forms) == {"experts.gate_up": FORM, "experts.down": FORM}
+    (notice,) = model.notices
+    assert "stay in mxfp4 as they are stored" in notice
+    small, large = (checkpoint_source(folders()[0], quantization=how) for how in ("stored-mxfp4", "none"))
+    assert isinstance(small, ModelSource)
+    assert isinstance(large, ModelSource)
+    cost, plain = model.cost(2), whole.cost(2)
+    experts = sum(linear.values for linear in model.spec.linears() if linear.experts)
+    assert large.weight_bytes(plain) - small.weight_bytes(cost) == experts * 2 - experts * 17 // 32
+    ran, dequantised = ({each.name: each for each in one.operators} for one in (cost, plain))
+    assert ran["experts.down"].token == dequantised["experts.down"].token
+    assert ran["experts.down"].expert.bytes * 64 == dequantised["experts.down"].expert.bytes * 17
+
+
+def test_what_gpt_oss_20b_takes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_local_experts": 32}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201_088}
+    raw = json.loads((folders()[1] / "config.json").read_text())
+    del raw["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **sizes, **heads, "tie_word_embeddings": False}))
+    plain = load_config(tmp_path)
+    coded = (("experts.gate_up", FORM), ("experts.down", FORM))
+    small = replace(plain, layers=tuple(replace(layer, forms=coded) for layer in plain.layers))
+    taken = []
+    for spec in (small, plain):
+        source = ModelSource(spec, parameter_count(spec), lambda *_: pytest.fail("nothing is read"))
+        taken.append(source.weight_bytes(source.cost(Arithmetic(torch.bfloat16, torch.device("cpu")))))
+    assert [round(size / 2**30, 1) for size in taken] == [12.8, 39.0]
+
+
+def test_asked_for_in_other_codes_they_are_quantised_again() -> None:
+    """From what they stand for; scales of their own groups are gone."""
+    model = inspect_checkpoint(folders()[0]).held_for("int8")
+    assert not model.spec.forms
+    assert {form.codes for form in model.spec.quantized("int8").forms} == {"int8"}

@@ -1,0 +1,157 @@
+"""Experts in MXFP4: widened exactly, against their reference: experts without rows, odd sizes, NaN around what is read,
+and the bits of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from batchinfer_kernels.mxfp4 import GROUP, grouped_mxfp4_matmul_reference, mxfp4_values, packed_mxfp4
+from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
+from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.matmul_cases import DTYPES, beside_nan, near, processors_of, random
+from tests.kernels.gpu.pairs import each_first, pairs_first
+
+pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
+COUNTS = [(1,), (0, 3, 0), (16, 0, 33, 15, 2, 0, 1), (70, 40)]
+
+
+def starts_of(counts: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *counts], device=DEVICE).cumsum(0)
+
+
+def stored(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """Codes and exponents."""
+    generator = torch.Generator().manual_seed(outputs)
+    shape = (experts, outputs, inputs // GROUP)
+    codes = torch.randint(0, 256, (*shape[:2], inputs // 2), dtype=torch.uint8, generator=generator)
+    exponents = torch.randint(118, 126, shape, dtype=torch.uint8, generator=generator)
+    return codes.to(DEVICE), exponents.to(DEVICE)
+
+
+def check(
+    counts: tuple[int, ...],
+    dtype: torch.dtype,
+    inputs: int,
+    activation: Activation | None,
+    deterministic: bool = False,
+) -> None:
+    parts = stored(len(counts), 34, inputs)
+    x, bias = random(sum(counts), inputs, dtype=dtype), random(len(counts), 34, dtype=dtype, seed=2)
+    options: dict[str, Any] = {"activation": activation}
+    wanted = grouped_mxfp4_matmul_reference(x, *parts, starts_of(counts), bias, **options)
+    options["deterministic"] = deterministic
+    near(grouped_mxfp4_matmul(x, packed_mxfp4(*parts), starts_of(counts), bias, **options), wanted)
+
+
+@pytest.mark.parametrize(
+    ("counts", "dtype", "inputs", "activation"),
+    pairs_first(COUNTS, DTYPES, [32, 96, 288], [None, "clamped_swiglu"]),
+)
+def test_experts_with_any_number_of_rows(
+    counts: tuple[int, ...], dtype: torch.dtype, inputs: int, activation: Activation | None
+) -> None:
+    check(counts, dtype, inputs, activation)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_code_with_every_exponent_is_exact(dtype: torch.dtype) -> None:
+    """A row of x has a single 1: a result is a weight. The bits of a weight that was widened before, the smallest and
+    the largest numbers included; beyond them infinity."""
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(1, 256, 1)
+    exponents = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(1, 256 * 16, 1)
+    codes, exponents = codes.to(DEVICE), exponents.to(DEVICE)
+    wanted = mxfp4_values(codes, exponents).to(dtype)[0]
+    finite = (exponents[0, :, 0] < 253).cpu()  # times 0 they would be no number, and as sums too large
+    x = torch.eye(32, device=DEVICE).to(dtype)
+    weights, starts = packed_mxfp4(codes[:, finite], exponents[:, finite]), starts_of((32,))
+    got = grouped_mxfp4_matmul(x, weights, starts)
+    assert torch.equal(got, wanted[finite].T)
+    assert float(got.float().abs().amax()) == 6.0 * 2.0**125
+
+
+def test_rows_are_read_where_they_stand_and_nothing_beside_them() -> None:
+    parts, counts = stored(3, 34, 96), (4, 0, 7)
+    x, from_rows = random(5, 96, dtype=torch.bfloat16), torch.arange(11, device=DEVICE) * 3 % 5
+    weights = packed_mxfp4(*parts)
+    whole = grouped_mxfp4_matmul(x[from_rows], weights, starts_of(counts))
+    got = grouped_mxfp4_matmul(beside_nan(x), weights, starts_of(counts), from_rows=from_rows)
+    assert torch.equal(got, whole)
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    parts, counts = stored(3, 34, 288), (40, 0, 90)
+    x, weights = random(130, 288, dtype=torch.bfloat16), packed_mxfp4(*parts)
+    whole = grouped_mxfp4_matmul(x, weights, starts_of(counts), deterministic=True)
+    for row, where in ((0, (1, 0, 0)), (39, (1, 0, 0)), (129, (0, 0, 1))):
+        one = grouped_mxfp4_matmul(x[row : row + 1], weights, starts_of(where), deterministic=True)
+        assert torch.equal(one, whole[row : row + 1])
+    few = grouped_mxfp4_matmul(x[30:60], weights, starts_of((10, 0, 20)), deterministic=True)
+    assert torch.equal(few, whole[30:60])
+
+
+def test_no_rows_at_all() -> None:
+    weights = packed_mxfp4(*stored(3, 8, 32))
+    assert grouped_mxfp4_matmul(random(0, 32), weights, starts_of((0, 0, 0))).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda: {"x": random(2, 64)}, "x is"),
+        (lambda: {"x": random(2, 32).int()}, "expected one of float32"),
+        (lambda: {"bias": random(2, 33)}, "bias is"),
+        (lambda: {"starts": torch.zeros(2)}, "starts are"),
+        (lambda: {"activation": "silu", "weights": packed_mxfp4(*stored(2, 33, 32))}, "even number"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: Callable[[], dict[str, Any]], words: str) -> None:
+    weights = packed_mxfp4(*stored(2, 34, 32))
+    given: dict[str, Any] = {"x": random(2, 32), "weights": weights, "starts": starts_of((1, 1)), **change()}
+    with pytest.raises(ValueError, match=words):
+        grouped_mxfp4_matmul(**given)
+
+
+def test_codes_that_do_not_fit_are_refused() -> None:
+    codes, exponents = stored(2, 34, 64)
+    for changed in ((codes.char(), exponents), (codes, exponents[:, :, :1]), (codes[0], exponents[0])):
+        with pytest.raises(ValueError, match="codes and exponents"):
+            packed_mxfp4(*changed)
+
+
+def launch_experts(dtype: str, rows: int, deterministic: bool, activation: Activation | None) -> None:
+    """What a GPU would launch."""
+    kind = getattr(torch, dtype)
+    codes = torch.zeros(8, 1024, 256, dtype=torch.uint8)
+    weights = packed_mxfp4(codes, torch.zeros(8, 1024, 16, dtype=torch.uint8))
+    x, starts = torch.zeros(rows // 2, 512, dtype=kind), torch.zeros(9, dtype=torch.int64)
+    bias, from_rows = torch.zeros(8, 1024, dtype=kind), torch.zeros(rows, dtype=torch.int64)
+    options: dict[str, Any] = {"activation": activation, "deterministic": deterministic}
+    with processors_of(132):
+        grouped_mxfp4_matmul(x, weights, starts, bias, from_rows=from_rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "deterministic", "dtype"),
+    [
+        *each_first(TARGETS, (16, 4096), (False, True), ("bfloat16",)),
+        *each_first(NVIDIA, (16,), (False,), ("float16", "float32")),
+    ],
+)
+def test_it_compiles_without_spills(target: str, rows: int, deterministic: bool, dtype: str) -> None:
+    arguments = (dtype, rows, deterministic, "clamped_swiglu")
+    (kernel,) = (
+        found
+        for found in compile_launch("tests.kernels.gpu.test_mxfp4:launch_experts", arguments, target)
+        if found.kernel == "grouped_mxfp4_matmul_kernel"
+    )
+    kernel.check(may_wait=True)  # products whose left factor is in registers run one after the other
+    if target in NVIDIA:
+        assert ".ftz" not in kernel.ptx, "small numbers on the way become 0"
+        assert kernel.wide_loads() >= 1, kernel.summary()
