@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.models.adapters.factors import AdapterFiles
+from batchinfer.models.adapters.factors import AdaptedWeights
 from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
@@ -88,10 +88,10 @@ class ModelSource:
     def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], Decoder]:
         """Load the weights, and return what makes a decoder of them: it gets operators, which may differ from these in
         how they read prompts, and the tokens of the longest sequence. Raises what its files make it raise."""
-        smoothed = SmoothedWeights(self.weights(arithmetic.dtype, arithmetic.device), self.spec)
-        weights = WatchedWeights(smoothed, self.spec)
-        with AdapterFiles([*self.adapters.values()], arithmetic.dtype, arithmetic.device) as adapters:
-            packed = pack_weights(self.spec, weights, ops, arithmetic.device, adapters)
+        place, adapters = (arithmetic.dtype, arithmetic.device), [*self.adapters.values()]
+        with AdaptedWeights(self.weights(*place), self.spec, adapters, *place) as adapted:
+            weights = WatchedWeights(SmoothedWeights(adapted, self.spec), self.spec)
+            packed = pack_weights(self.spec, weights, ops, arithmetic.device, len(adapters))
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
         warning = warning_of(weights.worst) if rounded else None
         if warning is not None:

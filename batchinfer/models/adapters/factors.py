@@ -1,4 +1,4 @@
-"""Reads the factors of adapters, as one pair of matrices for each product."""
+"""Weights beside which stand the factors of adapters, as one pair of matrices for each product that they change."""
 
 from __future__ import annotations
 
@@ -14,45 +14,53 @@ from torch import Tensor
 
 from batchinfer.models.adapters.stored_adapter import ChangedModule, StoredAdapter, changes
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
-from batchinfer.models.checkpoint.weights import stretches_of
+from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, stretches_of
 from batchinfer.models.families.family import Part
-from batchinfer.models.ops.interface import Factors
-from batchinfer.models.spec.spec import LinearSpec
+from batchinfer.models.spec.parameters import FACTOR_A, FACTOR_B
+from batchinfer.models.spec.spec import LinearSpec, ModelSpec
 
 
-class AdapterFiles:
-    """The files of adapters, mapped while their factors are read."""
+class AdaptedWeights(Weights):
+    """Hands on a model's weights with the factors of adapters, whose files are mapped while it is open."""
 
     def __init__(
-        self, adapters: Sequence[StoredAdapter], dtype: torch.dtype, device: torch.device | str
+        self,
+        weights: Weights,
+        spec: ModelSpec,
+        adapters: Sequence[StoredAdapter],
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
-        self._adapters, self._dtype, self._device = adapters, dtype, device
+        self._weights, self._spec, self._adapters = weights, spec, adapters
+        self._dtype, self._device = dtype, device
         self._stack = ExitStack()
         self._open: dict[Path, Any] = {}
 
-    def __enter__(self) -> AdapterFiles:
+    def __enter__(self) -> AdaptedWeights:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.clear()
         self._stack.close()
 
-    @property
-    def count(self) -> int:
-        """Return how many adapters there are."""
-        return len(self._adapters)
+    def tables(self) -> Tables:
+        return self._weights.tables()
 
-    def factors(self, layer: int, linear: LinearSpec) -> list[Factors | None] | None:
-        """Return the factors of each adapter, in their order, of a product; None for one that does not change it.
-        None in place of the list: no adapter does."""
-        found = [
-            self._factors(modules, linear) if modules else None
-            for modules in changes(self._adapters, layer, linear.name)
-        ]
-        return found if any(one is not None for one in found) else None
+    def layer(self, index: int) -> LayerWeights:
+        found = dict(self._weights.layer(index))
+        for linear in self._spec.layers[index].linears:
+            for number, modules in enumerate(changes(self._adapters, index, linear.name)):
+                if modules:
+                    a, b = self._factors(modules, linear)
+                    found[f"{linear.name}{FACTOR_A}{number}"], found[f"{linear.name}{FACTOR_B}{number}"] = (
+                        a,
+                        b,
+                    )
+        return found
 
-    def _factors(self, modules: Sequence[ChangedModule], linear: LinearSpec) -> Factors:
-        """The modules' A above one another; B beside one another, each in the rows of its outputs."""
+    def _factors(self, modules: Sequence[ChangedModule], linear: LinearSpec) -> tuple[Tensor, Tensor]:
+        """Return the modules' A above one another, (rank, in), and their B beside one another, each in the rows of its
+        outputs, (out, rank), scaled."""
         rank = sum(module.rank for module in modules)
         a = torch.empty(rank, linear.inputs, dtype=self._dtype, device=self._device)
         b = torch.zeros(linear.outputs, rank, dtype=torch.float32)
@@ -64,7 +72,7 @@ class AdapterFiles:
             for outputs in module.outputs:
                 b[outputs.first : outputs.first + outputs.count, first:end] = _rows(own, module, outputs.part)
             first = end
-        return Factors(a, b.to(self._dtype).to(self._device))
+        return a, b.to(self._dtype).to(self._device)
 
     def _tensor(self, path: Path, name: str) -> Tensor:
         if path not in self._open:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
-from batchinfer.models.spec.parameters import BIAS, FINAL_NORM
+from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, FINAL_NORM
 from batchinfer.models.spec.spec import (
     SHARED,
     AttentionSpec,
@@ -113,6 +113,8 @@ def _smooth_norm(weights: dict[str, Tensor], name: str, norm: NormSpec, readers:
     if factors is not None:
         weights |= _divided(weights, name, norm, factors)
         weights |= {reader.name: _times(weights[reader.name], factors) for reader in readers}
+        for reader in readers:
+            _scale_factors(weights, reader.name + FACTOR_A, factors)
 
 
 def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSpec) -> None:
@@ -136,6 +138,15 @@ def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSp
         bias = weights[first.name + BIAS]
         weights[first.name + BIAS] = _times(bias, 1 / divisors)
     weights[second.name] = _times(downs, factors[:, None]).view(back.shape)
+    if count == 1:  # experts have no adapters
+        _scale_factors(weights, first.name + FACTOR_B, 1 / divisors[:, None])
+        _scale_factors(weights, second.name + FACTOR_A, factors[0])
+
+
+def _scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> None:
+    """Change the factors of all adapters whose names begin so as the weight beside which they stand."""
+    for name in [name for name in weights if name.startswith(start)]:
+        weights[name] = _times(weights[name], factors)
 
 
 def factors_of(loud: Tensor, quiet: Tensor) -> Tensor | None:

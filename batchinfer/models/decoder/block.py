@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from batchinfer.models.ops.interface import (
     AttentionPlan,
     CodedWeight,
     DecoderLayer,
+    Factors,
     LayerCache,
     LayerParts,
     Linear,
@@ -24,7 +24,7 @@ from batchinfer.models.ops.interface import (
     RopeTable,
     Weight,
 )
-from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, ZEROS, norm_parameters
+from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, LINES, SCALES, ZEROS, norm_parameters
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
 
@@ -121,10 +121,10 @@ def pack_layer(
     spec: LayerSpec,
     weights: LayerWeights,
     rope: RopeTable | None = None,
-    adapters: Mapping[str, Adapters] = MappingProxyType({}),
+    adapters: int = 0,
 ) -> LayerParts:
     """Pack the layer's weights as the operators want them. `rope`: None where it has no attention, or is not known
-    yet. `adapters`: packed, by the names of the products that they change."""
+    yet. `adapters`: how many there are, whose factors may be among the weights."""
     linears = {
         linear.name: _packed(ops, linear, weights)
         for linear in spec.linears
@@ -138,8 +138,21 @@ def pack_layer(
         pack_experts(ops, spec, weights),
         {name: weights[name] for name in spec.vectors},
         pack_latent_heads(ops, spec, weights),
-        adapters=adapters,
+        adapters=dict(_adapters(ops, spec, weights, adapters)),
     )
+
+
+def _adapters(ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int) -> Iterator[tuple[str, Adapters]]:
+    """Yield the names of the products that any adapter changes, and the factors of all adapters for each."""
+    for linear in spec.linears:
+        found = [
+            None if a not in weights else Factors(weights[a], weights[b])
+            for a, b in (
+                (f"{linear.name}{end}{number}" for end in (FACTOR_A, FACTOR_B)) for number in range(count)
+            )
+        ]
+        if any(factors is not None for factors in found):
+            yield linear.name, ops.pack_adapters(found)
 
 
 def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:

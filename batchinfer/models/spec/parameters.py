@@ -17,6 +17,8 @@ EMBEDDING, POSITIONS, HEAD, FINAL_NORM = "embedding", "positions", "head", "fina
 EMBEDDING_NORM, TOKEN_TYPES, DISTANCES = "embedding_norm", "token_types", "distances"
 CLASSIFIER = "classifier."  # begins the names of its classification head's
 CLASSIFIER_DENSE, CLASSIFIER_NORM, CLASSIFIER_OUT = (CLASSIFIER + part for part in ("dense", "norm", "out"))
+# Between the name of a product and the number of an adapter, the names of the factors that it has for the product
+FACTOR_A, FACTOR_B = ".factor_a.", ".factor_b."
 Shape = tuple[int, ...]
 Joined = TypeVar("Joined")
 

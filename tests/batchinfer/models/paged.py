@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
-from batchinfer.models.adapters.factors import AdapterFiles
+from batchinfer.models.adapters.factors import AdaptedWeights
 from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
@@ -29,9 +29,9 @@ def load_decoder(
     adapters: Sequence[StoredAdapter] = (),
 ) -> Decoder:
     """As ModelSource loads a checkpoint."""
-    weights = CheckpointWeights(checkpoint, dtype, device)
-    with AdapterFiles(adapters, dtype, device) as files:
-        packed = pack_weights(checkpoint.spec, weights, ops, device, files)
+    spec, stored = checkpoint.spec, CheckpointWeights(checkpoint, dtype, device)
+    with AdaptedWeights(stored, spec, adapters, dtype, device) as weights:
+        packed = pack_weights(spec, weights, ops, device, len(adapters))
     return Decoder(packed, ops, max_positions)
 
 
@@ -52,8 +52,10 @@ def run_paged(
     block_size: int = 16,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    adapter: int | None = None,
 ) -> list[Tensor]:
-    """Logits of every position of every prompt, (n, vocab) each; all prompts share each step's batch.
+    """Logits of every position of every prompt, (n, vocab) each; all prompts share each step's batch, and have the
+    adapter of that number.
 
     With `chunk`, at most so many tokens of a prompt are run a step, fewer and fewer the later the prompt stands.
     """
@@ -71,7 +73,7 @@ def run_paged(
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("nan"))
     while pending := [s for s in sequences if s.done < len(s.tokens)]:
-        _step(decoder, ops, pending, caches, chunk, block_size)
+        _step(decoder, ops, pending, caches, chunk, block_size, adapter)
     return [torch.cat(s.logits) for s in sequences]
 
 
@@ -83,6 +85,7 @@ def _step(
     caches: list[LayerCache],
     chunk: int | None,
     block_size: int,
+    adapter: int | None,
 ) -> None:
     limits = [len(s.tokens) if chunk is None else max(1, chunk - i) for i, s in enumerate(batch)]
     spans = [range(s.done, min(s.done + n, len(s.tokens))) for s, n in zip(batch, limits, strict=True)]
@@ -102,6 +105,7 @@ def _step(
         ),
         query_lens=[len(span) for span in spans],
         context_lens=[span.stop for span in spans],
+        adapters=None if adapter is None else torch.full((len(slots),), adapter),
     )
     token_ids = torch.tensor([s.tokens[p] for s, span in zip(batch, spans, strict=True) for p in span])
     plan = ops.plan_attention(inputs, block_size, frozenset(decoder.spec.windows))

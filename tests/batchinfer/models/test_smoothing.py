@@ -9,7 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from batchinfer.models.adapters.factors import AdaptedWeights
+from batchinfer.models.adapters.stored_adapter import inspect_adapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights, factors_of
@@ -19,10 +22,16 @@ from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.models.paged import run_paged
 from tests.checkpoints import make_checkpoint
+from tests.lora_adapters import make_adapter
 
 # Of each kind: dense, plain GPT with biased norms, parallel with one norm, experts and shared ones, latents, offsets
 FAMILIES = ("llama", "llama with biases", "gpt2", "cohere", "qwen2_moe", "deepseek_v3", "gemma2")
 LOUD, TIMES = [3, 11], 100.0
+# Modules that adapters may change, whatever they are called
+PRODUCTS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("c_attn", "c_proj", "c_fc", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+)
 
 
 def loud(folder: Path, family: str) -> Checkpoint:
@@ -44,17 +53,23 @@ def loud(folder: Path, family: str) -> Checkpoint:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_the_function_stays_and_outliers_are_smaller(tmp_path: Path, family: str) -> None:
-    checkpoint, ops = loud(tmp_path, family), TorchOps()
-    coded = checkpoint.spec.quantized("int8")
-    plain: Weights = CheckpointWeights(checkpoint, torch.float32, "cpu")
+    """Also with an adapter of all products."""
+    checkpoint, ops = loud(tmp_path / "model", family), TorchOps()
+    coded, place = checkpoint.spec.quantized("int8"), (torch.float32, "cpu")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    adapter = inspect_adapter("own", make_adapter(tmp_path / "own", model, PRODUCTS), checkpoint)
+    plain = AdaptedWeights(CheckpointWeights(checkpoint, *place), checkpoint.spec, [adapter], *place)
     smoothed = SmoothedWeights(plain, coded)
 
-    def logits(weights: Weights) -> list[Tensor]:
-        packed = pack_weights(checkpoint.spec, weights, ops, "cpu")
+    def logits(weights: Weights, number: int) -> list[Tensor]:
+        packed = pack_weights(checkpoint.spec, weights, ops, "cpu", adapters=1)
         decoder = Decoder(packed, ops, checkpoint.spec.max_positions)
-        return run_paged(decoder, ops, [[1, 2, 3, 99], [7] * 20])
+        return run_paged(decoder, ops, [[1, 2, 3, 99], [7] * 20], adapter=number)
 
-    for got, wanted in zip(logits(smoothed), logits(plain), strict=True):
+    found = [*logits(smoothed, 0), *logits(smoothed, 1)]
+    asked = [*logits(plain, 0), *logits(plain, 1)]
+    assert (asked[0] - asked[2]).abs().max() > 0.1, "an adapter changes much"
+    for got, wanted in zip(found, asked, strict=True):
         if family == "gemma2":  # the offset is taken off again
             torch.testing.assert_close(got, wanted, atol=2e-3, rtol=1e-3)
         else:
