@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Types whose groups of 32 inputs have a scale and codes of 4 bits
 _INT4 = {"Q4_0": False, "Q4_1": True, "Q4_K": True}  # and whether they have offsets
 _GROUP, _LEAST = 32, -8
-_AT_ONCE = 1 << 24  # values that are taken apart at once, to bound what that takes beside the result
+_AT_ONCE = 1 << 22  # values that are taken apart at once, which bounds what that takes beside the result
 
 
 @dataclass(frozen=True, slots=True)
