@@ -84,6 +84,40 @@ class GgufWeight(PackedTensor):
         return pairs.transpose(1, 2).reshape(stored.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class GgufExperts(PackedTensor):
+    """Matrices of experts (experts, inputs, outputs), transposed, whose rows are those of several tensors by turns.
+    `parts`: each one's matrices (outputs, inputs), one for each expert."""
+
+    format: ClassVar[str] = "GGUF"
+
+    parts: tuple[tuple[GgufWeight, ...], ...]
+
+    @property
+    def matrices(self) -> bool:
+        return True
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        import torch
+
+        if index is None:
+            return torch.stack([self.dequantized(read, expert) for expert in range(self.shape[0])])
+        rows = [part[index].dequantized(read) for part in self.parts]
+        return torch.stack(rows, 1).flatten(0, 1).t()
+
+
+@dataclass(frozen=True, slots=True)
+class GgufBiases(PackedTensor):
+    """Biases of experts (experts, outputs), which are those of several tensors by turns."""
+
+    format: ClassVar[str] = "GGUF"
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        import torch
+
+        return torch.stack([read(name).float() for name in self.stored], -1).flatten(-2)
+
+
 def read_stored(tensor: StoredTensor) -> Tensor:
     """Read a tensor of a GGUF file: floats in its shape, blocks as bytes, (rows, bytes of a row). It is read, not
     mapped: a file that was cut off meanwhile is an error then, and not the end of the process."""
