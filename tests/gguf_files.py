@@ -85,6 +85,7 @@ ARCHS: Mapping[str, Arch] = {
     "phi3": Arch("phi3"),
     "granite": Arch("granite", pairs=True),
     "olmo2": Arch("olmo2"),
+    "gpt_oss": Arch("gpt-oss"),
     "cohere": Arch("command-r", special={"initializer_range": 0.2, "tied": True}),
     "cohere2": Arch("cohere2", special={"sliding_window_pattern": 4, "num_hidden_layers": 4, "tied": True}),
 }
@@ -116,7 +117,7 @@ def make_gguf(
             )
     matrices = 0
     for name, (tensor, back) in _converted(stored, arch, model.config).items():
-        matrix = tensor.ndim > 1 and not name.endswith("norm.weight")
+        matrix = tensor.ndim > 1 and not name.endswith(("norm.weight", "bias"))
         kind = types[matrices % len(types)] if matrix else Type.F32
         matrices += matrix
         blocks, values = _blocks(tensor, kind, rng)
@@ -170,6 +171,9 @@ def _converted(
     experts: dict[str, list[str]] = {}
     for name, tensor in stored.items():
         module, end = name.rpartition(".")[::2]
+        if arch.name == "gpt-oss" and (module.endswith("experts") or end == "sinks"):
+            found |= _of_gpt_oss(stored, name)
+            continue
         if ".experts." in module:
             before, _, numbered = module.partition(".experts.")
             theirs = names.get_name(f"{before}.experts.{numbered.partition('.')[2]}")
@@ -183,6 +187,28 @@ def _converted(
     for theirs, each in experts.items():
         found[theirs] = _stacked(stored, sorted(each, key=_number))
     return found
+
+
+def _of_gpt_oss(stored: dict[str, Matrix], name: str) -> dict[str, tuple[Matrix, Callable[[Matrix], None]]]:
+    """Experts in one tensor, whose matrices are transposed, and the outputs of gate and up by turns."""
+    start = f"blk.{name.split('.')[2]}."
+    whole, biased = stored[name], name.endswith("_bias")
+    if name.endswith("sinks"):
+        return {f"{start}attn_sinks.weight": _changed(stored, name, whole, 0, 0.0)}
+
+    def part(of: slice) -> tuple[Matrix, Callable[[Matrix], None]]:
+        def back(values: Matrix) -> None:
+            stored[name][..., of] = values if biased else values.swapaxes(1, 2)
+
+        found = whole[..., of]
+        return np.ascontiguousarray(found if biased else found.swapaxes(1, 2)), back
+
+    end = "bias" if biased else "weight"
+    if "down_proj" in name:
+        return {f"{start}ffn_down_exps.{end}": part(slice(None))}
+    return {
+        f"{start}ffn_{proj}_exps.{end}": part(slice(at, None, 2)) for at, proj in enumerate(("gate", "up"))
+    }
 
 
 def _number(name: str) -> int:

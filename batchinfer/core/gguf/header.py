@@ -50,6 +50,7 @@ TYPES: Mapping[int, GgmlType] = {
     20: GgmlType("IQ4_NL", 32, 18),
     23: GgmlType("IQ4_XS", 256, 136),
     30: GgmlType("BF16", 1, 2),
+    39: GgmlType("MXFP4", 32, 17),
 }
 
 

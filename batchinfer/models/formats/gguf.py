@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Types whose groups of 32 inputs have a scale and codes of 4 bits
 _INT4 = {"Q4_0": False, "Q4_1": True, "Q4_K": True}  # and whether they have offsets
 _GROUP, _LEAST = 32, -8
-_AT_ONCE = 1 << 24  # values that are taken apart at once, to bound what that takes beside the result
+_AT_ONCE = 1 << 22  # values that are taken apart at once, which bounds what that takes beside the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,40 @@ class GgufWeight(PackedTensor):
             return stored
         pairs = stored.view(self.heads, -1, 2, *stored.shape[1:])
         return pairs.transpose(1, 2).reshape(stored.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufExperts(PackedTensor):
+    """Matrices of experts (experts, inputs, outputs), transposed, whose rows are those of several tensors by turns.
+    `parts`: each one's matrices (outputs, inputs), one for each expert."""
+
+    format: ClassVar[str] = "GGUF"
+
+    parts: tuple[tuple[GgufWeight, ...], ...]
+
+    @property
+    def matrices(self) -> bool:
+        return True
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        import torch
+
+        if index is None:
+            return torch.stack([self.dequantized(read, expert) for expert in range(self.shape[0])])
+        rows = [part[index].dequantized(read) for part in self.parts]
+        return torch.stack(rows, 1).flatten(0, 1).t()
+
+
+@dataclass(frozen=True, slots=True)
+class GgufBiases(PackedTensor):
+    """Biases of experts (experts, outputs), which are those of several tensors by turns."""
+
+    format: ClassVar[str] = "GGUF"
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        import torch
+
+        return torch.stack([read(name).float() for name in self.stored], -1).flatten(-2)
 
 
 def read_stored(tensor: StoredTensor) -> Tensor:

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What the codes of IQ4 stand for
+# What the codes of IQ4 stand for, and twice what those of MXFP4 do
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_HALF_BIAS = 128  # of the exponent that is a scale, and one more for the codes
 
 
 class BlockGroups(NamedTuple):
@@ -136,8 +138,13 @@ def _iq4_xs(blocks: Tensor) -> BlockGroups:
     return BlockGroups(_looked_up(blocks[:, 8:]).view(-1, 8, 32), _half(blocks, 0) * scales)
 
 
-def _looked_up(data: Tensor) -> Tensor:
-    return torch.tensor(_IQ4, dtype=torch.int8)[_nibbles(data, 16).int()]
+def _mxfp4(blocks: Tensor) -> BlockGroups:
+    scales = torch.pow(2.0, blocks[:, :1].int() - _HALF_BIAS)
+    return BlockGroups(_looked_up(blocks[:, 1:], _E2M1).view(-1, 1, 32), scales)
+
+
+def _looked_up(data: Tensor, values: tuple[int, ...] = _IQ4) -> Tensor:
+    return torch.tensor(values, dtype=torch.int8)[_nibbles(data, 16).int()]
 
 
 _TYPES: Mapping[str, Callable[[Tensor], BlockGroups]] = {
@@ -153,4 +160,5 @@ _TYPES: Mapping[str, Callable[[Tensor], BlockGroups]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

@@ -44,6 +44,12 @@ _MIXTRAL_EXPERTS = {
     "ffn_up_exps": f"block_sparse_moe.experts.{EXPERT}.w3",
     "ffn_down_exps": f"block_sparse_moe.experts.{EXPERT}.w2",
 }
+_GPT_OSS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
 # Layers behind which a 27B has heads of another scale: llama.cpp tells sizes apart by the number of layers, too
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 
@@ -52,7 +58,8 @@ _LARGEST = {"gemma2": 46, "gemma3": 62}
 class Architecture:
     """A family of ours as llama.cpp has it. `names`: of modules in a layer that are not as Llama's. `pairs`: rows of
     queries and keys are stored as pairs that are rotated together. `norms`: what is added to the weights of norms.
-    `eps`: the key of the norms' epsilon, and what config.json calls it."""
+    `eps`: the key of the norms' epsilon, and what config.json calls it. `joined`: the family has the matrices of all
+    experts in one tensor."""
 
     model_type: str
     of: str  # config.json's `architectures`
@@ -61,14 +68,17 @@ class Architecture:
     norms: float = 0.0
     eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     adds: Adds = lambda *_: {}
+    joined: bool = False
 
     def module(self, name: str) -> str | None:
         """Return what the family calls a module around the layers."""
         return "lm_head" if name == "output" else f"model.{_TABLES[name]}" if name in _TABLES else None
 
-    def layer_module(self, number: str, name: str) -> str | None:
-        """Return what the family calls a module of a layer; of a tensor of all experts, with EXPERT for a number."""
-        found = self.names.get(name) or _LAYER.get(name)
+    def layer_tensor(self, number: str, name: str, end: str) -> str | None:
+        """Return what the family calls a tensor of a layer; of a tensor of all experts, with EXPERT for a number."""
+        whole = self.names.get(f"{name}.{end}")
+        module = self.names.get(name) or _LAYER.get(name)
+        found = whole or (None if module is None else f"{module}.{end}")
         return None if found is None else f"model.layers.{number}.{found}"
 
 
@@ -170,6 +180,21 @@ def _cohere2(fields: Fields, _: GgufModel, __: Mapping[str, Any]) -> dict[str, A
     }
 
 
+def _gpt_oss(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Its YaRN has a ramp that is not cut to whole dimensions, which files do not state."""
+    inner, scaling = (
+        fields.integer("expert_feed_forward_length", common["intermediate_size"]),
+        common["rope_scaling"],
+    )
+    return {
+        "rope_scaling": {**scaling, "truncate": False} if scaling["rope_type"] == "yarn" else scaling,
+        "num_local_experts": fields.integer("expert_count"),
+        "intermediate_size": inner,
+        "sliding_window": fields.integer("attention.sliding_window", 128),
+        **_chosen(fields),
+    }
+
+
 _LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 _GEMMA_NORMS = {**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
 MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _MIXTRAL_EXPERTS, pairs=True, adds=_mixtral)
@@ -190,6 +215,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "granite": Architecture("granite", "GraniteForCausalLM", pairs=True, adds=_granite),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _NORMS_BEHIND),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _GPT_OSS, adds=_gpt_oss, joined=True),
     "command-r": Architecture("cohere", "CohereForCausalLM", eps=_LAYER_NORM, adds=_cohere),
     "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", eps=_LAYER_NORM, adds=_cohere2),
 }

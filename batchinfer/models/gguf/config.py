@@ -36,7 +36,8 @@ def config_of(model: GgufModel) -> tuple[Architecture, dict[str, Any]]:
     mistakes: list[str] = []
     fields = Fields(_stated(model, str(name)), f"{model.name} ({name})", mistakes)
     common = _common(fields, model, known)
-    config = {**common, **_rope(fields, model, common["head_dim"]), **known.adds(fields, model, common)}
+    common |= _rope(fields, model, common["head_dim"])
+    config = {**common, **known.adds(fields, model, common)}
     if fields.raw.get("attention.causal") is False:
         mistakes.append(
             f"{fields.name}: attention.causal is false, which is no decoder; decoders are supported"

@@ -7,6 +7,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint, check_tensors, d
 from batchinfer.models.checkpoint.config import parse_config
 from batchinfer.models.families.family import NamePrefixes
 from batchinfer.models.families.registry import FAMILIES
+from batchinfer.models.files.weight_files import FLOAT_DTYPES
 from batchinfer.models.formats.packed_tensor import PackedTensors
 from batchinfer.models.gguf.config import config_of
 from batchinfer.models.gguf.tensors import stored_tensors
@@ -23,7 +24,7 @@ def inspect_gguf(model: GgufModel) -> Checkpoint:
         "another way; the names are those of a Hugging Face checkpoint"
     )
     shapes = check_tensors(model.path, spec, tensors, PackedTensors({**packed}), prefixes, hint)
-    types = {each.type.name: each.form for each in packed.values() if each.quantized}
-    form = next((form for form in types.values() if form is not None), None)
-    notices = dequantised({" and ".join(sorted(types)): form} if types else {}, shapes)
+    types = sorted({each.type.name for each in model.tensors.values()} - set(FLOAT_DTYPES))
+    form = next((each.form for each in packed.values() if each.form is not None), None)
+    notices = dequantised({" and ".join(types): form} if types else {}, shapes)
     return Checkpoint(model.path, model.files, tensors, spec, prefixes, packed, shapes, tuple(notices))

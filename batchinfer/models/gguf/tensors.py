@@ -8,11 +8,13 @@ from typing import Any
 
 from batchinfer.core.gguf.files import GgufModel
 from batchinfer.core.gguf.header import GgufTensor
-from batchinfer.models.files.safetensors_header import TensorInfo
 from batchinfer.models.files.weight_files import StoredTensor
 from batchinfer.models.formats.gguf import GgufWeight
+from batchinfer.models.formats.packed_tensor import PackedTensor
 from batchinfer.models.gguf.architectures import EXPERT, Architecture
 from batchinfer.models.gguf.config import FACTORS, LONG, SHORT
+from batchinfer.models.gguf.joined_experts import is_joined, joined_experts
+from batchinfer.models.gguf.parts import part_of
 
 # They are in the configuration, or computed
 _UNREAD = (FACTORS, SHORT, LONG)
@@ -24,14 +26,14 @@ Stored = dict[str, StoredTensor]
 
 def stored_tensors(
     model: GgufModel, known: Architecture, config: Mapping[str, Any]
-) -> tuple[Stored, dict[str, GgufWeight]]:
+) -> tuple[Stored, dict[str, PackedTensor]]:
     """Return all tensors that are read, and of these the ones that are stored in blocks or in another form. A tensor of
     all experts becomes one for each, and one that the family does not know keeps its name."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     stored: Stored = {}
-    packed: dict[str, GgufWeight] = {}
+    packed: dict[str, PackedTensor] = {}
     for name, tensor in model.tensors.items():
-        if name in _UNREAD or name.endswith(_UNREAD_ENDS):
+        if name in _UNREAD or name.endswith(_UNREAD_ENDS) or (known.joined and is_joined(name)):
             continue
         module, _, end = name.rpartition(".")
         leaf = module.rpartition(".")[2]
@@ -42,6 +44,9 @@ def stored_tensors(
             weight = GgufWeight(part.info.shape, (ours,), tensor.type, pairs, less)
             if weight.quantized or pairs or less:
                 packed[ours] = weight
+    for ours, joined, under in joined_experts(model.tensors) if known.joined else ():
+        packed[ours] = joined
+        stored |= under
     return stored, packed
 
 
@@ -50,21 +55,18 @@ def _placed(
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the family's names for a tensor, and what lies under each."""
     found = _LAYER.fullmatch(module)
-    ours = known.layer_module(found["number"], found["module"]) if found else known.module(module)
+    if found:
+        ours = known.layer_tensor(found["number"], found["module"], end)
+    else:
+        around = known.module(module)
+        ours = None if around is None else f"{around}.{end}"
     if ours is None:
-        yield name, _stored(tensor, tensor.shape)
+        yield name, part_of(tensor, tensor.shape)
     elif EXPERT not in ours or len(tensor.shape) != 3:
         shape = (1, *tensor.shape) if module.endswith(_ROW) and len(tensor.shape) == 1 else tensor.shape
-        yield f"{ours}.{end}", _stored(tensor, shape)
+        yield ours, part_of(tensor, shape)
     else:
         experts = tensor.shape[0]
         for number in range(experts):
-            part = _stored(tensor, tensor.shape[1:], number, experts)
-            yield f"{ours.replace(EXPERT, str(number))}.{end}", part
-
-
-def _stored(tensor: GgufTensor, shape: tuple[int, ...], number: int = 0, parts: int = 1) -> StoredTensor:
-    """Return one of equal parts of a tensor."""
-    size = (tensor.end - tensor.start) // parts
-    start = tensor.start + number * size
-    return StoredTensor(tensor.file, TensorInfo(tensor.type.name, shape, start, start + size))
+            part = part_of(tensor, tensor.shape[1:], number, experts)
+            yield ours.replace(EXPERT, str(number)), part

@@ -32,6 +32,7 @@ MIXED = (Type.Q4_0, Type.Q8_0, Type.F32, Type.Q6_K, Type.Q4_K)
 KINDS = (
     *(Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
     *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS),
+    Type.MXFP4,
 )
 
 
@@ -56,6 +57,20 @@ def test_logits_of_every_type(tmp_path: Path, kind: Type) -> None:
 def test_scaled_rotations(tmp_path: Path, rope: str) -> None:
     model = make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "qwen2", rope=rope)
     check_logits(tmp_path / "x.gguf", model)
+
+
+def test_experts_in_one_tensor_are_read_from_several(tmp_path: Path) -> None:
+    """As gpt-oss has them, whose ramp of YaRN is not cut to whole dimensions."""
+    rope = {**ROPES["yarn"], "truncate": False}
+    model = make_gguf(
+        tmp_path / "x.gguf", tmp_path / "plain", "gpt_oss", (Type.MXFP4, Type.Q8_0, Type.F16), rope=rope
+    )
+    found = check_logits(tmp_path / "x.gguf", model)
+    assert found.parameters == inspect(tmp_path / "plain").parameters
+    content = (tmp_path / "x.gguf").read_bytes()
+    (tmp_path / "y.gguf").write_bytes(content.replace(b"ffn_up_exps.bias", b"ffn_up_exps.bios"))
+    with pytest.raises(JobFileError, match=r"missing tensors: model.layers.0.mlp.experts.gate_up_proj_bias"):
+        open_checkpoint(tmp_path / "y.gguf")
 
 
 def test_rotations_of_llama_3_are_stored_as_a_tensor(tmp_path: Path) -> None:
