@@ -117,6 +117,7 @@ MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
 # processes of their own, which have nobody to raise to: they may end themselves, but print nothing
 CHILDREN = (
     "batchinfer.data.prompts.render_worker",
+    "batchinfer.pipeline.workers.calibrator",
     "batchinfer.pipeline.workers.worker",
     "batchinfer.machine.spawning",
 )

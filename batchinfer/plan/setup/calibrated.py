@@ -39,8 +39,9 @@ def with_calibration(
 ) -> tuple[StoredModel, Setting]:
     """Return the model and the setting with the calibrated weights, if the job is to have such: without them, if no run
     has made them yet."""
+    asked = (setting.quantization, job.model.calibration, setting.device) == ("int4", "auto", "cpu")
     # Adapters were made for the channels that a calibration changes
-    calibrates = (setting.quantization, job.model.calibration) == ("int4", "auto") and not job.model.adapters
+    calibrates = asked and not job.model.adapters
     if not calibrates or not can_calibrate(checkpoint):
         return checkpoint, setting
     setting = replace(setting, calibrates=True)

@@ -1,0 +1,171 @@
+"""Whole jobs in int4: the first run calibrates the weights, and every later one has the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from batchinfer import cli
+from batchinfer.core.errors import JobFileError, OutputConflict
+from batchinfer.job import load_job
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.pipeline.calibration import Listener
+from batchinfer.pipeline.options import RunOptions
+from batchinfer.plan.forecast.job import forecast_job
+from batchinfer.report.progress import Progress
+from batchinfer.verbs.quantize import export_job_model, quantize_job
+from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
+from tests.checkpoints import make_checkpoint, make_tokenizer
+from tests.published_formats import make_published
+
+ROWS = [{"text": f"alpha {number} and beta {number % 7}"} for number in range(30)]
+OTHERS = [{"text": f"gamma {number}"} for number in range(5)]
+PLAIN = {"prompt": {"text": "text", "system": None, "user": None}, "sampling": {"max_tokens": 6}}
+INT4 = (("model.quantization", "int4"), ("model.dtype", "float32"))
+SILENT = Listener(Progress(None, job="test", quiet=True), lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, "llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    make_tokenizer(folder)
+    return folder
+
+
+def weights(job: Path) -> dict[str, bytes]:
+    """What the state holds of calibrated weights, by path."""
+    state = next(job.parent.rglob(".batchinfer-res"))
+    return {str(path): path.read_bytes() for path in sorted(state.glob("int4/*/*"))}
+
+
+def test_the_first_run_calibrates_and_later_ones_reuse(model: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path, model, ROWS, **PLAIN)
+    first = run(job, RunOptions(limit=3), *INT4)  # a trial has the weights of the whole job
+    assert first.exit_code == 0
+    assert first.row["calibration_s"] > 0
+    assert 0 < first.row["int4_kl"] < 5
+    assert 0 <= first.row["int4_same_token"] <= 1
+    assert first.row["int4_tokens"] > 20
+    kept = weights(job)
+    assert len(kept) > 5
+    whole = run(job, RunOptions(), *INT4)
+    assert (whole.row["calibration_s"], whole.row["reused_requests"]) == (None, 3)
+    assert whole.row["int4_kl"] == first.row["int4_kl"]
+    forecast = forecast_job(load_job(job, INT4), lambda _: None, lambda _: None)
+    assert (forecast.plan.to_run, forecast.plan.present) == (0, len(ROWS))
+    with (tmp_path / "in.jsonl").open("a") as file:  # other prompts
+        file.writelines(json.dumps(row) + "\n" for row in OTHERS)
+    later = run(job, RunOptions(), *INT4)
+    assert later.row["computed_requests"] == len(OTHERS)
+    assert weights(job) == kept
+
+
+def test_replicas_and_one_engine_have_the_same_weights(model: Path, tmp_path: Path) -> None:
+    answers = []
+    for name, engines in (("one", "1"), ("two", "2")):
+        (tmp_path / name).mkdir()
+        job = write_job(tmp_path / name, model, ROWS, **PLAIN)
+        done = run(
+            job, RunOptions(), *INT4, ("engine.data_parallel", engines), ("engine.deterministic", "true")
+        )
+        assert done.exit_code == 0
+        answers.append([row["generated_text"] for row in table(job)])
+    assert answers[0] == answers[1]
+
+
+def test_without_calibration_it_is_other_work(model: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path, model, ROWS[:4], **PLAIN)
+    off = run(job, RunOptions(), *INT4, ("model.calibration", "off"))
+    assert (off.row["int4_kl"], off.row["calibration_s"]) == (None, None)
+    assert not weights(job)
+    plan = forecast_job(load_job(job, INT4), lambda _: None, lambda _: None).plan
+    assert (plan.present, plan.to_run) == (0, 4)
+    assert run(job, RunOptions(), *INT4).row["reused_requests"] == 0
+
+
+def test_a_calibration_that_was_killed_begins_again(model: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path, model, ROWS, **PLAIN)
+    command = [sys.executable, "-m", "batchinfer", "run", str(job), "--quiet"]
+    command += [part for key, value in INT4 for part in ("--set", f"{key}={value}")]
+    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    making = tmp_path / "out" / ".batchinfer-res" / "int4" / "making"
+    end = time.monotonic() + 120
+    while not making.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert making.exists()
+    (making / "left.safetensors").write_bytes(b"half of a file")
+    done = run(job, RunOptions(), *INT4)
+    assert done.exit_code == 0
+    assert done.row["calibration_s"] > 0
+    assert not making.exists()
+    assert not any("left" in path for path in weights(job))
+
+
+def test_the_verb_calibrates_again_only_when_asked(model: Path, tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path, model, ROWS, **PLAIN), ())
+    made = quantize_job(job, False, SILENT)
+    assert made.made
+    assert made.loss is not None
+    assert not quantize_job(job, False, SILENT).made
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in OTHERS)
+    assert quantize_job(job, False, SILENT).loss == made.loss
+    again = quantize_job(job, True, SILENT)
+    assert again.made
+    assert again.folder == made.folder
+    assert again.loss != made.loss
+
+
+def test_an_exported_model_is_an_ordinary_checkpoint(model: Path, tmp_path: Path) -> None:
+    """A job on it has the answers of the job that calibrated it; transformers reads what it says of its weights."""
+    file = write_job(tmp_path, model, ROWS, **PLAIN)
+    found = export_job_model(load_job(file, INT4), tmp_path / "exported", 32, SILENT)
+    with pytest.raises(OutputConflict, match="is there already"):
+        export_job_model(load_job(file, INT4), tmp_path / "exported", 32, SILENT)
+    assert {path.name for path in tmp_path.glob("*.tmp")} == set()
+    stored = inspect_checkpoint(found.folder).held_for("int4")
+    assert {form.group for form in stored.spec.forms} == {32}
+    config = AutoConfig.from_pretrained(found.folder)
+    assert config.quantization_config["config_groups"]["group_0"]["weights"]["num_bits"] == 4
+    calibrated = run(file, RunOptions(), *INT4)
+    answers = [row["generated_text"] for row in table(file)]
+    other = run(file, RunOptions(replace=True), *INT4, ("model.path", str(found.folder)))
+    assert [row["generated_text"] for row in table(file)] == answers
+    assert calibrated.row["int4_kl"] == pytest.approx(found.loss.kl if found.loss else None, rel=1e-6)
+    assert other.row["int4_kl"] is None
+
+
+def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, model, ROWS, **PLAIN)
+    assert (
+        cli._guarded(["quantize", str(job), "--output", str(tmp_path / "out"), "--group", "64", "--json"])
+        == 0
+    )
+    said = json.loads(capsys.readouterr().out)
+    assert said["folder"] == str(tmp_path / "out")
+    assert said["loss"]["tokens"] > 0
+    # 96 inputs are no groups of 64: this layer stays as it was
+    form = dict(inspect_checkpoint(tmp_path / "out").held_for("int4").spec.layers[0].forms)
+    assert {name: one.group for name, one in form.items()} == {"qkv": 64, "o": 64, "gate_up": 64}
+    assert cli._guarded(["quantize", str(job), "--group", "64"]) == 2
+    assert "together with --output" in capsys.readouterr().err
+
+
+def test_what_cannot_be_calibrated(model: Path, tmp_path: Path) -> None:
+    make_published(tmp_path / "packed", tmp_path / "plain", "w4a16")
+    make_tokenizer(tmp_path / "packed")
+    job = write_job(tmp_path, tmp_path / "packed", ROWS, **PLAIN)
+    assert run(job, RunOptions(), *INT4).row["int4_kl"] is None
+    with pytest.raises(JobFileError, match="cannot be calibrated: wanted a decoder"):
+        quantize_job(load_job(job, ()), False, SILENT)
