@@ -31,12 +31,11 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
 from batchinfer.models.opening import StoredModel, open_checkpoint
-from batchinfer.plan.setup.calibrated import with_calibration
 from batchinfer.plan.setup.ingest_workers import ingest_workers
-from batchinfer.plan.setup.job_adapters import job_adapters, with_adapters
 from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_followed, check_names
 from batchinfer.plan.setup.job_reasoning import most_with_reasoning
 from batchinfer.plan.setup.job_tokens import check_named_tokens
+from batchinfer.plan.setup.job_weights import job_weights
 from batchinfer.plan.setup.resolve import Setting, resolve
 
 
@@ -108,10 +107,8 @@ def check_setup(
     if hardware is None:
         _check_device(job)
     setting = resolve(job, checkpoint, hardware)
-    checkpoint = checkpoint.held_for(setting.quantization)
-    adapters = job_adapters(job, checkpoint, state)
-    setting = with_adapters(setting, job, adapters)
-    checkpoint, setting = with_calibration(job, checkpoint, setting, state)
+    weights = job_weights(job, checkpoint, setting, state)
+    checkpoint, setting = weights.checkpoint, weights.setting
     tokenizer = Tokenizer.load(job.model.path, given_template(job))
     check_templates(job)
     check_chat_template(job, tokenizer)
@@ -128,7 +125,9 @@ def check_setup(
     columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
     said = read.reasoning, read.tool_calls, read.embedding, read.scoring, read.pairs
     most = _most_tokens(job, read.reasoning)
-    return Setup(checkpoint, setting, tokenizer, columns, kind, most, workers, *said, adapters=adapters)
+    return Setup(
+        checkpoint, setting, tokenizer, columns, kind, most, workers, *said, adapters=weights.adapters
+    )
 
 
 def _most_tokens(job: Job, reasoning: Reasoning | None) -> int | None:

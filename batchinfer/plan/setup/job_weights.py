@@ -1,0 +1,29 @@
+"""The weights that a job runs with beside its checkpoint's own: adapters, and what a calibration made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchinfer.data.storage.state import StateFolder
+from batchinfer.job import Job
+from batchinfer.models.opening import StoredModel
+from batchinfer.plan.setup.calibrated import with_calibration
+from batchinfer.plan.setup.job_adapters import job_adapters, with_adapters
+from batchinfer.plan.setup.resolve import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class JobWeights:
+    """A job's model and setting once its weights are chosen; `adapters`: fingerprints by their names."""
+
+    checkpoint: StoredModel
+    setting: Setting
+    adapters: dict[str, str]
+
+
+def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder) -> JobWeights:
+    """Choose the weights. Raises JobFileError and SecurityRefusal for adapters that cannot be computed."""
+    held = checkpoint.held_for(setting.quantization)
+    adapters = job_adapters(job, held, state)
+    setting = with_adapters(setting, job, adapters)
+    return JobWeights(*with_calibration(job, held, setting, state), adapters)
