@@ -54,7 +54,9 @@ def _lines(pulled: Pulled) -> list[str]:
     sizes = f"{pulled.files} files, {size(pulled.bytes)}; {size(pulled.downloaded_bytes)} of weights downloaded now"
     named = [("folder", str(pulled.folder)), ("size", sizes)]
     if pulled.problem is None:
-        named.append(("job file", f"model: {{path: {pulled.path}}}"))
+        name = pulled.name.repo.rpartition("/")[2]
+        own = f"adapters: {{{name}: {pulled.path}}}" if pulled.is_adapter else f"path: {pulled.path}"
+        named.append(("job file", f"model: {{{own}}}"))
     head = painted(f"{pulled.name.repo}@{pulled.commit}", "heading")
     return [head, *(painted(f"  {key:<9}", "quiet") + painted(text) for key, text in named)]
 

@@ -12,6 +12,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
 GGUF = ".gguf"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of a LoRA, as PEFT saves it
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_INDEX_BYTES = 64 * 2**20  # index files of the largest public checkpoints have some 10 MB
 _A_NAME = (
@@ -147,7 +148,8 @@ def missing_files(snapshot: Path) -> list[str]:
     if not others and any(entry.suffix == GGUF for entry in snapshot.glob("*")):
         return []
     if not (snapshot / CONFIG).exists():
-        return [CONFIG]
+        needed = ADAPTER_WEIGHTS if (snapshot / ADAPTER).exists() else CONFIG
+        return [] if (snapshot / needed).exists() else [needed]
     if (snapshot / WEIGHTS).is_file():
         return []
     if not (snapshot / WEIGHT_INDEX).is_file():

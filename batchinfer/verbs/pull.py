@@ -25,6 +25,8 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.gguf.files import gguf_files
 from batchinfer.core.hub import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
     CONFIG,
     HUB_PREFIX,
     PICKLE_SUFFIXES,
@@ -38,6 +40,7 @@ from batchinfer.core.hub import (
 from batchinfer.data.storage.durable import check_free_space, storage
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.data.tokenizer.tokenizer_source import FILES as TOKENIZER_FILES
+from batchinfer.models.adapters.stored_adapter import check_adapter_alone
 from batchinfer.models.files.sentence_modules import DENSE_FOLDERS, MODULES, POOLING_FOLDER, PROMPTS, TEXTS
 from batchinfer.models.files.stated_config import OLD_FILES
 from batchinfer.models.opening import open_checkpoint
@@ -54,7 +57,8 @@ _OF_SENTENCES = (
     *(f"{folder}/{file}" for folder in DENSE_FOLDERS for file in (CONFIG, WEIGHTS)),
 )
 SMALL_FILES = (
-    CONFIG, "generation_config.json", *OLD_FILES, WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json", *_OF_SENTENCES
+    CONFIG, ADAPTER, "generation_config.json", *OLD_FILES, WEIGHT_INDEX, *TOKENIZER_FILES, "chat_template.json",
+    *_OF_SENTENCES,
 )  # fmt: skip
 _LOOK_S = 0.1  # between two looks at what has arrived
 _CONTINUES = "the same command continues with what is there"
@@ -72,6 +76,7 @@ class Pulled:
     downloaded_bytes: int  # of the weights, by this command
     path: str  # how a job names it: by its name, or by its file where the folder holds another model, too
     problem: BatchInferError | None
+    is_adapter: bool = False  # that changes a model, and is none
 
 
 def pull_model(name: ModelName, progress: Progress, include: str | None = None) -> Pulled:
@@ -169,7 +174,17 @@ class _Pull:
         path = self._path()
         count = len(small) + len(weights)
         named = str(self.name) if path == self.snapshot else str(path)
-        return Pulled(self.name, self.commit, self.snapshot, count, total, downloaded, named, _problem(path))
+        return Pulled(
+            self.name,
+            self.commit,
+            self.snapshot,
+            count,
+            total,
+            downloaded,
+            named,
+            _problem(path),
+            self.is_adapter,
+        )
 
     def _path(self) -> Path:
         """Return the folder, or the GGUF file that was asked for where the folder holds another model, too."""
@@ -186,23 +201,29 @@ class _Pull:
         """Before a byte is downloaded."""
         if self.gguf:
             return
-        if CONFIG not in self.tree:
+        needed = (ADAPTER_WEIGHTS,) if self.is_adapter else (WEIGHTS, WEIGHT_INDEX)
+        if CONFIG not in self.tree and not self.is_adapter:
             raise InputMissing(f"{self.name} has no {CONFIG}: it is no checkpoint in Hugging Face's format")
-        if WEIGHTS in self.tree or WEIGHT_INDEX in self.tree:
+        if any(name in self.tree for name in needed):
             return
         if any(name.endswith(PICKLE_SUFFIXES) for name in self.tree):
             raise SecurityRefusal(
                 f"{self.name} has its weights as pickle only, which can run code when loaded, and is not downloaded; "
                 "look for a revision with safetensors, e.g. @refs/pr/1, or convert it"
             )
-        raise InputMissing(
-            f"{self.name} has neither {WEIGHTS} nor {WEIGHT_INDEX}: no weights that could be run"
-        )
+        raise InputMissing(f"{self.name} has no {' and no '.join(needed)}: no weights that could be run")
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter, without the model that it changes."""
+        return ADAPTER in self.tree and not any(name in self.tree for name in (WEIGHTS, WEIGHT_INDEX))
 
     def _weights(self) -> list[str]:
         """A single file wins, as it does when the checkpoint is loaded."""
         if self.gguf:
             return self.gguf
+        if self.is_adapter:
+            return [ADAPTER_WEIGHTS]
         if WEIGHTS in self.tree:
             return [WEIGHTS]
         names = indexed_names(self.snapshot / WEIGHT_INDEX)
@@ -305,6 +326,9 @@ def _fetch(transfer: Transfer, left: SimpleQueue[tuple[Blob, Future[None]]]) -> 
 def _problem(path: Path) -> BatchInferError | None:
     """Why the checkpoint cannot be run; None where it can."""
     try:
+        if path.is_dir() and not (path / CONFIG).exists() and (path / ADAPTER).exists():
+            check_adapter_alone(path)
+            return None
         open_checkpoint(path)
         Tokenizer.load(path)
     except BatchInferError as error:

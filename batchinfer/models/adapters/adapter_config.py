@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchinfer.core.hub import ADAPTER as CONFIG
 from batchinfer.models.files.config_fields import Fields, load_json_object, shown
 
-CONFIG = "adapter_config.json"
 MOST_RANK = 4096
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")  # a pattern that names modules, and is no expression
 # Ways to begin training that changed the weights of the model, too

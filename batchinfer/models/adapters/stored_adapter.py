@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.core.hub import ADAPTER as CONFIG
+from batchinfer.core.hub import ADAPTER_WEIGHTS as WEIGHTS
 from batchinfer.core.hub import PICKLE_SUFFIXES
-from batchinfer.models.adapters.adapter_config import CONFIG, LoraConfig, read_adapter_config
+from batchinfer.models.adapters.adapter_config import LoraConfig, read_adapter_config
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.tensor_names import WEIGHT, StoredParameter, layer_names
 from batchinfer.models.families.family import Part
@@ -21,7 +23,6 @@ from batchinfer.models.files.safetensors_header import read_header
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor, listed
 from batchinfer.models.spec.spec import LinearSpec
 
-WEIGHTS = "adapter_model.safetensors"
 _WRAPPED = "base_model.model."  # begins the names of PEFT's tensors
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 # What may stand before the names of a decoder's modules in a model of several parts, or in one of another version
@@ -113,6 +114,13 @@ def inspect_adapter(name: str, path: Path, checkpoint: Checkpoint) -> StoredAdap
     if mistakes:
         raise _wrong(name, path, mistakes)
     return StoredAdapter(folder.path, config, weights, changed)
+
+
+def check_adapter_alone(path: Path) -> None:
+    """Check the configuration of an adapter whose model is not known. Raises JobFileError and SecurityRefusal."""
+    _, mistakes = read_adapter_config(_folder(path.name, path).path / CONFIG)
+    if mistakes:
+        raise _wrong(path.name, path, mistakes)
 
 
 def _folder(name: str, path: Path) -> CheckpointFolder:

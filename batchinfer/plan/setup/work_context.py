@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from batchinfer.core.hub import ADAPTER_WEIGHTS
 from batchinfer.data.columns.answer_check import CHECK_VERSION
 from batchinfer.data.storage.remembered import read_strings, write_strings
 from batchinfer.data.storage.state import StateFolder
-from batchinfer.models.adapters.stored_adapter import WEIGHTS
 from batchinfer.models.files.fingerprint import file_sha256
 from batchinfer.plan.setup.job_setup import Setup
 
@@ -19,7 +19,7 @@ def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> by
     before = dict(digests)
     model = setup.checkpoint.fingerprint(digests)
     for _, folder in setup.setting.adapters:
-        file_sha256(folder / WEIGHTS, digests, lambda _: None)
+        file_sha256(folder / ADAPTER_WEIGHTS, digests, lambda _: None)
     if remember and digests != before:
         with state.exclusively():
             write_strings(state.fingerprints, digests, state.ops)

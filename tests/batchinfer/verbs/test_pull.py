@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from batchinfer.job import load_job
 from batchinfer.models.files.sentence_modules import sentence_modules
 from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
@@ -20,6 +22,7 @@ from tests.checkpoints import make_tokenizer
 from tests.foreign_models import make_foreign
 from tests.gguf_files import make_gguf, tokenizer_keys
 from tests.hub_server import Hub, files_of, serving, sha256
+from tests.lora_adapters import make_adapter
 from tests.patience import PATIENCE_S, wait_until
 from tests.sentence_checkpoints import make_sentence_model, write_dense
 
@@ -106,6 +109,23 @@ def test_what_says_how_vectors_are_made_is_pulled(tmp_path: Path, cache: Path) -
     assert modules is not None
     assert (modules.pooling, modules.normalizes, modules.prompts["query"]) == ("mean", True, "find: ")
     assert [layer.outputs for layer in modules.dense] == [20]
+
+
+def test_an_adapter_is_pulled_without_its_model(tmp_path: Path, model: Path, cache: Path) -> None:
+    """And a job names it as it was pulled."""
+    source: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model)
+    folder = make_adapter(tmp_path / "adapter", source, ["q_proj"])
+    (folder / "README.md").write_text("an adapter")
+    with serving(Hub("org/tiny", {FIRST: files_of(folder)}, {"main": FIRST})) as hub:
+        code, said, err = pull(hub, cache, "org/tiny")
+    assert code == 0, err
+    assert "model: {adapters: {tiny: org/tiny}}" in said
+    assert {*files_of(snapshot(cache))} == {"adapter_config.json", "adapter_model.safetensors"}
+    own = {"path": str(model), "adapters": {"mine": "org/tiny"}, "adapter": "mine"}
+    job = write_job(tmp_path, model, [{"text": "a"}], model=own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        assert load_job(job, ()).model.adapters == {"mine": snapshot(cache)}
 
 
 def test_a_second_pull_fetches_nothing(hub: Hub, cache: Path) -> None:
