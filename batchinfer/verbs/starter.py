@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from batchinfer.core.errors import UsageError
-from batchinfer.core.hub import CONFIG, ModelName, find_snapshot, missing_files
+from batchinfer.core.hub import CONFIG, GGUF, ModelName, find_snapshot, missing_files
 from batchinfer.data.storage.durable import FileOps, storage, write_new
 from batchinfer.job.template import ORDERS, QUESTIONS, init_files
 from batchinfer.verbs.schema_starter import SchemaFile
@@ -57,7 +57,7 @@ def write_starter(folder: Path, model: str | None, schema: Path | None = None) -
     if name is not None:
         return Starter(wrote, name, _is_cached(name))
     used = here if model is None else Path(model)
-    return Starter(wrote, used, (used / CONFIG).is_file(), shipped is not None and answer is not None)
+    return Starter(wrote, used, _is_model(used), shipped is not None and answer is not None)
 
 
 def _name(model: str) -> ModelName | None:
@@ -68,6 +68,12 @@ def _name(model: str) -> ModelName | None:
         return ModelName.parse(model)
     except ValueError:
         return None
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a checkpoint is there: a folder with a config.json or a GGUF file, or the file itself."""
+    there = [path] if path.is_file() else path.glob("*")
+    return any(each.name == CONFIG or each.suffix == GGUF for each in there)
 
 
 def _beside(answer: SchemaFile, folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:

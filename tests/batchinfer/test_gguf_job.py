@@ -14,6 +14,7 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.pipeline.options import RunOptions
+from batchinfer.verbs.starter import write_starter
 from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.checkpoints import EOS, make_family_tokenizer, make_tokenizer
@@ -89,3 +90,12 @@ def test_a_job_with_another_model_in_the_folder_names_the_file(tmp_path: Path) -
         JobFileError, match=r"holds 2 models in GGUF: .*name the file, such as .*tiny-Q4_K_M\.gguf"
     ):
         validate_job(load_job(write_job(tmp_path, file.parent, ROWS), ()))
+
+
+def test_init_takes_a_file(tmp_path: Path) -> None:
+    file = made(tmp_path)
+    for model, ready in ((file, True), (file.parent, True), (tmp_path / "models/none.gguf", False)):
+        starter = write_starter(tmp_path / f"new-{model.name}", str(model))
+        assert starter.ready is ready
+        if ready:
+            assert load_job(tmp_path / f"new-{model.name}/job.yaml").model.path.samefile(model)

@@ -19,6 +19,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 MOST_DIMENSIONS = 4
+MOST_ENTRIES = 1 << 24  # of an array, each of which takes an object; vocabularies have up to a million tokens
+MOST_TEXT = 1 << 26  # bytes of a text
 AGAIN = "the download may be incomplete; download or convert the file again"
 _SHOWN = 80  # characters of a name that a message quotes
 _TEXT, _ARRAY = 8, 9
@@ -130,13 +132,17 @@ class _HeaderReader:
     def _count(self, what: str, least: int) -> int:
         """Read how many of something follow, each of which takes `least` bytes or more."""
         count = self._number("Q")
+        if count > MOST_ENTRIES:
+            raise self._wrong(f"states {count} {what}; at most {MOST_ENTRIES} are read")
         if count * least > len(self._data) - self._at:
             raise self._wrong(f"states {count} {what}, more than its {len(self._data)} bytes hold")
         return count
 
     def _text(self, what: str) -> str:
-        (length,) = self._numbers("Q", 1)
+        length = self._number("Q")
         self._needs(length)
+        if length > MOST_TEXT:
+            raise self._wrong(f"has {what} of {length} bytes; at most {MOST_TEXT} are read")
         start, self._at = self._at, self._at + length
         try:
             return self._data[start : self._at].decode("utf-8")

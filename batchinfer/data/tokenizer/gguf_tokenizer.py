@@ -16,6 +16,7 @@ from batchinfer.core.gguf.vocabulary import CONTROL, NORMAL, UNKNOWN, USER_DEFIN
 
 BYTES, PIECES = "gpt2", "llama"  # kinds of tokenizers, as files name them
 _SPACE = "\u2581"
+_KEEPING = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's special tokens that leave white space behind them
 _BESIDE = (
     "put tokenizer.json of the model's original release into a folder with the GGUF file, and name the folder in "
     "model.path"
@@ -68,11 +69,15 @@ def definition_of(model: GgufModel, vocabulary: Vocabulary) -> str:
         rust, begins = _bytes(vocabulary, cutting), cutting.begins
     else:
         raise _wrong(model, "model", vocabulary.kind, (PIECES, BYTES))
-    _add_tokens(rust, vocabulary)
+    _add_tokens(rust, vocabulary, swallowing=vocabulary.kind == PIECES and _architecture(model) == "phi3")
     around = _around(vocabulary, begins)
     if around is not None:
         rust.post_processor = around
     return str(rust.to_str())
+
+
+def _architecture(model: GgufModel) -> str:
+    return str(model.metadata.get("general.architecture"))
 
 
 def _wrong(model: GgufModel, key: str, found: object, wanted: Iterable[str]) -> JobFileError:
@@ -133,7 +138,7 @@ def _merges(model: GgufModel, vocabulary: Vocabulary) -> list[tuple[str, str]]:
         raise wrong_gguf(
             model.path, f"{model.name} has neither tokenizer.ggml.scores nor merges", hint=_BESIDE
         )
-    ordered = str(model.metadata.get("general.architecture")).startswith("gemma")
+    ordered = _architecture(model).startswith("gemma")
     plain = {
         token: -float(number) if ordered else vocabulary.scores[number]
         for number, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
@@ -148,13 +153,20 @@ def _merges(model: GgufModel, vocabulary: Vocabulary) -> list[tuple[str, str]]:
     return [(first, second) for *_, first, second in sorted(found, key=lambda each: each[:3])]
 
 
-def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary) -> None:
-    """Tokens of these types are found in texts before anything is merged."""
-    pairs = [*zip(vocabulary.tokens, vocabulary.types, strict=True)]
-    special = [token for token, kind in pairs if kind in (CONTROL, UNKNOWN) and token]
-    rust.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    plain = [token for token, kind in pairs if kind == USER_DEFINED and token]
-    rust.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
+def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary, swallowing: bool) -> None:
+    """Tokens of these types are found in texts before anything is merged. `swallowing`: they take white space behind
+    them along, but for some, which files do not state."""
+
+    def added(kinds: tuple[int, ...], special: bool) -> list[AddedToken]:
+        found = zip(vocabulary.tokens, vocabulary.types, strict=True)
+        return [
+            AddedToken(token, normalized=False, special=special, rstrip=swallowing and token not in _KEEPING)
+            for token, kind in found
+            if kind in kinds and token
+        ]
+
+    rust.add_special_tokens(added((CONTROL, UNKNOWN), special=True))
+    rust.add_tokens(added((USER_DEFINED,), special=False))
 
 
 def _around(vocabulary: Vocabulary, begins: bool) -> Any:

@@ -211,6 +211,18 @@ def test_pieces_are_merged_as_by_sentencepiece(
     assert set(found.specials) == {"<unk>", "<s>", "</s>", "<|x|>"}
 
 
+def test_special_tokens_of_phi_3_take_white_space_along(tmp_path: Path) -> None:
+    """As its own tokenizer.json says of all but some, and as llama.cpp knows."""
+    tokens, scores = pieces()
+    x, text = len(tokens) - 1, merged("ab", tokens, scores, True)
+    for arch, swallowed in (("phi3", True), ("llama", False)):
+        found = Tokenizer.load(write(tmp_path / f"{arch}.gguf", piece_keys(), arch))
+        ids = found.rust.encode("<|x|> \n ab", add_special_tokens=False).ids
+        assert ids[0] == x
+        assert (ids[1:] == text) is swallowed
+        assert found.rust.encode("<s> ab", add_special_tokens=False).ids[1:] != text
+
+
 def test_gemmas_scores_are_not_used(tmp_path: Path) -> None:
     """Its tokens are in the order of their merges."""
     tokens, scores = pieces()
