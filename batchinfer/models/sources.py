@@ -26,7 +26,7 @@ from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.spec.model_cost import model_cost
+from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
 from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
 from batchinfer_kernels.arithmetic import Device, KvCacheDtype, Quantization, WeightCodes
 from batchinfer_kernels.cost import ModelCost
@@ -106,14 +106,8 @@ class ModelSource:
     def weight_bytes(self, cost: ModelCost) -> int:
         """Return the bytes of its loaded weights; a tied head counts once, unless it is quantised beside its
         embedding."""
-        coded = [linear for linear in self.spec.linears() if linear.form is not None]
-        head = [self.spec.head] if self.spec.head_form is not None else []
-        taken = sum(
-            round(one.values * one.form.value_bytes) for one in (*coded, *head) if one.form is not None
-        )
-        plain = self.parameters - sum(one.values for one in (*coded, *([] if self.spec.tied else head)))
         factors = sum(adapter.values for adapter in self.adapters.values())
-        return taken + (plain + factors) * cost.itemsize
+        return loaded_bytes(self.spec, self.parameters + factors, cost.itemsize)
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
         """Return whose operators compute it, and how its linear layers are computed, for the report."""

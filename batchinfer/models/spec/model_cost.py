@@ -49,6 +49,16 @@ from batchinfer_kernels.cost import (
 )
 
 
+def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
+    """Return the bytes of loaded weights, `parameters` values in all; a tied head counts once, unless it is quantised
+    beside its embedding. `itemsize`: bytes of a value that is not quantised."""
+    coded = [linear for linear in spec.linears() if linear.form is not None]
+    head = [spec.head] if spec.head_form is not None else []
+    taken = sum(round(one.values * one.form.value_bytes) for one in (*coded, *head) if one.form is not None)
+    plain = parameters - sum(one.values for one in (*coded, *([] if spec.tied else head)))
+    return taken + plain * itemsize
+
+
 def model_cost(spec: ModelSpec, itemsize: int, device: Device = "cpu") -> ModelCost:
     """Return the cost of a model. `itemsize`: bytes of an activation, and of a weight or a cached value that is not
     quantised; `device`: whose operators compute it, as a GPU does not quantise activations for weights in int4."""

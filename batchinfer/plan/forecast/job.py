@@ -12,7 +12,6 @@ import numpy as np
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.ingest import IngestProgress, ingest, job_files, over_files
-from batchinfer.data.input.reader import Strata
 from batchinfer.data.results.error_summary import summarise_errors
 from batchinfer.data.storage.state import StateFolder, state_of
 from batchinfer.data.storage.temporary import temporary_folder
@@ -25,6 +24,7 @@ from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecas
 from batchinfer.plan.forecast.idle import IdleForecast, idle_forecast
 from batchinfer.plan.forecast.lint import Linter, LintFinding
 from batchinfer.plan.forecast.order_choice import settled_forecast
+from batchinfer.plan.forecast.quantizations import QuantizedForecast, quantized_forecasts
 from batchinfer.plan.forecast.sampled_rows import SampledRows, sampled_rows, strata_of
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
@@ -77,6 +77,7 @@ class JobForecast:
     deadline: Deadline | None = None  # as if the engine began now; None: the job has none
     idle: IdleForecast | None = None  # None: nothing is to run, or for another machine
     findings: tuple[LintFinding, ...] = ()  # what in the input keeps rows from sharing work
+    quantizations: tuple[QuantizedForecast, ...] = ()  # that the job could have, its own among them
     sample: SampledRows | None = None  # what the counts were scaled from; None: every row was read
 
 
@@ -109,6 +110,9 @@ def forecast_job(
         if hardware is None:
             where = report_folder(job.results_root)
             found = replace(found, idle=idle_forecast(where, found.plan.rows, known.input_s, known.plan_s))
+        times = 1.0 if known.drawn is None else known.drawn.times
+        others = quantized_forecasts(known.job, setup, known.plan, known.index.tokens, times)
+        found = replace(found, quantizations=tuple(others))
         try:
             return _with_engine(known, setup, found, Path(scratch))
         except OutOfMemory as error:
@@ -140,7 +144,10 @@ def _planned(
         job = over_files(job, job_files(job, scratch))
         strata = strata_of(job, sample)
     began = time.perf_counter()
-    index = _index(job, setup, state, scratch, reading, None if strata is None else strata[0])
+    # without a store there is no answer to find, and weights need not be hashed for the keys
+    context = work_context(setup, state) if state.completions.is_dir() else b""
+    options = setup.ingest_options(context, strata=None if strata is None else strata[0])
+    index = ingest(job, setup.tokenizer, options, scratch, reading)
     read = time.perf_counter()
     stored = sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
     folder = scratch / "plan"
@@ -199,19 +206,6 @@ def _setting(setting: Setting) -> str:
 def _rows_over(job: Job, codes: Mapping[str, int]) -> int | None:
     cut = job.prompt is not None and job.prompt.truncate != "error"
     return None if cut else codes.get("prompt_too_long", 0)
-
-
-def _index(
-    job: Job,
-    setup: Setup,
-    state: StateFolder,
-    scratch: Path,
-    reading: Callable[[IngestProgress], None],
-    strata: Strata | None,
-) -> Index:
-    # without a store there is no answer to find, and weights need not be hashed for the keys
-    context = work_context(setup, state) if state.completions.is_dir() else b""
-    return ingest(job, setup.tokenizer, setup.ingest_options(context, strata=strata), scratch, reading)
 
 
 def _lengths(plan: Plan, times: float) -> Lengths:

@@ -85,6 +85,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "memory": None
         if memory is None
         else {"weight_bytes": memory.weights, "kv_cache_bytes": memory.kv_cache, "blocks": memory.blocks},
+        "quantizations": [asdict(one) for one in found.quantizations],
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
         "idle": None if found.idle is None else asdict(found.idle),
@@ -168,6 +169,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
     yield "lengths", _spread(found.lengths)
     if found.misfit is not None:
         yield "memory", f"does not fit: {found.misfit}"
+    if found.quantizations:
+        yield "weights", _quantizations(found)
     if found.memory is None or found.forecast is None:
         return
     yield "answers", _answers(found.forecast, plan.expected_tokens)
@@ -255,6 +258,19 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
     cost = _cost(forecast, price_per_hour)
     if cost is not None:
         yield "cost", f"{cost:,.2f} at {price_per_hour:g} an hour, for the engine's time"
+
+
+def _quantizations(found: JobForecast) -> str:
+    """Say what each quantisation would take."""
+    told = []
+    for one in found.quantizations:
+        took = "" if one.seconds is None else f" and {seconds(one.seconds)}"
+        misfit = "" if one.fits else ", and does not fit"
+        mark = " (this job)" if one.chosen else ""
+        told.append(f"{one.quantization}{mark} {size(one.weight_bytes)}{took}{misfit}")
+    known = any(one.seconds is not None for one in found.quantizations)
+    basis = "; seconds without what earlier runs tell" if known else ""
+    return f"model.quantization: {', '.join(told)}{basis}"
 
 
 def _idle(idle: IdleForecast) -> str:

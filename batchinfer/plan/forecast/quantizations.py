@@ -1,0 +1,68 @@
+"""The quantisations that a job could have: the memory that its weights would take, and the engine's time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from batchinfer.core.errors import OutOfMemory
+from batchinfer.job import Job
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.opening import open_checkpoint
+from batchinfer.models.spec.model_cost import loaded_bytes
+from batchinfer.plan.forecast.engine import ForecastEngine, forecast_engine
+from batchinfer.plan.forecast.step_times import step_times
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.order.requests import Prompts
+from batchinfer.plan.setup.job_setup import Setup
+from batchinfer_kernels.arithmetic import Device, Quantization
+
+COMPARED: Mapping[Device, tuple[Quantization, ...]] = {
+    "cpu": ("none", "int8", "int4"),
+    "cuda": ("none", "int8"),
+}
+SIMULATE_S = 0.5  # for each: together a third of what `plan` may simulate for
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedForecast:
+    """The forecast of a job with another `quantization`, or with its own. `seconds`: of the engine, from what is known
+    of the machine without runs of this model, so that all are known in the same way; None: they are not known, or the
+    job does not fit into memory, and not `fits`. `chosen`: whether it is the job's own."""
+
+    quantization: Quantization
+    chosen: bool
+    weight_bytes: int
+    seconds: float | None
+    fits: bool
+
+
+def quantized_forecasts(
+    job: Job, setup: Setup, plan: Plan, prompts: Prompts, multiple: float
+) -> Iterator[QuantizedForecast]:
+    """Yield the forecasts of a model of ours that is stored in floats; of others there is nothing to choose.
+    `multiple`: as in ForecastEngine."""
+    setting = setup.setting
+    checkpoint = open_checkpoint(job.model.path) if setting.weights is not None else setup.checkpoint
+    if not isinstance(checkpoint, Checkpoint) or checkpoint.packed:
+        return
+    if (setting.device, setting.dtype) == ("cpu", "float16"):
+        return
+    for name in COMPARED[setting.device]:
+        other = replace(setting, quantization=name, weights=None, calibrates=False)
+        found = replace(setup, checkpoint=checkpoint, setting=other)
+        itemsize = 4 if setting.dtype == "float32" else 2
+        taken = loaded_bytes(checkpoint.spec.quantized(name), checkpoint.parameters, itemsize)
+        chosen, size = name == setting.quantization, taken * setting.replicas
+        try:
+            engine = _without_runs(replace(forecast_engine(job, found, plan), multiple=multiple))
+        except OutOfMemory:
+            yield QuantizedForecast(name, chosen, size, None, False)
+            continue
+        yield QuantizedForecast(name, chosen, size, engine.forecast(prompts, SIMULATE_S).seconds, True)
+
+
+def _without_runs(engine: ForecastEngine) -> ForecastEngine:
+    """Return the engine with steps whose times no earlier run has told."""
+    times = step_times(engine.setup.setting, engine.machine.cost, None)
+    return replace(engine, times=times, machine=replace(engine.machine, time=times.time))

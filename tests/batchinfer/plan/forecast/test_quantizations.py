@@ -1,0 +1,69 @@
+"""What `batchinfer plan` says of other quantisations of a job's model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.machine.hardware import Hardware
+from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.sources import ModelSource, checkpoint_source
+from batchinfer.plan.forecast.text import forecast_json
+from batchinfer_kernels.arithmetic import Quantization
+from tests.batchinfer.pipeline.test_pipeline import people, write_job
+from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, runs_on, text
+from tests.checkpoints import make_tokenizer
+from tests.published_formats import make_published
+
+NAMES: tuple[Quantization, ...] = ("none", "int8", "int4")
+FLOAT32 = ("model.dtype", "float32")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """One on which reading the weights is what takes the time."""
+    found = replace(machine_of(1e10), peak_flops=dict.fromkeys(("float32", "bfloat16", "int8", "int4"), 1e14))
+    runs_on(monkeypatch, found)
+    return found
+
+
+def test_each_takes_what_a_job_with_it_would_take(tmp_path: Path, model: Path, machine: Hardware) -> None:
+    path = write_job(tmp_path, model, people(20), sampling={"max_tokens": 9, "ignore_eos": True})
+    found = planned(path, FLOAT32)
+    assert [one.quantization for one in found.quantizations] == list(NAMES)
+    assert [one.chosen for one in found.quantizations] == [True, False, False]
+    for one in found.quantizations:
+        job = planned(path, FLOAT32, ("model.quantization", one.quantization))
+        assert job.forecast.seconds == pytest.approx(one.seconds)
+        assert [other.seconds for other in job.quantizations] == [o.seconds for o in found.quantizations]
+        source = checkpoint_source(model, quantization=one.quantization)
+        assert isinstance(source, ModelSource)
+        cost = source.cost(Arithmetic(torch.float32, torch.device("cpu")))
+        assert one.weight_bytes == source.weight_bytes(cost)
+    took = [one.seconds or 0 for one in found.quantizations]
+    assert took[0] > took[1] > took[2] > 0
+    said = text(found)
+    assert "model.quantization: none (this job) " in said
+    assert "seconds without what earlier runs tell" in said
+    assert [one["quantization"] for one in forecast_json(found, None)["quantizations"]] == list(NAMES)
+
+
+def test_memory_is_compared_where_no_time_is_known(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30, {}, None, "unknown"))
+    found = planned(write_job(tmp_path, model, people(5)), FLOAT32)
+    assert [one.seconds for one in found.quantizations] == [None] * 3
+    assert [one.fits for one in found.quantizations] == [True] * 3
+    assert "seconds" not in next(line for line in text(found).splitlines() if "weights" in line)
+
+
+def test_of_weights_in_few_bits_there_is_nothing_to_choose(tmp_path: Path, machine: Hardware) -> None:
+    make_published(tmp_path / "packed", tmp_path / "plain", "w4a16")
+    make_tokenizer(tmp_path / "packed")
+    found = planned(write_job(tmp_path, tmp_path / "packed", people(5), model={"max_model_len": 100}))
+    assert found.plan.to_run == 5
+    assert found.quantizations == ()
