@@ -21,8 +21,7 @@ from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.int4_linear import int4_linear_reference
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
-from batchinfer_kernels.quantized_matmul import int4_values, packed_int4
-from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, triton_ops
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, ValueOps, triton_ops
 from tests.batchinfer.engine.small_engine import (
     TRITON,
     Limits,
@@ -137,18 +136,6 @@ def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
     unquantised = farthest(forced(whole, TorchOps(), "cpu"), wanted)
     assert off[len(off) // 2] < 2e-5 < unquantised[0]
     assert off[-1] < unquantised[len(off) // 2] / 2
-
-
-class ValueOps(TorchOps):
-    """torch's operators, with int4 as the values that it stands for, and int8 as its reference has it."""
-
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        if isinstance(weight, CodedWeight):
-            parts = weight.codes, weight.scales, weight.zeros, weight.group
-            weight = int4_values(packed_int4(*parts, torch.float32))
-        return super().pack_linear(weight, bias)
-
-    pack_head = StoredOps.pack_head
 
 
 @TRITON
