@@ -18,6 +18,7 @@ from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.matmul_cases import DTYPES, beside_nan, near, processors_of, random
 from tests.kernels.gpu.pairs import each_first, pairs_first
+from tests.kernels.gpu.test_matmul_aot import assert_multiplies
 
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 COUNTS = [(1,), (0, 3, 0), (16, 0, 33, 15, 2, 0, 1), (70, 40)]
@@ -192,6 +193,8 @@ def test_it_compiles_without_spills(
         if found.kernel == "grouped_coded_matmul_kernel"
     )
     kernel.check(may_wait=True)  # products whose left factor is in registers run one after the other
+    if dtype != "float32":
+        assert_multiplies(kernel, target, "plain")
     if target in NVIDIA:
         assert ".ftz" not in kernel.ptx, "small numbers on the way become 0"
         assert kernel.wide_loads() >= 1, kernel.summary()
