@@ -136,6 +136,29 @@ def quantized_grouped_linear_cost(
     )
 
 
+def int4_grouped_linear_cost(
+    rows: int,
+    hit: int,
+    inputs: int,
+    outputs: int,
+    itemsize: int,
+    group: int,
+    tokens: int | None = None,
+    *,
+    coded: bool = True,
+) -> Cost:
+    """Return the cost of `grouped_linear_cost` with weights in int4 that have a scale for each output and group of
+    inputs. `coded`: each row is quantised to int8, as for `int4_linear_cost`; else weights are widened, which is left
+    out, as how often depends on the tiles."""
+    groups = -(-inputs // group)
+    plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 0, tokens)
+    read = Cost(0, hit * outputs * (-(-inputs // 2) + 4 * groups))
+    if not coded:
+        return plain + read
+    one = int4_linear_cost(rows, inputs, outputs, itemsize, group)
+    return Cost(one.flops, plain.bytes + read.bytes, one.coded_ops)
+
+
 def mxfp4_grouped_linear_cost(
     rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
 ) -> Cost:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.matmul import check_matmul, finished, products
 from batchinfer_kernels.quantized_linear import quantize_weight
 
@@ -137,6 +138,52 @@ def packed_int4(
             f"zeros are {int(kept.min())} … {int(kept.max())}, not in {LEAST_CODE} … {MOST_ZERO}"
         )
     return Int4Weight(packed, scales.to(dtype).T.contiguous(), kept, codes.shape[1], group)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Weights:
+    """The weights (experts, N, inputs) of several experts, each as an Int4Weight."""
+
+    packed: Tensor  # (experts, N, spans × 64) uint8
+    scales: Tensor  # (experts, groups, N) of the activations' dtype
+    zeros: Tensor | None  # (experts, groups, N) int8
+    inputs: int
+    group: int
+
+    def of(self, expert: int) -> Int4Weight:
+        """Return the weight of one expert."""
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return Int4Weight(self.packed[expert], self.scales[expert], zeros, self.inputs, self.group)
+
+
+def packed_int4_experts(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
+) -> Int4Weights:
+    """Pack weights as `packed_int4` does, each expert's; all have a first dimension for the experts."""
+    outputs = codes.shape[1]
+    flat = codes.flatten(0, 1), scales.flatten(0, 1), None if zeros is None else zeros.flatten(0, 1)
+    whole = packed_int4(*flat, group, dtype)
+
+    def split(grouped: Tensor) -> Tensor:
+        """(groups, experts × N) → (experts, groups, N)."""
+        return grouped.view(len(grouped), -1, outputs).transpose(0, 1).contiguous()
+
+    packed = whole.packed.view(len(codes), outputs, -1)
+    kept = None if whole.zeros is None else split(whole.zeros)
+    return Int4Weights(packed, split(whole.scales), kept, whole.inputs, group)
+
+
+def grouped_int4_matmul_reference(
+    x: Tensor,
+    weights: Int4Weights,
+    starts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+) -> Tensor:
+    """Multiply as grouped_matmul_reference does, with `int4_values` as weights."""
+    values = torch.stack([int4_values(weights.of(expert)) for expert in range(len(weights.packed))])
+    return grouped_matmul_reference(x, values, starts, bias, activation=activation)
 
 
 def int4_values(weight: Int4Weight) -> Tensor:

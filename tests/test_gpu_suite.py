@@ -48,7 +48,8 @@ MISSING = ("duckdb", "pydantic", "numba", "ruamel", "llguidance", "jsonschema")
 ALIKE = ("model-kv-fp8", "model-kv-int8")  # as `model-fp8`, but for where the codes are
 KERNELS = """decode attention, prefill attention, deterministic decode attention, deterministic prefill attention,
 shared-prefix attention, matmul, deterministic matmul, int8 matmul, int8-weight matmul, int4-weight matmul, fp8 matmul,
-block fp8 matmul, RMSNorm with residual, RoPE with KV write, gated activation, sampling, log-probabilities, penalties"""
+block fp8 matmul, mxfp4 experts, RMSNorm with residual, RoPE with KV write, gated activation, sampling,
+log-probabilities, penalties"""
 no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: make gpu-suite does the same on it"
 )

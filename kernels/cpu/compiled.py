@@ -119,7 +119,48 @@ class CompiledOperators(CachedOperators):
     ) -> PackedWeight:
         """codes: (outputs, inputs) int8 in -8 … 7; scales, zeros: (outputs, groups) float32, of `group` inputs each, a
         multiple of 8. Raises ValueError for others."""
-        outputs, inputs = _check_weight(codes, bias, kind)
+        shape, order = _check_weight(codes, bias, kind), self._order(len(codes), kind)
+        panels = self._pages.zeros(len(order) * padded(shape[1]) // 2, torch.uint8)
+        starts, taken, offsets = self._packed_int4(codes, scales, zeros, group, kind, panels)
+        bias = _reordered(bias, order)
+        return PackedWeight(panels, bias, shape, kind, starts, taken, offsets, group)
+
+    def pack_expert_int4(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        group: int,
+        bias: Tensor | None,
+        kind: Kind = "plain",
+    ) -> PackedExperts:
+        """codes: (experts, outputs, inputs), scales, zeros: (experts, outputs, groups), each expert's as `pack_int4`
+        has them; bias: (experts, outputs). Raises ValueError for others."""
+        shape = count, outputs, inputs = _check_experts(codes, bias, kind)
+        order = self._order(outputs, kind)
+        panels = self._pages.zeros(count * len(order) * padded(inputs) // 2, torch.uint8).view(count, -1)
+        parts = [
+            self._packed_int4(
+                codes[e], scales[e], None if zeros is None else zeros[e], group, kind, panels[e]
+            )
+            for e in range(count)
+        ]
+        starts, taken = (torch.stack(each) for each in ([p[0] for p in parts], [p[1] for p in parts]))
+        offsets = [found for *_, found in parts if found is not None]
+        bias, stacked = _reordered(bias, order), torch.stack(offsets) if offsets else None
+        return PackedExperts(panels, bias, shape, kind, starts, taken, group, stacked)
+
+    def _packed_int4(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        group: int,
+        kind: Kind,
+        panels: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Fill the panels of a weight → what belongs to its columns: starts, and scales and zeros of their groups."""
+        outputs, inputs = codes.shape
         groups = -(-inputs // group) if group > 0 else 0
         if (
             group % 8
@@ -128,21 +169,14 @@ class CompiledOperators(CachedOperators):
         ):
             raise ValueError(f"scales are {tuple(scales.shape)} for {outputs} outputs and groups of {group}")
         order = self._order(outputs, kind)
-        panels = self._pages.zeros(len(order) * padded(inputs) // 2, torch.uint8)
         arguments = (codes.contiguous().data_ptr(), outputs, inputs, is_gated(kind))
         self._common["pack_int4"](*arguments, panels.data_ptr())
         whole = torch.nn.functional.pad(codes, (0, groups * group - inputs)).view(outputs, groups, group)
         starts = -128 * (whole.sum(-1, dtype=torch.int32).double() * scales).sum(-1)
-        return PackedWeight(
-            panels,
-            _reordered(bias, order),
-            (outputs, inputs),
-            kind,
-            starts=_reordered(starts.float(), order),
-            scales=self._in_panels(scales / 16, order),
-            zeros=None if zeros is None else self._in_panels(-scales * zeros, order),
-            group=group,
-        )
+        ordered = _reordered(starts.float(), order)
+        assert ordered is not None
+        taken = None if zeros is None else self._in_panels(-scales * zeros, order)
+        return ordered, self._in_panels(scales / 16, order), taken
 
     def _in_panels(self, grouped: Tensor, order: Tensor) -> Tensor:
         """(outputs, groups) → (panels, groups, columns of a panel) float32."""

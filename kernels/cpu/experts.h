@@ -21,12 +21,14 @@ typedef struct {
     int64_t tokens, choices, experts, kind; /* the gated kind of gate_up */
 } NAME(Experts);
 
+INLINE int NAME(in_tiles)(const Weight *first) { return first->starts ? TILES && !first->group : IN_TILES; }
+
 /* How the rows of an expert are cut up, whose weight is one like `first`. */
 INLINE Cut NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
     int64_t bytes = first->inputs * (first->starts ? 1 : (int64_t)sizeof(REAL));
     int64_t rows = starts[expert + 1] - starts[expert];
     if (IN_SLICES && is_mxfp4(first)) return (Cut){starts[expert], rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
-    return cut_rows(starts[expert], rows, bytes, first->starts ? TILES : IN_TILES);
+    return cut_rows(starts[expert], rows, bytes, NAME(in_tiles)(first));
 }
 
 /* Where the row blocks of each expert begin, the last one's end included: rows of two experts share no block. */
@@ -43,11 +45,13 @@ INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
     if (is_mxfp4(first)) {
         found.panels = (const char *)first->panels + columns * inputs / 2;
         found.scales = (const float *)((const uint8_t *)first->scales + columns * inputs / MXFP4_GROUP);
-    } else {
-        found.panels = (const char *)first->panels + columns * words * 4;
+    } else { /* in int4 two codes share a byte, and a column has scales of each group */
+        found.panels = (const char *)first->panels + columns * words * (first->group ? 2 : 4);
     }
+    int64_t groups = first->group ? (inputs + first->group - 1) / first->group : 1;
     if (first->bias) found.bias = (const REAL *)first->bias + columns;
-    if (first->starts) found.starts = first->starts + columns, found.scales = first->scales + columns;
+    if (first->starts) found.starts = first->starts + columns, found.scales = first->scales + columns * groups;
+    if (first->zeros) found.zeros = first->zeros + columns * groups;
     return found;
 }
 
@@ -59,7 +63,7 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
     int64_t widened = -1; /* which of all experts' panels stands there */
 #endif
     int64_t panels = panels_of(first->outputs, is_gated(kind)), height = 0; /* that tiles are configured for */
-    const int in_tiles = first->starts ? TILES : IN_TILES;
+    const int in_tiles = NAME(in_tiles)(first);
     if (first->starts) NAME(team_quantize)(x, first->inputs, codes, row_scales, starts[experts]);
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < blocks[experts] * panels; at++) {

@@ -96,8 +96,9 @@ class PackedExperts(PackedWeight):
         starts: Tensor | None = None,
         scales: Tensor | None = None,
         group: int = 0,
+        zeros: Tensor | None = None,
     ) -> None:
-        super().__init__(panels, bias, shape[1:], kind, starts, scales, group=group)
+        super().__init__(panels, bias, shape[1:], kind, starts, scales, zeros, group)
         self.count = shape[0]
 
     def wide_bytes(self, itemsize: int) -> int:

@@ -15,6 +15,7 @@ from batchinfer.bench.suite.peaks import FP8
 from batchinfer.bench.suite.section import BenchSection, Part
 from batchinfer_kernels.block_fp8_matmul import block_fp8_matmul_reference, quantize_blocks_fp8
 from batchinfer_kernels.cost import (
+    PANEL_BYTES,
     Cost,
     block_fp8_linear_cost,
     fp8_linear_cost,
@@ -29,7 +30,7 @@ from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul, why_not_fp8
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.quantize_rows import quantize_rows, quantize_rows_fp8
-from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, int8_weight_matmul
+from batchinfer_kernels.gpu.quantized_matmul import int4_panel_matmul, int4_weight_matmul, int8_weight_matmul
 from batchinfer_kernels.matmul import matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
@@ -38,6 +39,7 @@ from batchinfer_kernels.quantized_matmul import (
     quantize_int4,
     quantize_int8,
 )
+from tests.gpu_suite import experts
 from tests.gpu_suite.case import TOLERANCE, Case, distance, measured
 
 GROUP = 128  # inputs that share a scale in int4
@@ -76,11 +78,14 @@ def parts(section: BenchSection) -> list[Part]:
     quantised += [fp8_case, block_fp8_case] if why_not_fp8() is None else []
     if section.rehearsal:
         kinds: list[Maker] = [plain_case, deterministic_case, *quantised]
-        return [_part(section, make, TINY, TINY_TOKENS) for make in kinds]
+        return [*(_part(section, make, TINY, TINY_TOKENS) for make in kinds), *experts.parts(section)]
     found = [_part(section, plain_case, layer, n) for n in (DECODE, PREFILL) for layer in (GATE_UP, DOWN)]
     found += [_part(section, make, GATE_UP, n) for n in (DECODE, PREFILL) for make in quantised]
     found += [_part(section, deterministic_case, GATE_UP, n) for n in (DECODE, PREFILL)]
-    return found + [_part(section, plain_case, layer, WIDE_DECODE) for layer in (GATE_UP, DOWN)]
+    # around as many rows as make the panel pay
+    found += [_part(section, weight_int4_case, GATE_UP, n) for n in (WIDE_DECODE, 2 * WIDE_DECODE)]
+    found += [_part(section, plain_case, layer, WIDE_DECODE) for layer in (GATE_UP, DOWN)]
+    return found + experts.parts(section)
 
 
 def _part(section: BenchSection, make: Maker, layer: Layer, tokens: int) -> Part:
@@ -160,7 +165,9 @@ def weight_int4_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     cost = weight_only_linear_cost(tokens, layer.inputs, layer.outputs, x.element_size(), group=GROUP)
     right = partial(int4_weight_matmul_reference, x, coded)
     ours = partial(int4_weight_matmul, x, coded)
-    return _case("int4-weight matmul", layer, x, weight, cost, _name(x), ours, right)
+    panel = torch.empty(PANEL_BYTES // x.element_size(), device=x.device, dtype=x.dtype)
+    others: dict[str, Call] = {"through a panel": partial(int4_panel_matmul, x, coded, None, panel)}
+    return _case("int4-weight matmul", layer, x, weight, cost, _name(x), ours, right, others)
 
 
 def _case(

@@ -117,6 +117,16 @@ def test_grouped_linear_of_codes():
     assert_counted(found, grouped_matmul_reference, x, codes, STARTS, scales=scales, moved=moved)
 
 
+def test_grouped_linear_of_int4():
+    """Of each expert as a linear layer's, read once where it has rows."""
+    found = cost.int4_grouped_linear_cost(6, 2, 70, 12, 2, 32)
+    one = cost.int4_linear_cost(6, 70, 12, 2, 32)
+    weights = cost.int4_linear_cost(0, 70, 12, 2, 32).bytes
+    assert (found.flops, found.coded_ops, found.bytes) == (one.flops, one.coded_ops, one.bytes + weights)
+    wide = cost.int4_grouped_linear_cost(6, 2, 70, 12, 2, 32, coded=False)
+    assert (wide.flops, wide.coded_ops, wide.bytes) == (2 * 6 * 70 * 12, 0, found.bytes)
+
+
 def test_grouped_linear_of_mxfp4():
     x, exponents = torch.randn(6, 64).bfloat16(), torch.full((3, 12, 2), 120, dtype=torch.uint8)
     codes = torch.randint(0, 256, (3, 12, 32), dtype=torch.uint8)

@@ -20,6 +20,7 @@ from batchinfer_kernels.experts import (
     group_by_expert,
 )
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
+from batchinfer_kernels.int4_linear import quantize_groups
 from batchinfer_kernels.mxfp4 import mxfp4_values
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.routing import Routing
@@ -49,6 +50,42 @@ def starts_of(counts: list[int]) -> Tensor:
 def choice_of(tokens: int, chosen: int = 2, count: int = COUNT, seed: int = 0) -> Choice:
     logits = torch.randn(tokens, count, generator=torch.Generator().manual_seed(seed))
     return choose_experts(logits, Routing(count, chosen, normalised=True))
+
+
+def in_int4(weight: Tensor, zeroed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(E, N, K) → codes, scales and maybe zeros of groups of 32."""
+    codes, scales = quantize_groups(weight.flatten(0, 1), 32)
+    zeros = torch.randint(-8, 9, scales.shape).float() if zeroed else None
+    split = (None if part is None else part.view(*weight.shape[:2], -1) for part in (codes, scales, zeros))
+    return tuple(split)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_int4_rows_are_those_of_the_linear_layer(compiled, dtype, zeroed):
+    """Bit by bit, gated too; and experts are their products one by one."""
+    torch.manual_seed(2)
+    for inputs, kind in ((131, "gated"), (160, "plain")):
+        counts = [0, 7, 1, 0, 12]
+        x, starts = torch.randn(sum(counts), inputs).to(dtype), starts_of(counts)
+        parts = in_int4(torch.randn(COUNT, 130, inputs), zeroed)
+        bias = torch.randn(COUNT, 130).to(dtype)
+        got = compiled.grouped_linear(x, compiled.pack_expert_int4(*parts, 32, bias, kind), starts)
+        for expert, (first, end) in enumerate(pairwise(starts.tolist())):
+            of_one = [None if part is None else part[expert] for part in parts]
+            single = compiled.pack_int4(*of_one, 32, bias[expert], kind)
+            assert torch.equal(got[first:end], compiled.linear(x[first:end], single))
+    gate_up, down = torch.randn(COUNT, 2 * 64, 96), torch.randn(COUNT, 96, 64)
+    packed = [
+        compiled.pack_expert_int4(*in_int4(part, zeroed), 32, None, kind)
+        for part, kind in ((gate_up, "gated"), (down, "plain"))
+    ]
+    x, choice = torch.randn(23, 96).to(dtype), choice_of(23)
+    groups = group_by_expert(choice.experts, COUNT)
+    inner = compiled.grouped_linear(x[groups.order // 2], packed[0], groups.starts)
+    made = compiled.grouped_linear(inner, packed[1], groups.starts)
+    wanted = combine_reference(made, groups.order, choice.weights)
+    assert torch.equal(compiled.experts(x, *packed, choice, torch.zeros(COUNT).long()), wanted)
 
 
 def packed_experts(compiled, weight, int8: bool, bias=None, kind="plain") -> PackedExperts:

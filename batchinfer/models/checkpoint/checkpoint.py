@@ -99,8 +99,7 @@ class Checkpoint(WeightFiles):
             parts = (names[part] for part, _ in linear.parts)
             found = {self._form(part, bool(linear.experts)) for part in parts}
             form = found.pop()
-            grouped = linear.experts and form is not None and form.codes == "int4"
-            if form is not None and not found and form.codes in among and not grouped:
+            if form is not None and not found and form.codes in among:
                 yield linear.name, form
 
     def _form(self, stored: StoredParameter, whole: bool) -> WeightForm | None:
@@ -194,7 +193,7 @@ def dequantised(forms: Mapping[str, WeightForm | None], shapes: Mapping[str, Sha
         took = size(2 * sum(map(math.prod, shapes.values())))
         text = f"weights stored as {name} are dequantised when they are loaded: all weights take {took}{_IN_16_BITS}"
         kept = form is not None and form.codes == "int4"
-        yield f"{text}; model.quantization: stored leaves those of linear layers in 4 bits" if kept else text
+        yield f"{text}; model.quantization: stored leaves them in 4 bits" if kept else text
 
 
 def _kept(spec: ModelSpec) -> Iterator[str]:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.ops.interface import AttentionInputs, Experts, ExpertWeights, LayerParts, Ops
-from batchinfer.models.spec.parameters import BIAS, LINES, SCALES
-from batchinfer.models.spec.spec import SHARED, ExpertsSpec, FeedForwardSpec, LayerSpec
+from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, ZEROS
+from batchinfer.models.spec.spec import SHARED, ExpertsSpec, FeedForwardSpec, LayerSpec, LinearSpec
 from batchinfer_kernels.experts import sigmoid
 
 
@@ -47,21 +47,25 @@ def pack_experts(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Experts | 
     fed = spec.feed_forward
     if not isinstance(fed, ExpertsSpec):
         return None
-    into, back = (
-        _of_experts(weights, f"experts.{name}", fed.routing.experts) for name in ("gate_up", "down")
-    )
+    linears = {linear.name: linear for linear in spec.linears}
+    into, back = (_of_experts(weights, linears[f"experts.{name}"]) for name in ("gate_up", "down"))
     return ops.pack_experts(into, back, fed.activation)
 
 
-def _of_experts(weights: LayerWeights, name: str, count: int) -> ExpertWeights:
+def _of_experts(weights: LayerWeights, linear: LinearSpec) -> ExpertWeights:
     """Split the experts' weights, which are stacked."""
-    weight, bias, lines = weights[name], weights.get(name + BIAS), weights.get(name + LINES)
-    scales = weights.get(name + SCALES)
-    if scales is not None:
-        scales = scales.view(count, -1, *scales.shape[1:])
+
+    def split(end: str) -> Tensor | None:
+        found = weights.get(linear.name + end)
+        return None if found is None else found.view(linear.experts, -1, *found.shape[1:])
+
+    weight, lines = split(""), weights.get(linear.name + LINES)
+    assert weight is not None, "a layer has all of its weights"
     return ExpertWeights(
-        weight.view(count, -1, weight.shape[1]),
-        None if bias is None else bias.view(count, -1),
-        scales,
-        None if lines is None else lines[: len(lines) // count],  # blocks lie alike in all of them
+        weight,
+        split(BIAS),
+        split(SCALES),
+        None if lines is None else lines[: len(lines) // linear.experts],  # blocks lie alike in all of them
+        0 if linear.form is None else linear.form.group,
+        split(ZEROS),
     )

@@ -47,4 +47,7 @@ def pack(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind) -> Pac
         return compiled.pack_experts(weights.weight, weights.bias, kind)
     if weights.mxfp4:
         return compiled.pack_expert_mxfp4(weights.weight, weights.scales, weights.bias, kind)
+    if weights.int4:
+        grouped = weights.scales, weights.zeros, weights.group
+        return compiled.pack_expert_int4(weights.weight, *grouped, weights.bias, kind)
     return compiled.pack_expert_codes(weights.weight, weights.scales, weights.bias, kind)

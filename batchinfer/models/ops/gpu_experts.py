@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,14 @@ from batchinfer.models.ops.torch_ops import add_loads
 from batchinfer_kernels.experts import Choice, Groups, group_by_expert
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.combine import combine
+from batchinfer_kernels.gpu.grouped_coded_matmul import grouped_int4_matmul, grouped_mxfp4_matmul
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
-from batchinfer_kernels.gpu.grouped_mxfp4_matmul import grouped_mxfp4_matmul
-from batchinfer_kernels.mxfp4 import Mxfp4Weights, packed_mxfp4
+from batchinfer_kernels.mxfp4 import packed_mxfp4
+from batchinfer_kernels.quantized_matmul import packed_int4_experts
 
 
-class ExpertsOfMxfp4(Experts):
-    """Experts in MXFP4, widened in registers; sorted as TritonExperts'."""
+class CodedExperts(Experts):
+    """Experts in MXFP4 or int4, widened in registers; sorted as TritonExperts'."""
 
     def __init__(
         self,
@@ -24,8 +27,10 @@ class ExpertsOfMxfp4(Experts):
         down: ExpertWeights,
         activation: Activation,
         deterministic: bool,
+        dtype: torch.dtype,
     ) -> None:
-        self._gate_up, self._down = (_packed(weights) for weights in (gate_up, down))
+        """`dtype`: of activations."""
+        self._gate_up, self._down = (_packed(weights, dtype) for weights in (gate_up, down))
         self._biases = (gate_up.bias, down.bias)
         self._activation, self._deterministic = activation, deterministic
         self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
@@ -33,22 +38,22 @@ class ExpertsOfMxfp4(Experts):
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
         groups = _grouped(self.loads, choice, counted)
         fixed, (into, back) = self._deterministic, self._biases
-        inner = grouped_mxfp4_matmul(
-            x,
-            self._gate_up,
-            groups.starts,
-            into,
-            activation=self._activation,
-            from_rows=groups.order // choice.experts.shape[1],
-            deterministic=fixed,
+        rows = groups.order // choice.experts.shape[1]
+        inner = self._gate_up(
+            x, groups.starts, into, activation=self._activation, from_rows=rows, deterministic=fixed
         )
-        made = grouped_mxfp4_matmul(inner, self._down, groups.starts, back, deterministic=fixed)
+        made = self._down(inner, groups.starts, back, deterministic=fixed)
         return combine(made, groups.order, choice.weights)
 
 
-def _packed(weights: ExpertWeights) -> Mxfp4Weights:
-    assert weights.scales is not None, "it is in MXFP4"
-    return packed_mxfp4(weights.weight, weights.scales)
+def _packed(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return the product with these weights."""
+    assert weights.scales is not None, "it is in codes"
+    if weights.mxfp4:
+        packed = packed_mxfp4(weights.weight, weights.scales)
+        return lambda x, *more, **options: grouped_mxfp4_matmul(x, packed, *more, **options)
+    coded = packed_int4_experts(weights.weight, weights.scales, weights.zeros, weights.group, dtype)
+    return lambda x, *more, **options: grouped_int4_matmul(x, coded, *more, **options)
 
 
 def _grouped(loads: Tensor, choice: Choice, counted: Tensor | None) -> Groups:

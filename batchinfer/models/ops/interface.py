@@ -206,18 +206,25 @@ def values_of(weight: Weight, name: str) -> Tensor:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """One matrix product of each expert: weight (experts, out, in), bias (experts, out). With scales, each expert's,
-    the weight holds quantised values, as a CodedWeight's; the lines are those of every expert. Or it is in MXFP4, and
-    scales are exponents: see batchinfer_kernels.mxfp4."""
+    the weight holds quantised values, as a CodedWeight's; the lines are those of every expert, and group and zeros are
+    int4's. Or it is in MXFP4, and scales are exponents: see batchinfer_kernels.mxfp4."""
 
     weight: Tensor
     bias: Tensor | None = None
     scales: Tensor | None = None
     lines: Tensor | None = None
+    group: int = 0
+    zeros: Tensor | None = None
 
     @property
     def mxfp4(self) -> bool:
         """Whether the weight is in MXFP4."""
         return self.scales is not None and self.scales.dtype == torch.uint8
+
+    @property
+    def int4(self) -> bool:
+        """Whether the weight is in int4."""
+        return self.group > 0 and not self.mxfp4
 
 
 class Head(Linear):

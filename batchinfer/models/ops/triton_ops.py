@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.flashinfer_prefill import FlashInferPrefill, PromptPages
-from batchinfer.models.ops.gpu_experts import ExpertsOfMxfp4, TritonExperts, TritonHeads
+from batchinfer.models.ops.gpu_experts import CodedExperts, TritonExperts, TritonHeads
 from batchinfer.models.ops.gpu_linear import (
     Fp8Head,
     Fp8Linear,
@@ -181,8 +181,10 @@ class TritonOps(Ops):
         return kind(weight, bias)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        kind = ExpertsOfMxfp4 if gate_up.mxfp4 else TritonExperts
-        return kind(gate_up, down, activation, self._shape.deterministic)
+        fixed = self._shape.deterministic
+        if gate_up.mxfp4 or gate_up.int4:
+            return CodedExperts(gate_up, down, activation, fixed, self._shape.dtype)
+        return TritonExperts(gate_up, down, activation, fixed)
 
     def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
         """Pack a weight for our own kernel; None if the library multiplies it."""

@@ -32,6 +32,7 @@ from batchinfer_kernels.cost import (
     embedding_cost,
     gated_activation_cost,
     grouped_linear_cost,
+    int4_grouped_linear_cost,
     int4_linear_cost,
     latent_attention_cost,
     latent_store_cost,
@@ -133,7 +134,7 @@ def _layer_operators(layer: LayerSpec, itemsize: int, device: Device) -> Iterato
             assert isinstance(attention, LatentAttentionSpec)
             yield _token(linear.name, _heads(attention, linear.form, itemsize))
         elif linear.experts:
-            yield _experts(linear, itemsize)
+            yield _experts(linear, itemsize, device)
         else:
             yield _token(linear.name, _linear(linear, itemsize, device))
         if linear.activation is not None:
@@ -218,13 +219,16 @@ def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
     return _token("activation", lambda n: activation_cost(n * linear.chosen, linear.outputs, itemsize))
 
 
-def _experts(linear: LinearSpec, itemsize: int) -> OperatorCost:
+def _experts(linear: LinearSpec, itemsize: int, device: Device) -> OperatorCost:
     """Return the cost of the experts' products. Those of the first half read each token once, those of the second each
     row."""
 
     def cost(tokens: int, hit: int) -> Cost:
         rows = tokens * linear.chosen
         read, inputs, outputs = tokens if linear.gated else rows, linear.inputs, linear.outputs
+        if linear.form is not None and linear.form.codes == "int4":
+            sizes, coded = (rows, hit, inputs, outputs, itemsize), device == "cpu"
+            return int4_grouped_linear_cost(*sizes, linear.form.group, tokens=read, coded=coded)
         if linear.form is not None and linear.form.codes == "mxfp4":
             return mxfp4_grouped_linear_cost(rows, hit, inputs, outputs, itemsize, tokens=read)
         if linear.form is not None and linear.form.scales == "block":

@@ -100,14 +100,10 @@ INT4_GROUP = 32  # inputs that share a scale where weights are rounded to int4
 
 
 def form_of(linear: LinearSpec, codes: WeightCodes) -> WeightForm:
-    """Return the form of a weight that is quantised to such codes; experts and heads have int8 in place of int4."""
+    """Return the form of a weight that is quantised to such codes; heads have int8 in place of int4."""
     if codes != "int4":
         return WeightForm(codes)
-    return (
-        WeightForm("int8")
-        if linear.experts or linear.heads
-        else WeightForm("int4", "group", group=INT4_GROUP)
-    )
+    return WeightForm("int8") if linear.heads else WeightForm("int4", "group", group=INT4_GROUP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ _ABSENT: Mapping[str, Any] = {
     "calibrated": False,
     "wide_activations": False,
     "coded_tiles": False,
+    "int4_experts": False,
     "modelling": OWN,
     "columns": 0,
     "output": "tokens",
@@ -138,6 +139,8 @@ class Setting:
             "numerics": NUMERICS_VERSION,
         }
         options = {**self._options(), "modelling": checkpoint.modelling, "columns": columns, "output": output}
+        # experts were in int8 once where the rest is in int4
+        options["int4_experts"] = self.quantization == "int4" and _has_experts(checkpoint)
         parts |= {name: value for name, value in options.items() if value != _ABSENT[name]}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
@@ -278,6 +281,10 @@ def thread_shares(threads: int | None, engines: int) -> list[int]:
 def _most_threads(threads: int | None) -> int:
     usable = usable_cpus()
     return min(threads or usable, usable)
+
+
+def _has_experts(checkpoint: StoredModel) -> bool:
+    return isinstance(checkpoint, Checkpoint) and any(each.experts for each in checkpoint.spec.linears())
 
 
 def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -> Iterator[Mistake]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,25 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoi
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.ops.cpu_layer import CompiledLayer
-from batchinfer.models.ops.interface import CodedWeight, Head, Linear, Ops, RopeTable, Weight, values_of
+from batchinfer.models.ops.interface import (
+    CodedWeight,
+    Experts,
+    ExpertWeights,
+    Head,
+    Linear,
+    Ops,
+    RopeTable,
+    Weight,
+    values_of,
+)
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer_kernels.arithmetic import WeightForm
+from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
+from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
 from batchinfer_kernels.int4_linear import int4_linear_reference
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
-from batchinfer_kernels.quantized_matmul import int4_values, packed_int4
-from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, triton_ops
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, ValueOps, triton_ops
 from tests.batchinfer.engine.small_engine import (
     TRITON,
     Limits,
@@ -55,6 +67,30 @@ def stored() -> Checkpoint:
     return inspect_checkpoint(folder()).as_stored()
 
 
+class StoredExperts(Experts):
+    """Experts in int4, one after the other, as the reference of a linear layer has them."""
+
+    def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
+        self._parts, self._activation = (gate_up, down), activation
+        self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64)
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        groups = group_by_expert(choice.experts, len(self.loads))
+        rows = x[groups.order // choice.experts.shape[1]]
+        into, back = self._parts
+        inner = gated_activation_reference(self._multiplied(rows, into, groups.starts), self._activation)
+        return combine_reference(self._multiplied(inner, back, groups.starts), groups.order, choice.weights)
+
+    def _multiplied(self, rows: Tensor, weights: ExpertWeights, starts: Tensor) -> Tensor:
+        assert weights.scales is not None
+        made = rows.new_empty(len(rows), weights.weight.shape[1])
+        for expert, (first, end) in enumerate(pairwise(starts.tolist())):
+            zeros = None if weights.zeros is None else weights.zeros[expert]
+            parts = weights.weight[expert], weights.scales[expert], zeros, weights.group
+            made[first:end] = int4_linear_reference(rows[first:end], *parts)
+        return made
+
+
 class StoredOps(TorchOps):
     """torch's operators, with products of int8 as their reference has them."""
 
@@ -66,6 +102,13 @@ class StoredOps(TorchOps):
             four = (codes, scales, zeros, group, bias)
             return ReferenceLinear(codes.shape, lambda x: int4_linear_reference(x, *four))
         return ReferenceLinear(codes.shape, lambda x: quantized_linear_reference(x, codes, scales, bias))
+
+    def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        return (
+            StoredExperts(gate_up, down, activation)
+            if gate_up.int4
+            else super().pack_experts(gate_up, down, activation)
+        )
 
     def pack_head(self, weight: Weight) -> Head:
         if not isinstance(weight, CodedWeight):
@@ -130,8 +173,6 @@ def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(found, plain[linear.name], rtol=1e-6, atol=1e-7)
     quantised = replace(model, spec=model.spec.quantized("int4"))
     assert {form.codes for form in quantised.spec.forms} == {"int4", "int8"}
-    if any(linear.experts for linear in model.spec.linears()):
-        return  # the reference's experts multiply no codes
     got, wanted = (forced(quantised, ops, "cpu") for ops in (cpu_ops(quantised), StoredOps()))
     off = farthest(got, wanted)
     unquantised = farthest(forced(whole, TorchOps(), "cpu"), wanted)
@@ -139,21 +180,9 @@ def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
     assert off[-1] < unquantised[len(off) // 2] / 2
 
 
-class ValueOps(TorchOps):
-    """torch's operators, with int4 as the values that it stands for, and int8 as its reference has it."""
-
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        if isinstance(weight, CodedWeight):
-            parts = weight.codes, weight.scales, weight.zeros, weight.group
-            weight = int4_values(packed_int4(*parts, torch.float32))
-        return super().pack_linear(weight, bias)
-
-    pack_head = StoredOps.pack_head
-
-
 @TRITON
 @pytest.mark.parametrize("many", [1, 1 << 20])
-@pytest.mark.parametrize("name", ["gptq", "w4a16 with zeros"])
+@pytest.mark.parametrize("name", ["gptq", "w4a16 with zeros", "awq"])
 def test_a_gpu_multiplies_int4_as_it_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, many: int
 ) -> None:

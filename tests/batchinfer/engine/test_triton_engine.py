@@ -41,7 +41,7 @@ from batchinfer_kernels.gpu import attention_plan, matmul_tiles
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from tests.batchinfer.engine import guided_rows
-from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, stand_in, triton_ops
+from tests.batchinfer.engine.interpreted_gpu import DEVICE, ReferenceLinear, ValueOps, stand_in, triton_ops
 from tests.batchinfer.engine.small_engine import (
     MAX_LEN,
     MIXED,
@@ -272,7 +272,7 @@ def test_a_row_has_the_same_bits_in_a_batch():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
 def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
     """In chunks, with what others left in the cache, preempted, the last first."""
     variant = f"llama+{quantization}"
@@ -284,7 +284,7 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
         run = same_bits(ops, limits, requests[:: -1 if limits.scarce else 1], wanted, variant)
         assert (run.total("cached_tokens") > 0) == limits.caching
         assert (run.total("preemptions") > 0) == limits.scarce
-    if quantization == "fp8":  # which no CPU computes
+    if quantization in ("fp8", "int4"):  # no CPU computes the one, and the other in int8
         return
     cpu = on_the_cpu(variant, SETTINGS["whole"], prompts())
     for row in range(len(requests)):
@@ -412,6 +412,18 @@ def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
     wanted = apart(ops, requests[1:2], "llama-one-layer+int8")
     assert len(wanted) == 4
     assert different({place: sampler.seen[place] for place in wanted}, wanted) == []
+
+
+@pytest.mark.parametrize("many", [3, 1 << 20])
+def test_all_of_the_gpus_path_in_int4(monkeypatch, many):
+    """Steps of few rows and of many, launched and replayed, with the panel that all layers share and without."""
+    monkeypatch.setattr("batchinfer.models.ops.gpu_linear.least_panel_rows", lambda *_, **__: many)
+    loaded = loaded_as_a_job_does(monkeypatch, gpus_config("int4", deterministic=False, rows=4))
+    assert (loaded.info.ops, loaded.info.linear, loaded.info.quantization) == ("triton", "int4", "int4")
+    variant, rows = "llama-one-layer+int4", prompts()[5:]
+    run = drain(loaded.engine(), greedy(rows, OUTPUT))
+    assert any(s.padded_tokens for s in run.steps), "three rows take the graph of four"
+    assert run.answers == ran(variant, SETTINGS["chunked"], ValueOps(), DEVICE, rows).answers
 
 
 @pytest.mark.parametrize("processors", [78, 132])  # of an H20 and an H100

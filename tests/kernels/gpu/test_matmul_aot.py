@@ -38,7 +38,7 @@ MULTIPLIES = {
 
 def may_wait(way: str, rows: int) -> bool:
     """Whether products on compute capability 9.0 are known to run one after the other: of codes that are widened in
-    registers, which no job uses, and of float8 in tiles of few rows, whose time is that of reading the weights."""
+    registers, and of float8 in tiles of few rows, whose time is that of reading the weights."""
     return way in WIDENED or (way == "fp8" and rows <= 32)
 
 

@@ -1,5 +1,5 @@
-"""Experts in MXFP4: widened exactly, against their reference: experts without rows, odd sizes, NaN around what is read,
-and the bits of one row."""
+"""Experts in MXFP4, widened exactly, and in int4, against their references: experts without rows, odd sizes, NaN around
+what is read, and the bits of one row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.gpu.grouped_mxfp4_matmul import grouped_mxfp4_matmul
+from batchinfer_kernels.gpu.grouped_coded_matmul import grouped_int4_matmul, grouped_mxfp4_matmul
 from batchinfer_kernels.mxfp4 import GROUP, grouped_mxfp4_matmul_reference, mxfp4_values, packed_mxfp4
+from batchinfer_kernels.quantized_matmul import grouped_int4_matmul_reference, packed_int4_experts
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.matmul_cases import DTYPES, beside_nan, near, processors_of, random
 from tests.kernels.gpu.pairs import each_first, pairs_first
+from tests.kernels.gpu.test_matmul_aot import assert_multiplies
 
 pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 COUNTS = [(1,), (0, 3, 0), (16, 0, 33, 15, 2, 0, 1), (70, 40)]
@@ -96,6 +98,34 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert torch.equal(few, whole[30:60])
 
 
+@pytest.mark.parametrize(
+    ("counts", "dtype", "inputs", "group", "zeroed"),
+    pairs_first(COUNTS, DTYPES, [50, 130, 288], [32, 128], [False, True]),
+)
+def test_int4_of_experts(
+    counts: tuple[int, ...], dtype: torch.dtype, inputs: int, group: int, zeroed: bool
+) -> None:
+    """With any number of inputs; rows that are read where they stand, beside NaN, and a row alone."""
+    generator = torch.Generator().manual_seed(inputs)
+    shape = (len(counts), 34, -(-inputs // group))
+    codes = torch.randint(-8, 8, (*shape[:2], inputs), generator=generator, dtype=torch.int8)
+    scales = 0.01 + torch.rand(shape, generator=generator)
+    zeros = torch.randint(-8, 9, shape, generator=generator).float().to(DEVICE) if zeroed else None
+    weights = packed_int4_experts(codes.to(DEVICE), scales.to(DEVICE), zeros, group, dtype)
+    x, starts = random(sum(counts), inputs, dtype=dtype), starts_of(counts)
+    bias = random(len(counts), 34, dtype=dtype, seed=2)
+    from_rows = torch.arange(len(x), device=DEVICE).flip(0)
+    wanted = grouped_int4_matmul_reference(x[from_rows], weights, starts, bias, activation="silu")
+    given: dict[str, Any] = {"bias": bias, "activation": "silu"}
+    near(grouped_int4_matmul(beside_nan(x), weights, starts, from_rows=from_rows, **given), wanted)
+    given["deterministic"] = True
+    whole, last = grouped_int4_matmul(x, weights, starts, **given), len(counts) - 1
+    while counts[last] == 0:
+        last -= 1
+    alone = starts_of(tuple(int(e == last) for e in range(len(counts))))
+    assert torch.equal(grouped_int4_matmul(x[-1:], weights, alone, **given), whole[-1:])
+
+
 def test_no_rows_at_all() -> None:
     weights = packed_mxfp4(*stored(3, 8, 32))
     assert grouped_mxfp4_matmul(random(0, 32), weights, starts_of((0, 0, 0))).shape == (0, 8)
@@ -125,33 +155,46 @@ def test_codes_that_do_not_fit_are_refused() -> None:
             packed_mxfp4(*changed)
 
 
-def launch_experts(dtype: str, rows: int, deterministic: bool, activation: Activation | None) -> None:
+def launch_experts(
+    dtype: str, rows: int, deterministic: bool, activation: Activation | None, int4: bool
+) -> None:
     """What a GPU would launch."""
     kind = getattr(torch, dtype)
-    codes = torch.zeros(8, 1024, 256, dtype=torch.uint8)
-    weights = packed_mxfp4(codes, torch.zeros(8, 1024, 16, dtype=torch.uint8))
     x, starts = torch.zeros(rows // 2, 512, dtype=kind), torch.zeros(9, dtype=torch.int64)
     bias, from_rows = torch.zeros(8, 1024, dtype=kind), torch.zeros(rows, dtype=torch.int64)
     options: dict[str, Any] = {"activation": activation, "deterministic": deterministic}
     with processors_of(132):
-        grouped_mxfp4_matmul(x, weights, starts, bias, from_rows=from_rows, **options)
+        if int4:
+            scales = torch.ones(8, 1024, 4)
+            codes = torch.zeros(8, 1024, 512, dtype=torch.int8)
+            coded = packed_int4_experts(codes, scales, scales, 128, kind)
+            grouped_int4_matmul(x, coded, starts, bias, from_rows=from_rows, **options)
+        else:
+            codes = torch.zeros(8, 1024, 256, dtype=torch.uint8)
+            weights = packed_mxfp4(codes, torch.zeros(8, 1024, 16, dtype=torch.uint8))
+            grouped_mxfp4_matmul(x, weights, starts, bias, from_rows=from_rows, **options)
 
 
 @pytest.mark.parametrize(
-    ("target", "rows", "deterministic", "dtype"),
+    ("target", "rows", "deterministic", "dtype", "int4"),
     [
-        *each_first(TARGETS, (16, 4096), (False, True), ("bfloat16",)),
-        *each_first(NVIDIA, (16,), (False,), ("float16", "float32")),
+        *each_first(TARGETS, (16, 4096), (False, True), ("bfloat16",), (False,)),
+        *each_first(TARGETS, (16, 4096), (False,), ("bfloat16",), (True,)),
+        *each_first(NVIDIA, (16,), (False,), ("float16", "float32"), (False,)),
     ],
 )
-def test_it_compiles_without_spills(target: str, rows: int, deterministic: bool, dtype: str) -> None:
-    arguments = (dtype, rows, deterministic, "clamped_swiglu")
+def test_it_compiles_without_spills(
+    target: str, rows: int, deterministic: bool, dtype: str, int4: bool
+) -> None:
+    arguments = (dtype, rows, deterministic, "clamped_swiglu", int4)
     (kernel,) = (
         found
         for found in compile_launch("tests.kernels.gpu.test_mxfp4:launch_experts", arguments, target)
-        if found.kernel == "grouped_mxfp4_matmul_kernel"
+        if found.kernel == "grouped_coded_matmul_kernel"
     )
     kernel.check(may_wait=True)  # products whose left factor is in registers run one after the other
+    if dtype != "float32":
+        assert_multiplies(kernel, target, "plain")
     if target in NVIDIA:
         assert ".ftz" not in kernel.ptx, "small numbers on the way become 0"
         assert kernel.wide_loads() >= 1, kernel.summary()

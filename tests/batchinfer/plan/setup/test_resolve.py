@@ -281,6 +281,10 @@ def test_weights_in_4_bits_are_stored_where_that_is_asked_for_and_mxfp4_everywhe
     assert setting.arithmetic.endswith(" with stored mxfp4 weights")
     known = {"none", "stored-mxfp4"}
     assert len({replace(setting, quantization=one).context(experts, "m", "t") for one in known}) == 1
+    rounded = replace(setting, quantization="int4")
+    now = rounded.context(experts, "m", "t")
+    monkeypatch.setattr(resolving, "_has_experts", lambda _: False)
+    assert rounded.context(experts, "m", "t") != now, "experts were in int8 once"
     half = job_of(tmp_path, ("model.dtype", "float16"))
     assert resolve(half, experts).quantization == "none"
 

@@ -1,11 +1,14 @@
-"""Linear layers of experts whose weights are in MXFP4, for rows that are sorted by expert. Cost:
-batchinfer_kernels.cost.mxfp4_grouped_linear_cost.
+"""Linear layers of experts whose weights are in MXFP4 or int4, for rows that are sorted by expert. Cost:
+batchinfer_kernels.cost.mxfp4_grouped_linear_cost and int4_grouped_linear_cost.
 
-As grouped_matmul, whose tiles of rows it has. Codes become values in the registers that they are multiplied from,
-exactly in bfloat16: sums are those of a weight that was widened before, whose inputs are added in the same order.
+As grouped_matmul, whose tiles of rows it has. Codes become values in the registers that they are multiplied from, those
+of MXFP4 exactly in bfloat16: sums are those of a weight that was widened before, whose inputs are added in the same
+order.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,17 +24,17 @@ from batchinfer_kernels.gpu.matmul_tiles import grouped_tiles
 from batchinfer_kernels.gpu.quantized_matmul import coded_segment_sums
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.mxfp4 import GROUP, Mxfp4Weights
-from batchinfer_kernels.quantized_matmul import SPAN
+from batchinfer_kernels.quantized_matmul import SPAN, Int4Weights
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
-def grouped_mxfp4_matmul_kernel(
+def grouped_coded_matmul_kernel(
     x_ptr, from_ptr,  # from: which row of x each row is; None: the same
     weight_ptr,  # (experts, outputs, words) int16
-    exponents_ptr,  # (experts, groups, outputs)
+    groups_ptr, zeros_ptr,  # (experts, groups, outputs): scales, or exponents of MXFP4; zeros: or None
     bias_ptr,  # None: none
     y_ptr, starts_ptr, ends_ptr,  # where experts' rows begin, (experts + 1,), and their tiles end, (experts,)
-    experts, row_tiles, outputs, inputs, stride_x, stride_expert, stride_weight, stride_exponents, stride_y,
+    experts, row_tiles, outputs, inputs, stride_x, stride_expert, stride_weight, stride_groups, stride_y,
     EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     EXPERTS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -53,9 +56,11 @@ def grouped_mxfp4_matmul_kernel(
         weight_at = weight_ptr + expert.to(tl.int64) * stride_expert
         weight_at += from_row[:, None] * stride_weight + at[None, :]
         x_at = x_ptr + read.to(tl.int64)[None, :] * stride_x + at[:, None]
+        groups_ptr += expert.to(tl.int64) * stride_groups
+        if zeros_ptr is not None:
+            zeros_ptr += expert.to(tl.int64) * stride_groups
         sums = coded_segment_sums(
-            weight_at, x_at, from_row, 0, inputs, inputs, outputs,
-            exponents_ptr + expert.to(tl.int64) * stride_exponents, None,
+            weight_at, x_at, from_row, 0, inputs, inputs, outputs, groups_ptr, zeros_ptr,
             EVEN, PRECISION, 4, GROUP, LINES, ROWS, INPUTS,
         )  # fmt: skip
         if bias_ptr is not None:
@@ -81,6 +86,53 @@ def grouped_mxfp4_matmul(
     `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. float32 is multiplied as it is,
     without tensor cores. Raises ValueError when shapes or dtypes do not fit.
     """
+    given = _Coded(weights.packed, weights.exponents, None, weights.inputs, GROUP)
+    return _launch(x, given, starts, bias, activation, from_rows, deterministic)
+
+
+def grouped_int4_matmul(
+    x: Tensor,
+    weights: Int4Weights,
+    starts: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    from_rows: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Multiply as batchinfer_kernels.quantized_matmul.grouped_int4_matmul_reference does; else as
+    grouped_mxfp4_matmul."""
+    if weights.scales.dtype != x.dtype:
+        raise ValueError(f"scales are {weights.scales.dtype}, x is {x.dtype}")
+    given = _Coded(weights.packed, weights.scales, weights.zeros, weights.inputs, weights.group)
+    return _launch(x, given, starts, bias, activation, from_rows, deterministic)
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """Weights (experts, N, inputs) of packed codes, with what groups of inputs share, (experts, groups, N)."""
+
+    packed: Tensor
+    groups: Tensor
+    zeros: Tensor | None
+    inputs: int
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        experts, outputs, _ = self.packed.shape
+        return experts, outputs, self.inputs
+
+
+def _launch(
+    x: Tensor,
+    weights: _Coded,
+    starts: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None,
+    from_rows: Tensor | None,
+    deterministic: bool,
+) -> Tensor:
     _check(x, weights, starts, bias, activation)
     experts, outputs, inputs = weights.shape
     rows = len(x if from_rows is None else from_rows)
@@ -88,8 +140,9 @@ def grouped_mxfp4_matmul(
     if y.numel() == 0:
         return y
     words, wide = weights.packed.view(torch.int16), x.dtype == torch.float32
-    if not is_aligned(x, x.stride(0)):
-        x = x.contiguous()  # whose rows are of whole groups: tiles depend on the weights
+    even = is_aligned(x, inputs)  # so that tiles depend on the weights
+    if even and not is_aligned(x, x.stride(0)):
+        x = x.contiguous()
     tiles = grouped_tiles(
         "wide" if wide else "coded",
         outputs,
@@ -97,25 +150,25 @@ def grouped_mxfp4_matmul(
         experts,
         deterministic,
         target.processors(x.device),
-        True,
+        even,
         SPAN,
     )
     # An expert with rows has at most one tile that is not full
     row_tiles = min(experts, rows) + max(0, rows - experts) // tiles.rows
-    grouped_mxfp4_matmul_kernel[(cdiv(outputs, tiles.outputs) * row_tiles,)](
-        x, from_rows, words, weights.exponents, None if bias is None else bias.contiguous(),
+    grouped_coded_matmul_kernel[(cdiv(outputs, tiles.outputs) * row_tiles,)](
+        x, from_rows, words, weights.groups, weights.zeros, None if bias is None else bias.contiguous(),
         y, starts, tile_ends(starts, tiles.rows),
         experts, row_tiles, outputs, inputs, x.stride(0), words.stride(0), words.stride(1),
-        weights.exponents.stride(0), y.stride(0),
+        weights.groups.stride(0), y.stride(0),
         EVEN=inputs % SPAN == 0, ACTIVATION=activation or "none", PRECISION="ieee" if wide else "tf32",
-        TOGETHER=TOGETHER, EXPERTS=next_power_of_2(experts), GROUP=GROUP, LINES=tiles.outputs, ROWS=tiles.rows,
+        TOGETHER=TOGETHER, EXPERTS=next_power_of_2(experts), GROUP=weights.group, LINES=tiles.outputs, ROWS=tiles.rows,
         INPUTS=tiles.inputs, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return y
 
 
 def _check(
-    x: Tensor, weights: Mxfp4Weights, starts: Tensor, bias: Tensor | None, activation: Activation | None
+    x: Tensor, weights: _Coded, starts: Tensor, bias: Tensor | None, activation: Activation | None
 ) -> None:
     unit_columns(x=x)
     check_same_dtype(x=x)
