@@ -41,6 +41,7 @@ def make_adapter(
     seed: int = 0,
     ranks: dict[str, int] | None = None,
     dtype: torch.dtype = torch.float32,
+    dora: bool = False,
     **config: Any,
 ) -> Path:
     """Save an adapter of all modules whose names end so. `ranks`: of single modules, by the ends of their names."""
@@ -51,6 +52,9 @@ def make_adapter(
         a, b = torch.randn(own, inputs, generator=generator), torch.randn(outputs, own, generator=generator)
         tensors[f"{START}{name}.lora_A.weight"] = (a / inputs**0.5).to(dtype)
         tensors[f"{START}{name}.lora_B.weight"] = (b / 4).to(dtype)
+        if dora:
+            sizes_of_rows = torch.rand(outputs, generator=generator) + 0.5
+            tensors[f"{START}{name}.lora_magnitude_vector"] = sizes_of_rows.to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     stated = {
@@ -67,7 +71,7 @@ def make_adapter(
         "target_modules": sorted({end.rpartition(".")[2] for end in ends}),
         "modules_to_save": None,
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": dora,
         "rank_pattern": ranks or {},
         "alpha_pattern": {},
     }
@@ -76,7 +80,8 @@ def make_adapter(
 
 
 def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Return a copy of the model with W + scale B A in place of W, as PEFT's merge_and_unload makes it."""
+    """Return a copy of the model with W + scale B A in place of W, rescaled where it is a DoRA, as PEFT's
+    merge_and_unload makes it."""
     found, stated = copy.deepcopy(model), json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, module in found.named_modules():
@@ -90,5 +95,10 @@ def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         scale = alpha / (len(a) ** 0.5 if stated["use_rslora"] else len(a))
         change = scale * (b.double() @ a.double())
         weight: Tensor = module.weight  # type: ignore[assignment]
-        weight.data += (change.T if isinstance(module, Conv1D) else change).to(weight.dtype)
+        turned = isinstance(module, Conv1D)
+        whole = (weight.data.T if turned else weight.data).double() + change
+        sizes_of_rows = tensors.get(f"{START}{name}.lora_magnitude_vector")
+        if sizes_of_rows is not None:
+            whole *= (sizes_of_rows.double() / whole.norm(dim=1))[:, None]
+        weight.data = (whole.T if turned else whole).to(weight.dtype).contiguous()
     return found

@@ -14,6 +14,7 @@ import torch
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.models.adapters.factors import AdaptedWeights
+from batchinfer.models.adapters.merging import MergedWeights
 from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
@@ -50,6 +51,7 @@ class ModelSource:
     parameters: int  # values in all its tensors
     weights: Callable[[torch.dtype, torch.device], Weights]
     adapters: Mapping[str, StoredAdapter] = field(default_factory=dict)  # by fingerprint
+    merged: StoredAdapter | None = None  # an adapter that all rows have, in the weights
     # Its decode steps launch the same kernels each time, and never wait for the device
     can_be_captured: ClassVar[bool] = True
 
@@ -89,7 +91,9 @@ class ModelSource:
         """Load the weights, and return what makes a decoder of them: it gets operators, which may differ from these in
         how they read prompts, and the tokens of the longest sequence. Raises what its files make it raise."""
         place, adapters = (arithmetic.dtype, arithmetic.device), [*self.adapters.values()]
-        with AdaptedWeights(self.weights(*place), self.spec, adapters, *place) as adapted:
+        own = self.weights(*place)
+        stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
+        with AdaptedWeights(stored, self.spec, adapters, *place) as adapted:
             weights = WatchedWeights(SmoothedWeights(adapted, self.spec), self.spec)
             packed = pack_weights(self.spec, weights, ops, arithmetic.device, len(adapters))
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
@@ -138,7 +142,10 @@ def checkpoint_source(
     if isinstance(checkpoint, Checkpoint):
         spec = checkpoint.spec.quantized(quantization).caching(kv_cache)
         found = {name: inspect_adapter(folder.name, folder, checkpoint) for name, folder in adapters}
-        return ModelSource(spec, checkpoint.parameters, partial(CheckpointWeights, checkpoint), found)
+        merged = next((adapter for adapter in found.values() if adapter.config.dora), None)
+        beside = {name: adapter for name, adapter in found.items() if not adapter.config.dora}
+        weights = partial(CheckpointWeights, checkpoint)
+        return ModelSource(spec, checkpoint.parameters, weights, beside, merged)
     if adapters:
         raise Unavailable("a model that transformers' code computes is given no adapters; merge them into it")
     from batchinfer.models.foreign.source import ForeignSource  # slow to import, and not for our families

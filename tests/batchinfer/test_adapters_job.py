@@ -16,6 +16,7 @@ from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table, write_job
+from tests.checkpoints import make_model_folder
 from tests.lora_adapters import make_adapter, merged
 
 REAL = RunOptions(waves_from_s=float("inf"))
@@ -163,7 +164,7 @@ def test_adapters_that_a_job_does_not_have(tmp_path: Path, model: Path, models: 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "lora_magnitude_vector is missing"),
         ({"peft_type": "IA3"}, "only LORA is computed"),
         ({"bias": "all"}, "biases of an adapter"),
         ({"modules_to_save": ["lm_head"]}, "whole modules"),
@@ -199,3 +200,26 @@ def test_the_job_of_the_page_runs(tmp_path: Path, model: Path, models: Path) -> 
     assert run(tmp_path / "job.yaml", REAL).row["rows_ok"] == 2
     said = "\n".join(validate_job(load_job(tmp_path / "job.yaml", ())))
     assert "adapters: summary, tone; rows that name none have summary" in said
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
+def test_a_dora_is_merged(tmp_path: Path, family: str) -> None:
+    """Where all rows have it; it is refused where some may not."""
+    base, ends = (
+        tmp_path / "base",
+        {"llama": ENDS, "phi3": ("qkv_proj", "gate_up_proj"), "gpt2": ("c_attn", "c_proj")},
+    )
+    source = make_model_folder(base, family)
+    shutil.copytree(base, tmp_path / "merged")
+    make_adapter(tmp_path / "one", source, ends[family], dora=True)
+    merged(source, tmp_path / "one").save_pretrained(tmp_path / "merged")
+    rows = rows_of([None] * 4)
+    own = {"path": str(base), "adapters": {"one": str(tmp_path / "one")}, "adapter": "one"}
+    (tmp_path / "job").mkdir()
+    path = write_job(tmp_path / "job", base, rows, model=own, **PLAIN)
+    assert run(path, REAL, FLOAT32).exit_code == 0
+    assert answers(path) == alone(tmp_path / "alone", tmp_path / "merged", rows)
+    assert answers(path) != alone(tmp_path / "plain", base, rows)
+    write_job(tmp_path / "job", base, None, model=own | {"adapter": None}, **PLAIN)
+    with pytest.raises(BatchInferError, match="it must be the only adapter"):
+        run(path, REAL)

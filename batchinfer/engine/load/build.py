@@ -119,7 +119,7 @@ class LoadedWeights:
         sampler = Sampler(eos, self.masks, device.type == "cpu", model.classifier)
         layout = cache_layout(source.spec.caches, block_size, longest)
         runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
-        runner.state.adapters = _numbers(config.load.adapters)
+        runner.state.adapters = _numbers(config.load.adapters, source)
         memory = _CacheMemory(config, source, runner, limits, self.arithmetic.dtype, longest)
         counters = model.expert_loads if source.can_be_captured else None
         fitted = _fit(runner, limits, memory.room(), counters, config, self.untimed)
@@ -222,9 +222,11 @@ class _CacheMemory:
         )
 
 
-def _numbers(adapters: Iterable[tuple[str, Path]]) -> dict[str, int]:
-    """Number the adapters in the order in which they were loaded."""
-    return {"": 0} | {name: number for number, (name, _) in enumerate(adapters, 1)}
+def _numbers(adapters: Iterable[tuple[str, Path]], source: Source) -> dict[str, int]:
+    """Number the adapters in the order in which they were loaded; 0: the weights as they are, into which one may be
+    merged."""
+    beside = {name: number for number, name in enumerate(source.adapters, 1)}
+    return {"": 0} | {name: beside.get(name, 0) for name, _ in adapters}
 
 
 def _info(config: LoadConfig, source: Source, fitted: Fitted, block_bytes: int, threads: int) -> EngineInfo:

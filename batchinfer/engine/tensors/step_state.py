@@ -65,8 +65,10 @@ class StepState:
             adapters=None if adapters is None else adapters[row_of],
         )
 
-    def _numbers(self, adapters: tuple[str, ...]) -> Longs:
-        return np.array([self.adapters[name] for name in adapters], np.int64)
+    def _numbers(self, adapters: tuple[str, ...]) -> Longs | None:
+        """Return the numbers of these adapters; None where all are 0: one that all rows have is in the weights."""
+        numbers = np.array([self.adapters[name] for name in adapters], np.int64)
+        return numbers if numbers.any() else None
 
     def _with_draws(self, sampling: SamplingPlan) -> SamplingPlan:
         """Return the plan with the fixed arguments of its draws, which it may have left out."""

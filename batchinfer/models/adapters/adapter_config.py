@@ -40,6 +40,7 @@ class LoraConfig:
     alpha: float
     rank_stabilised: bool = False
     alphas: Mapping[str, float] | None = None
+    dora: bool = False  # rows of weights are rescaled, so that it has to be merged
 
     def scale(self, module: str, rank: int) -> float:
         """Return what the product of a module's factors, which are of this rank, is multiplied with."""
@@ -66,7 +67,8 @@ def read_adapter_config(path: Path) -> tuple[LoraConfig, list[str]]:
         mistakes.append(f"{CONFIG}: alpha_pattern is {shown(alphas)}; wanted {wanted}")
         alphas = {}
     rank, alpha = fields.integer("r", 8, high=MOST_RANK), fields.number("lora_alpha", 8.0)
-    return LoraConfig(rank, alpha, fields.boolean("use_rslora", False), dict(alphas)), mistakes
+    ways = fields.boolean("use_rslora", False), dict(alphas), fields.boolean("use_dora", False)
+    return LoraConfig(rank, alpha, *ways), mistakes
 
 
 def _refused(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -75,11 +77,6 @@ def _refused(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f"{CONFIG}: {key} is {shown(raw[key])}: {why}"
     if (bias := raw.get("bias", "none")) != "none":
         yield f"{CONFIG}: bias is {shown(bias)}: biases of an adapter are not computed; merge it into the model"
-    if raw.get("use_dora"):
-        yield (
-            f"{CONFIG}: use_dora is true: DoRA rescales the rows of the model's weights, which rows with another "
-            "adapter share; merge it into the model (PEFT: merge_and_unload) and name that folder in model.path"
-        )
     begun = raw.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_WEIGHTS):
         yield (

@@ -20,6 +20,28 @@ from batchinfer.models.spec.parameters import FACTOR_A, FACTOR_B
 from batchinfer.models.spec.spec import LinearSpec, ModelSpec
 
 
+class FactorFiles:
+    """The files of adapters, mapped when first needed and unmapped at the end."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> FactorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def tensor(self, path: Path, name: str) -> Tensor:
+        """Read a tensor as it is stored."""
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+        tensor: Tensor = self._open[path].get_tensor(name)
+        return tensor
+
+
 class AdaptedWeights(Weights):
     """Hands on a model's weights with the factors of adapters, whose files are mapped while it is open."""
 
@@ -33,15 +55,14 @@ class AdaptedWeights(Weights):
     ) -> None:
         self._weights, self._spec, self._adapters = weights, spec, adapters
         self._dtype, self._device = dtype, device
-        self._stack = ExitStack()
-        self._open: dict[Path, Any] = {}
+        self._files = FactorFiles()
 
     def __enter__(self) -> AdaptedWeights:
+        self._files.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-        self._stack.close()
+    def __exit__(self, *details: object) -> None:
+        self._files.__exit__(*details)
 
     def tables(self) -> Tables:
         return self._weights.tables()
@@ -67,23 +88,16 @@ class AdaptedWeights(Weights):
         first = 0
         for module in modules:
             end = first + module.rank
-            a[first:end].copy_(self._tensor(module.a.file, module.a_name))
-            own = self._tensor(module.b.file, module.b_name).float() * module.scale
+            a[first:end].copy_(self._files.tensor(module.a.file, module.a_name))
+            own = self._files.tensor(module.b.file, module.b_name).float() * module.scale
             for outputs in module.outputs:
-                b[outputs.first : outputs.first + outputs.count, first:end] = _rows(own, module, outputs.part)
+                b[outputs.first : outputs.first + outputs.count, first:end] = rows_of(own, outputs.part)
             first = end
         return a, b.to(self._dtype).to(self._device)
 
-    def _tensor(self, path: Path, name: str) -> Tensor:
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-        tensor: Tensor = self._open[path].get_tensor(name)
-        return tensor
 
-
-def _rows(b: Tensor, module: ChangedModule, part: Part | None) -> Tensor:
-    """Return the rows of B, (outputs, rank), that are a part's. B lies as (outputs, rank), however the weight does."""
+def rows_of(values: Tensor, part: Part | None) -> Tensor:
+    """Return the rows of (outputs, …) that are a part's, whichever way the weight itself lies."""
     if part is None:
-        return b
-    stored = StoredParameter(module.b_name, replace(part, transposed=False))
-    return stretches_of(b, stored).flatten(0, 1)
+        return values
+    return stretches_of(values, StoredParameter("", replace(part, transposed=False))).flatten(0, 1)

@@ -24,7 +24,7 @@ from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor, lis
 from batchinfer.models.spec.spec import LinearSpec
 
 _WRAPPED = "base_model.model."  # begins the names of PEFT's tensors
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+_A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 # What may stand before the names of a decoder's modules in a model of several parts, or in one of another version
 _BASES = ("model.language_model.", "language_model.model.", "model.", "")
 DIGEST = 32  # hexadecimal digits of a fingerprint
@@ -50,6 +50,7 @@ class ChangedModule:
     b_name: str
     scale: float
     outputs: tuple[PartOutputs, ...]
+    magnitude_name: str | None = None  # of a DoRA: the tensor of the sizes of the rows of its weight
 
     @property
     def rank(self) -> int:
@@ -65,11 +66,6 @@ class StoredAdapter:
     config: LoraConfig
     weights: Path
     changed: Mapping[tuple[int, str], tuple[ChangedModule, ...]]
-
-    @property
-    def rank(self) -> int:
-        """Return the greatest rank of a module."""
-        return max(module.rank for modules in self.changed.values() for module in modules)
 
     @property
     def values(self) -> int:
@@ -152,7 +148,8 @@ def _changed(
     modules, mistakes = _modules(checkpoint), list[str]()
     found: dict[tuple[int, str], list[ChangedModule]] = {}
     factors = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
-    strange = [name for name in tensors if not name.endswith((_A, _B))]
+    read = (_A, _B, _MAGNITUDE) if config.dora else (_A, _B)
+    strange = [name for name in tensors if not name.endswith(read)]
     strange += [name for name in tensors if name.endswith(_B) and name.removesuffix(_B) not in factors]
     if strange:
         mistakes.append(_strange(strange))
@@ -166,13 +163,16 @@ def _changed(
             mistakes.append(f"{stem}{_A}: {module.refused}")
         elif stem + _B not in tensors:
             mistakes.append(f"{stem}{_B} is missing")
-        elif wrong := _misfit(stem, tensors, module, checkpoint):
+        elif wrong := _misfit(stem, tensors, module) or (
+            _no_size(stem, tensors, module) if config.dora else None
+        ):
             mistakes.append(wrong)
         else:
             rank = tensors[stem + _A].info.shape[0]
             scale = config.scale(stem.removeprefix(_WRAPPED), rank)
             parts = tensors[stem + _A], tensors[stem + _B], stem + _A, stem + _B
-            one = ChangedModule(*parts, scale, tuple(module.outputs))
+            magnitude = stem + _MAGNITUDE if config.dora else None
+            one = ChangedModule(*parts, scale, tuple(module.outputs), magnitude)
             found.setdefault((module.layer, module.linear.name), []).append(one)
     return {place: tuple(modules) for place, modules in found.items()}, mistakes
 
@@ -225,9 +225,17 @@ def _module_of(name: str, modules: Mapping[str, _Module], checkpoint: Checkpoint
     return next((modules[rest] for rest in rests if rest in modules), None)
 
 
-def _misfit(
-    stem: str, tensors: Mapping[str, StoredTensor], module: _Module, checkpoint: Checkpoint
-) -> str | None:
+def _no_size(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
+    """Say what is wrong with the magnitudes of a DoRA, which cannot be merged into codes; None: nothing is."""
+    found, outputs = tensors.get(stem + _MAGNITUDE), max(map(_last, module.outputs))
+    if module.linear.stored:
+        return f"{stem}: DoRA cannot be merged into weights that stay quantised; set model.quantization: none"
+    if found is None or found.info.shape != (outputs,) or found.info.dtype not in FLOAT_DTYPES:
+        return f"{stem}{_MAGNITUDE} is {'missing' if found is None else list(found.info.shape)}; wanted [{outputs}]"
+    return None
+
+
+def _misfit(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
     """Say how the factors of a module do not fit; None: they do."""
     a, b = tensors[stem + _A].info, tensors[stem + _B].info
     for name, info in ((stem + _A, a), (stem + _B, b)):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 from batchinfer.core.errors import Unavailable
+from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.files.config_fields import wrong_checkpoint
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint
@@ -34,6 +36,7 @@ class ForeignSource:
     quantization: Quantization = "none"  # as it was asked for
     # Whether its steps launch the same kernels each time is not known, nor what its layers ask of attention
     can_be_captured: ClassVar[bool] = False
+    adapters: ClassVar[Mapping[str, StoredAdapter]] = MappingProxyType({})  # it is given none
     plain_attention: ClassVar[bool] = False
 
     @property

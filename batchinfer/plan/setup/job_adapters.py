@@ -8,7 +8,7 @@ from dataclasses import replace
 from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.job import Job
-from batchinfer.models.adapters.stored_adapter import inspect_adapter
+from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.resolve import Setting
@@ -26,7 +26,20 @@ def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> dict[
         raise job.mistake("model.adapters", f"{text}; merge them into the model (PEFT: merge_and_unload)")
     known = read_strings(state.fingerprints)
     found = {name: inspect_adapter(name, path, checkpoint) for name, path in job.model.adapters.items()}
+    _check_merged(job, found)
     return {name: adapter.fingerprint(known) for name, adapter in found.items()}
+
+
+def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:
+    """Refuse a DoRA that other rows would get, too."""
+    dora = next((name for name, adapter in found.items() if adapter.config.dora), None)
+    if dora is None or (len(found) == 1 and job.model.adapter == dora):
+        return
+    text = (
+        "is a DoRA, which rescales the rows of the model's weights, and is merged into them: it must be the only "
+        f"adapter, and that of all rows; set model.adapter: {dora}, or merge it with PEFT (merge_and_unload)"
+    )
+    raise job.mistake(f"model.adapters.{dora}", text)
 
 
 def with_adapters(setting: Setting, job: Job, fingerprints: Mapping[str, str]) -> Setting:
