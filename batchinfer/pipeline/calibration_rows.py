@@ -15,9 +15,9 @@ from batchinfer.plan.forecast.sampled_rows import strata_of
 from batchinfer.plan.setup.job_setup import Setup
 
 ROWS_READ = 512  # of the job, of which as many become prompts as have room
-# On the quickstart's model rows with 3,400 tokens gave 1.3 times the divergence that 8,600 gave, and 34,600 no less
-# than these (docs/performance.md): a third of them is held out
-MOST_TOKENS = 12_288
+# A third of them is held out, and answers are added. On the quickstart's model 20 rows with 3,400 tokens gave up to
+# three times the divergence that 50 rows with 8,600 gave, and 200 rows no less than these (docs/performance.md)
+MOST_TOKENS = 8_192
 LONGEST = 2_048  # tokens of a prompt, whose rest is cut off
 
 

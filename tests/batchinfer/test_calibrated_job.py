@@ -169,3 +169,22 @@ def test_what_cannot_be_calibrated(model: Path, tmp_path: Path) -> None:
     assert run(job, RunOptions(), *INT4).row["int4_kl"] is None
     with pytest.raises(JobFileError, match="cannot be calibrated: wanted a decoder"):
         quantize_job(load_job(job, ()), False, SILENT)
+
+
+def test_a_job_without_texts_and_one_of_a_query_calibrate_too(model: Path, tmp_path: Path) -> None:
+    """What is compared is then the next token at each prompt's end; a query is run once more for its rows."""
+    write_job(tmp_path, model, ROWS, **PLAIN)
+    query = {"input": {"sql": "SELECT text FROM 'in.jsonl'", "path": None}}
+    job = write_job(tmp_path, model, task="embed", prompt=PLAIN["prompt"], sampling=None, **query)
+    done = run(job, RunOptions(), *INT4)
+    assert done.exit_code == 0
+    assert done.row["int4_tokens"] == len(ROWS) // 3
+
+
+def test_rows_that_are_all_errors_calibrate_nothing(model: Path, tmp_path: Path) -> None:
+    rows = ["{not json", {"text": None}]
+    job = write_job(tmp_path, model, rows, on_error={"max_error_rate": 1.0}, **PLAIN)
+    done = run(job, RunOptions(), *INT4)
+    assert (done.exit_code, done.row["int4_kl"]) == (0, None)
+    with pytest.raises(JobFileError, match="no row that can be run"):
+        quantize_job(load_job(job, ()), False, SILENT)

@@ -18,11 +18,11 @@ from torch import Tensor
 from batchinfer.core.hub import PICKLE_SUFFIXES, WEIGHT_INDEX
 from batchinfer.models.calibration.layer import RoundedLayer
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names
+from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
 from batchinfer.models.checkpoint.weights import stretches_of
 from batchinfer.models.files.config_fields import load_json_object
 from batchinfer.models.formats.codes import int4_words
-from batchinfer.models.spec.parameters import BIAS, SCALES, norm_parameters
+from batchinfer.models.spec.parameters import BIAS, HEAD, SCALES, norm_parameters
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
 CONFIG = "config.json"
@@ -82,12 +82,15 @@ class CalibratedFolder:
     def finish(self) -> None:
         """Write all tensors that no layer has changed, the configuration, and copies of the other files. Raises
         OSError."""
-        ignored, changed = list[str](), self._packed | set(self._files)
+        changed = self._packed | set(self._files)
+        spec, prefixes = self._checkpoint.spec, self._checkpoint.prefixes
+        # Also a head that is the embedding, of which no tensor is stored, and by the name that transformers gives it
+        ignored = {table_names(spec, prefixes)[HEAD].tensor.removesuffix(WEIGHT), "lm_head"}
         for number, path in enumerate(self._checkpoint.files, len(self._checkpoint.spec.layers)):
             with safe_open(str(path), framework="pt") as file:
                 rest = {name: file.get_tensor(name) for name in sorted(set(file.keys()) - changed)}
             self._save(number, rest)
-            ignored += [name.removesuffix(WEIGHT) for name, one in rest.items() if one.dim() == 2]
+            ignored |= {name.removesuffix(WEIGHT) for name, one in rest.items() if one.dim() == 2}
         config = dict(load_json_object(self._checkpoint.path / CONFIG))
         config["quantization_config"] = quantization_config(self._group, sorted(ignored))
         _write_json(self._folder / CONFIG, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,12 @@ def calibrate(source: Path, folder: Path, group: int = 32) -> tuple[list[Rounded
     return layers, search.loss()
 
 
+def index_of(folder: Path) -> dict[str, str]:
+    """Which file has each tensor."""
+    found: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return found
+
+
 def dequantised(folder: Path, to: Path) -> Path:
     """What compressed-tensors' own code makes of the folder: values in the lowest bits first, less 8, times scales."""
     stored: dict[str, Tensor] = {}
@@ -90,6 +97,11 @@ def test_it_computes_what_transformers_makes_of_it(tmp_path: Path, family: str) 
     check_logits(tmp_path / "int4", model.float().eval())
     assert loss is not None
     assert 0 < loss.kl < 10
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())
+    plain = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    packed = {name.removesuffix(".weight_packed") for name in index_of(tmp_path / "int4") if "packed" in name}
+    # Every other linear layer is named: engines compress all that are not, also a head that no tensor is stored for
+    assert packed == plain - set(config["quantization_config"]["ignore"])
     stored = inspect_checkpoint(tmp_path / "int4").held_for("int4")
     read = CheckpointWeights(stored, torch.float32, "cpu")
     for index, layer in enumerate(layers):
