@@ -54,12 +54,16 @@ def codes_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group:
 
 def _feedback(products: Tensor) -> Tensor:
     """Return the upper Cholesky factor of the inverse, (K, K) float32: row k says how an error of column k is made up
-    for by the ones behind it. Inputs that depend on one another are told apart by damping, as much as it takes."""
-    wide = products.double()
+    for by the ones behind it. Inputs that depend on one another are told apart by damping, as much as it takes.
+
+    It is the inverse of the factor M of products = M M^T, and M is the lower factor of the products in reverse order,
+    reversed: so no inverse of all products is needed.
+    """
+    wide = products.double().flip(0, 1)
     usual, ones = float(wide.diagonal().mean()) or 1.0, torch.eye(len(wide), dtype=wide.dtype)
     damping, failed = DAMPING, True
     while failed:
         lower, info = torch.linalg.cholesky_ex(wide + damping * usual * ones)
         failed, damping = bool(info), damping * 10
-    upper: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    upper: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), ones, upper=True)
     return upper.float()
