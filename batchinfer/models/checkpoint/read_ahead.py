@@ -82,7 +82,7 @@ class ReadAhead:
         return ByteRange(tensor.file, start + tensor.info.start, start + tensor.info.end)
 
     def _data_start(self, path: Path) -> int:
-        """Where the offsets of a file's tensors begin."""
+        """Return the byte of a file that the offsets of its tensors count from."""
         if path.suffix == GGUF:
             return 0
         if path not in self._starts:
