@@ -91,13 +91,15 @@ class ModelSource:
         """Load the weights, and return what makes a decoder of them: it gets operators, which may differ from these in
         how they read prompts, and the tokens of the longest sequence. Raises what its files make it raise."""
         place, adapters = (arithmetic.dtype, arithmetic.device), [*self.adapters.values()]
-        own = self.weights(*place)
-        stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
-        with AdaptedWeights(stored, self.spec, adapters, *place) as adapted:
-            weights = WatchedWeights(SmoothedWeights(adapted, self.spec), self.spec)
-            packed = pack_weights(self.spec, weights, ops, arithmetic.device, len(adapters))
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
-        warning = warning_of(weights.worst) if rounded else None
+        with self.weights(*place) as own:
+            stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
+            with AdaptedWeights(stored, self.spec, adapters, *place) as adapted:
+                watched = WatchedWeights(SmoothedWeights(adapted, self.spec), self.spec)
+                # Looking for outliers takes passes over weights, which a run without codes need not wait for
+                weights = watched if rounded else adapted
+                packed = pack_weights(self.spec, weights, ops, arithmetic.device, len(adapters))
+        warning = warning_of(watched.worst) if rounded else None
         if warning is not None:
             _log.warning("%s", warning)
         return partial(Decoder, packed)

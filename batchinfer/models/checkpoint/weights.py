@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from batchinfer.core.hub import GGUF
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.read_ahead import ReadAhead
 from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
 from batchinfer.models.families.family import Part
 from batchinfer.models.formats.gguf import read_stored
@@ -34,6 +35,7 @@ from batchinfer.models.spec.parameters import (
     fused,
 )
 from batchinfer.models.spec.spec import LinearSpec
+from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
 
 _NORMS = (FINAL_NORM, FINAL_NORM + BIAS, EMBEDDING_NORM, EMBEDDING_NORM + BIAS)
 # One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on; beside a weight
@@ -71,7 +73,14 @@ class Tables:
 
 
 class Weights(ABC):
-    """Where a decoder gets its weights from, a layer at a time, so that it never needs them all twice."""
+    """Where a decoder gets its weights from, a layer at a time, so that it never needs them all twice. In a `with`
+    block it may read ahead, and is asked for the tables and then for the layers in their order."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        return None
 
     @abstractmethod
     def tables(self) -> Tables:
@@ -89,8 +98,20 @@ class CheckpointWeights(Weights):
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
+        self._ahead: ReadAhead | None = None
+
+    def __enter__(self) -> Self:
+        self._ahead = ReadAhead(self._checkpoint)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def tables(self) -> Tables:
+        if self._ahead is not None:
+            self._ahead.tables()
         checkpoint = self._checkpoint
         names, stored = table_names(checkpoint.spec, checkpoint.prefixes), checkpoint.shapes
         with _OpenFiles(self._checkpoint) as files:
@@ -108,6 +129,8 @@ class CheckpointWeights(Weights):
         return Tables.of(found)
 
     def layer(self, index: int) -> LayerWeights:
+        if self._ahead is not None:
+            self._ahead.layer(index)
         layer = self._checkpoint.spec.layers[index]
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
         with _OpenFiles(self._checkpoint) as files:
@@ -143,12 +166,18 @@ class CheckpointWeights(Weights):
     def _copied(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The parts above one another, cast and copied out of the mapped file in one pass."""
         rows = sum(part.shape[0] for part in parts)
-        whole = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=self._device)
+        whole = self._empty((rows, *parts[0].shape[1:]), dtype)
         start = 0
         for part in parts:
             whole[start : start + part.shape[0]].copy_(part)
             start += part.shape[0]
         return whole
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory to be written. A CPU's is in huge pages: a fault for every 4 KiB would take as long as the copy."""
+        if torch.device(self._device).type == "cpu":
+            return zeros_in_huge_pages(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

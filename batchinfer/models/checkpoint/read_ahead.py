@@ -1,0 +1,118 @@
+"""Reads the next layer's bytes of a checkpoint while a layer is packed. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event, Thread
+
+from batchinfer.core.hub import GGUF
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
+from batchinfer.models.files.safetensors_header import PREFIX_BYTES
+
+PIECE_BYTES = 512 << 10  # Linux reads no more of one request than the device's largest, or its read-ahead
+THREAD = "batchinfer-read-ahead"
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes of a file, end exclusive."""
+
+    file: Path
+    start: int
+    end: int
+
+
+class ReadAhead:
+    """A thread that has the system read a layer's bytes into the page cache, one layer ahead, so that whoever maps or
+    reads them next finds them in memory. It ends when it is closed. A system without posix_fadvise reads nothing ahead.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._starts: dict[Path, int] = {}
+        self._stop = Event()
+        self._thread: Thread | None = None
+
+    def close(self) -> None:
+        """End the thread, after at most the piece that it is reading."""
+        self._stop.set()
+        self._join()
+
+    def tables(self) -> None:
+        """Have the tables read, and then the first layer."""
+        checkpoint = self._checkpoint
+        self._begin(self._ranges(table_names(checkpoint.spec, checkpoint.prefixes).values()))
+        self.layer(-1)
+
+    def layer(self, index: int) -> None:
+        """Have the next layer read, if there is one, once all of this one was asked for."""
+        self._join()
+        if index + 1 < len(self._checkpoint.spec.layers):
+            self._begin(self.ranges(index + 1))
+
+    def ranges(self, index: int) -> Sequence[ByteRange]:
+        """Return where a layer's tensors are, those that follow one another in a file as one."""
+        return self._ranges(layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes).values())
+
+    def _ranges(self, places: Iterable[StoredParameter]) -> Sequence[ByteRange]:
+        tensors = {name for place in places for name in self._stored(place)}
+        found = sorted((self._range(name) for name in tensors), key=lambda each: (each.file, each.start))
+        joined: list[ByteRange] = []
+        for each in found:
+            if joined and (joined[-1].file, joined[-1].end) == (each.file, each.start):
+                joined[-1] = replace(joined[-1], end=each.end)
+            else:
+                joined.append(each)
+        return joined
+
+    def _stored(self, place: StoredParameter) -> Iterator[str]:
+        """Yield the names of the tensors that a parameter is read from."""
+        for name in place.rows or (place.tensor,):
+            packed = self._checkpoint.packed.get(name)
+            candidates = (name,) if packed is None else packed.stored
+            yield from (each for each in candidates if each in self._checkpoint.tensors)
+
+    def _range(self, name: str) -> ByteRange:
+        tensor = self._checkpoint.tensors[name]
+        start = self._data_start(tensor.file)
+        return ByteRange(tensor.file, start + tensor.info.start, start + tensor.info.end)
+
+    def _data_start(self, path: Path) -> int:
+        """Return the byte of a file that the offsets of its tensors count from."""
+        if path.suffix == GGUF:
+            return 0
+        if path not in self._starts:
+            with path.open("rb") as file:
+                self._starts[path] = PREFIX_BYTES + int.from_bytes(file.read(PREFIX_BYTES), "little")
+        return self._starts[path]
+
+    def _begin(self, ranges: Sequence[ByteRange]) -> None:
+        if not hasattr(os, "posix_fadvise"):
+            return
+        self._thread = Thread(target=self._read, args=(ranges,), name=THREAD, daemon=True)
+        self._thread.start()
+
+    def _read(self, ranges: Sequence[ByteRange]) -> None:
+        for each in ranges:
+            try:
+                self._ask_for(each)
+            except OSError:  # whoever needs the bytes reads them again, and says what is wrong with the file
+                return
+
+    def _ask_for(self, wanted: ByteRange) -> None:
+        with wanted.file.open("rb", buffering=0) as file:
+            for at in range(wanted.start, wanted.end, PIECE_BYTES):
+                if self._stop.is_set():
+                    return
+                # Not read: copying the bytes as well would take a core from those that pack
+                size = min(PIECE_BYTES, wanted.end - at)
+                os.posix_fadvise(file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
