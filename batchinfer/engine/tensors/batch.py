@@ -110,7 +110,7 @@ class HostBatch:
             context_lens=[
                 n - (stop - cut) for n, stop, (_, cut) in zip(context, ends[low:high], spans, strict=True)
             ],
-            copies=self._copies_of([low + at for at, begun in enumerate(begins) if begun >= first]),
+            copies=self._copies_of([low + at for at, begun in enumerate(begins) if begun >= first], low),
             awaited=_awaited_in(self.awaited, first, end, len(self.token_ids)),
             follows=False,
             token_types=None if self.token_types is None else self.token_types[first:end],
@@ -122,11 +122,12 @@ class HostBatch:
         own = None if self.adapters is None else self.adapters[first:end]
         return own if own is not None and own.any() else None
 
-    def _copies_of(self, chunks: list[int]) -> Ints | None:
-        """Return the copies of these chunks, None for none."""
+    def _copies_of(self, chunks: list[int], low: int) -> Ints | None:
+        """Return the copies of these chunks, which are counted from `low` on; None for none."""
         if self.copies is None:
             return None
         own = self.copies[np.isin(self.copies[:, 0], chunks)]
+        own[:, 0] -= low  # a part may be cut once more
         return own if len(own) else None
 
 

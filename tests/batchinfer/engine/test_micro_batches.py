@@ -33,17 +33,22 @@ LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=8),
     st.integers(1, 40) | st.none(),
+    st.integers(1, 40) | st.none(),
 )
-def test_pieces_are_the_step_in_order(spans, tokens):
+def test_pieces_are_the_step_in_order(spans, tokens, fewer):
+    """Also where a piece is cut once more, for which there was too little memory."""
     chunks = [Chunk(sequence([1] * sum(span), 5, n), *span) for n, span in enumerate(spans)]
     for number, chunk in enumerate(chunks):
         chunk.sequence.tables = [[100 * number + at for at in range(20)]]
     copies = [Copy(chunk.sequence, 0, 7, 8, 0, 1 + number) for number, chunk in enumerate(chunks)]
     plan = PlanWriter().of(Step(chunks, copies=copies), [chunk.sequence for chunk in chunks])
     whole = StepState().batch(plan, layer_each([None], 4))
-    batches = MicroBatches(tokens).split(whole)
-    sizes = [len(batch.token_ids) for batch in batches]
-    assert all(0 < size <= tokens for size in sizes) if tokens else len(sizes) == 1
+    batches = [
+        piece for batch in MicroBatches(tokens).split(whole) for piece in MicroBatches(fewer).split(batch)
+    ]
+    sizes, most = [len(batch.token_ids) for batch in batches], min(tokens or 1000, fewer or 1000)
+    assert all(0 < size <= most for size in sizes)
+    assert tokens or fewer or len(sizes) == 1
     positions, slots = (
         np.concatenate(each) for each in zip(*((b.positions, b.slots[0]) for b in batches), strict=True)
     )
@@ -54,7 +59,9 @@ def test_pieces_are_the_step_in_order(spans, tokens):
     for batch in batches:
         check_part(batch)
     made = [copy for batch in batches if batch.copies is not None for copy in batch.copies.tolist()]
-    assert made == [[number, *copy[1:]] for number, copy in enumerate(copies)]
+    assert [copy[1:] for copy in made] == [list(copy[1:]) for copy in copies]
+    for batch in batches:
+        assert batch.copies is None or all(0 <= chunk < len(batch.query_lens) for chunk in batch.copies[:, 0])
 
 
 def check_part(batch: HostBatch) -> None:
