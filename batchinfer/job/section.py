@@ -34,6 +34,8 @@ def shown(key: str, value: object) -> str:
         return f"{value:,} bytes"
     if isinstance(value, Path):
         return str(value)
+    if key == "adapters" and isinstance(value, dict):
+        return ", ".join(f"{name}: {path}" for name, path in value.items()) or "none"
     if key.endswith("from_columns") and isinstance(value, tuple):
         return json.dumps(dict(value), ensure_ascii=False) if value else "none"
     if isinstance(value, str) and re.fullmatch(r"[\w./:*-]+", value):

@@ -198,7 +198,10 @@ def test_the_job_of_the_page_runs(tmp_path: Path, model: Path, models: Path) -> 
     (tmp_path / "tickets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "job.yaml").write_text(text)
     assert run(tmp_path / "job.yaml", REAL).row["rows_ok"] == 2
-    said = "\n".join(validate_job(load_job(tmp_path / "job.yaml", ())))
+    job_file = load_job(tmp_path / "job.yaml", ())
+    assert f"adapters: summary: {models / 'one'}, tone: {models / 'two'}" in job_file.describe()
+    assert "adapters: none" in load_job(write_job(tmp_path, model, rows), ()).describe(defaults=True)
+    said = "\n".join(validate_job(job_file))
     assert "adapters: summary, tone; rows that name none have summary" in said
 
 
