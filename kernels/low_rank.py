@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from batchinfer_kernels.matmul import products
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedRows:
+    """A step's tokens sorted by their adapter, those without one first. The host waits for nothing."""
+
+    order: Tensor  # (T,) int64: tokens
+    places: Tensor  # (T,) int64: where in `order` each token stands
+    starts: Tensor  # (adapters + 2,) int64: where the tokens of each number begin in `order`; at last T
+
+    @classmethod
+    def of(cls, adapters: Tensor, count: int) -> AdaptedRows:
+        """adapters: (T,) int64, the number of each token's adapter from 1 to `count`, or 0."""
+        found, order = adapters.sort(stable=True)
+        each = torch.arange(len(order), device=order.device)
+        places = torch.empty_like(order).scatter_(0, order, each)
+        return cls(order, places, torch.searchsorted(found, torch.arange(count + 2, device=order.device)))
 
 
 def low_rank_reference(

@@ -45,7 +45,7 @@ def validate_job(job: Job) -> list[str]:
 
 def _adapters(job: Job) -> list[str]:
     names, chosen = ", ".join(job.model.adapters), job.model.adapter
-    return [f"adapters: {names}; rows that name none have {chosen or 'none'}"] if names else []
+    return [f"adapters: {names}; rows that name none have {chosen or 'no adapter'}"] if names else []
 
 
 def _arguments(tokenizer: Tokenizer) -> list[str]:

@@ -16,7 +16,13 @@ from batchinfer_kernels.cpu.cached import MAX_HEAD_DIM as MAX_HEAD_DIM
 from batchinfer_kernels.cpu.cached import SUFFIX, CachedOperators, function_of
 from batchinfer_kernels.cpu.cached import WORD_BYTES as WORD_BYTES
 from batchinfer_kernels.cpu.experts import ExpertsRoom, wide_room
-from batchinfer_kernels.cpu.low_rank import AdaptedRoom, AdaptedTokens, PackedLowRank, add_to
+from batchinfer_kernels.cpu.low_rank import (
+    AdaptedRoom,
+    PackedLowRank,
+    add_to,
+    check_adapted_rows,
+    without_adapter,
+)
 from batchinfer_kernels.cpu.memory import HugePages
 from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated, padded
 from batchinfer_kernels.cpu.structures import (
@@ -30,6 +36,7 @@ from batchinfer_kernels.cpu.structures import (
 )
 from batchinfer_kernels.experts import Choice, check_choice
 from batchinfer_kernels.latent_attention import check_latent_attention
+from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.mask import check_mask
 from batchinfer_kernels.mxfp4 import GROUP, check_mxfp4
 from batchinfer_kernels.rms_norm import check_rms_norm
@@ -274,42 +281,35 @@ class CompiledOperators(CachedOperators):
             )
         return PackedLowRank(packed, len(b), a.shape[1])
 
-    def low_rank(self, x: Tensor, factors: PackedLowRank, tokens: AdaptedTokens) -> Tensor:
+    def low_rank(self, x: Tensor, factors: PackedLowRank, rows: AdaptedRows) -> Tensor:
         """x: (T, inputs) → (n, outputs) float32, of the tokens that have an adapter, in their order. Raises ValueError
         where shapes do not fit."""
-        shape = (len(tokens.order), factors.inputs)
-        if x.shape != shape or x.dtype != factors.dtype or len(tokens.starts) != factors.count + 2:
+        check_adapted_rows(rows, len(x))
+        fits = (x.dtype, x.shape[-1], len(rows.starts) - 2) == (factors.dtype, factors.inputs, factors.count)
+        if x.dim() != 2 or not fits:
+            wanted = f"(T, {factors.inputs}) {factors.dtype} and {factors.count} adapters"
             raise ValueError(
-                f"x is {tuple(x.shape)} {x.dtype}, wanted {shape} {factors.dtype}, with {len(tokens.starts) - 2} "
-                f"adapters of {factors.count}"
+                f"x is {tuple(x.shape)} {x.dtype}, with {len(rows.starts) - 2} adapters; wanted {wanted}"
             )
-        room = AdaptedRoom(tokens, x.dtype, factors.inputs, factors.most_rank, factors.outputs)
+        room = AdaptedRoom(rows, x.dtype, factors.inputs, factors.most_rank, factors.outputs)
         self._call("low_rank", x, x, factors.structure, room.structure, factors.inputs)
-        size = room.rows * factors.outputs
-        return room.values[:size].view(room.rows, factors.outputs)
+        return room.values[: room.count * factors.outputs].view(room.count, factors.outputs)
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """x: (T, inputs) → (T, columns), float32 where the weight's kind is "float". For a weight of codes see
         batchinfer_kernels.quantized_linear."""
         return self._linear(x, weight, weight.structure)
 
-    def adapted_linear(
-        self, x: Tensor, weight: PackedWeight, values: Tensor, tokens: AdaptedTokens
-    ) -> Tensor:
+    def adapted_linear(self, x: Tensor, weight: PackedWeight, values: Tensor, rows: AdaptedRows) -> Tensor:
         """Compute `linear`, and add `low_rank`'s values to the results before an activation. Raises ValueError for
         values that another function made: a panel's width behind the last one is read."""
-        rows = len(tokens.order) - tokens.first
+        check_adapted_rows(rows, len(x))
+        shape = (len(x) - without_adapter(rows), weight.outputs)
         behind = values.untyped_storage().nbytes() // 4 - values.storage_offset() - values.numel()
-        fits = (
-            values.shape == (rows, weight.outputs)
-            and values.dtype == torch.float32
-            and values.is_contiguous()
-        )
-        if not fits or behind < self.tile or len(tokens.order) != len(x):
-            raise ValueError(
-                f"values of adapters are {tuple(values.shape)} for {rows} tokens, {weight.outputs} outputs"
-            )
-        return self._linear(x, weight, add_to(weight.structure, values, tokens))
+        made = values.dtype == torch.float32 and values.is_contiguous() and behind >= self.tile
+        if values.shape != shape or not made:
+            raise ValueError(f"values of adapters are {tuple(values.shape)} {values.dtype}, wanted {shape}")
+        return self._linear(x, weight, add_to(weight.structure, values, rows))
 
     def _linear(self, x: Tensor, weight: PackedWeight, structure: Weight) -> Tensor:
         y = torch.empty(len(x), weight.columns, dtype=torch.float32 if weight.kind == "float" else x.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchinfer_kernels.copy_parts import FIELDS
 from batchinfer_kernels.cpu.attention_plan import Items
-from batchinfer_kernels.cpu.low_rank import AdaptedRoom, AdaptedTokens, PackedLowRank
+from batchinfer_kernels.cpu.low_rank import AdaptedRoom, PackedLowRank, check_adapted_rows
 from batchinfer_kernels.cpu.packed import KINDS, PackedWeight, padded
 from batchinfer_kernels.cpu.structures import (
     AdaptedStructure,
@@ -25,6 +25,7 @@ from batchinfer_kernels.cpu.structures import (
     address,
     scoring,
 )
+from batchinfer_kernels.low_rank import AdaptedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class StepPlaces:
     items: Items
     block_size: int
     parts: Tensor | None = None  # as for `copy_parts`
-    adapted: AdaptedTokens | None = None  # None: no token has an adapter
+    adapted: AdaptedRows | None = None  # None: no token has an adapter
 
     def check(self, tokens: int) -> None:
         """Raises ValueError for tensors that the operators could not read, or that are not of such a step."""
@@ -165,10 +166,8 @@ class StepPlaces:
         _check("block_tables", self.block_tables, tuple(self.block_tables.shape[:2]), torch.int32)
         if self.parts is not None:
             _check("parts", self.parts, (len(self.parts), FIELDS), torch.int64)
-        if self.adapted is not None and len(self.adapted.order) != tokens:
-            raise ValueError(
-                f"adapters are those of {len(self.adapted.order)} tokens, and there are {tokens}"
-            )
+        if self.adapted is not None:
+            check_adapted_rows(self.adapted, tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,11 +231,13 @@ class LayerRoom:
         """Whether a layer has the sizes that this room was made for."""
         return layer.key == self._layer.key
 
-    def _room_of_adapters(self, tokens: AdaptedTokens) -> AdaptedRoom:
+    def _room_of_adapters(self, rows: AdaptedRows) -> AdaptedRoom:
         weights = self._layer.weights
+        if any(own is not None and own.count + 2 != len(rows.starts) for own in weights.adapters):
+            raise ValueError(f"the layer has not the {len(rows.starts) - 2} adapters of the step's tokens")
         linears = (weights.qkv, weights.o, weights.gated, weights.down)
         inputs, outputs = max(one.inputs for one in linears), max(one.outputs for one in linears)
-        return AdaptedRoom(tokens, self._layer.dtype, inputs, self._layer.most_rank, outputs)
+        return AdaptedRoom(rows, self._layer.dtype, inputs, self._layer.most_rank, outputs)
 
     def _heads(self) -> Heads:
         return Heads(

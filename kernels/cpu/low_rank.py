@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from batchinfer_kernels.cpu.packed import PackedWeight
 from batchinfer_kernels.cpu.structures import AdaptedStructure, LowRankStructure, Weight, address
+from batchinfer_kernels.low_rank import AdaptedRows
 
-_ROW = 64  # floats: more than a panel has columns
+_ROW = 64  # floats: no panel has more columns
 
 
 class PackedLowRank:
@@ -31,51 +31,36 @@ class PackedLowRank:
         self.structure = LowRankStructure(*halves, self.count, outputs, self.most_rank)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdaptedTokens:
-    """A step's tokens sorted by their adapter: `order` and `places` (T,) int64, `starts` (adapters + 2,) int64; those
-    without one come first."""
+def check_adapted_rows(rows: AdaptedRows, tokens: int) -> None:
+    """Raises ValueError for rows that are not those of so many tokens, or that the operators could not read."""
+    parts = rows.order, rows.places, rows.starts
+    whole = all(part.dtype == torch.int64 and part.dim() == 1 and part.is_contiguous() for part in parts)
+    if not whole or len(rows.places) != tokens or len(rows.starts) < 2 or int(rows.starts[-1]) != tokens:
+        shapes = [tuple(part.shape) for part in parts]
+        raise ValueError(f"order, places and starts of adapters are {shapes}, and there are {tokens} tokens")
 
-    order: Tensor
-    places: Tensor
-    starts: Tensor
 
-    def __post_init__(self) -> None:
-        tokens = len(self.order)
-        whole = all(
-            part.dtype == torch.int64 and part.dim() == 1 for part in (self.order, self.places, self.starts)
-        )
-        if not whole or len(self.places) != tokens or len(self.starts) < 2 or int(self.starts[-1]) != tokens:
-            shapes = [tuple(part.shape) for part in (self.order, self.places, self.starts)]
-            raise ValueError(
-                f"order, places and starts of adapters are {shapes}, to the token {self.starts[-1:]}"
-            )
-
-    @property
-    def first(self) -> int:
-        """Return how many tokens have no adapter."""
-        return int(self.starts[1])
+def without_adapter(rows: AdaptedRows) -> int:
+    """Return how many tokens have no adapter."""
+    return int(rows.starts[1])
 
 
 class AdaptedRoom:
     """The room for the tokens that have an adapter, in products of up to so many inputs, ranks and outputs."""
 
-    def __init__(
-        self, tokens: AdaptedTokens, dtype: torch.dtype, inputs: int, rank: int, outputs: int
-    ) -> None:
-        rows = len(tokens.order) - tokens.first
-        self.tokens, self.rows = tokens, rows
-        self.values = torch.empty(
-            rows * outputs + _ROW
-        )  # who adds the last row reads a panel's width beyond it
-        self._room = torch.empty(rows, inputs, dtype=dtype), torch.empty(rows, rank, dtype=dtype)
-        given = (tokens.order, tokens.places, tokens.starts)
+    def __init__(self, rows: AdaptedRows, dtype: torch.dtype, inputs: int, rank: int, outputs: int) -> None:
+        count = len(rows.order) - without_adapter(rows)
+        self.rows, self.count = rows, count
+        # Who adds the last row reads a panel's width beyond it
+        self.values = torch.empty(count * outputs + _ROW)
+        self._room = torch.empty(count, inputs, dtype=dtype), torch.empty(count, rank, dtype=dtype)
+        given = (rows.order, rows.places, rows.starts)
         self.structure = AdaptedStructure(*map(address, (*given, *self._room, self.values)))
 
 
-def add_to(weight: Weight, values: Tensor, tokens: AdaptedTokens) -> Weight:
-    """Return the weight whose results get the values that low-rank products made for these tokens."""
+def add_to(weight: Weight, values: Tensor, rows: AdaptedRows) -> Weight:
+    """Return the weight whose results get the values that low-rank products made for these rows."""
     found = Weight.from_buffer_copy(weight)
-    found.added, found.added_places = address(values), address(tokens.places)
-    found.added_first = tokens.first
+    found.added, found.added_places = address(values), address(rows.places)
+    found.added_first = without_adapter(rows)
     return found

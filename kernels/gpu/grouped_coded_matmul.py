@@ -18,7 +18,7 @@ from torch import Tensor
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import target
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
-from batchinfer_kernels.gpu.grouped_matmul import tile_ends
+from batchinfer_kernels.gpu.grouped_matmul import expert_of_tile, rows_of_tile, tile_ends
 from batchinfer_kernels.gpu.matmul_core import TOGETHER, finish, is_aligned, tile_place, weight_row
 from batchinfer_kernels.gpu.matmul_tiles import grouped_tiles
 from batchinfer_kernels.gpu.quantized_matmul import coded_segment_sums
@@ -39,17 +39,9 @@ def grouped_coded_matmul_kernel(
     EXPERTS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
-    number = tl.arange(0, EXPERTS)
-    ends = tl.load(ends_ptr + number, mask=number < experts, other=row_tiles + 1)
-    expert = tl.sum((ends <= row_tile).to(tl.int32), 0)
+    expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
     if expert < experts:
-        first_tile = tl.max(tl.where(ends <= row_tile, ends, 0), 0)
-        end = tl.load(starts_ptr + expert + 1).to(tl.int32)
-        first = tl.load(starts_ptr + expert).to(tl.int32) + (row_tile - first_tile).to(tl.int32) * ROWS
-        row = first + tl.arange(0, ROWS)
-        read = tl.minimum(row, end - 1)
-        if from_ptr is not None:
-            read = tl.load(from_ptr + read)
+        row, read, end = rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS)
         line = line_tile * LINES + tl.arange(0, LINES)
         at = tl.arange(0, INPUTS // 4)
         from_row = weight_row(line, outputs, ACTIVATION).to(tl.int64)

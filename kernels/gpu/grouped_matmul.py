@@ -40,6 +40,26 @@ from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.grouped_matmul import check_grouped_matmul
 
 
+@triton.jit
+def expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS: tl.constexpr):
+    """Return the expert of a tile of rows, `experts` where there is none left, and which of its tiles it is."""
+    number = tl.arange(0, EXPERTS)
+    ends = tl.load(ends_ptr + number, mask=number < experts, other=row_tiles + 1)
+    expert = tl.sum((ends <= row_tile).to(tl.int32), 0)
+    return expert, (row_tile - tl.max(tl.where(ends <= row_tile, ends, 0), 0)).to(tl.int32)
+
+
+@triton.jit
+def rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS: tl.constexpr):
+    """Return the rows of an expert's tile, where each is read, and where the expert's rows end."""
+    end = tl.load(starts_ptr + expert + 1).to(tl.int32)
+    row = tl.load(starts_ptr + expert).to(tl.int32) + inside * ROWS + tl.arange(0, ROWS)
+    read = tl.minimum(row, end - 1)
+    if from_ptr is not None:
+        read = tl.load(from_ptr + read)
+    return row, read, end
+
+
 @triton.jit(do_not_specialize=["row_tiles", "group_stride"])
 def grouped_matmul_kernel(
     x_ptr, from_ptr,  # from: which row of x each row is; None: the same
@@ -53,17 +73,9 @@ def grouped_matmul_kernel(
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
-    number = tl.arange(0, EXPERTS)
-    ends = tl.load(ends_ptr + number, mask=number < experts, other=row_tiles + 1)
-    expert = tl.sum((ends <= row_tile).to(tl.int32), 0)
+    expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
     if expert < experts:
-        first_tile = tl.max(tl.where(ends <= row_tile, ends, 0), 0)
-        end = tl.load(starts_ptr + expert + 1).to(tl.int32)
-        first = tl.load(starts_ptr + expert).to(tl.int32) + (row_tile - first_tile).to(tl.int32) * ROWS
-        row = first + tl.arange(0, ROWS)
-        read = tl.minimum(row, end - 1)
-        if from_ptr is not None:
-            read = tl.load(from_ptr + read)
+        row, read, end = rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS)
         line = line_tile * LINES + tl.arange(0, LINES)
         at = tl.arange(0, INPUTS)
         weight_at = weight_ptr + expert.to(tl.int64) * stride_expert

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.models.ops.interface import AdaptedRows, AddedValues
+from batchinfer.models.ops.interface import AddedValues
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.cpu.low_rank import AdaptedTokens
-from batchinfer_kernels.low_rank import low_rank_reference
+from batchinfer_kernels.low_rank import AdaptedRows, low_rank_reference
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -47,9 +46,8 @@ def test_compiled_products_are_those_of_the_reference(
     factors = some_factors(ranks, inputs, outputs, dtype, seed)
     x, weight = torch.randn(len(numbers), inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     rows = AdaptedRows.of(torch.tensor(numbers), len(ranks))
-    tokens = AdaptedTokens(rows.order, rows.places, rows.starts)
-    made = compiled.low_rank(x, compiled.pack_factors(factors), tokens)
-    own = rows.order[tokens.first :]
+    made = compiled.low_rank(x, compiled.pack_factors(factors), rows)
+    own = rows.order[int(rows.starts[1]) :]
     wanted = low_rank_reference(x[own], factors, rows.starts[1:] - rows.starts[1], outputs)
     scale = wanted.abs().max().clamp(min=1) if len(wanted) else 1
     assert torch.allclose(made / scale, wanted / scale, atol=1e-5 if dtype == torch.float32 else 2e-2)
@@ -61,7 +59,7 @@ def test_compiled_products_are_those_of_the_reference(
         packed, plain = (compiled.pack_codes(codes, scales, None, one) for one in (kind, "float"))
     else:
         packed, plain = (compiled.pack_linear(weight, None, one) for one in (kind, "float"))
-    found = compiled.adapted_linear(x, packed, made, tokens)
+    found = compiled.adapted_linear(x, packed, made, rows)
     sums = compiled.linear(x, plain) + AddedValues(made, rows).spread()
     assert torch.equal(found, compiled.gate(sums.to(dtype), "gated") if kind == "gated" else sums.to(dtype))
 
@@ -74,9 +72,7 @@ def test_a_row_does_not_depend_on_the_others(compiled, dtype):
 
     def made(at):
         rows = AdaptedRows.of(numbers[at], 3)
-        values = compiled.low_rank(
-            x[at].contiguous(), packed, AdaptedTokens(rows.order, rows.places, rows.starts)
-        )
+        values = compiled.low_rank(x[at].contiguous(), packed, rows)
         return AddedValues(values, rows).spread()
 
     whole = made(slice(None))
@@ -90,13 +86,14 @@ def test_what_does_not_fit_is_refused(compiled):
     factors = some_factors([4, 4], 16, 8, torch.float32, 0)
     packed, x = compiled.pack_factors(factors), torch.randn(3, 16)
     rows = AdaptedRows.of(torch.tensor([0, 1, 2]), 2)
-    tokens = AdaptedTokens(rows.order, rows.places, rows.starts)
+    with pytest.raises(ValueError, match="there are 2 tokens"):
+        compiled.low_rank(x[:2], packed, rows)
+    with pytest.raises(ValueError, match="3 adapters; wanted"):
+        compiled.low_rank(x, packed, AdaptedRows.of(torch.tensor([0, 1, 2]), 3))
     with pytest.raises(ValueError, match="wanted"):
-        compiled.low_rank(x[:2], packed, tokens)
-    with pytest.raises(ValueError, match="wanted"):
-        compiled.low_rank(x.bfloat16(), packed, tokens)
+        compiled.low_rank(x.bfloat16(), packed, rows)
     with pytest.raises(ValueError, match="values of adapters"):
-        compiled.adapted_linear(x, compiled.pack_linear(torch.randn(8, 16), None), torch.randn(2, 8), tokens)
+        compiled.adapted_linear(x, compiled.pack_linear(torch.randn(8, 16), None), torch.randn(2, 8), rows)
     with pytest.raises(ValueError, match="others"):
         compiled.pack_factors([factors[0], (torch.randn(4, 15), torch.randn(8, 4))])
     with pytest.raises(ValueError, match="starts"):

@@ -11,7 +11,7 @@ import torch
 
 from batchinfer.core.request import Request, TokenIds
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.engine.calibration import CalibrationOrder
+from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.load.build import load_model
 from batchinfer.models.arithmetic import Arithmetic

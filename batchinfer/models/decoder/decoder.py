@@ -17,7 +17,6 @@ from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.decoder.packed import PackedWeights
 from batchinfer.models.decoder.rope import rope_table
 from batchinfer.models.ops.interface import (
-    AdaptedRows,
     AttentionInputs,
     AttentionPlan,
     LayerCache,
@@ -27,6 +26,7 @@ from batchinfer.models.ops.interface import (
 )
 from batchinfer.models.spec.parameters import EMBEDDING_NORM, FINAL_NORM
 from batchinfer.models.spec.spec import ModelSpec, Rotation
+from batchinfer_kernels.low_rank import AdaptedRows
 
 
 class Decoder:

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor
 
-from batchinfer.models.ops.cpu_linear import CompiledAdapters, CompiledLinear, tokens_of
+from batchinfer.models.ops.cpu_linear import CompiledAdapters, CompiledLinear
 from batchinfer.models.ops.interface import (
     AttentionInputs,
     AttentionPlan,
@@ -143,7 +143,7 @@ class CompiledLayer(DecoderLayer):
             items,
             cache.block_size,
             inputs.parts,
-            None if inputs.adapted is None else tokens_of(inputs.adapted),
+            inputs.adapted,
         )
         shape = self._compiled.cache_shape(sizes.kv_heads, cache.block_size, sizes.head_dim)
         state = self._compiled.attention_state(items, len(x), sizes.q_heads, shape[2])

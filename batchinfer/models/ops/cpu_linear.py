@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from batchinfer.models.ops.interface import AdaptedRows, Adapters, AddedValues, Factors, Head, Linear
+from batchinfer.models.ops.interface import Adapters, AddedValues, Factors, Head, Linear
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.cpu.low_rank import AdaptedTokens
 from batchinfer_kernels.cpu.packed import PackedWeight
+from batchinfer_kernels.low_rank import AdaptedRows
 
 
 class CompiledLinear(Linear):
@@ -24,7 +24,7 @@ class CompiledLinear(Linear):
         return self._compiled.linear(x, self.weight)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        return self._compiled.adapted_linear(x, self.weight, added.values, tokens_of(added.rows))
+        return self._compiled.adapted_linear(x, self.weight, added.values, added.rows)
 
 
 class CompiledAdapters(Adapters):
@@ -35,12 +35,7 @@ class CompiledAdapters(Adapters):
         self.factors = compiled.pack_factors([None if own is None else (own.a, own.b) for own in factors])
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
-        return AddedValues(self._compiled.low_rank(x, self.factors, tokens_of(rows)), rows)
-
-
-def tokens_of(rows: AdaptedRows) -> AdaptedTokens:
-    """Return sorted tokens as the compiled operators take them."""
-    return AdaptedTokens(rows.order, rows.places, rows.starts)
+        return AddedValues(self._compiled.low_rank(x, self.factors, rows), rows)
 
 
 class CompiledHead(CompiledLinear, Head):

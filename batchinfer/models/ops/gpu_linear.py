@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.interface import (
-    AdaptedRows,
     Adapters,
     AddedValues,
     CodedWeight,
@@ -28,6 +28,7 @@ from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.quantized_matmul import int4_panel_matmul, int4_weight_matmul
 from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.quantized_matmul import Int4Weight, packed_int4
 
 MIN_RANK = 16  # of factors: the least inner dimension of a tile
@@ -74,10 +75,24 @@ class LibraryExact(Linear):
         return y if self._bias is None else y + self._bias
 
 
-def _gated(linear: Linear, x: Tensor, added: AddedValues, activation: Activation | None) -> Tensor:
-    """Put the activation behind what adapters add to a product that was made without it."""
-    y = added.onto(linear(x))
-    return y if activation is None else gated_activation(y, activation)
+class KernelLinear(Linear):
+    """A product by a kernel that may have a gate behind it."""
+
+    def __init__(self, shape: torch.Size | tuple[int, int], activation: Activation | None) -> None:
+        self.out_features, self.in_features = shape
+        self.out_features //= 1 if activation is None else 2
+        self._activation = activation
+
+    @abstractmethod
+    def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
+        """(T, in) → (T, out), with this activation behind the sums."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x, self._activation)
+
+    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        y, gate = added.onto(self._product(x, None)), self._activation
+        return y if gate is None else gated_activation(y, gate)
 
 
 class TritonAdapters(Adapters):
@@ -96,24 +111,20 @@ class TritonAdapters(Adapters):
         self._deterministic = deterministic
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
-        sorted_rows, how = x.index_select(0, rows.order), self._deterministic
-        low = grouped_matmul(sorted_rows, self._a, rows.starts, deterministic=how)
+        how = self._deterministic
+        low = grouped_matmul(x, self._a, rows.starts, from_rows=rows.order, deterministic=how)
         return AddedValues(grouped_matmul(low, self._b, rows.starts, deterministic=how), rows)
 
 
-class InvariantLinear(Linear):
+class InvariantLinear(KernelLinear):
     """A row's bits do not depend on the other rows; see batchinfer_kernels.gpu.matmul."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.out_features //= 1 if activation is None else 2
-        self._weight, self._bias, self._activation = weight, bias, activation
+        super().__init__(weight.shape, activation)
+        self._weight, self._bias = weight, bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return matmul(x, self._weight, self._bias, activation=self._activation, deterministic=True)
-
-    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        return _gated(InvariantLinear(self._weight, self._bias), x, added, self._activation)
+    def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
+        return matmul(x, self._weight, self._bias, activation=activation, deterministic=True)
 
 
 class InvariantHead(Head):
@@ -141,23 +152,19 @@ class InvariantExact(Linear):
         return matmul(x, self._weight, self._bias, out_dtype=torch.float32, deterministic=True)
 
 
-class Int8Linear(Linear):
+class Int8Linear(KernelLinear):
     """A product of int8 values: each row of x is quantised when it comes. Sums are exact: a row does not depend on
     others."""
 
     def __init__(
         self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None = None
     ) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.out_features //= 1 if activation is None else 2
-        self._weight, self._bias, self._activation = weight, bias, activation
+        super().__init__(weight.shape, activation)
+        self._weight, self._bias = weight, bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
         codes, scales = self._weight.codes, self._weight.scales
-        return int8_matmul(x, codes, scales, self._bias, activation=self._activation)
-
-    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        return _gated(Int8Linear(self._weight, self._bias), x, added, self._activation)
+        return int8_matmul(x, codes, scales, self._bias, activation=activation)
 
 
 class Int8Head(Head):
@@ -174,28 +181,22 @@ class Int8Head(Head):
         return sample(self(x))
 
 
-class Fp8Linear(Linear):
+class Fp8Linear(KernelLinear):
     """A product of float8_e4m3fn values. Each row of x, or each group of a row, is quantised when it comes."""
 
     def __init__(
         self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None, deterministic: bool
     ) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.out_features //= 1 if activation is None else 2
-        self._weight = weight
+        super().__init__(weight.shape, activation)
         self._codes, self._scales, self._bias = weight.codes, weight.scales, bias
         self._blocks = None if weight.lines is None else BlockWeight(self._codes, self._scales, weight.lines)
-        self._activation, self._deterministic = activation, deterministic
+        self._deterministic = deterministic
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, how = self._activation, self._deterministic
+    def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
+        gate, how = activation, self._deterministic
         if self._blocks is not None:
             return block_fp8_matmul(x, self._blocks, self._bias, activation=gate, deterministic=how)
         return fp8_matmul(x, self._codes, self._scales, self._bias, activation=gate, deterministic=how)
-
-    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        plain = Fp8Linear(self._weight, self._bias, None, self._deterministic)
-        return _gated(plain, x, added, self._activation)
 
 
 class Fp8Head(Head):
@@ -235,7 +236,7 @@ class WeightPanel:
         return self._values
 
 
-class Int4Linear(Linear):
+class Int4Linear(KernelLinear):
     """A product with int4 values, x as it is: few rows multiply them as they are widened in registers, many rows the
     library's way, once they are widened into the panel. Where it is `deterministic` all rows are few.
 
@@ -253,25 +254,17 @@ class Int4Linear(Linear):
     ) -> None:
         """`panel`: None where the product is deterministic."""
         packed = packed_int4(weight.codes, weight.scales, weight.zeros, weight.group, dtype)
-        self.out_features, self.in_features = packed.outputs, packed.inputs
-        self.out_features //= 1 if activation is None else 2
-        self._weight, self._bias, self._activation, self._panel = packed, bias, activation, panel
+        super().__init__((packed.outputs, packed.inputs), activation)
+        self._weight, self._bias, self._panel = packed, bias, panel
         zeros, sizes = packed.zeros is not None, (packed.inputs, packed.outputs)
         self.many = least_panel_rows(peaks, *sizes, dtype.itemsize, group=packed.group, zeros=zeros)
         if panel is not None:
             panel.reserve(packed)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, self._activation)
-
-    def _product(self, x: Tensor, gate: Activation | None) -> Tensor:
-        panel = self._panel
+    def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
+        panel, gate = self._panel, activation
         if panel is None or len(x) < self.many:
             fixed = panel is None
             return int4_weight_matmul(x, self._weight, self._bias, activation=gate, deterministic=fixed)
         y = int4_panel_matmul(x, self._weight, self._bias, panel.values)
-        return y if gate is None else gated_activation(y, gate)
-
-    def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        y, gate = added.onto(self._product(x, None)), self._activation
         return y if gate is None else gated_activation(y, gate)

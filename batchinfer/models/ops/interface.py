@@ -18,6 +18,7 @@ from batchinfer_kernels.gated_activation import Activation, activation_reference
 from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
+from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.mask import bars, mask_reference
 from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.penalties import Penalties, penalise_reference
@@ -79,24 +80,6 @@ class AttentionInputs:
     # (T,) int64: the number of each token's adapter, from 1 on; 0: it has none. None: no token has one
     adapters: Tensor | None = None
     adapted: AdaptedRows | None = None  # the same, sorted: the decoder sets it for its layers
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdaptedRows:
-    """A step's tokens sorted by their adapter, those without one first. Made of `adapters` on their device; the host
-    waits for nothing."""
-
-    order: Tensor  # (T,) int64: tokens
-    places: Tensor  # (T,) int64: where in `order` each token stands
-    starts: Tensor  # (adapters + 2,) int64: where the tokens of each number begin in `order`; at last T
-
-    @classmethod
-    def of(cls, adapters: Tensor, count: int) -> AdaptedRows:
-        """adapters: (T,) int64, from 0 to `count`."""
-        found, order = adapters.sort(stable=True)
-        each = torch.arange(len(order), device=order.device)
-        places = torch.empty_like(order).scatter_(0, order, each)
-        return cls(order, places, torch.searchsorted(found, torch.arange(count + 2, device=order.device)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from batchinfer.models.ops.interface import (
     NO_NORMS,
-    AdaptedRows,
     Adapters,
     AddedValues,
     AttentionInputs,
@@ -40,7 +39,7 @@ from batchinfer_kernels.cpu.paged_attention import (
 )
 from batchinfer_kernels.experts import Choice, combine_reference, group_by_expert
 from batchinfer_kernels.gated_activation import Activation, gated_activation_reference
-from batchinfer_kernels.low_rank import low_rank_reference
+from batchinfer_kernels.low_rank import AdaptedRows, low_rank_reference
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_reference, rope_store_reference
 

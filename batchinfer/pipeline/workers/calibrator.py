@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
-from batchinfer.engine.calibration import CalibrationOrder
+from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.machine.spawning import Child, receiving
 from batchinfer.models.calibration.loss import Loss
 from batchinfer.pipeline.workers.messages import Failed
