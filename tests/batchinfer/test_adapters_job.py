@@ -226,3 +226,12 @@ def test_a_dora_is_merged(tmp_path: Path, family: str) -> None:
     write_job(tmp_path / "job", base, None, model=own | {"adapter": None}, **PLAIN)
     with pytest.raises(BatchInferError, match="it must be the only adapter"):
         run(path, REAL)
+
+
+def test_weights_beside_which_adapters_stand_are_not_calibrated(
+    tmp_path: Path, model: Path, models: Path
+) -> None:
+    """A calibration changes the channels that adapters were made for."""
+    path = job(tmp_path / "job", model, models, rows_of(["one", None] * 6), model={"quantization": "int4"})
+    assert run(path, REAL).row["int4_tokens"] is None
+    assert not list((tmp_path / "job/out").rglob("calibration.json"))

@@ -214,6 +214,9 @@ def test_groups_that_a_gpu_does_not_multiply_are_refused_with_what_to_do() -> No
         Unavailable, match=r"groups of 48 inputs.*multiple of 32; use model.quantization: none"
     ):
         choose_ops(torch.device("cuda"), torch.float32, 1, 64, forms=forms)
+    forms = frozenset({WeightForm("int4", "group", stored=True, group=32, whole_zeros=False)})
+    with pytest.raises(Unavailable, match=r"zeros between codes.*use model.quantization: none"):
+        choose_ops(torch.device("cuda"), torch.float32, 1, 64, forms=forms)
 
 
 def test_products_one_part_of_which_is_in_floats_are_dequantised(tmp_path: Path) -> None:

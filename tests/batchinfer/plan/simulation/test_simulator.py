@@ -122,6 +122,21 @@ def test_steps_are_launched_as_by_the_real_engine(
     assert {step.capture_s is None for step in real.steps} <= {False}
 
 
+def test_rows_of_another_adapter_share_nothing() -> None:
+    limits = Limits(seqs=1, budget=40, blocks=40, block_size=4)
+    runner = hashing_runner(ModelRunner, limits.blocks, limits.block_size)
+    made, prompt = machine(limits, runner, StepTime(PEAKS), looks_ahead=False), np.arange(17, dtype=np.int32)
+
+    def cached(*adapters: str) -> int:
+        params = [SamplingParams(max_tokens=2, ignore_eos=True, adapter=name) for name in adapters]
+        work = [Request(bytes([at]) * 32, prompt, own) for at, own in enumerate(params)]
+        outputs = dict.fromkeys((request.key for request in work), 2)
+        steps = [output.sample for output in simulated_steps(made, work, outputs) if output.sample]
+        return sum(step.cached_tokens for step in steps)
+
+    assert cached("one", "one") == cached("", "") > cached("one", "two") == 0
+
+
 def test_time_is_the_devices_and_the_hosts() -> None:
     limits = Limits(budget=40, seqs=4, blocks=40, block_size=4)
     runner = hashing_runner(ModelRunner, limits.blocks, limits.block_size)
