@@ -18,7 +18,7 @@ from batchinfer.core.samples import ConstraintWork
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraints, RowConstraint
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from batchinfer.engine.load.build import LoadedModel
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.models.checkpoint.shapes import shape_config
 
@@ -93,6 +93,9 @@ class SampledConstraint:
 
     def allows(self, token: int) -> bool:
         return not self.grammar.jump_forward() and self.grammar.allows(token)
+
+    def fork(self) -> SampledConstraint:
+        return SampledConstraint(self.grammar.fork())
 
     def jump_forward(self) -> Sequence[int]:
         self.grammar.jump_forward()

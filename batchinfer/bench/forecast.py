@@ -10,7 +10,7 @@ from batchinfer.bench.planning import plan_rows
 from batchinfer.bench.workloads import Row
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import REQUEST_BATCH
-from batchinfer.engine.load.build import LoadedModel
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.machine.hardware import detect
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.simulation.simulator import SimulatedEngine, simulate

@@ -15,7 +15,7 @@ from batchinfer.core.request import Completion, Request
 from batchinfer.core.samples import StepSample
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import REQUEST_BATCH, EngineInfo, most_queued
-from batchinfer.engine.load.build import LoadedModel
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.pipeline.workers.feed import run_plan
 from batchinfer.pipeline.workers.interrupts import Interrupts

@@ -21,7 +21,8 @@ from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.core.errors import UsageError
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import EngineConfig, LoadConfig
-from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.engine.load.build import load_model
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.garbage import loaded_for_good
 from batchinfer.machine.hardware import codes_of, detect, has_fast_bf16

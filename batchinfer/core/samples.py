@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # between one layer's attention and the next one's; an operator at a time
 LaunchMode = Literal["full_graph", "piecewise_graph", "eager"]
 LAUNCH_MODES: tuple[LaunchMode, ...] = ("full_graph", "piecewise_graph", "eager")
+# Where drafts come from: a row's prompt and answer so far; other answers of the job
+DraftName = Literal["prompt", "answers"]
 ExpertTokens = Mapping[int, list[int]]  # layer → tokens that each of its experts was given
 
 

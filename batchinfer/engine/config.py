@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchinfer.core.samples import DraftName
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -66,6 +67,9 @@ class EngineConfig:
     memory: int | None = None
     peaks: Peaks | None = None  # of this engine, where several share a CPU
     logprobs: int | None = None  # the most log-probabilities a token that a row asks for; None: no row asks
+    drafts: tuple[
+        DraftName, ...
+    ] = ()  # where drafts come from, as far as they pay; none: every step gives one token
 
 
 @dataclass(frozen=True, slots=True)

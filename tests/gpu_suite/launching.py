@@ -55,9 +55,9 @@ class TimedScheduler(Scheduler):
 
     took_s, admitted = 0.0, 0
 
-    def schedule(self) -> Step:
+    def schedule(self, drafted: bool = False) -> Step:
         began = time.perf_counter()
-        step = super().schedule()
+        step = super().schedule(drafted)
         self.took_s, self.admitted = time.perf_counter() - began, len(step.admitted)
         return step
 

@@ -13,7 +13,8 @@ from batchinfer.bench.suite.section import BANDWIDTH, BenchModel, BenchSection, 
 from batchinfer.core.errors import Unavailable
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.memory import GPU_RESERVE, GPU_RESERVE_SHARE
-from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.engine.load.build import load_model
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.checkpoint.shapes import shape_config
 from batchinfer.models.sources import ModelSource

@@ -119,6 +119,12 @@ class ReasonedConstraint:
         followed = self.followed
         return self._inner is None if followed is None else followed.allows(token)
 
+    def fork(self) -> ReasonedConstraint:
+        inner = None if self._inner is None else self._inner.fork()
+        own = ReasonedConstraint(self._marks, inner, self._free, self._budget)
+        own._phase, own._count, own._taken = self._phase, self._count, [*self._taken]
+        return own
+
     def jump_forward(self) -> Sequence[int]:
         forced = self._forced()
         if self._inner is None or (self._phase is Phase.BEGINNING and not self._answers(forced)):

@@ -56,6 +56,11 @@ class GrammarConstraint:
         # to ask for a token that the tokenizer lacks would end the answer
         return self._tokenizer.asks_one(token, self.begun) and bool(self._matcher.validate_tokens([token]))
 
+    def fork(self) -> GrammarConstraint:
+        own = GrammarConstraint(self._matcher.deep_copy() if self._own else self._matcher, self._tokenizer)
+        own._own, own._problem, own.begun = self._own, self._problem, self.begun
+        return own
+
     def jump_forward(self) -> Seq[int]:
         tokens = self._matcher.compute_ff_tokens()
         if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):

@@ -25,16 +25,16 @@ from batchinfer.engine.config import (
 from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.graphs.graph_capture import GpuRecorder, GraphRecorder, R, Replay
 from batchinfer.engine.kv.cache_layout import cache_layout
-from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.load.dummy_steps import GpuMeter
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import admission_costs, captured_tokens, scheduler_config
 from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsFor
-from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.machine.cpus import usable_cpus
@@ -44,7 +44,6 @@ from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer.models.ops.interface import LayerCache, Ops
 from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
 from batchinfer.models.sources import Decoders, Source, checkpoint_source
-from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.cpu.memory import keep_freed_memory
 
 _log = logging.getLogger(__name__)
@@ -55,33 +54,6 @@ class BuiltEngine:
     engine: Engine
     info: EngineInfo
     read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedModel:
-    """A model on its device with its KV cache tensors: all of an engine that is slow to make."""
-
-    runner: ModelRunner
-    limits: SchedulerConfig
-    engine_limits: EngineLimits
-    info: EngineInfo
-    expert_loads: ExpertLoads
-    masks: ConstraintMasks | None = None
-
-    def engine(
-        self,
-        peaks: Peaks | None = None,
-        stop_streams: StopStreams | None = None,
-        runner: ModelRunner | None = None,
-    ) -> Engine:
-        """Make an engine whose cache holds nothing yet. Only the newest one of a model may be stepped: they share
-        the cache tensors. `runner` stands in for the model's own.
-        """
-        windows = self.runner.layout.sizes.windows
-        pool = BlockPool(self.info.blocks, self.info.block_size, len(windows))
-        scheduler = Scheduler(self.limits, pool, windows=windows)
-        limits = self.engine_limits
-        return Engine(runner or self.runner, scheduler, limits, peaks, stop_streams, masks=self.masks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +103,7 @@ class LoadedWeights:
             info=_info(self.config, source, fitted, memory.block_bytes, self.threads),
             expert_loads=model.expert_loads,
             masks=self.masks,
+            drafts=config.drafts,
         )
 
 

@@ -18,7 +18,8 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.config import EngineConfig, LoadConfig
-from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.engine.load.build import load_model
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence

@@ -14,6 +14,7 @@ from batchinfer.core.request import Completion, ConstraintFailed, Request, RowEr
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
 from batchinfer.engine.loop.answers import OF_WHOLE_PROMPTS, TOKENS, answer_of
 from batchinfer.engine.loop.constrained_end import constrained_end, without_token
+from batchinfer.engine.loop.drafting import Drafter, Drafting
 from batchinfer.engine.loop.ended import completion, ends_request, prompt_end, request_sample
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
 from batchinfer.engine.runner.runner import Launched, Runner
@@ -35,10 +36,6 @@ class EngineLimits:
     eos_token_ids: frozenset[int]
 
 
-# Proposes tokens that may follow a sequence.
-Draft = Callable[[Sequence], Seq[int]]
-
-
 @dataclass(slots=True)
 class StepOutput:
     """The completions of one step, and its cost. `sample` is None for work that ended before any step."""
@@ -57,9 +54,9 @@ class Engine:
     A sequence that turns out to have ended has then run one token too many, which is dropped. A sequence with a barrier
     is left out of the next step until its tokens are known.
 
-    A step gives a sequence any number of tokens. `draft` proposes tokens that may follow a sequence; the next step runs
-    them, too, and a runner that verifies drafts gives as many tokens as it accepts, and one more. What was computed for
-    rejected ones is taken back.
+    A step gives a sequence any number of tokens. `drafter` proposes tokens that may follow a sequence; the next step
+    runs them, too, and samples behind each of them, as it would if it came by itself: the sequence gets the drafts that
+    are what was sampled there, and one token more. What was computed for the others is taken back.
     """
 
     def __init__(
@@ -70,12 +67,13 @@ class Engine:
         peaks: Peaks | None = None,
         stop_streams: StopStreams | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        draft: Draft | None = None,
+        drafter: Drafter | None = None,
         masks: ConstraintMasks | None = None,
     ) -> None:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._peaks, self._stop_streams, self._clock = peaks, stop_streams, clock
-        self._draft, self._masks = draft, masks
+        self._masks = masks
+        self._drafting = None if drafter is None else Drafting(drafter, masks)
         self._plans = PlanWriter(limits.eos_token_ids, runner.wants)
         self._jump_forward_tokens = 0  # since the last sample
         self._reported = _work_of(masks)  # another engine may have used them before
@@ -150,7 +148,7 @@ class Engine:
             end = self._constrain(sequence)
         except ConstraintFailed as failed:
             return End("error", error=failed.error)
-        sequence.needs_sync = self._needs_sync(sequence)
+        sequence.needs_sync = _needs_sync(sequence)
         if end is not None:
             self._early.requests.append(request_sample(sequence, end, self._now()))
             return end
@@ -229,10 +227,9 @@ class Engine:
     def _launch(self) -> None:
         """Schedule and launch the next step, if there is one."""
         began = self._now()
-        if self._draft is not None:
-            for sequence in self._scheduler.running:
-                self._propose(sequence, self._draft)
-        scheduled = self._scheduler.schedule()
+        drafting = self._drafting
+        drafted = drafting is not None and drafting.before_step(self._scheduler.running)
+        scheduled = self._scheduler.schedule(drafted)
         if not scheduled.chunks:
             return
         step = InFlight.of(scheduled, began)
@@ -258,7 +255,7 @@ class Engine:
         """Prepare the sequences for a step that is scheduled before this one's tokens are known: with placeholders for
         these, behind which it can run on."""
         for sequence in step.sampling:
-            if sequence.needs_sync:
+            if sequence.needs_sync or sequence.drafting:
                 sequence.status = SequenceStatus.AWAITING_TOKENS
                 continue
             tokens = sequence.tokens
@@ -268,15 +265,6 @@ class Engine:
                 self._scheduler.stop(sequence)
         for sequence in step.completed:
             self._scheduler.stop(sequence)
-
-    def _propose(self, sequence: Sequence, draft: Draft) -> None:
-        """Give a sequence that decodes its drafts. The last token that it may get is sampled, not proposed."""
-        room = sequence.max_length - len(sequence) - 1
-        free = (
-            sequence.status is SequenceStatus.RUNNING and not sequence.drafts and sequence.constraint is None
-        ) and not sequence.looks_back
-        if sequence.remaining == 1 and room > 0 and free:
-            sequence.propose(draft(sequence)[:room])
 
     def _retire(self, step: InFlight, output: StepOutput) -> None:
         """Wait for a step's tokens and append them to their sequences."""
@@ -301,6 +289,8 @@ class Engine:
         for sequence in step.dropped:
             self._scheduler.release(sequence)
         output.sample = self._sample(step, ready)
+        if self._drafting is not None:
+            self._drafting.drafter.stepped(output.sample)
         self._ended = output.sample.started_s + output.sample.duration_s
         self._steps += 1
         if self._in_flight:
@@ -360,8 +350,15 @@ class Engine:
         for at, token in enumerate(tokens):
             taken.add(token)
             taken.end = self._append(sequence, token, now, logprobs, at)
+            if taken.end is None and sequence.constraint is not None:
+                before = len(sequence)
+                taken.end = self._jump_forward(sequence, now)
+                if len(sequence) > before:  # the step sampled what has to come
+                    break
             if taken.end is not None:
                 break
+        if self._drafting is not None:
+            self._drafting.verified(taken)
         return taken
 
     def _append(
@@ -390,10 +387,7 @@ class Engine:
         self._drop_mask(sequence)
         sequence.constraint = sequence.mask = None
         sequence.watched = sequence.stop_stream is not None or sequence.logprobs is not None
-        sequence.needs_sync = self._needs_sync(sequence)
-
-    def _needs_sync(self, sequence: Sequence) -> bool:
-        return self._draft is not None or sequence.mask is not None or sequence.looks_back
+        sequence.needs_sync = _needs_sync(sequence)
 
     def _take_back(self, taken: AcceptedTokens) -> None:
         """Give up the positions that were computed for rejected tokens."""
@@ -403,13 +397,15 @@ class Engine:
     def _finish(self, sequence: Sequence, end: End, now: float, output: StepOutput) -> None:
         self._let_go(sequence)
         self._drop_mask(sequence)
+        if self._drafting is not None:
+            self._drafting.drafter.ended(sequence)
         if ends_request(sequence, end):
             output.completions.append(completion(sequence, end))
             output.requests.append(request_sample(sequence, end, now))
 
     def _let_go(self, sequence: Sequence) -> None:
         """Remove a finished sequence. If the in-flight step runs it, its blocks are freed when that step has ended."""
-        runs_on = sequence.placeholders > 0
+        runs_on = sequence.placeholders > 0 or sequence.status is SequenceStatus.AWAITING_TOKENS
         sequence.drop_placeholders()
         if runs_on:
             self._in_flight[0].dropped.add(sequence)
@@ -421,6 +417,8 @@ class Engine:
             self._scheduler.finish(sequence)
 
     def _drop_mask(self, sequence: Sequence) -> None:
+        if self._drafting is not None:
+            self._drafting.forget(sequence)
         if sequence.mask is not None and self._masks is not None:
             self._masks.drop(sequence.mask)
 
@@ -503,6 +501,10 @@ _NO_WORK = ConstraintWork()
 def _work_of(masks: ConstraintMasks | None) -> ConstraintWork:
     """Copy the counts of what constraints took so far: they count on."""
     return _NO_WORK if masks is None else replace(masks.constraints.work)
+
+
+def _needs_sync(sequence: Sequence) -> bool:
+    return sequence.mask is not None or sequence.looks_back
 
 
 def _is_guided(request: Request) -> bool:

@@ -26,6 +26,7 @@ from batchinfer.engine.runner.sampled import (
     RowLogprobs,
     RowStates,
     Sampled,
+    barred_of_chunks,
     logprobs_of_chunks,
     states_of_chunks,
     tokens_of_chunks,
@@ -87,7 +88,8 @@ class DeviceRun:
         begun = 1 + 3 * len(self.asking) + len(self.stated)
         for (first, rows), barred in zip(self.masked, arrays[begun : begun + len(self.masked)], strict=True):
             found |= rows.of_rows(barred, first)
-        return found
+        counts = self.plan.sampled_counts
+        return found if counts is None else barred_of_chunks(found, self.tokens(), counts)
 
     def scores(self) -> TokenScores:
         """Wait for the step; the log-probabilities of the tokens that the plan names."""

@@ -17,6 +17,7 @@ from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
     Sampled,
+    barred_of_chunks,
     logprobs_of_chunks,
     states_of_chunks,
     tokens_of_chunks,
@@ -135,11 +136,13 @@ class ModelRunner:
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
         asked = states.of_rows(states.states.numpy(force=True)) if states else {}
         scored = [] if sampled.scores is None else [one.numpy(force=True) for one in sampled.scores.tensors]
+        tokens = tokens_of_chunks(sampled.tokens.tolist(), plan)
+        barred = masked.of_rows(masked.barred.numpy(force=True)) if masked else {}
         return RunnerOutput(
-            tokens_of_chunks(sampled.tokens.tolist(), plan),
+            tokens,
             plans[0].padded_tokens,
             logprobs_of_chunks(found.of_rows(*arrays), counts) if found else {},
-            masked.of_rows(masked.barred.numpy(force=True)) if masked else {},
+            barred_of_chunks(barred, tokens, counts),
             self._launch,
             states_of_chunks([asked], plan),
             TokenScores.joined([(scored[0], scored[1])] if scored else []),

@@ -85,13 +85,33 @@ class Sampled:
 
 
 def tokens_of_chunks(tokens: list[int], plan: StepPlan) -> list[list[int]]:
-    """Divide the tokens of a step's rows among its chunks that have rows."""
+    """Divide the tokens of a step's rows among its chunks that have rows. A chunk with drafts gets the tokens of its
+    rows up to the first that is not the draft behind it."""
     counts = plan.sampled_counts
     if not plan.sampling.chooses:
         return [[] for _ in range(plan.sampled_rows if counts is None else len(counts))]
     if counts is None:
         return [[token] for token in tokens]
-    return [tokens[first:end] for first, end in pairwise([0, *accumulate(counts)])]
+    assert plan.sampled is not None, "rows of drafts are named"
+    drafts = plan.tokens[np.minimum(plan.sampled + 1, len(plan.tokens) - 1)].tolist()
+    given: list[list[int]] = []
+    for first, end in pairwise([0, *accumulate(counts)]):
+        last = next((row for row in range(first, end - 1) if tokens[row] != drafts[row]), end - 1)
+        given.append(tokens[first : last + 1])
+    return given
+
+
+def barred_of_chunks(
+    found: Mapping[int, bool], tokens: list[list[int]], counts: Sequence[int] | None
+) -> Mapping[int, bool]:
+    """Say of each chunk of which some row's is `found` whether a mask kept it from its most likely token behind any of
+    the tokens that it got: those of `tokens`."""
+    if counts is None:
+        return found
+    firsts = [0, *accumulate(counts)]
+    rows = {place: range(firsts[place], firsts[place] + len(given)) for place, given in enumerate(tokens)}
+    said = {place: [found[row] for row in own if row in found] for place, own in rows.items()}
+    return {place: any(own) for place, own in said.items() if own}
 
 
 def logprobs_of_chunks(

@@ -41,6 +41,9 @@ class Constraint(Protocol):
         """Whether this token may come next, when all that were forced are taken: a mask has one spelling of what is
         forced, and this has them all. False also where only the mask can say."""
 
+    def fork(self) -> Constraint:
+        """A state of its own, in which further tokens can be tried."""
+
     def jump_forward(self) -> Seq[int]:
         """The tokens that have to come next, as far as there is but one way on. They are not taken by this."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import compress
 from operator import is_not, ne, or_
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import (
     ARGMAX,
     COMPUTES,
+    AskedRows,
     Awaited,
     Ints,
     Longs,
@@ -41,7 +43,7 @@ class PlanWriter:
         self._groups: list[_GroupTables] = []
         self._sequences: list[Sequence] = []  # of the plan before
         self._rows: Longs = np.zeros(0, np.int64)  # of each of them
-        self._sampled: list[Sequence] = []  # whose tokens the plan before samples
+        self._sampled: list[Sequence] = []  # of each row that the plan before samples
 
     def of(self, step: Step, sampling: list[Sequence], shared_blocks: int = 0) -> StepPlan:
         """Return the plan of a step. `sampling`: the sequences of its chunks that sample, in order."""
@@ -53,6 +55,8 @@ class PlanWriter:
         if self._wants.requests:
             asked = [(s.request.key, s.output_length) for s in sequences]
         sampled = self._sampled_rows(chunks, sampling, lengths, single)
+        verified = _Verified.of(sampling, sampled) if step.drafts else None
+        sampled = sampled if verified is None else verified.rows
         spans = np.array(starts, np.int32), None if single else np.array(lengths, np.int32)
         copies = _copies(step.copies, sequences) if step.copies else None
         silent = asked_rows(chunks)
@@ -75,7 +79,7 @@ class PlanWriter:
                 shared_blocks,
             )
         rows = None if sequences == self._sequences else self._arranged(sequences)
-        before, self._sampled = self._sampled, sampling
+        before, self._sampled = self._sampled, sampling if verified is None else verified.sequences
         return StepPlan(
             *spans,
             rows=rows,
@@ -86,15 +90,17 @@ class PlanWriter:
             tables=tuple(self._changes(sequences)),
             copies=copies,
             sampled=sampled if silent is None else silent.sampled,
-            sampled_counts=None if silent is None else silent.counts,
-            awaited=_awaited(sampling, before, sampled),
-            sampling=self._asked(sampling, before) if silent is None else silent.sampling,
+            sampled_counts=_counts(silent, verified),
+            awaited=_awaited(self._sampled, before, sampled),
+            sampling=self._asked(verified, before) if silent is None else silent.sampling,
             requests=asked,
             shared_blocks=shared_blocks,
         )
 
-    def _asked(self, sampling: list[Sequence], before: list[Sequence]) -> SamplingPlan:
-        return self._sampling.of(sampling, before) if sampling else ARGMAX
+    def _asked(self, verified: _Verified | None, before: list[Sequence]) -> SamplingPlan:
+        if not self._sampled:
+            return ARGMAX
+        return self._sampling.of(self._sampled, before, None if verified is None else verified.ahead)
 
     def _sampled_rows(
         self, chunks: list[Chunk], sampling: list[Sequence], lengths: tuple[int, ...], single: bool
@@ -126,6 +132,33 @@ class PlanWriter:
             for group in self._groups:
                 group.arrange([-1] * len(sequences))
         return [group.changes(sequences, self._rows) for group in self._groups]
+
+
+class _Verified(NamedTuple):
+    """The rows that are sampled where sequences have drafts: one behind the last known token of each sequence, and one
+    behind each of its drafts."""
+
+    rows: Ints  # which of the step's tokens they are
+    sequences: list[Sequence]  # of each row
+    ahead: list[int]  # how many drafts lie before each row's token
+    counts: list[int]  # rows of each sequence
+
+    @classmethod
+    def of(cls, sampling: list[Sequence], ends: Ints | None) -> _Verified:
+        """`ends`: the last token of each sequence that samples; None: each has one token."""
+        assert ends is not None, "a chunk with drafts has several tokens"
+        drafts = np.array([sequence.drafts for sequence in sampling], np.int32)
+        counts = drafts + np.int32(1)
+        own = np.repeat(np.arange(len(sampling)), counts)
+        ahead = np.arange(len(own), dtype=np.int32) - (np.cumsum(counts, dtype=np.int32) - counts)[own]
+        rows = (ends - drafts)[own] + ahead
+        return cls(rows, [sampling[place] for place in own.tolist()], ahead.tolist(), counts.tolist())
+
+
+def _counts(silent: AskedRows | None, verified: _Verified | None) -> list[int] | None:
+    if silent is not None:
+        return silent.counts
+    return None if verified is None else verified.counts
 
 
 def _adapters(sequences: list[Sequence]) -> tuple[str, ...] | None:

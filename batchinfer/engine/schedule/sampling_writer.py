@@ -28,18 +28,22 @@ class SamplingWriter:
         self._biased: BiasedTokens | None = None  # of these sequences
         self._allowed: AllowedTokens | None = None
 
-    def of(self, sequences: list[Sequence], before: list[Sequence]) -> SamplingPlan:
-        """Return the plan for the next tokens of these sequences. `before`: those whose tokens the step before samples,
-        in order."""
+    def of(
+        self, sequences: list[Sequence], before: list[Sequence], ahead: list[int] | None = None
+    ) -> SamplingPlan:
+        """Return the plan for the tokens of rows, each of which belongs to one of these sequences. `before`: those of
+        the rows that the step before samples, in order. `ahead`: how many of its sequence's drafts lie before each
+        row's token; None: no sequence has any."""
         if sequences != self._sequences:
             self._plain = all(s.plain_greedy and s.mask is None for s in sequences)
             self._sequences, self._fixed_sent = sequences, False
             self._biased, self._allowed = _biased(sequences), _allowed(sequences)
             self._banning = [i for i, s in enumerate(sequences) if s.bad or s.request.params.min_tokens]
-        return ARGMAX if self._plain else self._plan(sequences, before)
+        return ARGMAX if self._plain else self._plan(_Rows(sequences, ahead), before)
 
-    def _plan(self, sequences: list[Sequence], before: list[Sequence]) -> SamplingPlan:
-        banned = {i: bans_of(sequences[i], self._eos, sequences[i].output_length) for i in self._banning}
+    def _plan(self, rows: _Rows, before: list[Sequence]) -> SamplingPlan:
+        sequences, said = rows.sequences, rows.said
+        banned = {i: bans_of(sequences[i], self._eos, said[i]) for i in self._banning}
         shaped = [i for i, s in enumerate(sequences) if s.request.params.penalised or banned.get(i)]
         masked = [i for i, s in enumerate(sequences) if s.mask is not None]
         asking = [i for i, s in enumerate(sequences) if s.logprobs is not None]
@@ -47,19 +51,19 @@ class SamplingWriter:
         return SamplingPlan(
             argmax=greedy and not shaped and not asking and self._biased is None and self._allowed is None,
             masked=masked,
-            masks=[mask for s in sequences if (mask := s.mask) is not None],
+            masks=rows.masks(masked),
             followed=[sequences[i].masking.followed for i in masked],
             asking=asking,
             likeliest=[sequences[i].request.params.logprobs or 0 for i in asking],
             among_allowed=[sequences[i].request.params.confidence for i in asking],
-            penalised=_penalised(shaped, sequences, banned, before) if shaped else None,
-            drawn=None if greedy else self._drawn(sequences),
+            penalised=_penalised(shaped, rows, banned, before) if shaped else None,
+            drawn=None if greedy else self._drawn(sequences, said),
             biased=self._biased,
             allowed=self._allowed,
         )
 
-    def _drawn(self, sequences: list[Sequence]) -> DrawnRows:
-        positions = np.array([s.output_length for s in sequences], np.int32)
+    def _drawn(self, sequences: list[Sequence], said: list[int]) -> DrawnRows:
+        positions = np.array(said, np.int32)
         if self._fixed_sent:
             return DrawnRows(positions, None)
         self._fixed_sent = True
@@ -75,23 +79,50 @@ class SamplingWriter:
         return DrawnRows(positions, fixed)
 
 
+class _Rows:
+    """The rows of a step that get tokens: each belongs to a sequence, and lies behind some of its drafts."""
+
+    def __init__(self, sequences: list[Sequence], ahead: list[int] | None) -> None:
+        self.sequences = sequences
+        self._ahead = ahead
+        # Of each row, the tokens of the answer before its own
+        self.said = [s.output_length for s in sequences]
+        if ahead is not None:
+            self.said = [s.output_length - s.drafts + n for s, n in zip(sequences, ahead, strict=True)]
+
+    def masks(self, masked: list[int]) -> list[int]:
+        """Return the masks of these rows, all of which have one."""
+        found: list[int] = []
+        for i in masked:
+            sequence, ahead = self.sequences[i], 0 if self._ahead is None else self._ahead[i]
+            mask = sequence.draft_masks[ahead - 1] if ahead else sequence.mask
+            assert mask is not None, "a row without a mask counts as masked"
+            found.append(mask)
+        return found
+
+    def text(self, i: int) -> Ints:
+        """Return the prompt of a row's sequence and what is said of its answer before the row's token."""
+        sequence = self.sequences[i]
+        return np.frombuffer(sequence.tokens, np.int32)[: sequence.prompt_length + self.said[i]]
+
+
 def _penalised(
-    rows: list[int], sequences: list[Sequence], banned: dict[int, list[int]], before: list[Sequence]
+    shaped: list[int], rows: _Rows, banned: dict[int, list[int]], before: list[Sequence]
 ) -> PenalisedRows:
-    chosen = [sequences[i] for i in rows]
+    chosen = [rows.sequences[i] for i in shaped]
     params = [s.request.params for s in chosen]
-    held = [np.frombuffer(s.tokens, np.int32) if s.request.params.penalised else _NONE for s in chosen]
+    held = [rows.text(i) if rows.sequences[i].request.params.penalised else _NONE for i in shaped]
     lengths = np.array([len(ids) for ids in held], np.int32)
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     waits = [s.placeholders > 0 and s.request.params.penalised for s in chosen]
     last = np.cumsum(lengths, dtype=np.int32) - np.int32(1)
     return PenalisedRows(
-        rows=np.array(rows, np.int32),
+        rows=np.array(shaped, np.int32),
         tokens=np.concatenate([*held, _NONE]),
         lengths=lengths,
         prompt_lens=np.minimum([s.prompt_length for s in chosen], lengths).astype(np.int32),
         strengths=np.array([[getattr(p, name) for p in params] for name in names], np.float32),
-        banned=_table([banned.get(i, []) for i in rows]),
+        banned=_table([banned.get(i, []) for i in shaped]),
         awaited=last[waits],
         sampled=awaited_from(list(compress(chosen, waits)), before),
     )

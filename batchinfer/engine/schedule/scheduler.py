@@ -104,6 +104,7 @@ class Step:
     # Made once K and V of the chunks are stored, before attention
     copies: list[Copy] = field(default_factory=list)
     copied_tokens: int = 0  # in each layer
+    drafts: int = 0  # that its chunks run
 
 
 class Scheduler:
@@ -186,12 +187,13 @@ class Scheduler:
         if tokens != self.config.max_num_batched_tokens:
             self.config = replace(self.config, max_num_batched_tokens=tokens)
 
-    def schedule(self) -> Step:
-        """Decide the next step. It is empty only when there is nothing to run, or all of it awaits tokens."""
+    def schedule(self, drafted: bool = False) -> Step:
+        """Decide the next step. It is empty only when there is nothing to run, or all of it awaits tokens. `drafted`:
+        whether sequences may have drafts."""
         step = Step()
         self._leave_behind()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
-        if any(c.sequence.drafts for c in step.chunks):
+        if drafted:
             budget = self._run_drafts(step, budget)
         if not step.preemptions:
             budget = self._admit(step, budget)
@@ -345,6 +347,7 @@ class Scheduler:
             sequence.drop_drafts(runs)
             self._make_room(sequence, end + runs, step)
             step.chunks[index] = Chunk(sequence, start, length + runs)
+            step.drafts += runs
             budget -= runs
         return budget
 

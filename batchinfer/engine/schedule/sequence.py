@@ -112,6 +112,10 @@ class Sequence:
     placeholders: int = 0  # how many of the last tokens have values that only the device knows
     pooled: States | None = None  # of its vector: the sum of its hidden states so far, or the last one
     drafts: int = 0  # how many of the last tokens are proposals, which the next step that runs it verifies
+    drafting: bool = False  # whether the next step that runs it is waited for, because of drafts
+    draft_masks: list[int] = field(
+        default_factory=list
+    )  # the masks behind each of these, where it has a constraint
     jump_forward_tokens: int = 0  # output tokens that had to come and were not sampled
 
     # Written by the Scheduler. The Engine changes `status` between RUNNING and AWAITING_TOKENS
@@ -224,8 +228,8 @@ class Sequence:
             self.placeholders = placeholders = placeholders - 1
         else:
             tokens.append(token)
-        if self.status is _AWAITING:
-            self.status = SequenceStatus.RUNNING
+            if self.status is _AWAITING:
+                self.status = SequenceStatus.RUNNING
         if self.first_token_s is None:
             self.first_token_s = now
         if token in self.stop_token_ids or len(tokens) - placeholders >= self.max_length:
@@ -252,8 +256,9 @@ class Sequence:
         return Vector(values) if np.isfinite(values).all() else None
 
     def tokens_known(self) -> None:
-        """The tokens that it awaited are known: it may be scheduled again."""
-        if self.status is _AWAITING:
+        """The tokens of a step are known. If it awaited those, it may be scheduled again; it may have run on behind a
+        placeholder before it was made to wait."""
+        if self.status is _AWAITING and not self.placeholders:
             self.status = SequenceStatus.RUNNING
 
     def ends_with(self, token: int) -> FinishReason | None:
@@ -282,7 +287,6 @@ class Sequence:
 
     def propose(self, tokens: Iterable[int]) -> None:
         """Append drafts: the next step runs them, too, and its tokens say how many of them were right."""
-        assert self.needs_sync, "a step may look ahead of its tokens"
         assert not self.placeholders, "its last tokens are not known"
         assert self.status is not _AWAITING, "a step runs it"
         before = len(self.tokens)

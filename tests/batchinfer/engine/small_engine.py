@@ -284,7 +284,7 @@ class Preempting(Scheduler):
 
     _steps = 0
 
-    def schedule(self) -> Step:
+    def schedule(self, drafted: bool = False) -> Step:
         self._steps += 1
         youngest = next(reversed(self.running), None)
         forced = youngest is not None and len(self.running) > 1 and self._steps % 4 == 0
@@ -298,7 +298,7 @@ class Preempting(Scheduler):
             self._preempt(youngest)
         else:
             forced = False
-        step = super().schedule()
+        step = super().schedule(drafted)
         step.preemptions += forced
         return step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from batchinfer.core.request import Request, TokenLogprobs
+from batchinfer.core.samples import StepSample
 from batchinfer.engine.kv.cache_layout import CacheLayout
+from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.model_runner import RunnerOutput
 from batchinfer.engine.schedule.scheduler import Scheduler, Step
 from batchinfer.engine.schedule.sequence import Sequence
@@ -29,6 +31,32 @@ def next_token(tokens: Seq[int], nan_every: int = 0) -> int:
     """Made of all tokens before it."""
     mixed = random.Random(str(list(tokens))).getrandbits(32)
     return NO_TOKEN if nan_every and mixed % nan_every == 0 else mixed % VOCAB
+
+
+Guess = Callable[[Sequence], Seq[int]]
+
+
+class Drafts:
+    """Proposes what `guess` says, for every row, whatever it costs."""
+
+    def __init__(self, guess: Guess, waits: bool = True) -> None:
+        self._guess, self._waits = guess, waits
+        self.took: list[tuple[int, int]] = []  # drafts, and how many of them were right
+
+    def propose(self, rows: Seq[Sequence], others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
+        return [(row, self._guess(row)) for row in rows]
+
+    def waits(self, sequence: Sequence) -> bool:
+        return self._waits
+
+    def verified(self, taken: AcceptedTokens) -> None:
+        self.took.append((len(taken.drafts), taken.right))
+
+    def ended(self, sequence: Sequence) -> None:
+        pass
+
+    def stepped(self, sample: StepSample) -> None:
+        pass
 
 
 @dataclass
@@ -67,8 +95,8 @@ class Speculating:
                 sequence.needs_sync |= runner.barriers(sequence.request)
                 super().add(sequence)
 
-            def schedule(self) -> Step:
-                runner.scheduled = super().schedule()
+            def schedule(self, drafted: bool = False) -> Step:
+                runner.scheduled = super().schedule(drafted)
                 return runner.scheduled
 
         return Shown
@@ -112,7 +140,7 @@ class Speculating:
             given.append(self.model(known + given, self.nan_every))
         self.accepted += len(given) - 1
         self.rejected += sequence.drafts - len(given) + 1
-        if self.random and (sequence.needs_sync or not self.looks_ahead):
+        if self.random and (sequence.needs_sync or sequence.drafting or not self.looks_ahead):
             given = self._changed(known, given)
         known += given
         self.counts.append(len(given))

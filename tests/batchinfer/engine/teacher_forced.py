@@ -13,7 +13,8 @@ from torch import Tensor
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.kv_cache import BlockPool
-from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.engine.load.build import load_model
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import Scheduler

@@ -13,7 +13,8 @@ from batchinfer.engine.kv.cache_layout import MOST_TABLES, CacheLayout, cache_la
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.engine.load import build
-from batchinfer.engine.load.build import LoadedModel, load_model
+from batchinfer.engine.load.build import load_model
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec
 from tests.batchinfer.engine.small_engine import Limits, drain, folder, greedy

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer.core.errors import Unavailable
-from batchinfer.engine.load.build import LoadedModel
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.models.ops import choose
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer_kernels.arithmetic import Dtype, Quantization

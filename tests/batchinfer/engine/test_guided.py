@@ -15,8 +15,8 @@ import torch
 
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraint
-from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.load.device_fit import CacheRoom, fit
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig

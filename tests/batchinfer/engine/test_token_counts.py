@@ -11,17 +11,16 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.request import Request
-from batchinfer.engine.loop.engine import Draft
 from batchinfer.engine.schedule.sequence import Sequence
 from tests.batchinfer.engine.random_work import Work, works
 from tests.batchinfer.engine.small_engine import Limits, Noted, Ran, drain, greedy, make_engine, watcher
-from tests.batchinfer.engine.speculating import VOCAB, Speculating, next_token
+from tests.batchinfer.engine.speculating import VOCAB, Drafts, Guess, Speculating, next_token
 from tests.examples import examples
 
 EOS = 0
 
 
-def guesses(seed: int, right: float) -> Draft:
+def guesses(seed: int, right: float) -> Guess:
     """Drafts of which a share is right."""
     rng = random.Random(seed)
 
@@ -39,11 +38,13 @@ def run(
     runner: Speculating,
     limits: Limits,
     rows: Seq[Request],
-    draft: Draft | None = None,
+    draft: Guess | None = None,
     arrivals: Seq[int] = (),
 ) -> Ran:
     runner.block_size = limits.block_size
-    engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, draft=draft)
+    engine = make_engine(
+        runner, limits, frozenset([EOS]), stop_streams=watcher, drafter=draft and Drafts(draft)
+    )
     return drain(engine, rows, arrivals=arrivals)
 
 

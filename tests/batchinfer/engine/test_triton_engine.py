@@ -25,9 +25,9 @@ from batchinfer.data.constraints.constrained import grammar_constraints
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load import build
-from batchinfer.engine.load.build import LoadedModel
 from batchinfer.engine.load.device_fit import Fitted
 from batchinfer.engine.load.dummy_steps import sizes_between
+from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.models.checkpoint.checkpoint import Checkpoint

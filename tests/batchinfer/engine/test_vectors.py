@@ -159,12 +159,12 @@ def test_no_batch_changes_a_vector(cut: Cut) -> None:
 class PreemptingOnce(Scheduler):
     """Preempts each sequence once, in the middle of its prompt."""
 
-    def schedule(self) -> Step:
+    def schedule(self, drafted: bool = False) -> Step:
         chosen = [one for one in self.running if one.computed > 20 and not one.preemptions]
         for sequence in chosen:
             del self.running[sequence]
             self._preempt(sequence)
-        step = super().schedule()
+        step = super().schedule(drafted)
         step.preemptions += len(chosen)
         return step
 

@@ -1,0 +1,36 @@
+"""The protocol of what proposes tokens, and a proposal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
+
+from batchinfer.engine.schedule.sequence import Sequence
+
+
+class Proposal(NamedTuple):
+    """Tokens that may follow a sequence."""
+
+    tokens: Seq[int]
+    matched: int  # how many tokens before them the source recognised: the more, the likelier they are
+    agreed: bool = False  # whether several places agree on the first of them
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """The proposals whose tokens are about as likely as these."""
+        return min(self.matched, 32).bit_length(), self.agreed
+
+
+class DraftSource(Protocol):
+    """Proposes tokens from one kind of knowledge."""
+
+    @property
+    def name(self) -> str:
+        """The name by which jobs and reports know it."""
+
+    def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
+        """Return what may follow each of these sequences, at most so many tokens; None: nothing is known. No sequence
+        has drafts or placeholders."""
+
+    def learn(self, sequence: Sequence) -> None:
+        """Take the answer of a sequence, which has ended."""

@@ -1,0 +1,25 @@
+"""The sources that jobs can name, and the drafter that asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+
+from batchinfer.core.samples import DraftName
+from batchinfer.engine.drafts.drafter import CostedDrafter
+from batchinfer.engine.drafts.other_answers import OtherAnswers
+from batchinfer.engine.drafts.own_text import OwnText
+from batchinfer.engine.drafts.source import DraftSource
+from batchinfer.engine.drafts.step_times import DraftedStepTimes
+from batchinfer.engine.runner.runner import Runner
+from batchinfer_kernels.cost import Peaks
+
+_SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {"prompt": OwnText, "answers": OtherAnswers}
+
+
+def drafter_of(names: Seq[DraftName], runner: Runner, peaks: Peaks | None) -> CostedDrafter | None:
+    """Make a drafter of the sources of these names; None where there are none, or nobody knows what steps cost."""
+    if not names or peaks is None:
+        return None
+    times = DraftedStepTimes(runner.cost, peaks)
+    return CostedDrafter([_SOURCES[name]() for name in names], times, runner.looks_ahead)

@@ -1,0 +1,49 @@
+"""A model that is ready to run, of which engines are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchinfer.core.samples import DraftName
+from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.drafts.sources import drafter_of
+from batchinfer.engine.kv.kv_cache import BlockPool
+from batchinfer.engine.loop.drafting import Drafter
+from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.schedule.constraints import ConstraintMasks
+from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.models.decoder.expert_loads import ExpertLoads
+from batchinfer_kernels.cost import Peaks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model on its device with its KV cache tensors: all of an engine that is slow to make."""
+
+    runner: ModelRunner
+    limits: SchedulerConfig
+    engine_limits: EngineLimits
+    info: EngineInfo
+    expert_loads: ExpertLoads
+    masks: ConstraintMasks | None = None
+    drafts: tuple[DraftName, ...] = ()  # the sources that may be asked, where peaks are known
+
+    def engine(
+        self,
+        peaks: Peaks | None = None,
+        stop_streams: StopStreams | None = None,
+        runner: ModelRunner | None = None,
+        drafter: Drafter | None = None,
+    ) -> Engine:
+        """Make an engine whose cache holds nothing yet. Only the newest one of a model may be stepped: they share
+        the cache tensors. `runner` and `drafter` stand in for the model's own.
+        """
+        windows = self.runner.layout.sizes.windows
+        pool = BlockPool(self.info.blocks, self.info.block_size, len(windows))
+        scheduler = Scheduler(self.limits, pool, windows=windows)
+        limits = self.engine_limits
+        runner = runner or self.runner
+        drafter = drafter or drafter_of(self.drafts, runner, peaks)
+        return Engine(runner, scheduler, limits, peaks, stop_streams, drafter=drafter, masks=self.masks)

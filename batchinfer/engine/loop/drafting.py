@@ -1,0 +1,118 @@
+"""Gives running sequences their drafts, and a constrained one only what its constraint allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from batchinfer.core.request import ConstraintFailed
+from batchinfer.core.samples import StepSample
+from batchinfer.engine.loop.in_flight import AcceptedTokens
+from batchinfer.engine.schedule.constraints import Constraint, ConstraintMasks
+from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
+
+
+class Drafter(Protocol):
+    """Proposes tokens that may follow sequences, as many as it pays to verify."""
+
+    def propose(self, rows: Seq[Sequence], others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
+        """Return the drafts of those of these rows, which decode, that get any in the next step. `others`: the tokens
+        that other sequences run in that step."""
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Whether it pays to leave a sequence out of the step that is launched before its tokens are known, so that the
+        step behind it can have drafts."""
+
+    def verified(self, taken: AcceptedTokens) -> None:
+        """Learn how many of a sequence's drafts were right."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """Learn the answer of a sequence, which has ended."""
+
+    def stepped(self, sample: StepSample) -> None:
+        """Learn how long a step took."""
+
+
+class Drafting:
+    """Lays drafts behind the tokens of sequences, with a mask behind each where the sequence has a constraint."""
+
+    def __init__(self, drafter: Drafter, masks: ConstraintMasks | None) -> None:
+        self.drafter, self._masks = drafter, masks
+
+    def before_step(self, running: Iterable[Sequence]) -> bool:
+        """Give sequences that decode their drafts for the next step; whether any has some."""
+        rows, others, proposed = list[Sequence](), 0, False
+        for sequence in running:
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            sequence.drafting = False
+            if sequence.drafts:  # of a step that had no room for the sequence
+                proposed = sequence.drafting = True
+                others += 1 + sequence.drafts
+            elif sequence.remaining != 1 or _room(sequence) < 1:
+                others += max(1, sequence.remaining)
+            elif sequence.placeholders:
+                others += 1
+                sequence.drafting = self.drafter.waits(sequence)
+            else:
+                rows.append(sequence)
+        for sequence, tokens in self.drafter.propose(rows, others) if rows else ():
+            proposed |= self._lay(sequence, tokens[: _room(sequence)])
+        return proposed
+
+    def verified(self, taken: AcceptedTokens) -> None:
+        """Tell the drafter what came of a sequence's drafts."""
+        self.forget(taken.sequence)
+        if taken.drafts:
+            self.drafter.verified(taken)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget the masks behind its drafts, which are verified or dropped."""
+        if sequence.draft_masks and self._masks is not None:
+            for mask in sequence.draft_masks:
+                self._masks.drop(mask)
+            sequence.draft_masks = []
+
+    def _lay(self, sequence: Sequence, tokens: Seq[int]) -> bool:
+        stops = sequence.stop_token_ids
+        # The token that ends an answer is sampled behind the draft before it, and nothing follows it
+        end = next((at for at, token in enumerate(tokens) if token in stops), len(tokens))
+        tokens = tokens[:end]
+        self.forget(sequence)
+        if sequence.constraint is not None and sequence.mask is not None:
+            tokens = self._allowed(sequence, sequence.constraint, tokens)
+        if not len(tokens):
+            return False
+        sequence.propose(tokens)
+        sequence.drafting = True
+        return True
+
+    def _allowed(self, sequence: Sequence, constraint: Constraint, tokens: Seq[int]) -> Seq[int]:
+        """Return the first of the tokens that a constraint allows one behind the other, up to where the next ones have
+        to come: those are not sampled."""
+        assert self._masks is not None, "a constraint without masks"
+        state = constraint.fork()
+        for at, token in enumerate(tokens):
+            if not _takes(state, token):
+                return tokens[:at]
+            sequence.draft_masks.append(self._masks.put(state.fork()))
+            if state.jump_forward():
+                return tokens[: at + 1]
+        return tokens
+
+
+def _takes(state: Constraint, token: int) -> bool:
+    """Let a constraint take a token; False: it may not come, or nothing that is sampled can follow it."""
+    if not state.allows(token):
+        return False
+    try:
+        state.take(token)
+    except ConstraintFailed:
+        return False
+    return not (state.ended or state.over or state.failure)
+
+
+def _room(sequence: Sequence) -> int:
+    """Count the drafts that a sequence may have: the last token that it may get is sampled, not proposed."""
+    return sequence.max_length - len(sequence) - 1
