@@ -88,6 +88,14 @@ class StepSample:
     launch: LaunchMode | None = None  # None: on a CPU, for which nothing is captured
     capture_s: float | None = None  # capturing graphs for it; None: likewise
     graph_bytes: int | None = None  # of the GPU's memory, that these graphs took; None: likewise
+    drafted_tokens: int = 0  # drafts that were verified
+    accepted_tokens: int = 0  # of these, those that were right; part of the sampled tokens
+    # The same of each source
+    prompt_drafted: int = 0
+    prompt_accepted: int = 0
+    answers_drafted: int = 0
+    answers_accepted: int = 0
+    drafts_saved_s: float = 0.0  # what the step's tokens would have taken without drafts, less what it took
 
     @property
     def prompt_tokens(self) -> int:

@@ -80,6 +80,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_expected(sections, _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
         *_folders(sections, file),
+        *_drafts(values),
     ]
 
 
@@ -115,6 +116,15 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
         yield Finding(
             ("input", "unique_ids"), "is true, but no input.id says which column to look at", "give id"
         )
+
+
+def _drafts(values: Mapping[str, Any]) -> Iterator[Finding]:
+    task, drafts = values.get("task", "generate"), values.get("drafts")
+    if isinstance(drafts, list | tuple) and task != "generate":
+        message = f"names sources, and with task: {task} no answers are generated"
+        yield Finding(("drafts",), message, "remove it")
+    if isinstance(drafts, list | tuple) and len({str(name) for name in drafts}) < len(drafts):
+        yield Finding(("drafts",), "names a source twice", "name each source once")
 
 
 def _written(section: Mapping[str, Any]) -> Iterator[Finding]:

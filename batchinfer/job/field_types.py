@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic import ValidationInfo as Info
@@ -17,6 +17,7 @@ from pydantic import ValidationInfo as Info
 from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.hub import NoModel, locate_adapter, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
+from batchinfer.core.samples import DraftName
 from batchinfer.core.sampling import (
     BOUNDS,
     DERIVED,
@@ -351,6 +352,10 @@ AdapterPath = Annotated[
 ]
 Whole = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Auto = Literal["auto"]
+DraftsFrom = Annotated[
+    Literal["auto", "off"] | Annotated[tuple[DraftName, ...], Field(min_length=1)],
+    Right(f"auto, off, or a list of {' and '.join(get_args(DraftName))}"),
+]
 Name = Annotated[
     str,
     Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$"),

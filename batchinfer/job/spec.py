@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError
 
 from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.core.samples import DraftName
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.job.check import check
 from batchinfer.job.embedding import EmbedSection
@@ -28,6 +29,7 @@ from batchinfer.job.field_types import (
     Column,
     DeadlineText,
     Delimiter,
+    DraftsFrom,
     Encoding,
     JsonSchema,
     KvMemory,
@@ -302,6 +304,11 @@ class Job(Section):
     engine: EngineSection = Field(
         default=EngineSection(), description="How the engine works; auto fits most machines."
     )
+    drafts: DraftsFrom = Field(
+        default="auto",
+        description="Where tokens come from that are likely to follow, of which a step verifies several at once: the "
+        "row's own text (prompt), other answers (answers). auto: all of them, where it pays; off: one token a step.",
+    )
     on_error: OnErrorSection = Field(
         default=OnErrorSection(), description="How many error rows the job may have."
     )
@@ -453,6 +460,13 @@ class Job(Section):
         if self.requests:  # a parameter that is written out counts there, even with its default
             identity["sampling"] = self.sampling.said()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    @property
+    def draft_sources(self) -> tuple[DraftName, ...]:
+        """The sources of drafts; none where no answers are generated."""
+        if self.task != "generate" or self.drafts == "off":
+            return ()
+        return get_args(DraftName) if self.drafts == "auto" else self.drafts
 
     def describe(self, defaults: bool = False) -> str:
         """Describe the job for people, one line per option; `defaults`: also options that have their default value."""

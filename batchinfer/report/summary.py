@@ -44,6 +44,7 @@ def summary(row: Row, report: Path | None = None) -> str:
         ("lost", _lost(row)),
         ("launched", _launched(row)),
         ("guided", _guided(row)),
+        ("drafts", _drafts(row)),
         ("time", _time(row)),
         ("forecast", _forecast(row)),
         ("deadline", _deadline(row)),
@@ -218,6 +219,16 @@ def _guided(row: Row) -> str:
         f"{count(constrained)} answers under a constraint, which forbade the most likely token in {count(steered)}; "
         f"{short(forced)} tokens forced, masks {seconds(row['mask_s'])}"
     )
+
+
+def _drafts(row: Row) -> str:
+    """Say what drafts came to."""
+    drafted, accepted = row.get("drafted_tokens"), row.get("accepted_tokens")
+    if not drafted or accepted is None:
+        return ""
+    saved = row["drafts_saved_s"]
+    told = f", about {seconds(saved)} saved" if saved and saved >= 0.1 else ""
+    return f"{percent(accepted / drafted)} of {short(drafted)} proposed tokens were right{told}"
 
 
 def _time(row: Row) -> str:

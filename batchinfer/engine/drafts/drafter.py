@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from batchinfer.engine.schedule.sequence import Sequence
 MOST_DRAFTS = 24  # of a row in a step
 SHARE = 0.05  # of a step's time, which looking for drafts takes at most
 _LONGEST_PAUSE = 32  # tokens, after a row's text turned out to have nothing to offer
+_SAVED_STEPS = 20  # of whose time the share may be spent at once
 _FADED = 0.002  # of what was measured, with each step
 
 
@@ -58,10 +60,11 @@ class CostedDrafter:
         self._acceptance = Acceptance()
         self._rows: dict[Sequence, _Row] = {}
         self._turn = 0  # which of the rows is looked at first
-        self._step_s = 0.0  # of the newest steps
         self._search_s = 0.0  # of looking at a row
+        self._allowed_s = 0.0  # that may be spent on looking: a share of the steps, less what was spent
         self._reading = 0  # tokens of prompts in the newest step, while sequences waited
-        self.counts = {source.name: [0, 0] for source in sources}  # drafts verified so far, and right ones
+        # Of each source, drafts that were verified since the last sample, and right ones
+        self._counts: dict[str, tuple[int, int]] = {}
 
     def propose(self, rows: Seq[Sequence], others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
         """Return the drafts of those of these rows that get any in the next step; see `Drafter`."""
@@ -94,8 +97,8 @@ class CostedDrafter:
         assert row.proposal is not None, "drafts that nobody proposed"
         drafts = len(taken.drafts)
         self._acceptance.verified(row.source, row.proposal, drafts, taken.right)
-        counts = self.counts[row.source]
-        counts[0], counts[1] = counts[0] + drafts, counts[1] + taken.right
+        before = self._counts.get(row.source, (0, 0))
+        self._counts[row.source] = (before[0] + drafts, before[1] + taken.right)
         if taken.right:
             row.succeeded()
         else:
@@ -107,12 +110,29 @@ class CostedDrafter:
         for source in self._sources:
             source.learn(sequence)
 
-    def stepped(self, sample: StepSample) -> None:
-        """Learn how long a step took."""
+    def stepped(self, sample: StepSample) -> StepSample:
+        """Learn how long a step took; the sample with what its drafts came to."""
+        if self._counts:
+            sample = replace(sample, **self._counted(sample))
+            self._counts = {}
         self._times.measured(sample)
         self._acceptance.fade(_FADED)
-        self._step_s += 0.2 * (sample.duration_s - self._step_s)
+        share = SHARE * sample.duration_s
+        self._allowed_s = min(self._allowed_s + share, _SAVED_STEPS * share)
         self._reading = sample.prefill_tokens if sample.waiting else 0
+        return sample
+
+    def _counted(self, sample: StepSample) -> dict[str, Any]:
+        """Return the fields of a step's sample that say what its drafts came to. Without drafts its tokens would have
+        taken so many more steps as it gave tokens for each that decoded."""
+        found: dict[str, Any] = {}
+        for source, (drafted, accepted) in self._counts.items():
+            found |= {f"{source}_drafted": drafted, f"{source}_accepted": accepted}
+        drafted, accepted = (sum(column) for column in zip(*self._counts.values(), strict=True))
+        rows = max(1, sample.sampled_tokens - accepted)
+        alone = self._times.seconds(rows, sample.prefill_tokens, 0)
+        saved = alone + accepted / rows * self._times.seconds(rows, 0, 0) - sample.duration_s
+        return found | {"drafted_tokens": drafted, "accepted_tokens": accepted, "drafts_saved_s": saved}
 
     def _may_pay(self, rows: int, others: int) -> bool:
         """Whether drafts would pay if all of them were right: then none is looked for where steps are bound by
@@ -126,10 +146,10 @@ class CostedDrafter:
         ready = [row for row in rows if len(row) >= self._rows.setdefault(row, _Row()).resumes]
         most = len(ready)
         if self._search_s > 0:
-            most = max(1, int(SHARE * self._step_s / self._search_s))
+            most = max(0, int(self._allowed_s / self._search_s))
         if most >= len(ready):
             return ready
-        self._turn = (self._turn + most) % len(ready)
+        self._turn = (self._turn + most) % len(ready)  # whose turn it was not is next
         return [*ready[self._turn :], *ready[: self._turn]][:most]
 
     def _found(self, rows: list[Sequence]) -> list[tuple[Sequence, str, Proposal]]:
@@ -147,8 +167,10 @@ class CostedDrafter:
         for row in rows:
             if row not in best:
                 self._rows[row].failed(len(row))
-        took = (self._clock() - began) / len(rows)
-        self._search_s += 0.2 * (took - self._search_s) if self._search_s else took
+        took = self._clock() - began
+        self._allowed_s -= took
+        each = took / len(rows)
+        self._search_s += 0.2 * (each - self._search_s) if self._search_s else each
         return [(row, source, proposal) for row, (_, source, proposal) in best.items()]
 
     def _chosen(

@@ -30,8 +30,8 @@ class Drafter(Protocol):
     def ended(self, sequence: Sequence) -> None:
         """Learn the answer of a sequence, which has ended."""
 
-    def stepped(self, sample: StepSample) -> None:
-        """Learn how long a step took."""
+    def stepped(self, sample: StepSample) -> StepSample:
+        """Learn how long a step took; its sample with what drafts came to."""
 
 
 class Drafting:

@@ -290,7 +290,7 @@ class Engine:
             self._scheduler.release(sequence)
         output.sample = self._sample(step, ready)
         if self._drafting is not None:
-            self._drafting.drafter.stepped(output.sample)
+            output.sample = self._drafting.drafter.stepped(output.sample)
         self._ended = output.sample.started_s + output.sample.duration_s
         self._steps += 1
         if self._in_flight:

@@ -204,6 +204,7 @@ class Setting:
             memory=self.memory() // self.replicas if shared else None,
             peaks=self.peaks,
             logprobs=logprobs,
+            drafts=job.draft_sources,
         )
 
     def memory(self) -> int:

@@ -42,8 +42,8 @@ from batchinfer.report.tables.formulas import (
 
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
-# activities; since 7 accuracy, confusion and calibration
-TABLE_FORMAT = 7
+# activities; since 7 accuracy, confusion and calibration; since 8 drafts
+TABLE_FORMAT = 8
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
@@ -74,6 +74,33 @@ _LAUNCHED = {
 
 # What engines lack, in sum, to the one that worked longest
 _UNUSED_S = "(SELECT coalesce(max(wall_s) * $engines - sum(wall_s), 0) FROM walls)"
+
+
+_DRAFTED = {"prompt": "the row's own prompt and answer", "answers": "other answers of the job"}
+
+
+def _drafts(of_run: bool) -> Iterator[Column]:
+    """Yield the columns of what drafts came to, in a step or in a run."""
+
+    def summed(column: str) -> str:
+        return total(column) if of_run else ""
+
+    yield count("drafted_tokens", "tokens", "drafts that steps verified", sql=summed("drafted_tokens"))
+    yield count(
+        "accepted_tokens",
+        "tokens",
+        "drafts that were what was sampled in their place; part of `sampled_tokens`",
+        sql=summed("accepted_tokens"),
+    )
+    for source, where in _DRAFTED.items():
+        for what in ("drafted", "accepted"):
+            name = f"{source}_{what}"
+            yield count(name, "tokens", f"part of `{what}_tokens`: from {where}", sql=summed(name))
+    yield seconds(
+        "drafts_saved_s",
+        "what the same tokens would have taken without drafts, by the times of such steps, less what they took",
+        sql=_mean_of_engines("drafts_saved_s") if of_run else "",
+    )
 
 
 def _mean_of_engines(column: str) -> str:
@@ -297,6 +324,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
         sql=_mean_of_engines("mask_s"),
     ),
     seconds("compile_s", "compiling constraints", sql=_mean_of_engines("compile_s")),
+    *_drafts(of_run=True),
     count("steps", "steps", "engine steps", sql="count(*)"),
     *_launches(),
     seconds(
@@ -609,6 +637,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     ),
     seconds("capture_s", "capturing graphs for the step; null on a CPU"),
     count("graph_bytes", "bytes", "GPU memory that these graphs took; null on a CPU"),
+    *_drafts(of_run=False),
 )
 
 REQUEST_COLUMNS: tuple[Column, ...] = (

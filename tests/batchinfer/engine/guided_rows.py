@@ -17,6 +17,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraints, grammar_constraints
 from batchinfer.data.tokenizer.stop_strings import stop_streams
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, following, make_engine
 from tests.checkpoints import EOS, VOCAB, kept_folder, make_tokenizer
@@ -119,12 +120,12 @@ def constrained(runner: Any, on_host: bool = False) -> tuple[Any, ConstraintMask
     return *following(runner, followed, on_host), followed
 
 
-def run(runner: Any, limits: Limits, work: Seq[Row]) -> Ran:
+def run(runner: Any, limits: Limits, work: Seq[Row], drafter: Drafter | None = None) -> Ran:
     """Run the rows. As on a CPU, a runner that does not look ahead looks at its tokens on the host; a row that runs
     alone always has its mask."""
     runner, masks, _ = constrained(runner, on_host=not runner.looks_ahead and limits.seqs > 1)
     streams = stop_streams(tokenizer().rust)
-    engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=streams, masks=masks)
+    engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=streams, masks=masks, drafter=drafter)
     return drain(engine, [row.request for row in work])
 
 

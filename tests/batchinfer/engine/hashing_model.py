@@ -22,6 +22,7 @@ from tests.batchinfer.engine.small_engine import layer_each
 from tests.model_costs import llama_cost
 
 VOCAB, EOS = 12, 0
+SAMPLED = 6  # rows of a chunk that are sampled at most: behind its drafts, and before the first of them
 SHAPE = llama_cost(
     hidden=8,
     layers=1,
@@ -70,7 +71,7 @@ class HashingOps(TorchOps):
 
 
 def _attended(inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan, window: int | None) -> Tensor:
-    """(T, 1): in the row of each sequence's last token a number made of the tokens that it sees, else -1."""
+    """(T, 1): in the rows of each sequence's last tokens a number made of the tokens that each sees, else -1."""
     contexts, queries_of = inputs.context_lens, inputs.query_lens
     if isinstance(plan, Contexts):
         contexts, queries_of = plan.contexts.tolist(), [1] * len(inputs.positions)
@@ -80,9 +81,10 @@ def _attended(inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan, w
         at = torch.arange(0 if window is None else max(0, context - queries - window + 1), context)
         slots = table[at // cache.block_size].long() * cache.block_size + at % cache.block_size
         assert torch.equal(cache.v.view(-1)[slots], at), "a block holds another sequence's tokens"
-        seen = at if window is None else at[-window:]
-        tokens = cache.k.view(-1)[slots[len(slots) - len(seen) :]]
-        hidden[end - 1] = ((tokens + 1) * (seen * 40_503 % 1009 + 1)).sum() % 65_521
+        values = (cache.k.view(-1)[slots] + 1) * (at * 40_503 % 1009 + 1)
+        for before in range(min(queries, SAMPLED)):
+            seen = values[: len(values) - before]
+            hidden[end - 1 - before] = (seen if window is None else seen[-window:]).sum() % 65_521
     return hidden
 
 

@@ -22,7 +22,7 @@ from batchinfer.engine.schedule.step_plan import COMPUTES, StepPlan
 from batchinfer.models.ops.interface import NO_TOKEN
 from tests.batchinfer.engine.driver import Slots
 from tests.batchinfer.engine.hashing_model import SHAPE
-from tests.batchinfer.engine.small_engine import layer_each
+from tests.batchinfer.engine.small_engine import Ran, layer_each
 
 VOCAB = 9
 
@@ -55,8 +55,20 @@ class Drafts:
     def ended(self, sequence: Sequence) -> None:
         pass
 
-    def stepped(self, sample: StepSample) -> None:
-        pass
+    def stepped(self, sample: StepSample) -> StepSample:
+        return sample
+
+
+def remembered(ran: Ran, right: float, seed: int, most: int = 5) -> Guess:
+    """Propose up to `most` tokens of the answers of another run, of which a share is right."""
+    rng = random.Random(seed)
+
+    def guess(sequence: Sequence) -> list[int]:
+        whole = ran.completions[sequence.request.key].tokens.token_ids.tolist()
+        own = whole[sequence.output_length :][: rng.randrange(most + 1)]
+        return [token if rng.random() < right else rng.randrange(VOCAB) for token in own]
+
+    return guess
 
 
 @dataclass

@@ -33,6 +33,7 @@ from tests.batchinfer.engine.small_engine import (
     folder,
     make_runner,
 )
+from tests.batchinfer.engine.speculating import Drafts, remembered
 from tests.batchinfer.engine.teacher_forced import load
 from tests.batchinfer.models.foreign.kit import Foreign, make
 
@@ -126,6 +127,20 @@ def test_greedy_rows_whose_argmax_is_looked_at_first(monkeypatch: pytest.MonkeyP
     assert ran.answers == wanted.answers
     assert {*asked} == {True, False}
     assert all(ran.requests[key].steered == wanted.requests[key].steered for key in wanted.requests)
+
+
+@pytest.mark.parametrize("way", ["together", "preempted"])
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_drafts_change_no_answer(way: str, look_ahead: bool) -> None:
+    """Drafts of which most are right, behind each of which the grammar has a mask of its own."""
+    limits, drafts = WAYS[way], Drafts(remembered(alone(), right=0.9, seed=5))
+    ran = run(rehearsed(limits) if look_ahead else cpu_runner(limits), limits, rows(), drafts)
+    assert ran.answers == alone().answers
+    assert ran.logprobs.keys() == alone().logprobs.keys()
+    drafted, right = (sum(column) for column in zip(*drafts.took, strict=True))
+    assert 0.3 * drafted < right < drafted
+    steered = {key: sample.steered for key, sample in ran.requests.items()}
+    assert steered == {key: sample.steered for key, sample in alone().requests.items()}
 
 
 def preempted_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:

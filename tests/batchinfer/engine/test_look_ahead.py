@@ -13,6 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.request import Completion, Request
+from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
@@ -53,13 +54,15 @@ class Way:
         made = hashing_runner(self.kind, limits.blocks, limits.block_size, nan_every, self.room, windows)
         return with_graphs(made, limits.seqs, 40, limits.blocks) if self.graphs else made
 
-    def run(self, work: Work, limits: Limits) -> Ran:
+    def run(self, work: Work, limits: Limits, drafter: Drafter | None = None) -> Ran:
         runner, constraints = (
             self.runner(limits, work.nan_every, work.windows),
             WordConstraints(EOS, self.forces),
         )
         runner, masks = following(runner, constraints, self.on_host)
-        engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, masks=masks)
+        engine = make_engine(
+            runner, limits, frozenset([EOS]), stop_streams=watcher, masks=masks, drafter=drafter
+        )
         return drain(engine, work.rows, arrivals=work.arrivals)
 
 

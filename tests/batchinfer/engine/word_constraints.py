@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,9 @@ class WordConstraint:
 
     def allows(self, token: int) -> bool:
         return token in self.next
+
+    def fork(self) -> WordConstraint:
+        return replace(self)
 
     def jump_forward(self) -> Seq[int]:
         at = WordConstraint(self.words, self.eos, True, self.said, self.closed)
