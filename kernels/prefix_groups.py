@@ -1,4 +1,4 @@
-"""Find the single queries of a step that pass over leading blocks of the cache together, from block tables on the host.
+"""Find the sequences of a step whose queries pass over leading blocks of the cache together, from block tables on the host.
 
 Sequences that begin in the same blocks form a group; groups nest, as prompts share beginnings of several lengths
 (Hydragen, Juravsky et al., 2024; several levels as in FlashInfer's cascade). How much makes a group worth it, and in
@@ -48,18 +48,19 @@ def prefix_groups(
     block_size: int,
     units: Callable[[Ints], Ints],
     worth: Worth,
+    most_queries: int = 1,
 ) -> list[PrefixGroup]:
-    """The groups of the sequences that have a single query, outer ones before inner ones.
+    """The groups of the sequences that have `most_queries` or fewer, outer ones before inner ones.
 
     tables: of the S sequences; `units`: how many whole units lie in a number of leading blocks. The widest group is
     taken first, and the groups inside it are measured from its end. So of the units that a sequence shares with
     `worth.sequences` - 1 others, before all their queries, fewer than `worth.units` are left to it alone.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
-    single = np.flatnonzero((lens == 1) & (contexts > block_size))
+    single = np.flatnonzero((lens <= most_queries) & (contexts - lens >= block_size))
     if len(single) < worth.sequences or _all_differ(tables.leading(single, 1)[:, 0]):
         return []
-    full = (contexts[single] - 1) // block_size  # blocks that lie before the query
+    full = (contexts[single] - lens[single]) // block_size  # blocks that lie before the queries
     own = tables.leading(single, _columns(tables, single, full))
     # What comes after them sorts behind every block: sequences between two that share blocks have these, too
     rows = np.where(np.arange(own.shape[1]) < full[:, None], own, -1).astype(">i4")

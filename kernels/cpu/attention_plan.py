@@ -1,7 +1,7 @@
 """Plan which query rows pass over which tiles of the paged KV cache together, once a step; every layer reads the plan.
 
 A step's queries are cut into items: rows of one sequence that walk its block table, as many as fit a core's cache.
-Single queries of sequences that share leading blocks (`prefix_groups`) pass over those together, level after level:
+The few queries of sequences that share leading blocks (`prefix_groups`) pass over those together, level after level:
 each prefix is then read once for its whole group, as one matrix product. In between a row keeps its maximum, mass and
 weighted sum.
 """
@@ -25,6 +25,8 @@ TO_THE_END = -1
 # Keeping a row's state costs about as much as passing over half a tile.
 LEAST_SHARED_TILES = 2
 LEAST_SHARERS = 3
+# Queries of a sequence that passes over shared blocks with others: one, and drafts. Those of prompts fill items alone.
+MOST_QUERIES = 16
 _ITEM = 7  # first row, rows, sequence, first tile, end tile, starts, ends
 
 
@@ -71,7 +73,7 @@ def attention_items(
 ) -> Items:
     """Items of a step of S sequences; `group` query heads share a KV head.
 
-    With `tables` (S, blocks) and `pages`, single queries pass over shared blocks together. The longest items come
+    With `tables` (S, blocks) and `pages`, few queries pass over shared blocks together. The longest items come
     first, so that no thread is left alone with one at the end. Raises ValueError for a group larger than MAX_ROWS.
     """
     if group > MAX_ROWS:
@@ -91,9 +93,9 @@ def attention_items(
     found = [_own_items(lens, ends - lens, depth[:, 0], most)]
     found_level = [depth[found[0][:, 2], 1]]
     for shared in groups:
-        first_row = len(rows)
-        rows = np.concatenate((rows, rows[(ends - 1)[shared.sequences]]))
-        found.append(_group_items(shared, first_row, most))
+        first_row, own = len(rows), _queries(lens, ends, shared.sequences)
+        rows = np.concatenate((rows, rows[own]))
+        found.append(_group_items(shared, first_row, len(own), most))
         found_level.append(np.full(len(found[-1]), shared.level))
     return _ordered(np.concatenate(found), np.concatenate(found_level), rows, levels, group)
 
@@ -122,12 +124,20 @@ def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:
     return items
 
 
-def _group_items(shared: PrefixGroup, first_row: int, most: int) -> Ints:
-    members = len(shared.sequences)
-    starts = np.arange(0, members, most)
+def _queries(lens: Ints, ends: Ints, sequences: Ints) -> Ints:
+    """Return the numbers of the queries of these sequences, one sequence after the other."""
+    counts = lens[sequences]
+    if counts.max() == 1:
+        return (ends - 1)[sequences]
+    behind = np.cumsum(counts)
+    return np.arange(behind[-1]) + np.repeat(ends[sequences] - behind, counts)
+
+
+def _group_items(shared: PrefixGroup, first_row: int, count: int, most: int) -> Ints:
+    starts = np.arange(0, count, most)
     items = np.empty((len(starts), _ITEM), np.int64)
     items[:, 0] = first_row + starts
-    items[:, 1] = np.minimum(most, members - starts)
+    items[:, 1] = np.minimum(most, count - starts)
     items[:, 2:] = (shared.sequences[0], shared.first, shared.end, int(shared.first == 0), 0)
     return items
 
@@ -149,8 +159,9 @@ def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> I
 def _shared(
     lens: Ints, contexts: Ints, tables: NDArray[np.int32] | None, pages: CachePages | None
 ) -> list[PrefixGroup]:
-    """Return the keys that single queries share, counted in tiles."""
+    """Return the keys that few queries of several sequences share, counted in tiles."""
     if tables is None or pages is None:
         return []
     worth = Worth(LEAST_SHARERS, LEAST_SHARED_TILES)
-    return prefix_groups(lens, contexts, StepTables.of(tables), pages.block_size, pages.whole_tiles, worth)
+    blocks = StepTables.of(tables)
+    return prefix_groups(lens, contexts, blocks, pages.block_size, pages.whole_tiles, worth, MOST_QUERIES)

@@ -145,8 +145,11 @@ def latent_step(seed: int, heads: int, rank: int, turned: int, block_size: int, 
     return LatentStep(**vars(poisoned_step(seed, heads, 1, rank + turned, block_size, chunks)), rank=rank)
 
 
-def tree_step(seed: int, kv_heads: int, group: int, dim: int, block_size: int, children, depths, own) -> Step:
-    """Single queries of sequences whose block tables form a tree: `depths` blocks at each level, then their own."""
+def tree_step(
+    seed: int, kv_heads: int, group: int, dim: int, block_size: int, children, depths, own, few=(1,)
+) -> Step:
+    """Few queries of sequences, as many of each in turn as `few` says, whose block tables form a tree: `depths` blocks
+    at each level, then their own."""
     generator, fresh, paths = torch.Generator().manual_seed(seed), iter(range(10_000)), [()]
     for blocks in depths:
         paths = [
@@ -159,9 +162,11 @@ def tree_step(seed: int, kv_heads: int, group: int, dim: int, block_size: int, c
     table = torch.tensor([rows[i] for i in order], dtype=torch.int32)
     shape = (int(table.max()) + 1, kv_heads, block_size, dim)
     caches = [torch.randn(shape, generator=generator) for _ in range(2)]
-    q = torch.randn(len(rows), kv_heads * group, dim, generator=generator)
+    queries = [few[i % len(few)] for i in range(len(rows))]
+    q = torch.randn(sum(queries), kv_heads * group, dim, generator=generator)
     last = table.shape[1] * block_size
-    return Step(q, *caches, table, [(1, last - i % min(own * block_size, 7)) for i in range(len(rows))])
+    chunks = [(n, last - i % min(own * block_size, 7)) for i, n in enumerate(queries)]
+    return Step(q, *caches, table, chunks)
 
 
 def assert_rows_are_their_own(step: Step, compiled: CompiledOperators) -> None:

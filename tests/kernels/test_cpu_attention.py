@@ -97,14 +97,15 @@ def test_equals_the_reference(seed, kind, kv_heads, group, dim, block_size, wind
     depths=st.lists(st.integers(1, 12), min_size=1, max_size=examples(2, 3)),
     window=st.sampled_from([None, 40, 1000]),
     special=st.booleans(),
+    few=st.sampled_from([(1,), (1, 1, 4), (3, 16, 17, 1)]),
 )
 @settings(max_examples=examples(20, 120), deadline=None)
 def test_shared_prefixes_of_several_levels_change_no_bit(
-    seed, kind, group, dim, block_size, children, depths, window, special
+    seed, kind, group, dim, block_size, children, depths, window, special, few
 ):
-    """`special`: with a soft cap and sinks."""
+    """`special`: with a soft cap and sinks. `few`: queries of a sequence, which has drafts where there are several."""
     way, dtype, codes = kind
-    step = tree_step(seed, 2, group, dim, block_size, children, depths, own=2).to(dtype, codes)
+    step = tree_step(seed, 2, group, dim, block_size, children, depths, 2, few).to(dtype, codes)
     rules = {"soft_cap": 3.0, "sinks": torch.arange(-1.0, step.q.shape[1] - 1)} if special else {}
     together = step.attend(operators(way, codes), window, **rules)
     assert torch.equal(together, step.attend(operators(way, codes), window, share=False, **rules))

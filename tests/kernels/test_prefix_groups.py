@@ -31,25 +31,28 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
     for _ in range(draw(st.integers(0, 12))):
         kept = draw(st.integers(0, width))
         own = draw(st.lists(st.integers(0, 2), min_size=width - kept, max_size=width - kept))
-        contexts.append(draw(st.integers(0, BLOCK * width)))
+        lens.append(draw(st.sampled_from((1, 1, 1, 1, 2, 5))))
+        contexts.append(draw(st.integers(lens[-1], max(lens[-1], BLOCK * width))))
         used = -(-contexts[-1] // BLOCK)
         rows.append([*(trunk[:kept] + own)[:used], *[0] * (width - used)])
-        lens.append(draw(st.sampled_from((1, 1, 1, 1, 2))))
     return lens, contexts, np.array(rows, np.int32).reshape(len(rows), width)
 
 
-def in_common(tables: np.ndarray, contexts: list[int], one: int, other: int) -> int:
-    """Leading blocks that are the same, before both queries."""
-    blocks = max(0, (min(contexts[one], contexts[other]) - 1) // BLOCK)
+def in_common(tables: np.ndarray, before: list[int], one: int, other: int) -> int:
+    """Leading blocks that are the same, before all queries. `before`: the tokens before those of each sequence."""
+    blocks = min(before[one], before[other]) // BLOCK
     return next((b for b in range(blocks) if tables[one, b] != tables[other, b]), blocks)
 
 
-def by_comparing(step: tuple[list[int], list[int], np.ndarray], units: int, worth: Worth) -> Iterator[Found]:
+def by_comparing(
+    step: tuple[list[int], list[int], np.ndarray], units: int, worth: Worth, most_queries: int
+) -> Iterator[Found]:
     """`units`: blocks that make one."""
     lens, contexts, tables = step
+    before = [context - queries for context, queries in zip(contexts, lens, strict=True)]
 
     def shared(one: int, other: int) -> int:
-        return in_common(tables, contexts, one, other) // units
+        return in_common(tables, before, one, other) // units
 
     def inside(members: set[int], taken: int, level: int) -> Iterator[Found]:
         if len(members) < worth.sequences:
@@ -64,7 +67,7 @@ def by_comparing(step: tuple[list[int], list[int], np.ndarray], units: int, wort
             yield from inside(together, taken, level)
             members = members - together
 
-    yield from inside({i for i, queries in enumerate(lens) if queries == 1}, 0, 0)
+    yield from inside({i for i, queries in enumerate(lens) if queries <= most_queries}, 0, 0)
 
 
 def as_found(groups: list[PrefixGroup]) -> list[Found]:
@@ -72,16 +75,16 @@ def as_found(groups: list[PrefixGroup]) -> list[Found]:
 
 
 @settings(max_examples=examples(50, 400), deadline=None)
-@given(steps(), st.sampled_from((1, 2)), st.integers(1, 3), st.integers(2, 4))
-def test_groups_are_those_that_comparing_finds(step, units, least, sharers) -> None:
+@given(steps(), st.sampled_from((1, 2)), st.integers(1, 3), st.integers(2, 4), st.sampled_from((1, 4)))
+def test_groups_are_those_that_comparing_finds(step, units, least, sharers, most_queries) -> None:
     lens, contexts, tables = step
     worth = Worth(sharers, least)
 
     def whole(blocks: Ints) -> Ints:
         return blocks // units
 
-    groups = prefix_groups(lens, contexts, StepTables.of(tables), BLOCK, whole, worth)
-    assert sorted(as_found(groups)) == sorted(by_comparing(step, units, worth))
+    groups = prefix_groups(lens, contexts, StepTables.of(tables), BLOCK, whole, worth, most_queries)
+    assert sorted(as_found(groups)) == sorted(by_comparing(step, units, worth, most_queries))
     ends = dict.fromkeys(range(len(lens)), (0, 0))
     for group in groups:  # outer ones come first, and each begins where the one around it ends
         assert {ends[i] for i in group.sequences.tolist()} == {(group.first, group.level)}
