@@ -74,6 +74,14 @@ def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_it
     return Cost(2 * tokens * inputs * outputs, moved)
 
 
+def sparse_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
+    """Return the cost of a linear layer with a weight of which two of each four inputs are zeros, that are neither read
+    nor multiplied; two bits of each other value say where it stands."""
+    kept = inputs * outputs // 2
+    moved = itemsize * (tokens * (inputs + outputs) + kept) + -(-kept // 4)
+    return Cost(2 * tokens * kept, moved)
+
+
 def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
     """Return the cost of a linear layer with an int8 weight and its scales: a token's activations are quantised (3
     operations a value: compare, multiply, round; 2 divisions a token) and its sums scaled (2 each). The quantised

@@ -22,6 +22,7 @@ from batchinfer.models.ops.interface import (
     Linear,
     Ops,
     RopeTable,
+    SparseWeight,
     Weight,
 )
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, LINES, SCALES, ZEROS, norm_parameters
@@ -166,10 +167,10 @@ def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
 
 
 def _weight(linear: LinearSpec, weights: LayerWeights) -> Weight:
-    """Return a product's weight, with its scales where it is quantised."""
+    """Return a product's weight, with its scales where it is quantised, or as the sparse one that it is."""
     weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
     if scales is None:
-        return weight
+        return weight if linear.form is None or linear.form.coded else SparseWeight(weight)
     group = 0 if linear.form is None else linear.form.group
     lines, zeros = (weights.get(linear.name + end) for end in (LINES, ZEROS))
     return CodedWeight(weight, scales, lines, group, zeros)

@@ -15,6 +15,7 @@ from batchinfer.models.ops.interface import (
     Adapters,
     AttentionInputs,
     AttentionPlan,
+    CodedWeight,
     DecoderLayer,
     Experts,
     ExpertWeights,
@@ -28,6 +29,7 @@ from batchinfer.models.ops.interface import (
     RopeTable,
     Weight,
     placed,
+    values_of,
 )
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
@@ -103,8 +105,8 @@ class CpuOps(TorchOps):
         return CompiledAdapters(self._compiled, factors)
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
-        if isinstance(weight, Tensor):
-            return self._compiled.pack_linear(weight, bias, kind)
+        if not isinstance(weight, CodedWeight):
+            return self._compiled.pack_linear(values_of(weight, self.name), bias, kind)
         if weight.group:
             parts = weight.codes, weight.scales, weight.zeros, weight.group
             return self._compiled.pack_int4(*parts, bias, kind)

@@ -174,13 +174,27 @@ class CodedWeight:
         return self.codes.shape
 
 
-# What a product multiplies with: values of the run's dtype, or quantised ones
-Weight: TypeAlias = Tensor | CodedWeight
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseWeight:
+    """A weight (out, in) of which each four inputs, next to one another, have two zeros, as the checkpoint says."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the weight's shape, (out, in)."""
+        return self.values.shape
+
+
+# What a product multiplies with: values of the run's dtype, those of a sparse weight, or quantised ones
+Weight: TypeAlias = Tensor | SparseWeight | CodedWeight
 
 
 def values_of(weight: Weight, name: str) -> Tensor:
-    """Return a weight that is not quantised, for operators of this name that multiply no others. Raises TypeError for
-    one that is."""
+    """Return a weight that is not quantised, zeros included, for operators of this name that multiply no others. Raises
+    TypeError for one that is."""
+    if isinstance(weight, SparseWeight):
+        return weight.values
     if isinstance(weight, CodedWeight):
         raise TypeError(f"{name} operators have no products of {weight.codes.dtype}")
     return weight

@@ -27,6 +27,7 @@ from batchinfer.models.ops.gpu_linear import (
     TritonAdapters,
     WeightPanel,
 )
+from batchinfer.models.ops.gpu_sparse import sparse_linear
 from batchinfer.models.ops.interface import (
     NO_NORMS,
     Adapters,
@@ -44,6 +45,7 @@ from batchinfer.models.ops.interface import (
     Linear,
     Ops,
     RopeTable,
+    SparseWeight,
     Weight,
     values_of,
 )
@@ -165,6 +167,8 @@ class TritonOps(Ops):
         return "triton" if self._shape.deterministic else "library"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        if isinstance(weight, SparseWeight) and not self._shape.deterministic:
+            return sparse_linear(weight.values, bias)
         return self._packed(weight, bias, None) or LibraryLinear(values_of(weight, self.name), bias)
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
@@ -174,7 +178,8 @@ class TritonOps(Ops):
         if isinstance(weight, CodedWeight):
             int8 = weight.codes.dtype == torch.int8
             return Int8Head(weight) if int8 else Fp8Head(weight, self._shape.deterministic)
-        return InvariantHead(weight) if self._shape.deterministic else LibraryHead(weight)
+        values = values_of(weight, self.name)
+        return InvariantHead(values) if self._shape.deterministic else LibraryHead(values)
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         kind = InvariantExact if self._shape.deterministic else LibraryExact
@@ -196,7 +201,7 @@ class TritonOps(Ops):
             if weight.codes.dtype == torch.int8:
                 return Int8Linear(weight, bias, activation)
             return Fp8Linear(weight, bias, activation, fixed)
-        return InvariantLinear(weight, bias, activation) if fixed else None
+        return InvariantLinear(values_of(weight, self.name), bias, activation) if fixed else None
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
         return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device)

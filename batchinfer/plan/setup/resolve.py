@@ -53,6 +53,8 @@ _ABSENT: Mapping[str, Any] = {
     "output": "tokens",
 }
 
+_SAME_VALUES = ("stored-mxfp4", "stored-sparse")  # as once they are dequantised, or filled up
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -148,8 +150,9 @@ class Setting:
         """Return the options that can change an answer and have a default. Blocks, a device's operators, matrix tiles
         and Arm's vectors decide the order of additions, which counts only where the bits are promised."""
         options: dict[str, Any] = {
-            # what MXFP4 stands for is multiplied, to the bit, whether it is dequantised before or then
-            "quantization": "none" if self.quantization == "stored-mxfp4" else self.quantization,
+            # what MXFP4 stands for is multiplied, to the bit, whether it is dequantised before or then; zeros change no
+            # sum, whether they are added or not
+            "quantization": "none" if self.quantization in _SAME_VALUES else self.quantization,
             "deterministic": self.deterministic,
             "kv_cache_dtype": self.kv_cache,
             "calibrated": self.calibrates,
@@ -230,6 +233,8 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         raise JobFileError(str(job.source), mistakes)
     place = hardware or detect(device)
     quantization = resolved_quantization(job.model.quantization, checkpoint, place, dtype, hardware is None)
+    if quantization == "stored-sparse" and job.engine.deterministic:
+        quantization = "none"  # cuSPARSELt promises no bits
     replicas, gpus = _replicas(job, device, hardware is None)
     return Setting(
         device=device,
@@ -315,6 +320,13 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
             yield Mistake("model.quantization", f"{asked} is {text}, or leave it out")
         if job.engine.deterministic:
             yield Mistake("engine.deterministic", f"true is {text}, or leave it out")
+    sparse = asked == "stored" and checkpoint.stored_quantization == "stored-sparse"
+    if sparse and (cpu or dtype == "float32" or job.engine.deterministic):
+        text = (
+            "only a GPU can leave out the zeros of 2:4 sparse weights, in bfloat16 and float16, and not with "
+            "engine.deterministic; leave it out"
+        )
+        yield Mistake("model.quantization", f"stored: {text}")
     if asked == "stored" and checkpoint.stored_quantization == "none":
         text = "the checkpoint stores no weights that can be multiplied as they are (docs/models.md); leave it out"
         yield Mistake("model.quantization", f"stored: {text}")
@@ -363,6 +375,8 @@ def resolved_quantization(
         return asked
     if stored == "stored-int4":
         return "none"
+    if stored == "stored-sparse":
+        return stored if hardware.device == "cuda" and dtype != "float32" else "none"
     if stored in ("stored-int8", "stored-mxfp4"):
         return stored if hardware.device == "cuda" or dtype != "float16" else "none"
     return stored if multiplies_fp8(hardware, here) else "none"
