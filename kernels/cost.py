@@ -176,6 +176,12 @@ def mxfp4_grouped_linear_cost(
     return plain + Cost(0, hit * outputs * (inputs // 2 + inputs // 32))
 
 
+def mxfp4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
+    """Return the cost of a linear layer with a weight in MXFP4, which is multiplied as the values that it stands for:
+    half a byte a value, and one for each 32. Widening is left out, as in mxfp4_grouped_linear_cost."""
+    return linear_cost(tokens, inputs, outputs, itemsize, 0) + Cost(0, outputs * (inputs // 2 + inputs // 32))
+
+
 def block_fp8_grouped_linear_cost(
     rows: int,
     hit: int,
@@ -213,20 +219,27 @@ def combine_cost(tokens: int, chosen: int, hidden: int, itemsize: int) -> Cost:
 
 
 def weight_only_linear_cost(
-    tokens: int, inputs: int, outputs: int, itemsize: int, *, group: int | None = None, zeros: bool = False
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    itemsize: int,
+    *,
+    group: int | None = None,
+    zeros: bool = False,
+    scale_bytes: int | None = None,
 ) -> Cost:
     """y = x W^T with a weight of packed codes, whose rows are filled up to whole spans.
 
     Without `group` int8: sums are multiplied with their output's float32 scale. With it int4: 8 is taken off a code,
-    which is multiplied with the scale of its group of inputs, `itemsize` bytes, after its zero is taken off where there
-    are `zeros`, of a byte each.
+    which is multiplied with the scale of its group of inputs, `scale_bytes` (None: `itemsize`), after its zero is taken
+    off where there are `zeros`, of a byte each.
     """
     products, values = 2 * tokens * inputs * outputs, inputs * outputs
     packed = -(-inputs // PACKED_TOGETHER) * PACKED_TOGETHER * outputs
     moved = itemsize * tokens * (inputs + outputs)
     if group is None:
         return Cost(products + tokens * outputs, moved + packed + 4 * outputs)
-    grouped = -(-inputs // group) * outputs * (itemsize + zeros)
+    grouped = -(-inputs // group) * outputs * ((scale_bytes or itemsize) + zeros)
     return Cost(products + (2 + zeros) * values, moved + packed // 2 + grouped)
 
 
@@ -239,24 +252,45 @@ PANEL_BYTES = 64 << 20
 MOST_PANEL_ROWS = 1 << 20  # more rows than a step has
 
 
-def widening_cost(inputs: int, outputs: int, itemsize: int, *, group: int, zeros: bool = False) -> Cost:
-    """Return the cost of widening an int4 weight to values, which are written; see weight_only_linear_cost."""
-    read = weight_only_linear_cost(0, inputs, outputs, itemsize, group=group, zeros=zeros)
+def widening_cost(
+    inputs: int,
+    outputs: int,
+    itemsize: int,
+    *,
+    group: int,
+    zeros: bool = False,
+    scale_bytes: int | None = None,
+) -> Cost:
+    """Return the cost of widening a weight of codes in 4 bits to values, which are written; see
+    weight_only_linear_cost."""
+    read = weight_only_linear_cost(
+        0, inputs, outputs, itemsize, group=group, zeros=zeros, scale_bytes=scale_bytes
+    )
     return read + Cost(0, itemsize * inputs * outputs)
 
 
 def least_panel_rows(
-    peaks: Peaks, inputs: int, outputs: int, itemsize: int, *, group: int, zeros: bool = False
+    peaks: Peaks,
+    inputs: int,
+    outputs: int,
+    itemsize: int,
+    *,
+    group: int,
+    zeros: bool = False,
+    scale_bytes: int | None = None,
 ) -> int:
-    """Return the fewest rows from which it takes less time to widen an int4 weight and to multiply with its values than
-    to widen it in registers, which reaches REGISTERS_SHARE of the peak. What widening itself computes is left out."""
+    """Return the fewest rows from which it takes less time to widen a weight of codes in 4 bits and to multiply with
+    its values than to widen it in registers, which reaches REGISTERS_SHARE of the peak. What widening itself computes
+    is left out."""
+    widened = widening_cost(inputs, outputs, itemsize, group=group, zeros=zeros, scale_bytes=scale_bytes)
+    weight_bytes = widened.bytes - itemsize * inputs * outputs
 
     def pays(rows: int) -> bool:
-        read = weight_only_linear_cost(rows, inputs, outputs, itemsize, group=group, zeros=zeros)
         slow = Peaks(peaks.flops_per_s * REGISTERS_SHARE, peaks.bytes_per_s)
         multiplied = linear_cost(rows, inputs, outputs, itemsize, itemsize)
-        apart = widening_cost(inputs, outputs, itemsize, group=group, zeros=zeros).bytes / peaks.bytes_per_s
-        return apart + multiplied.seconds(peaks) < Cost(multiplied.flops, read.bytes).seconds(slow)
+        apart = widened.bytes / peaks.bytes_per_s
+        read = weight_bytes + itemsize * rows * (inputs + outputs)
+        return apart + multiplied.seconds(peaks) < Cost(multiplied.flops, read).seconds(slow)
 
     return bisect_left(range(MOST_PANEL_ROWS), True, key=pays)
 

@@ -71,8 +71,8 @@ def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight
 
 @dataclass(frozen=True, slots=True)
 class MaskedWeight:
-    """A weight of `shape` is stored as these tensors: values (N, K / 2), or as many as there are, and bits (N, K / 8), the first
-    input in the lowest. `half`: two of each four inputs have a value."""
+    """A weight of `shape` is stored as values (N, K / 2), or as many as there are, and bits (N, K / 8), the first input
+    in the lowest. `half`: two of each four inputs have a value."""
 
     shape: Shape
     stored: tuple[str, ...]

@@ -107,6 +107,8 @@ class CpuOps(TorchOps):
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
         if not isinstance(weight, CodedWeight):
             return self._compiled.pack_linear(values_of(weight, self.name), bias, kind)
+        if weight.mxfp4:
+            return self._compiled.pack_mxfp4(weight.codes, weight.scales, bias, kind)
         if weight.group:
             parts = weight.codes, weight.scales, weight.zeros, weight.group
             return self._compiled.pack_int4(*parts, bias, kind)
@@ -115,7 +117,8 @@ class CpuOps(TorchOps):
         return self._compiled.pack_codes(weight.codes, weight.scales, bias, kind)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
-        return CompiledLayer(self._compiled, spec, parts) if CompiledLayer.covers(spec, parts) else None
+        covered = CompiledLayer.covers(spec, parts, self._compiled.layer_widens(self._dtype))
+        return CompiledLayer(self._compiled, spec, parts) if covered else None
 
     def holds(self, cache: CacheSpec) -> bool:
         """Whether these operators have such a cache: one in int8 where the compiled operators were asked for it, none

@@ -26,9 +26,11 @@ from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
-from batchinfer_kernels.gpu.quantized_matmul import int4_panel_matmul, int4_weight_matmul
+from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, mxfp4_matmul, panel_matmul
 from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.low_rank import AdaptedRows
+from batchinfer_kernels.mxfp4 import GROUP as MXFP4_GROUP
+from batchinfer_kernels.mxfp4 import Mxfp4Weight, packed_mxfp4_linear
 from batchinfer_kernels.quantized_matmul import Int4Weight, packed_int4
 
 MIN_RANK = 16  # of factors: the least inner dimension of a tile
@@ -215,15 +217,15 @@ class Fp8Head(Head):
 
 
 class WeightPanel:
-    """Room for the values of a weight, or of a part of its outputs, which all int4 layers of a model use one after the
-    other. It is allocated while weights are packed, so that it stands where it is once steps are captured."""
+    """Room for the values of a weight, or of a part of its outputs, which all layers of a model in 4 bits use one after
+    the other. It is allocated while weights are packed, so that it stands where it is once steps are captured."""
 
     def __init__(self) -> None:
         self._values: Tensor | None = None
 
-    def reserve(self, weight: Int4Weight) -> None:
-        """Make room for the whole weight, or for PANEL_BYTES of it, and for one output at the least."""
-        dtype, outputs = weight.scales.dtype, weight.outputs
+    def reserve(self, weight: Int4Weight | Mxfp4Weight, dtype: torch.dtype) -> None:
+        """Make room for values of the whole weight, or for PANEL_BYTES of it, and for one output at the least."""
+        outputs = weight.outputs
         most = max(1, PANEL_BYTES // dtype.itemsize // max(1, weight.inputs))
         values = min(outputs, most) * weight.inputs
         if self._values is None or self._values.numel() < values:
@@ -236,9 +238,10 @@ class WeightPanel:
         return self._values
 
 
-class Int4Linear(KernelLinear):
-    """A product with int4 values, x as it is: few rows multiply them as they are widened in registers, many rows the
-    library's way, once they are widened into the panel. Where it is `deterministic` all rows are few.
+class WidenedLinear(KernelLinear):
+    """A product with values of 4 bits, int4 or MXFP4, x as it is: few rows multiply them as they are widened in
+    registers, many rows the library's way, once they are widened into the panel. Where it is `deterministic` all rows
+    are few.
 
     `peaks`: of the GPU, which say how many rows are many. Raises ValueError for groups that the kernels do not have.
     """
@@ -253,18 +256,30 @@ class Int4Linear(KernelLinear):
         peaks: Peaks,
     ) -> None:
         """`panel`: None where the product is deterministic."""
-        packed = packed_int4(weight.codes, weight.scales, weight.zeros, weight.group, dtype)
+        packed: Int4Weight | Mxfp4Weight
+        if weight.mxfp4:
+            packed = packed_mxfp4_linear(weight.codes, weight.scales)
+            group, zeros, scale_bytes = MXFP4_GROUP, False, 1
+        else:
+            packed = packed_int4(weight.codes, weight.scales, weight.zeros, weight.group, dtype)
+            group, zeros, scale_bytes = packed.group, packed.zeros is not None, dtype.itemsize
         super().__init__((packed.outputs, packed.inputs), activation)
         self._weight, self._bias, self._panel = packed, bias, panel
-        zeros, sizes = packed.zeros is not None, (packed.inputs, packed.outputs)
-        self.many = least_panel_rows(peaks, *sizes, dtype.itemsize, group=packed.group, zeros=zeros)
+        sizes = packed.inputs, packed.outputs, dtype.itemsize
+        self.many = least_panel_rows(peaks, *sizes, group=group, zeros=zeros, scale_bytes=scale_bytes)
         if panel is not None:
-            panel.reserve(packed)
+            panel.reserve(packed, dtype)
 
     def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
         panel, gate = self._panel, activation
         if panel is None or len(x) < self.many:
-            fixed = panel is None
-            return int4_weight_matmul(x, self._weight, self._bias, activation=gate, deterministic=fixed)
-        y = int4_panel_matmul(x, self._weight, self._bias, panel.values)
+            return self._by_few(x, gate, panel is None)
+        y = panel_matmul(x, self._weight, self._bias, panel.values)
         return y if gate is None else gated_activation(y, gate)
+
+    def _by_few(self, x: Tensor, gate: Activation | None, fixed: bool) -> Tensor:
+        """Multiply with values that are widened in registers."""
+        weight = self._weight
+        if isinstance(weight, Int4Weight):
+            return int4_weight_matmul(x, weight, self._bias, activation=gate, deterministic=fixed)
+        return mxfp4_matmul(x, weight, self._bias, activation=gate, deterministic=fixed)

@@ -160,7 +160,8 @@ class CodedWeight:
     """A weight whose values are quantised: `codes` (out, in), int8 or float8_e4m3fn, and scales (out,) float32, or
     (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
     batchinfer_kernels.block_fp8_matmul. With a `group` codes are int4, in int8, and scales and maybe zeros (out, groups
-    of so many inputs) float32; see batchinfer_kernels.int4_linear."""
+    of so many inputs) float32; see batchinfer_kernels.int4_linear. Or they are MXFP4, (out, in / 2) uint8, and scales
+    exponents, (out, in / 32) uint8; see batchinfer_kernels.mxfp4."""
 
     codes: Tensor
     scales: Tensor
@@ -169,9 +170,15 @@ class CodedWeight:
     zeros: Tensor | None = None
 
     @property
+    def mxfp4(self) -> bool:
+        """Whether the weight is in MXFP4."""
+        return self.scales.dtype == torch.uint8
+
+    @property
     def shape(self) -> torch.Size:
         """Return the weight's shape, (out, in)."""
-        return self.codes.shape
+        outputs, held = self.codes.shape
+        return torch.Size((outputs, 2 * held)) if self.mxfp4 else self.codes.shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,6 @@ from batchinfer.models.ops.gpu_experts import CodedExperts, TritonExperts, Trito
 from batchinfer.models.ops.gpu_linear import (
     Fp8Head,
     Fp8Linear,
-    Int4Linear,
     Int8Head,
     Int8Linear,
     InvariantExact,
@@ -26,6 +25,7 @@ from batchinfer.models.ops.gpu_linear import (
     LibraryLinear,
     TritonAdapters,
     WeightPanel,
+    WidenedLinear,
 )
 from batchinfer.models.ops.gpu_sparse import sparse_linear
 from batchinfer.models.ops.interface import (
@@ -197,7 +197,7 @@ class TritonOps(Ops):
         if isinstance(weight, CodedWeight):
             if weight.group:
                 panel = None if fixed else self._panel
-                return Int4Linear(weight, bias, activation, self._shape.dtype, panel, self._peaks)
+                return WidenedLinear(weight, bias, activation, self._shape.dtype, panel, self._peaks)
             if weight.codes.dtype == torch.int8:
                 return Int8Linear(weight, bias, activation)
             return Fp8Linear(weight, bias, activation, fixed)

@@ -39,6 +39,7 @@ from batchinfer_kernels.cost import (
     layer_norm_cost,
     linear_cost,
     mxfp4_grouped_linear_cost,
+    mxfp4_linear_cost,
     quantized_grouped_linear_cost,
     quantized_linear_cost,
     rms_norm_cost,
@@ -271,6 +272,8 @@ def _linear(linear: LinearSpec, itemsize: int, device: Device = "cpu") -> Callab
         return lambda n: sparse_linear_cost(n, inputs, outputs, itemsize)
     if form.scales == "block":
         return lambda n: block_fp8_linear_cost(n, inputs, outputs, itemsize)
+    if form.codes == "mxfp4":
+        return lambda n: mxfp4_linear_cost(n, inputs, outputs, itemsize)
     if form.scales == "group" and device == "cuda":
         return lambda n: weight_only_linear_cost(n, inputs, outputs, itemsize, group=form.group)
     if form.scales == "group":
