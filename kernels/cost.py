@@ -408,6 +408,16 @@ def scale_cost(tokens: int, width: int, itemsize: int) -> Cost:
     return Cost(tokens * width, 2 * tokens * width * itemsize)
 
 
+def low_rank_cost(tokens: int, adapters: int, inputs: int, outputs: int, rank: int, itemsize: int) -> Cost:
+    """Return the cost of adding B A x to a product: A x and B of that for tokens that have an adapter of this rank,
+    which is then added, in float32; the factors of each of the adapters that they have are read once."""
+    width = inputs + outputs
+    moved = (
+        itemsize * tokens * (inputs + 2 * rank) + 12 * tokens * outputs + itemsize * adapters * rank * width
+    )
+    return Cost(tokens * (2 * rank * width + outputs), moved)
+
+
 def cap_cost(rows: int, vocab: int) -> Cost:
     """cap × tanh(logit / cap) of float32 logits: three a value; read and written."""
     return Cost(3 * rows * vocab, 2 * rows * vocab * 4)
@@ -446,6 +456,8 @@ class StepShape:
     pairs: int  # (query, key) pairs attended, summed over layers (their sliding windows may differ)
     kv_tokens: int  # distinct cached tokens read, summed over layers
     copied: int = 0  # cached tokens that are copied, in every layer that keeps K and V
+    adapted: int = 0  # query tokens that have an adapter
+    adapters: int = 0  # how many adapters these have
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +477,8 @@ class OperatorCost:
     kv_token: Cost = Cost()
     copied: Cost = Cost()
     expert: Cost = Cost()
+    adapted: Cost = Cost()
+    adapter: Cost = Cost()
     only_sampled: bool = False
     experts: int = 0
     chosen: int = 0
@@ -482,8 +496,13 @@ class OperatorCost:
         if not step.tokens or (self.only_sampled and not step.sampled):
             return Cost()
         hit = expected_hit(step.tokens, self.experts, self.chosen) if self.experts else 0
-        counts = (1, step.tokens, step.sampled, step.pairs, step.kv_tokens, step.copied, hit)
-        parts = (self.step, self.token, self.sampled, self.pair, self.kv_token, self.copied, self.expert)
+        counts = (
+            1, step.tokens, step.sampled, step.pairs, step.kv_tokens, step.copied, hit, step.adapted, step.adapters,
+        )  # fmt: skip
+        parts = (
+            self.step, self.token, self.sampled, self.pair, self.kv_token, self.copied, self.expert, self.adapted,
+            self.adapter,
+        )  # fmt: skip
         flops = moved = coded = 0
         for count, cost in zip(counts, parts, strict=True):  # every step of a run comes past here
             flops += count * cost.flops
@@ -492,7 +511,7 @@ class OperatorCost:
         return Cost(flops, moved, coded)
 
 
-_PARTS = ("step", "token", "sampled", "pair", "kv_token", "copied", "expert")
+_PARTS = ("step", "token", "sampled", "pair", "kv_token", "copied", "expert", "adapted", "adapter")
 
 OperatorKind = Literal["linear", "attention", "sampling", "elementwise"]
 OPERATOR_KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)
@@ -531,6 +550,7 @@ class ModelCost:
     causal: bool = (
         True  # whether a query sees earlier keys alone; else those of both sides, each as far as the window
     )
+    adapted: bool = False  # whether tokens may have adapters
 
     @property
     def layers(self) -> int:

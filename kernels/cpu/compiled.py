@@ -281,8 +281,11 @@ class CompiledOperators(CachedOperators):
             raise ValueError(f"an expert below 0 or above {gate_up.count - 1} was chosen")
         return room.y
 
-    def pack_factors(self, factors: Sequence[tuple[Tensor, Tensor] | None]) -> PackedLowRank:
-        """Factors as for batchinfer_kernels.low_rank. Raises ValueError where they do not fit one another."""
+    def pack_factors(
+        self, factors: Sequence[tuple[Tensor, Tensor] | None], places: int | None = None
+    ) -> PackedLowRank:
+        """Factors as for batchinfer_kernels.low_rank. With `places` so many adapters are read, those that are put
+        there. Raises ValueError where they do not fit one another."""
         known = [own for own in factors if own is not None]
         if not known:
             raise ValueError("no adapter has factors")
@@ -297,7 +300,7 @@ class CompiledOperators(CachedOperators):
                 if own is None
                 else (self.pack_linear(own[0], None), self.pack_linear(own[1], None, "float"))
             )
-        return PackedLowRank(packed, len(b), a.shape[1])
+        return PackedLowRank(packed, len(b), a.shape[1], places)
 
     def low_rank(self, x: Tensor, factors: PackedLowRank, rows: AdaptedRows) -> Tensor:
         """x: (T, inputs) → (n, outputs) float32, of the tokens that have an adapter, in their order. Raises ValueError

@@ -11,6 +11,7 @@ from batchinfer.models.decoder.attention import AttentionHalf, attention_half, p
 from batchinfer.models.decoder.feed_forward import feed_forward, pack_experts
 from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.ops.interface import (
+    AdapterRoom,
     Adapters,
     AttentionInputs,
     AttentionPlan,
@@ -123,9 +124,10 @@ def pack_layer(
     weights: LayerWeights,
     rope: RopeTable | None = None,
     adapters: int = 0,
+    room: AdapterRoom | None = None,
 ) -> LayerParts:
     """Pack the layer's weights as the operators want them. `rope`: None where it has no attention, or is not known
-    yet. `adapters`: how many there are, whose factors may be among the weights."""
+    yet. `adapters`: how many there are, whose factors may be among the weights; `room`: as for pack_weights."""
     linears = {
         linear.name: _packed(ops, linear, weights)
         for linear in spec.linears
@@ -139,11 +141,13 @@ def pack_layer(
         pack_experts(ops, spec, weights),
         {name: weights[name] for name in spec.vectors},
         pack_latent_heads(ops, spec, weights),
-        adapters=dict(_adapters(ops, spec, weights, adapters)),
+        adapters=dict(_adapters(ops, spec, weights, adapters, room)),
     )
 
 
-def _adapters(ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int) -> Iterator[tuple[str, Adapters]]:
+def _adapters(
+    ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int, room: AdapterRoom | None
+) -> Iterator[tuple[str, Adapters]]:
     """Yield the names of the products that any adapter changes, and the factors of all adapters for each."""
     for linear in spec.linears:
         found = [
@@ -153,7 +157,7 @@ def _adapters(ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int) -> I
             )
         ]
         if any(factors is not None for factors in found):
-            yield linear.name, ops.pack_adapters(found)
+            yield linear.name, ops.pack_adapters(found, room)
 
 
 def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:

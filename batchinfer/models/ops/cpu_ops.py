@@ -12,6 +12,7 @@ from batchinfer.models.ops.cpu_layer import CompiledLayer, ItemPlan
 from batchinfer.models.ops.cpu_linear import CompiledAdapters, CompiledHead, CompiledLinear
 from batchinfer.models.ops.interface import (
     NO_NORMS,
+    AdapterRoom,
     Adapters,
     AttentionInputs,
     AttentionPlan,
@@ -101,8 +102,8 @@ class CpuOps(TorchOps):
         back = pack(self._compiled, down, "plain")
         return CompiledExperts(self._compiled, into, back)
 
-    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
-        return CompiledAdapters(self._compiled, factors)
+    def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
         if not isinstance(weight, CodedWeight):

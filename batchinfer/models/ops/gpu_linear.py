@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.interface import (
+    AdapterRoom,
     Adapters,
     AddedValues,
     CodedWeight,
@@ -99,23 +100,46 @@ class KernelLinear(Linear):
 
 class TritonAdapters(Adapters):
     """Grouped products of all tokens, sorted by their adapter: those without one have factors of zeros, so that what is
-    launched depends on the number of tokens alone. Ranks are rounded up to the greatest one."""
+    launched depends on the number of tokens alone. Ranks are rounded up to the greatest one. With `room` factors wait
+    in pinned memory, from which they are copied into their places."""
 
-    def __init__(self, factors: Sequence[Factors | None], deterministic: bool) -> None:
+    def __init__(
+        self, factors: Sequence[Factors | None], deterministic: bool, room: AdapterRoom | None = None
+    ) -> None:
         known = [own for own in factors if own is not None]
         rank = max(MIN_RANK, *(len(own.a) for own in known))
-        (_, inputs), outputs, count = known[0].a.shape, len(known[0].b), len(factors) + 1
-        self._a = known[0].a.new_zeros(count, rank, inputs)
-        self._b = known[0].b.new_zeros(count, outputs, rank)
-        for at, own in enumerate(factors, 1):
-            if own is not None:
-                self._a[at, : len(own.a)], self._b[at, :, : len(own.a)] = own.a, own.b
+        (_, inputs), outputs, first = known[0].a.shape, len(known[0].b), known[0].a
+        device = first.device if room is None else room.device
+        count = 1 + (len(factors) if room is None else room.places)
+        self._a = first.new_zeros(count, rank, inputs, device=device)
+        self._b = first.new_zeros(count, outputs, rank, device=device)
+        self._kept = [*factors] if room is None or device.type == "cpu" else [*map(_pinned, factors)]
         self._deterministic = deterministic
+        if room is None:
+            for number in range(1, count):
+                self.place(number, number)
+            self._kept.clear()
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
         how = self._deterministic
         low = grouped_matmul(x, self._a, rows.starts, from_rows=rows.order, deterministic=how)
         return AddedValues(grouped_matmul(low, self._b, rows.starts, deterministic=how), rows)
+
+    def place(self, number: int, place: int) -> None:
+        own, a, b = self._kept[number - 1], self._a[place], self._b[place]
+        rank = 0 if own is None else len(own.a)
+        a[rank:].zero_()
+        b[:, rank:].zero_()
+        if (
+            own is not None
+        ):  # copies run in the order of the steps, so that those before are done with the place
+            a[:rank].copy_(own.a, non_blocking=True)
+            b[:, :rank].copy_(own.b, non_blocking=True)
+
+
+def _pinned(own: Factors | None) -> Factors | None:
+    """Return factors in memory that a GPU reads while the host goes on."""
+    return None if own is None else Factors(own.a.pin_memory(), own.b.pin_memory())
 
 
 class InvariantLinear(KernelLinear):

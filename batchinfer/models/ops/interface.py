@@ -109,12 +109,26 @@ class AddedValues:
         return (results.float() + self.spread()).to(results.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """Room for the factors of `places` adapters at a time on a device; the others wait in the host's memory."""
+
+    places: int
+    device: torch.device
+
+
 class Adapters(ABC):
-    """The factors of all adapters for one product, packed as the operators like best."""
+    """The factors of adapters for one product, packed as the operators like best: of all, or those that stand in
+    places."""
 
     @abstractmethod
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
         """x: (T, in), what the product reads."""
+
+    @abstractmethod
+    def place(self, number: int, place: int) -> None:
+        """Put the factors of the adapter with this number, from 1 on, into a place, from 1 on. What was launched before
+        still reads what stood there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +396,9 @@ class Ops(ABC):
         """Prepare the weights of heads, (heads, out, in)."""
 
     @abstractmethod
-    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
-        """Prepare what adapters add to a product; None for an adapter that adds nothing to it."""
+    def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        """Prepare what adapters add to a product; None for an adapter that adds nothing to it. `room`: the factors are
+        in the host's memory, and nothing stands in any place yet; None: each adapter has a place for ever."""
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
         """logits: (T, experts) float32. See batchinfer_kernels.experts; the host waits for nothing."""

@@ -30,6 +30,7 @@ from batchinfer.models.ops.gpu_linear import (
 from batchinfer.models.ops.gpu_sparse import sparse_linear
 from batchinfer.models.ops.interface import (
     NO_NORMS,
+    AdapterRoom,
     Adapters,
     AttentionInputs,
     AttentionPlan,
@@ -344,8 +345,8 @@ class TritonOps(Ops):
             out=out,
         )
 
-    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
-        return TritonAdapters(factors, self._shape.deterministic)
+    def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        return TritonAdapters(factors, self._shape.deterministic, room)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
         return TritonHeads(weights, self._shape.deterministic)

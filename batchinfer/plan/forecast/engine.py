@@ -184,7 +184,7 @@ def _room(job: Job, setup: Setup, longest: int) -> _Room:
     on_gpu = setting.device == "cuda"
     free = setting.hardware.memory_bytes if on_gpu else config.memory or setting.memory()
     free = free or 1 << 62
-    free -= setup.checkpoint.weight_bytes
+    free -= setup.checkpoint.weight_bytes + setting.adapter_bytes
     panel = PANEL_BYTES if on_gpu and _widens(setup) and not setting.deterministic else 0
     blocks = cache_blocks(
         block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, setting.device, panel

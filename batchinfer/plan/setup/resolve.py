@@ -26,6 +26,7 @@ from batchinfer.machine.hardware import (
     usable_gpus,
 )
 from batchinfer.machine.memory import available_memory
+from batchinfer.models.adapters.sizes import AdapterSizes
 from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_pairs import pair_mistakes
@@ -53,6 +54,8 @@ _ABSENT: Mapping[str, Any] = {
     "output": "tokens",
 }
 
+# Of a GPU's memory, for adapters: with rank 16 on all modules of an 8B model some 60 of an H100. The cache has the rest.
+ADAPTERS_SHARE = 0.1
 _SAME_VALUES = ("stored-mxfp4", "stored-sparse")  # as once they are dequantised, or filled up
 
 
@@ -78,6 +81,7 @@ class Setting:
     # bytes of this machine's memory that were free before any engine was started; None: a machine elsewhere
     free_memory: int | None = None
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
+    adapter_sizes: AdapterSizes | None = None  # of those that stand beside the weights
 
     def for_rows(self, rows: int) -> Setting:
         """Return the setting with no more engines than there are rows."""
@@ -114,8 +118,31 @@ class Setting:
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """Return what steps of the model cost, as it will lie in memory."""
-        itemsize = 4 if self.dtype == "float32" else 2
-        return checkpoint.cost(itemsize, self.quantization, self.kv_cache, self.device)
+        found = checkpoint.cost(self.itemsize, self.quantization, self.kv_cache, self.device)
+        return found if self.adapter_sizes is None else self.adapter_sizes.with_cost(found)
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a value that is not quantised."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def adapter_places(self) -> int | None:
+        """Return how many adapters are on a GPU at a time; None: all."""
+        sizes, memory = self.adapter_sizes, self.hardware.memory_bytes
+        if sizes is None or self.device == "cpu" or memory is None:
+            return None
+        return sizes.places(int(memory * ADAPTERS_SHARE), self.itemsize)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Return the bytes of the device that adapters take beside an engine's weights."""
+        sizes, places = self.adapter_sizes, self.adapter_places
+        if sizes is None:
+            return 0
+        if self.device == "cpu":
+            return sizes.values * self.itemsize
+        return sizes.place_values * ((sizes.count if places is None else places) + 1) * self.itemsize
 
     def context(
         self,
@@ -185,6 +212,7 @@ class Setting:
             tiles=self.tiles,
             kv_cache=self.kv_cache,
             adapters=self.adapters,
+            adapter_places=self.adapter_places,
         )
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
