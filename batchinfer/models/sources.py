@@ -117,7 +117,7 @@ class ModelSource:
 
     @property
     def _sizes(self) -> AdapterSizes | None:
-        """What the adapters beside the weights take."""
+        """Return what the adapters beside the weights take; None: there are none."""
         return sizes_of(self.spec, [*self.adapters.values()])
 
     def weight_bytes(self, cost: ModelCost) -> int:

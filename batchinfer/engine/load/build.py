@@ -36,12 +36,10 @@ from batchinfer.engine.schedule.budget import admission_costs, captured_tokens, 
 from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsFor
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
-from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.arithmetic import Arithmetic
-from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer.models.ops.interface import LayerCache, Ops
 from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
@@ -121,9 +119,7 @@ class LoadedWeights:
         sampler = Sampler(eos, self.masks, device.type == "cpu", model.classifier)
         layout = cache_layout(source.spec.caches, block_size, longest)
         runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
-        numbers = _numbers(config.load.adapters, source)
-        if isinstance(model, Decoder):
-            runner.state.adapters = AdapterPlaces(numbers, model.adapter_places, model.place_adapter)
+        runner.give_adapters(_numbers(config.load.adapters, source))
         memory = _CacheMemory(config, source, runner, limits, self.arithmetic.dtype, longest)
         counters = model.expert_loads if source.can_be_captured else None
         fitted = _fit(runner, limits, memory.room(), counters, config, self.untimed)

@@ -1,4 +1,4 @@
-"""What a job's adapters take: memory, and in a step products and bytes. No torch."""
+"""Counts what a job's adapters take: memory, and in a step products and bytes. No torch."""
 
 from __future__ import annotations
 

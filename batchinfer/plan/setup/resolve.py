@@ -54,7 +54,7 @@ _ABSENT: Mapping[str, Any] = {
     "output": "tokens",
 }
 
-# Of a GPU's memory, for adapters: with rank 16 on all modules of an 8B model some 60 of an H100. The cache has the rest.
+# Of a GPU's memory, for adapters, beside the cache: with rank 16 on all modules of an 8B model some 60 of an H100
 ADAPTERS_SHARE = 0.1
 _SAME_VALUES = ("stored-mxfp4", "stored-sparse")  # as once they are dequantised, or filled up
 
