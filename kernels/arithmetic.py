@@ -15,15 +15,19 @@ KvCacheDtype = Literal["auto", CacheDtype]  # auto: values in the dtype of the r
 # Of the linear layers' weights, as a job may ask for them; stored: quantised values stay as the checkpoint has them
 AskedQuantization = Literal["auto", "none", "int4", "int8", "fp8", "stored"]
 # As they are loaded; stored: in fp8
-Quantization = Literal["none", "int4", "int8", "fp8", "stored", "stored-int8", "stored-int4", "stored-mxfp4"]
+Quantization = Literal[
+    "none", "int4", "int8", "fp8", "stored", "stored-int8", "stored-int4", "stored-mxfp4", "stored-sparse"
+]
 STORED: Mapping[WeightCodes, Quantization] = {
     "fp8": "stored",
     "int8": "stored-int8",
     "int4": "stored-int4",
     "mxfp4": "stored-mxfp4",
+    "sparse": "stored-sparse",
 }  # by what a checkpoint holds
-# Of a weight's quantised values; fp8: float8_e4m3fn; mxfp4: of 4 bits, of which 32 inputs share a power of two
-WeightCodes = Literal["int4", "int8", "fp8", "mxfp4"]
+# Of a weight's quantised values; fp8: float8_e4m3fn; mxfp4: of 4 bits, of which 32 inputs share a power of two. sparse:
+# values of the run's dtype, of which each four inputs have two, and zeros
+WeightCodes = Literal["int4", "int8", "fp8", "mxfp4", "sparse"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
 SCALE_BYTES = 4  # of float32
 
@@ -41,8 +45,15 @@ class WeightForm:
     whole_zeros: bool = True
 
     @property
-    def value_bytes(self) -> float:
-        """Return the bytes that a value takes, with its part of the scales of groups."""
+    def coded(self) -> bool:
+        """Whether its values are quantised."""
+        return self.codes != "sparse"
+
+    def value_bytes(self, itemsize: int) -> float:
+        """Return the bytes that a value takes, with its part of the scales of groups; `itemsize`: of one that is not
+        quantised. Of those of which every other one is zero, two bits say where the other ones stand."""
+        if self.codes == "sparse":
+            return itemsize / 2 + 1 / 8
         if self.codes == "mxfp4":  # a scale is an exponent of a byte
             return 0.5 + 1 / self.group
         return 0.5 + SCALE_BYTES / self.group if self.codes == "int4" else 1.0

@@ -74,6 +74,14 @@ def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_it
     return Cost(2 * tokens * inputs * outputs, moved)
 
 
+def sparse_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
+    """Return the cost of a linear layer with a weight of which two of each four inputs are zeros, that are neither read
+    nor multiplied; two bits of each other value say where it stands."""
+    kept = inputs * outputs // 2
+    moved = itemsize * (tokens * (inputs + outputs) + kept) + -(-kept // 4)
+    return Cost(2 * tokens * kept, moved)
+
+
 def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
     """Return the cost of a linear layer with an int8 weight and its scales: a token's activations are quantised (3
     operations a value: compare, multiply, round; 2 divisions a token) and its sums scaled (2 each). The quantised
@@ -168,6 +176,12 @@ def mxfp4_grouped_linear_cost(
     return plain + Cost(0, hit * outputs * (inputs // 2 + inputs // 32))
 
 
+def mxfp4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
+    """Return the cost of a linear layer with a weight in MXFP4, which is multiplied as the values that it stands for:
+    half a byte a value, and one for each 32. Widening is left out, as in mxfp4_grouped_linear_cost."""
+    return linear_cost(tokens, inputs, outputs, itemsize, 0) + Cost(0, outputs * (inputs // 2 + inputs // 32))
+
+
 def block_fp8_grouped_linear_cost(
     rows: int,
     hit: int,
@@ -205,20 +219,27 @@ def combine_cost(tokens: int, chosen: int, hidden: int, itemsize: int) -> Cost:
 
 
 def weight_only_linear_cost(
-    tokens: int, inputs: int, outputs: int, itemsize: int, *, group: int | None = None, zeros: bool = False
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    itemsize: int,
+    *,
+    group: int | None = None,
+    zeros: bool = False,
+    scale_bytes: int | None = None,
 ) -> Cost:
     """y = x W^T with a weight of packed codes, whose rows are filled up to whole spans.
 
     Without `group` int8: sums are multiplied with their output's float32 scale. With it int4: 8 is taken off a code,
-    which is multiplied with the scale of its group of inputs, `itemsize` bytes, after its zero is taken off where there
-    are `zeros`, of a byte each.
+    which is multiplied with the scale of its group of inputs, `scale_bytes` (None: `itemsize`), after its zero is taken
+    off where there are `zeros`, of a byte each.
     """
     products, values = 2 * tokens * inputs * outputs, inputs * outputs
     packed = -(-inputs // PACKED_TOGETHER) * PACKED_TOGETHER * outputs
     moved = itemsize * tokens * (inputs + outputs)
     if group is None:
         return Cost(products + tokens * outputs, moved + packed + 4 * outputs)
-    grouped = -(-inputs // group) * outputs * (itemsize + zeros)
+    grouped = -(-inputs // group) * outputs * ((scale_bytes or itemsize) + zeros)
     return Cost(products + (2 + zeros) * values, moved + packed // 2 + grouped)
 
 
@@ -231,24 +252,45 @@ PANEL_BYTES = 64 << 20
 MOST_PANEL_ROWS = 1 << 20  # more rows than a step has
 
 
-def widening_cost(inputs: int, outputs: int, itemsize: int, *, group: int, zeros: bool = False) -> Cost:
-    """Return the cost of widening an int4 weight to values, which are written; see weight_only_linear_cost."""
-    read = weight_only_linear_cost(0, inputs, outputs, itemsize, group=group, zeros=zeros)
+def widening_cost(
+    inputs: int,
+    outputs: int,
+    itemsize: int,
+    *,
+    group: int,
+    zeros: bool = False,
+    scale_bytes: int | None = None,
+) -> Cost:
+    """Return the cost of widening a weight of codes in 4 bits to values, which are written; see
+    weight_only_linear_cost."""
+    read = weight_only_linear_cost(
+        0, inputs, outputs, itemsize, group=group, zeros=zeros, scale_bytes=scale_bytes
+    )
     return read + Cost(0, itemsize * inputs * outputs)
 
 
 def least_panel_rows(
-    peaks: Peaks, inputs: int, outputs: int, itemsize: int, *, group: int, zeros: bool = False
+    peaks: Peaks,
+    inputs: int,
+    outputs: int,
+    itemsize: int,
+    *,
+    group: int,
+    zeros: bool = False,
+    scale_bytes: int | None = None,
 ) -> int:
-    """Return the fewest rows from which it takes less time to widen an int4 weight and to multiply with its values than
-    to widen it in registers, which reaches REGISTERS_SHARE of the peak. What widening itself computes is left out."""
+    """Return the fewest rows from which it takes less time to widen a weight of codes in 4 bits and to multiply with
+    its values than to widen it in registers, which reaches REGISTERS_SHARE of the peak. What widening itself computes
+    is left out."""
+    widened = widening_cost(inputs, outputs, itemsize, group=group, zeros=zeros, scale_bytes=scale_bytes)
+    weight_bytes = widened.bytes - itemsize * inputs * outputs
 
     def pays(rows: int) -> bool:
-        read = weight_only_linear_cost(rows, inputs, outputs, itemsize, group=group, zeros=zeros)
         slow = Peaks(peaks.flops_per_s * REGISTERS_SHARE, peaks.bytes_per_s)
         multiplied = linear_cost(rows, inputs, outputs, itemsize, itemsize)
-        apart = widening_cost(inputs, outputs, itemsize, group=group, zeros=zeros).bytes / peaks.bytes_per_s
-        return apart + multiplied.seconds(peaks) < Cost(multiplied.flops, read.bytes).seconds(slow)
+        apart = widened.bytes / peaks.bytes_per_s
+        read = weight_bytes + itemsize * rows * (inputs + outputs)
+        return apart + multiplied.seconds(peaks) < Cost(multiplied.flops, read).seconds(slow)
 
     return bisect_left(range(MOST_PANEL_ROWS), True, key=pays)
 
@@ -366,6 +408,16 @@ def scale_cost(tokens: int, width: int, itemsize: int) -> Cost:
     return Cost(tokens * width, 2 * tokens * width * itemsize)
 
 
+def low_rank_cost(tokens: int, adapters: int, inputs: int, outputs: int, rank: int, itemsize: int) -> Cost:
+    """Return the cost of adding B A x to a product: A x and B of that for tokens that have an adapter of this rank,
+    which is then added, in float32; the factors of each of the adapters that they have are read once."""
+    width = inputs + outputs
+    moved = (
+        itemsize * tokens * (inputs + 2 * rank) + 12 * tokens * outputs + itemsize * adapters * rank * width
+    )
+    return Cost(tokens * (2 * rank * width + outputs), moved)
+
+
 def cap_cost(rows: int, vocab: int) -> Cost:
     """cap × tanh(logit / cap) of float32 logits: three a value; read and written."""
     return Cost(3 * rows * vocab, 2 * rows * vocab * 4)
@@ -404,6 +456,8 @@ class StepShape:
     pairs: int  # (query, key) pairs attended, summed over layers (their sliding windows may differ)
     kv_tokens: int  # distinct cached tokens read, summed over layers
     copied: int = 0  # cached tokens that are copied, in every layer that keeps K and V
+    adapted: int = 0  # query tokens that have an adapter
+    adapters: int = 0  # how many adapters these have
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +477,8 @@ class OperatorCost:
     kv_token: Cost = Cost()
     copied: Cost = Cost()
     expert: Cost = Cost()
+    adapted: Cost = Cost()
+    adapter: Cost = Cost()
     only_sampled: bool = False
     experts: int = 0
     chosen: int = 0
@@ -440,8 +496,13 @@ class OperatorCost:
         if not step.tokens or (self.only_sampled and not step.sampled):
             return Cost()
         hit = expected_hit(step.tokens, self.experts, self.chosen) if self.experts else 0
-        counts = (1, step.tokens, step.sampled, step.pairs, step.kv_tokens, step.copied, hit)
-        parts = (self.step, self.token, self.sampled, self.pair, self.kv_token, self.copied, self.expert)
+        counts = (
+            1, step.tokens, step.sampled, step.pairs, step.kv_tokens, step.copied, hit, step.adapted, step.adapters,
+        )  # fmt: skip
+        parts = (
+            self.step, self.token, self.sampled, self.pair, self.kv_token, self.copied, self.expert, self.adapted,
+            self.adapter,
+        )  # fmt: skip
         flops = moved = coded = 0
         for count, cost in zip(counts, parts, strict=True):  # every step of a run comes past here
             flops += count * cost.flops
@@ -450,7 +511,7 @@ class OperatorCost:
         return Cost(flops, moved, coded)
 
 
-_PARTS = ("step", "token", "sampled", "pair", "kv_token", "copied", "expert")
+_PARTS = ("step", "token", "sampled", "pair", "kv_token", "copied", "expert", "adapted", "adapter")
 
 OperatorKind = Literal["linear", "attention", "sampling", "elementwise"]
 OPERATOR_KINDS: tuple[OperatorKind, ...] = get_args(OperatorKind)
@@ -489,6 +550,7 @@ class ModelCost:
     causal: bool = (
         True  # whether a query sees earlier keys alone; else those of both sides, each as far as the window
     )
+    adapted: bool = False  # whether tokens may have adapters
 
     @property
     def layers(self) -> int:

@@ -1,4 +1,4 @@
-"""Weights of experts in MXFP4: floats of 4 bits (E2M1), of which 32 inputs of an output share a power of two (Open
+"""Weights in MXFP4: floats of 4 bits (E2M1), of which 32 inputs of an output share a power of two (Open
 Compute Project, 2023, "OCP Microscaling Formats").
 
 They are multiplied as the values that they stand for, which bfloat16 and float32 hold exactly.
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
+from batchinfer_kernels.matmul import check_matmul, matmul_reference
 from batchinfer_kernels.quantized_matmul import SPAN, pack_codes
 
 GROUP = 32  # inputs that share a power of two
@@ -20,6 +21,19 @@ BIAS = 127  # of its exponent
 # By a code's bits: sign, two of the exponent, one of the fraction
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_SIZES, *(-value for value in _SIZES))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Weight:
+    """A weight (N, inputs), as a GPU reads it."""
+
+    packed: Tensor  # (N, spans × 64) uint8: pack_codes of the codes
+    exponents: Tensor  # (groups, N) uint8
+    inputs: int
+
+    @property
+    def outputs(self) -> int:
+        return self.packed.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +70,19 @@ def packed_mxfp4(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
     return Mxfp4Weights(packed, exponents.transpose(1, 2).contiguous(), 2 * held)
 
 
+def packed_mxfp4_linear(codes: Tensor, exponents: Tensor) -> Mxfp4Weight:
+    """Pack one weight for a GPU; arguments as `check_mxfp4` has them of each expert."""
+    whole = packed_mxfp4(codes[None], exponents[None])
+    return Mxfp4Weight(whole.packed[0], whole.exponents[0], whole.inputs)
+
+
+def check_mxfp4_linear(
+    x: Tensor, weight: Mxfp4Weight, bias: Tensor | None, activation: Activation | None
+) -> None:
+    """Raises ValueError when shapes do not fit."""
+    check_matmul(x, (weight.outputs, weight.inputs), bias, None, activation)
+
+
 def mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
     """Return the values (experts, N, inputs) float32; arguments as `check_mxfp4` has them."""
     check_mxfp4(codes, exponents)
@@ -77,3 +104,17 @@ def grouped_mxfp4_matmul_reference(
     """Multiply as grouped_matmul_reference does with the values, rounded to x's dtype."""
     values = mxfp4_values(codes, exponents).to(x.dtype)
     return grouped_matmul_reference(x, values, starts, bias, activation=activation)
+
+
+def mxfp4_matmul_reference(
+    x: Tensor,
+    codes: Tensor,
+    exponents: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+) -> Tensor:
+    """x: (T, K) → (T, N), or (T, N / 2) with an activation: matmul_reference with the values of one weight, rounded to
+    x's dtype; codes: (N, K / 2), exponents: (N, K / 32)."""
+    values = mxfp4_values(codes[None], exponents[None])[0].to(x.dtype)
+    return matmul_reference(x, values, bias, activation=activation)

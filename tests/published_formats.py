@@ -142,6 +142,48 @@ def int_quantized(matrix: NDArray[np.float32], generator: Random) -> tuple[Tenso
     return tensors, codes * scales.astype(np.float64)
 
 
+def sparse(style: str, quantised: bool = False) -> Pack:
+    """Of compressed-tensors: the values of two inputs in four ("24"), or of any ("any"), and a bit for each place; or
+    with their zeros ("dense"). `quantised`: to FP8, with a scale for each output."""
+
+    def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
+        outputs, inputs = matrix.shape
+        places = np.zeros(matrix.shape, bool)
+        for output in range(outputs):
+            for first in range(0, inputs, 4):
+                chosen = (
+                    generator.permutation(4)[:2]
+                    if style != "any"
+                    else np.flatnonzero(generator.integers(0, 2, 4))
+                )
+                places[output, first + chosen] = True
+        values, more = torch.from_numpy(np.where(places, matrix, 0)).to(torch.bfloat16), Tensors()
+        spread: NDArray[np.float64] = np.ones((outputs, 1))
+        if quantised:
+            scales = torch.from_numpy(np.abs(matrix).max(1, keepdims=True) / 448)
+            more, spread = {"weight_scale": scales}, scales.double().numpy()
+            values = (values.float() / scales).to(torch.float8_e4m3fn)
+        found: NDArray[np.float64] = values.double().numpy() * spread
+        if style == "dense":
+            return {"weight": values}, found
+        bits = np.zeros((outputs, -(-inputs // 8)), np.uint8)
+        for output, place in zip(*np.nonzero(places), strict=True):
+            bits[output, place // 8] |= 1 << (place % 8)
+        kept = (
+            values.view(torch.uint8)[torch.from_numpy(places)].view(values.dtype)
+            if quantised
+            else values[places]
+        )
+        counts = places.sum(1)
+        shape = torch.tensor([[outputs], [inputs]]) if style == "24" else torch.tensor([outputs, inputs])
+        if style == "any":
+            more = {**more, "row_offsets": torch.from_numpy(np.cumsum(counts) - counts)}
+        kept = kept.view(outputs, inputs // 2) if style == "24" else kept
+        return {"compressed": kept, "bitmask": torch.from_numpy(bits), "shape": shape, **more}, found
+
+    return pack
+
+
 def float4(group: int, style: str) -> Pack:
     """NVFP4 of compressed-tensors ("divided") or Model Optimizer ("multiplied"), or MXFP4 ("power")."""
 
@@ -285,6 +327,16 @@ def compressed(
     }  # fmt: skip
 
 
+def sparsity(layout: str, structure: str = "2:4", **more: Any) -> dict[str, Any]:
+    """What config.json says of weights with zeros; `more`: of their quantisation."""
+    stated = {
+        "format": layout, "global_sparsity": 0.5, "ignore": ["lm_head", "model.layers.0.self_attn.o_proj"],
+        "registry_requires_subclass": False, "sparsity_structure": structure, "targets": ["Linear"],
+    }  # fmt: skip
+    found = {"quant_method": "compressed-tensors", "version": "0.12.2", "transform_config": {}}
+    return {**found, **more, "sparsity_config": stated}
+
+
 def _integers(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
     strategy = "channel" if group is None else "group"
     return {
@@ -321,6 +373,7 @@ _TORCHAO = {
 }
 _TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 _MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 
 PUBLISHED: Mapping[str, Published] = {
@@ -353,6 +406,16 @@ PUBLISHED: Mapping[str, Published] = {
         "qwen3",
     ),
     "mxfp4 of linear layers": Published(float4(32, "power"), compressed(_MXFP4, "mxfp4-pack-quantized")),
+    "2:4 sparse": Published(sparse("24"), sparsity("sparse-24-bitmask")),
+    "sparse": Published(sparse("any"), sparsity("sparse-bitmask", "unstructured"), "qwen2"),
+    "2:4 sparse fp8": Published(
+        sparse("24", quantised=True),
+        sparsity(
+            "sparse-24-bitmask",
+            **compressed(_FP8, "float-quantized", {**_FP8, "strategy": "token", "dynamic": True}),
+        ),
+        "qwen3",
+    ),
     "nf4": Published(bits4("nf4", 64, nested=False), _BNB),
     "nf4, double": Published(
         bits4("nf4", 64, nested=True), {**_BNB, "bnb_4bit_use_double_quant": True}, "mistral"

@@ -63,10 +63,15 @@ def load(path: Path, overrides: list[str] | None, date: str | None) -> Job:
     from batchinfer.job import load_job
     from batchinfer.job.file import job_file_in
 
-    path, pairs = job_file_in(path), []
+    return load_job(job_file_in(path), pairs_of(overrides), date)
+
+
+def pairs_of(overrides: list[str] | None) -> list[tuple[str, str]]:
+    """Return the keys and values of `--set`. Raises UsageError."""
+    pairs = []
     for text in overrides or []:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise UsageError(f"--set {text}: wanted KEY=VALUE, e.g. --set engine.max_num_seqs=64")
         pairs.append((key.strip(), value))
-    return load_job(path, pairs, date)
+    return pairs

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Quiet, load
+from batchinfer.cli.options import DEFAULT_JOB, Date, JobPath, Json, Overrides, Quiet, load, pairs_of
 from batchinfer.cli.terminal import painted, say, say_json
 from batchinfer.core.errors import UsageError
 from batchinfer.pipeline.workers.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from batchinfer.job import Job
 
 GROUPS = (32, 64, 128)
 
@@ -24,6 +28,13 @@ def quantize(
         typer.Option(
             metavar="FOLDER",
             help="Write an ordinary checkpoint (compressed-tensors, w4a16) to a new folder, for any engine.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Calibrate the model that is named in place of a job on this file's prompts; with --output.",
         ),
     ] = None,
     group: Annotated[
@@ -38,12 +49,31 @@ def quantize(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Calibrate a job's model for int4 on the job's rows, as its first run would."""
+    """Calibrate a job's model for int4 on the job's rows, as its first run would, or a model on a file of prompts."""
     if group is not None and (output is None or group not in GROUPS):
         raise UsageError(f"--group {group}: wanted 32, 64 or 128, together with --output")
     if again and output is not None:
         raise UsageError("--again works without --output alone: a folder is always calibrated anew")
-    job = load(job_file, overrides, date)
+    if prompts is not None and (output is None or job_file == DEFAULT_JOB):
+        raise UsageError("--prompts works with a model in place of the job, and with --output")
+    with TemporaryDirectory(prefix="batchinfer-") as scratch:
+        job = (
+            _of_prompts(job_file, prompts, Path(scratch), overrides)
+            if prompts
+            else load(job_file, overrides, date)
+        )
+        _quantize(job, output, group or GROUPS[0], again, quiet, as_json)
+
+
+def _of_prompts(model: Path, prompts: Path, scratch: Path, overrides: Overrides) -> Job:
+    """Return a job that is nothing but a model and its prompts."""
+    from batchinfer.verbs.prompts_job import prompts_job
+
+    return prompts_job(str(model), prompts, scratch, pairs_of(overrides))
+
+
+def _quantize(job: Job, output: Path | None, group: int, again: bool, quiet: bool, as_json: bool) -> None:
+    """Calibrate, and say what was made."""
     from batchinfer.pipeline.calibration import Listener, loss_text
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.quantize import export_job_model, quantize_job
@@ -54,7 +84,7 @@ def quantize(
         if output is None:
             found = quantize_job(job, again, listener)
         else:
-            found = export_job_model(job, output, group or GROUPS[0], listener)
+            found = export_job_model(job, output, group, listener)
     if as_json:
         loss = None if found.loss is None else asdict(found.loss)
         say_json({"exit_code": 0, "folder": str(found.folder), "made": found.made, "loss": loss})

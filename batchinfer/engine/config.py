@@ -48,6 +48,7 @@ class LoadConfig:
     tiles: bool = False  # whether the bits of a deterministic run on a CPU are those of matrix tiles
     kv_cache: KvCacheDtype = "auto"  # which operators can be used depends on it
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
+    adapter_places: int | None = None  # how many of them are on the device at a time; None: all
 
 
 @dataclass(frozen=True, slots=True)

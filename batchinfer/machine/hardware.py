@@ -60,9 +60,10 @@ def arithmetic_name(dtype: str, quantization: str = "none") -> str:
 
 def codes_of(quantization: str, device: Device) -> str | None:
     """Return the type in which products of such weights are computed, as peaks are named; None: in the run's dtype, as
-    activations are not quantised. A GPU widens int4 to that dtype, and every device MXFP4."""
+    activations are not quantised. A GPU widens int4 to that dtype, and every device MXFP4; the products of sparse
+    weights are half as many, at the peak of that dtype."""
     codes = "fp8" if quantization == "stored" else quantization.removeprefix("stored-")
-    if codes in ("none", "mxfp4") or (codes == "int4" and device == "cuda"):
+    if codes in ("none", "mxfp4", "sparse") or (codes == "int4" and device == "cuda"):
         return None
     return "int8" if codes == "int4" else codes
 

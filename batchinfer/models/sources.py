@@ -15,6 +15,7 @@ import torch
 from batchinfer.core.errors import Unavailable
 from batchinfer.models.adapters.factors import AdaptedWeights
 from batchinfer.models.adapters.merging import MergedWeights
+from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
 from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
@@ -26,7 +27,7 @@ from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.choose import choose_ops
-from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.interface import AdapterRoom, Ops
 from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
 from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
 from batchinfer_kernels.arithmetic import Device, KvCacheDtype, Quantization, WeightCodes
@@ -52,6 +53,7 @@ class ModelSource:
     weights: Callable[[torch.dtype, torch.device], Weights]
     adapters: Mapping[str, StoredAdapter] = field(default_factory=dict)  # by fingerprint
     merged: StoredAdapter | None = None  # an adapter that all rows have, in the weights
+    adapter_places: int | None = None  # how many adapters are on the device at a time; None: all
     # Its decode steps launch the same kernels each time, and never wait for the device
     can_be_captured: ClassVar[bool] = True
 
@@ -91,14 +93,17 @@ class ModelSource:
         """Load the weights, and return what makes a decoder of them: it gets operators, which may differ from these in
         how they read prompts, and the tokens of the longest sequence. Raises what its files make it raise."""
         place, adapters = (arithmetic.dtype, arithmetic.device), [*self.adapters.values()]
+        room = None if self.adapter_places is None else AdapterRoom(self.adapter_places, arithmetic.device)
+        # They wait where there is room for all of them
+        kept = (arithmetic.dtype, arithmetic.device if room is None else torch.device("cpu"))
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
         with self.weights(*place) as own:
             stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
-            with AdaptedWeights(stored, self.spec, adapters, *place) as adapted:
+            with AdaptedWeights(stored, self.spec, adapters, *kept) as adapted:
                 watched = WatchedWeights(SmoothedWeights(adapted, self.spec), self.spec)
                 # Looking for outliers takes passes over weights, which a run without codes need not wait for
                 weights = watched if rounded else adapted
-                packed = pack_weights(self.spec, weights, ops, arithmetic.device, len(adapters))
+                packed = pack_weights(self.spec, weights, ops, arithmetic.device, len(adapters), room)
         warning = warning_of(watched.worst) if rounded else None
         if warning is not None:
             _log.warning("%s", warning)
@@ -107,13 +112,21 @@ class ModelSource:
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
         """Return what its steps cost."""
         device: Device = "cuda" if arithmetic.device.type == "cuda" else "cpu"
-        return model_cost(self.spec, arithmetic.dtype.itemsize, device)
+        found, sizes = model_cost(self.spec, arithmetic.dtype.itemsize, device), self._sizes
+        return found if sizes is None else sizes.with_cost(found)
+
+    @property
+    def _sizes(self) -> AdapterSizes | None:
+        """Return what the adapters beside the weights take; None: there are none."""
+        return sizes_of(self.spec, [*self.adapters.values()])
 
     def weight_bytes(self, cost: ModelCost) -> int:
         """Return the bytes of its loaded weights; a tied head counts once, unless it is quantised beside its
         embedding."""
-        factors = sum(adapter.values for adapter in self.adapters.values())
-        return loaded_bytes(self.spec, self.parameters + factors, cost.itemsize)
+        sizes, places = self._sizes, self.adapter_places
+        values = 0 if sizes is None else sizes.values if places is None else sizes.place_values * (places + 1)
+        factors = values * cost.itemsize
+        return loaded_bytes(self.spec, self.parameters, cost.itemsize) + factors
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
         """Return whose operators compute it, and how its linear layers are computed, for the report."""
@@ -135,9 +148,11 @@ def checkpoint_source(
     kv_cache: KvCacheDtype = "auto",
     quantization: Quantization = "none",
     adapters: Sequence[tuple[str, Path]] = (),
+    adapter_places: int | None = None,
 ) -> Source:
     """Open a checkpoint folder as a model with such a cache and such weights, and with adapters: their fingerprints and
-    folders. Raises what inspecting a checkpoint and an adapter raises, and Unavailable for what the model cannot have.
+    folders, and how many are on the device at a time. Raises what inspecting a checkpoint and an adapter raises, and
+    Unavailable for what the model cannot have.
     """
     checkpoint = open_checkpoint(path, _describe_here)
     checkpoint = checkpoint.held_for(quantization)
@@ -147,7 +162,7 @@ def checkpoint_source(
         merged = next((adapter for adapter in found.values() if adapter.config.dora), None)
         beside = {name: adapter for name, adapter in found.items() if not adapter.config.dora}
         weights = partial(CheckpointWeights, checkpoint)
-        return ModelSource(spec, checkpoint.parameters, weights, beside, merged)
+        return ModelSource(spec, checkpoint.parameters, weights, beside, merged, adapter_places)
     if adapters:
         raise Unavailable("a model that transformers' code computes is given no adapters; merge them into it")
     from batchinfer.models.foreign.source import ForeignSource  # slow to import, and not for our families

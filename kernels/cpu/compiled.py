@@ -55,6 +55,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 5 + [_LONG] * 2,
     "experts": [ctypes.POINTER(ExpertsStructure)],
     "low_rank": [_POINTER, ctypes.POINTER(LowRankStructure), ctypes.POINTER(AdaptedStructure), _LONG],
+    "layer_widens": [],
     "latent_tile": [],
     "latent_room": [_LONG] * 2,
     "latent_attention": [ctypes.POINTER(Latent), _POINTER],
@@ -72,7 +73,12 @@ _COMMON: dict[str, tuple[list[Any], Any]] = {
     "mask_logits": ([_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG], None),
     "masked_argmax": ([_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER], None),
 }
-_RESULTS: dict[str, Any] = {"experts": _LONG, "latent_tile": _LONG, "latent_room": _LONG}
+_RESULTS: dict[str, Any] = {
+    "experts": _LONG,
+    "layer_widens": _LONG,
+    "latent_tile": _LONG,
+    "latent_room": _LONG,
+}
 
 
 class CompiledOperators(CachedOperators):
@@ -230,6 +236,18 @@ class CompiledOperators(CachedOperators):
         shape = (count, outputs, 2 * held)
         return PackedExperts(panels, _reordered(bias, order), shape, kind, scales=kept, group=GROUP)
 
+    def pack_mxfp4(
+        self, codes: Tensor, exponents: Tensor, bias: Tensor | None, kind: Kind = "plain"
+    ) -> PackedExperts:
+        """Pack one weight as `pack_expert_mxfp4` does those of several experts, without the first dimension."""
+        return self.pack_expert_mxfp4(
+            codes[None], exponents[None], None if bias is None else bias[None], kind
+        )
+
+    def layer_widens(self, dtype: torch.dtype) -> bool:
+        """Whether a decoder layer in this dtype multiplies with weights in MXFP4."""
+        return bool(self._functions["layer_widens", dtype]())
+
     def _by_column(self, matrix: Tensor, order: Tensor) -> Tensor:
         """(outputs, width) → (panels, width, columns of a panel)."""
         lines = torch.cat((matrix, matrix.new_zeros(1, matrix.shape[1])))[order]  # -1 takes the zeros
@@ -263,8 +281,11 @@ class CompiledOperators(CachedOperators):
             raise ValueError(f"an expert below 0 or above {gate_up.count - 1} was chosen")
         return room.y
 
-    def pack_factors(self, factors: Sequence[tuple[Tensor, Tensor] | None]) -> PackedLowRank:
-        """Factors as for batchinfer_kernels.low_rank. Raises ValueError where they do not fit one another."""
+    def pack_factors(
+        self, factors: Sequence[tuple[Tensor, Tensor] | None], places: int | None = None
+    ) -> PackedLowRank:
+        """Factors as for batchinfer_kernels.low_rank. With `places` so many adapters are read, those that are put
+        there. Raises ValueError where they do not fit one another."""
         known = [own for own in factors if own is not None]
         if not known:
             raise ValueError("no adapter has factors")
@@ -279,7 +300,7 @@ class CompiledOperators(CachedOperators):
                 if own is None
                 else (self.pack_linear(own[0], None), self.pack_linear(own[1], None, "float"))
             )
-        return PackedLowRank(packed, len(b), a.shape[1])
+        return PackedLowRank(packed, len(b), a.shape[1], places)
 
     def low_rank(self, x: Tensor, factors: PackedLowRank, rows: AdaptedRows) -> Tensor:
         """x: (T, inputs) → (n, outputs) float32, of the tokens that have an adapter, in their order. Raises ValueError
@@ -328,12 +349,18 @@ class CompiledOperators(CachedOperators):
         if x.dim() != 2 or x.shape[1] != weight.inputs:
             raise ValueError(f"x is {tuple(x.shape)}, the weight takes {weight.inputs} inputs")
         rows = x.shape[0]
+        if isinstance(weight, PackedExperts) and weight.widened:
+            starts = torch.tensor([0, rows])
+            wide, size = wide_room(x, weight)
+            room = (torch.empty_like(starts), y, None, None, wide, size)
+            self._call("grouped_linear", x, x, structure, starts, 1, *room, kind)
+            return
         if not weight.quantized:
             self._call("linear", x, x, structure, y, rows, kind)
             return
-        room = torch.empty(rows, padded(weight.inputs), dtype=torch.uint8)
+        codes = torch.empty(rows, padded(weight.inputs), dtype=torch.uint8)
         row_scales = torch.empty(rows, dtype=torch.float32)
-        self._call("quantized_linear", x, x, structure, y, room, row_scales, rows, kind)
+        self._call("quantized_linear", x, x, structure, y, codes, row_scales, rows, kind)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0

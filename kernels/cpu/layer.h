@@ -26,6 +26,10 @@ typedef struct {
 INLINE void NAME(multiply_all)(const NAME(LayerStep) *s, const REAL *x, const Weight *weight, REAL *y, int64_t kind) {
     if (weight->starts)
         NAME(team_quantized_linear)(x, weight, y, s->codes, s->row_scales, s->heads.tokens, kind);
+#if IN_SLICES
+    else if (is_mxfp4(weight))
+        NAME(team_widened_linear)(x, weight, y, s->heads.tokens, kind);
+#endif
     else
         NAME(team_linear)(x, weight, y, s->heads.tokens, kind);
 }

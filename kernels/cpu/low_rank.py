@@ -15,20 +15,30 @@ _ROW = 64  # floats: no panel has more columns
 
 
 class PackedLowRank:
-    """The factors of all adapters for one product: A and B of each; None for one that adds nothing."""
+    """The factors of adapters for one product: A and B of each; None for one that adds nothing. Products read `places`
+    of them, those that were put there; None: all."""
 
     def __init__(
-        self, factors: Sequence[tuple[PackedWeight, PackedWeight] | None], outputs: int, inputs: int
+        self,
+        factors: Sequence[tuple[PackedWeight, PackedWeight] | None],
+        outputs: int,
+        inputs: int,
+        places: int | None = None,
     ) -> None:
-        self.count, self.outputs, self.inputs = len(factors), outputs, inputs
+        self.count, self.outputs, self.inputs = places or len(factors), outputs, inputs
         self.most_rank = max((own[0].outputs for own in factors if own is not None), default=1)
         self._kept = factors
         self.dtype = next((own[0].dtype for own in factors if own is not None), None)
-        halves = [(Weight * self.count)() for _ in range(2)]
-        for at, own in enumerate(factors):
-            for half, weight in zip(halves, own or (), strict=False):
-                half[at] = weight.structure
-        self.structure = LowRankStructure(*halves, self.count, outputs, self.most_rank)
+        self._halves = [(Weight * self.count)() for _ in range(2)]
+        for number in range(1, 1 + (self.count if places is None else 0)):
+            self.place(number, number)
+        self.structure = LowRankStructure(*self._halves, self.count, outputs, self.most_rank)
+
+    def place(self, number: int, place: int) -> None:
+        """Have products read the factors of an adapter in a place; both count from 1 on. Nothing is copied."""
+        own = self._kept[number - 1]
+        for at, half in enumerate(self._halves):
+            half[place - 1] = Weight() if own is None else own[at].structure
 
 
 def check_adapted_rows(rows: AdaptedRows, tokens: int) -> None:

@@ -1,4 +1,4 @@
-/* Weights of experts in MXFP4, which are widened to the stored type before rows pass over them, a slice of a panel after
+/* Weights in MXFP4, of experts and others, which are widened to the stored type before rows pass over them, a slice of a panel after
  * the other, or, for tiles, a panel: values are those of a panel of linear.h, to the bit, and so are sums. Included once a dtype.
  *
  * A panel holds, byte after byte of the inputs, that byte of each of its outputs: two codes (E2M1), the first in the lower
@@ -166,4 +166,17 @@ static void NAME(widened_block)(const REAL *x, const Weight *w, void *y, const C
     }
     NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
 }
+
+/* As `team_linear`. */
+TEAM void NAME(team_widened_linear)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
+    int64_t panels = panels_of(w->outputs, is_gated(kind));
+    const Cut cut = {0, rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
+#pragma omp for schedule(guided, 1) nowait
+    for (int64_t at = 0; at < cut.blocks * panels; at++)
+        NAME(widened_block)(x, w, y, &cut, place(at, &cut, panels), kind);
+#pragma omp barrier
+}
 #endif
+
+/* Whether a decoder layer multiplies with such weights: where they are widened in slices, which need no room of their own. */
+int64_t NAME(layer_widens)(void) { return IN_SLICES; }

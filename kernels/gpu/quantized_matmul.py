@@ -15,6 +15,8 @@ from batchinfer_kernels.gpu.checks import check_same_dtype
 from batchinfer_kernels.gpu.matmul_core import Operands, give, launch, multiplied, tile_place, weight_row
 from batchinfer_kernels.gpu.matmul_tiles import Kind
 from batchinfer_kernels.gpu.sizes import cdiv
+from batchinfer_kernels.mxfp4 import GROUP as MXFP4_GROUP
+from batchinfer_kernels.mxfp4 import Mxfp4Weight, check_mxfp4_linear
 from batchinfer_kernels.quantized_matmul import (
     SPAN,
     Int4Weight,
@@ -193,12 +195,20 @@ def _widen_kernel(
         tl.store(to + column[None, :], values, mask=(line < lines)[:, None] & (column < inputs)[None, :])
 
 
-def widen_int4(weight: Int4Weight, first: int, panel: Tensor) -> None:
-    """Write int4_values of the outputs from `first` on to `panel`, (outputs, inputs) without gaps, of the dtype of the
-    scales. Raises ValueError for another panel, or one beyond the weight's end."""
+def _shared(weight: Int4Weight | Mxfp4Weight) -> tuple[Tensor, Tensor | None, int]:
+    """Return what inputs of a group share, scales or exponents, and zeros, and how many inputs these are."""
+    if isinstance(weight, Int4Weight):
+        return weight.scales, weight.zeros, weight.group
+    return weight.exponents, None, MXFP4_GROUP
+
+
+def widen(weight: Int4Weight | Mxfp4Weight, first: int, panel: Tensor) -> None:
+    """Write the values of the outputs from `first` on to `panel`, (outputs, inputs) without gaps: int4_values in the
+    dtype of their scales, or mxfp4_values. Raises ValueError for another panel, or one beyond the weight's end."""
     lines, inputs = panel.shape
     fits = inputs == weight.inputs and first >= 0 and first + lines <= weight.outputs
-    if not fits or panel.dtype != weight.scales.dtype or not panel.is_contiguous():
+    groups, zeros, group = _shared(weight)
+    if not fits or groups.dtype not in (panel.dtype, torch.uint8) or not panel.is_contiguous():
         raise ValueError(
             f"a panel {tuple(panel.shape)} {panel.dtype} of {weight.outputs} outputs from {first} on"
         )
@@ -206,18 +216,21 @@ def widen_int4(weight: Int4Weight, first: int, panel: Tensor) -> None:
         return
     words = weight.packed.view(torch.int16)
     _widen_kernel[(cdiv(lines, WIDENED_LINES), cdiv(inputs, SPAN))](
-        words, weight.scales, weight.zeros, panel, first, lines, weight.outputs, inputs, words.stride(0),
-        GROUP=weight.group, SPAN=SPAN, LINES=WIDENED_LINES, num_warps=4,
+        words, groups, zeros, panel, first, lines, weight.outputs, inputs, words.stride(0),
+        GROUP=group, SPAN=SPAN, LINES=WIDENED_LINES, num_warps=4,
     )  # fmt: skip
 
 
-def int4_panel_matmul(x: Tensor, weight: Int4Weight, bias: Tensor | None, panel: Tensor) -> Tensor:
+def panel_matmul(x: Tensor, weight: Int4Weight | Mxfp4Weight, bias: Tensor | None, panel: Tensor) -> Tensor:
     """x: (T, K) → (T, N): the library's products with parts of the weight, as many outputs each as `panel` has room
     for when they are widened, one part after the other. `panel`: values of x's dtype, at least those of one output.
 
     Raises ValueError when shapes or dtypes do not fit.
     """
-    check_int4_weight(x, weight, bias, None, None)
+    if isinstance(weight, Int4Weight):
+        check_int4_weight(x, weight, bias, None, None)
+    else:
+        check_mxfp4_linear(x, weight, bias, None)
     whole = weight.outputs * weight.inputs <= panel.numel()
     height = weight.outputs if whole else panel.numel() // weight.inputs // PART_OUTPUTS * PART_OUTPUTS
     height = height or panel.numel() // max(1, weight.inputs)
@@ -227,7 +240,7 @@ def int4_panel_matmul(x: Tensor, weight: Int4Weight, bias: Tensor | None, panel:
     for first in range(0, weight.outputs, height):
         end = min(first + height, weight.outputs)
         part = panel[: (end - first) * weight.inputs].view(end - first, weight.inputs)
-        widen_int4(weight, first, part)
+        widen(weight, first, part)
         if bias is None:
             torch.mm(x, part.t(), out=y[:, first:end])
         else:
@@ -267,9 +280,23 @@ def int4_weight_matmul(
     )
 
 
+def mxfp4_matmul(
+    x: Tensor,
+    weight: Mxfp4Weight,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Multiply as batchinfer_kernels.mxfp4.mxfp4_matmul_reference does. Rows of x may be strided."""
+    check_mxfp4_linear(x, weight, bias, activation)
+    groups = weight.exponents.contiguous()
+    return _multiply(x, weight, 4, None, bias, None, activation, deterministic, groups, None, MXFP4_GROUP)
+
+
 def _multiply(
     x: Tensor,
-    weight: Int8Weight | Int4Weight,
+    weight: Int8Weight | Int4Weight | Mxfp4Weight,
     bits: int,
     scales: Tensor | None,
     bias: Tensor | None,

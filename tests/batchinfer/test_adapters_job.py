@@ -12,10 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from batchinfer.core.errors import BatchInferError
 from batchinfer.job import load_job
+from batchinfer.models.adapters.sizes import sizes_of
+from batchinfer.models.adapters.stored_adapter import inspect_adapter
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.verbs.validate import validate_job
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table, write_job
+from tests.batchinfer.plan.forecast.forecasts import planned
 from tests.checkpoints import make_model_folder
 from tests.lora_adapters import make_adapter, merged
 
@@ -235,3 +239,24 @@ def test_weights_beside_which_adapters_stand_are_not_calibrated(
     path = job(tmp_path / "job", model, models, rows_of(["one", None] * 6), model={"quantization": "int4"})
     assert run(path, REAL).row["int4_tokens"] is None
     assert not list((tmp_path / "job/out").rglob("calibration.json"))
+
+
+def test_the_plan_counts_what_adapters_take(tmp_path: Path, model: Path, models: Path) -> None:
+    """Their memory, and in steps their products, of the rows that have one."""
+    rows = rows_of([None, "one", "two", "one"] * 2)
+    own = {"model": {"adapter_from_column": "who"}, "sampling": {"max_tokens": 6, "ignore_eos": True}}
+    paths = [
+        job(tmp_path / "with", model, models, rows, **own),
+        job(tmp_path / "none", model, models, rows_of([None] * 8), **own),
+        write_job(tmp_path, model, rows, **{**PLAIN, "sampling": own["sampling"]}),
+    ]
+    adapted, unused, plain = (planned(path, FLOAT32) for path in paths)
+    assert adapted.memory is not None
+    assert plain.memory is not None
+    checkpoint = inspect_checkpoint(model)
+    stored = [inspect_adapter(name, models / name, checkpoint) for name in ("one", "two")]
+    sizes = sizes_of(checkpoint.spec, stored)
+    assert sizes is not None
+    assert adapted.memory.weights - plain.memory.weights == sizes.values * 4
+    runs = [found.forecast.run for found in (adapted, unused) if found.forecast is not None]
+    assert runs[0].bytes > runs[1].bytes

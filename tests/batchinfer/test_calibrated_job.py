@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -21,6 +22,7 @@ from batchinfer.pipeline.calibration import Listener
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.report.progress import Progress
+from batchinfer.verbs.prompts_job import prompts_job
 from batchinfer.verbs.quantize import export_job_model, quantize_job
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.checkpoints import make_checkpoint, make_tokenizer
@@ -192,3 +194,71 @@ def test_rows_that_are_all_errors_calibrate_nothing(model: Path, tmp_path: Path)
     assert (done.exit_code, done.row["int4_kl"]) == (0, None)
     with pytest.raises(JobFileError, match="no row that can be run"):
         quantize_job(load_job(job, ()), False, SILENT)
+
+
+def test_a_model_is_calibrated_on_a_file_of_prompts(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a job with these rows would; nothing but the folder is left."""
+    job = write_job(tmp_path, model, ROWS, **PLAIN)
+    assert cli._guarded(["quantize", str(job), "--output", str(tmp_path / "of-job"), "--quiet"]) == 0
+    (tmp_path / "lines.txt").write_text("\n\n".join(row["text"] for row in ROWS))
+    before = {path.name for path in tmp_path.iterdir()}
+    files = {"of-rows": tmp_path / "in.jsonl", "of-lines": tmp_path / "lines.txt"}
+    for name, file in files.items():
+        given = ["--prompts", str(file), "--output", str(tmp_path / name), "--json"]
+        assert cli._guarded(["quantize", str(model), *given]) == 0
+        assert json.loads(capsys.readouterr().out)["folder"] == str(tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} - before == {*files}
+    made = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
+        for name in ("of-job", *files)
+    ]
+    assert made[0]
+    assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt"),
+    [
+        ([{"prompt": "a", "text": "b"}], {"user": "{{ prompt }}"}),
+        ([{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}], {"messages": "messages"}),
+        (["{not json", {"text": "b", "id": 3}], {"text": "text"}),
+    ],
+)
+def test_what_of_a_file_are_prompts(
+    model: Path, tmp_path: Path, rows: list[Any], prompt: dict[str, str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    found = prompts_job(str(model), file, tmp_path, [("model.dtype", "float32")])
+    assert found.prompt is not None
+    assert found.prompt.model_dump(exclude_none=True, exclude_defaults=True) == prompt
+    assert (found.model.path, found.model.dtype) == (model, "float32")
+
+
+def test_files_without_prompts_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {
+        "columns.jsonl": b'{"question": "a", "id": 1}',
+        "rows.jsonl": b"{not json",
+        "bytes.txt": b"\xff\xfe\x00",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    output = ["--output", str(tmp_path / "out")]
+    for name, text in (
+        ("columns.jsonl", "the file has the columns question, id; wanted one of messages, prompt, text"),
+        ("rows.jsonl", "has no row that can be read"),
+        ("bytes.txt", "not a text in UTF-8"),
+        ("missing.jsonl", "there is no such file"),
+    ):
+        code = cli._guarded(["quantize", str(model), "--prompts", str(tmp_path / name), *output])
+        assert code == (66 if name == "missing.jsonl" else 2)
+        assert text in " ".join(capsys.readouterr().err.split())
+    assert cli._guarded(["quantize", str(model), "--prompts", str(tmp_path / "columns.jsonl")]) == 2
+    assert "works with a model in place of the job, and with --output" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert not (tmp_path / "out").exists()

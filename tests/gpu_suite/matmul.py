@@ -30,7 +30,7 @@ from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul, why_not_fp8
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.quantize_rows import quantize_rows, quantize_rows_fp8
-from batchinfer_kernels.gpu.quantized_matmul import int4_panel_matmul, int4_weight_matmul, int8_weight_matmul
+from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, int8_weight_matmul, panel_matmul
 from batchinfer_kernels.matmul import matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
@@ -166,7 +166,7 @@ def weight_int4_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     right = partial(int4_weight_matmul_reference, x, coded)
     ours = partial(int4_weight_matmul, x, coded)
     panel = torch.empty(PANEL_BYTES // x.element_size(), device=x.device, dtype=x.dtype)
-    others: dict[str, Call] = {"through a panel": partial(int4_panel_matmul, x, coded, None, panel)}
+    others: dict[str, Call] = {"through a panel": partial(panel_matmul, x, coded, None, panel)}
     return _case("int4-weight matmul", layer, x, weight, cost, _name(x), ours, right, others)
 
 

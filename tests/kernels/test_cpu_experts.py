@@ -21,6 +21,7 @@ from batchinfer_kernels.experts import (
 )
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
 from batchinfer_kernels.int4_linear import quantize_groups
+from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.mxfp4 import mxfp4_values
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.routing import Routing
@@ -232,6 +233,29 @@ def test_mxfp4_has_the_bits_of_what_it_stands_for(tiles, seed, dtype, tokens, hi
     with threads_of(threads):
         got, wanted = (compiled.experts(x, *each, choice, loads) for each in (packed, widened))
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("tiles", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["plain", "gated"])
+def test_a_linear_layer_in_mxfp4_has_the_bits_of_what_it_stands_for(tiles, dtype, kind):
+    """Without adapters and with some."""
+    generator, compiled = torch.Generator().manual_seed(3), operators(tiles)
+    codes = torch.randint(0, 256, (70, 48), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(118, 124, (70, 3), generator=generator, dtype=torch.uint8)
+    bias = torch.randn(70, generator=generator).to(dtype)
+    packed = compiled.pack_mxfp4(codes, exponents, bias, kind)
+    values = mxfp4_values(codes[None], exponents[None])[0].to(dtype)
+    widened = compiled.pack_linear(values, bias, kind)
+    a, b = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((16, 96), (70, 16)))
+    factors = compiled.pack_factors([(a, b)])
+    for tokens in (1, 5, 49, 130):
+        x = torch.randn(tokens, 96, generator=generator).to(dtype)
+        assert torch.equal(compiled.linear(x, packed), compiled.linear(x, widened))
+        rows = AdaptedRows.of(torch.arange(tokens) % 2, 1)
+        added = compiled.low_rank(x, factors, rows)
+        got, wanted = (compiled.adapted_linear(x, each, added, rows) for each in (packed, widened))
+        assert torch.equal(got, wanted)
 
 
 def test_every_code_and_exponent_of_mxfp4_is_exact(compiled):

@@ -91,7 +91,7 @@ class LoadedWeights:
         sampler = Sampler(eos, self.masks, device.type == "cpu", model.classifier)
         layout = cache_layout(source.spec.caches, block_size, longest)
         runner = ModelRunner(model, ops, [], layout, sampler, cost, device)
-        runner.state.adapters = _numbers(config.load.adapters, source)
+        runner.give_adapters(_numbers(config.load.adapters, source))
         memory = _CacheMemory(config, source, runner, limits, self.arithmetic.dtype, longest)
         counters = model.expert_loads if source.can_be_captured else None
         fitted = _fit(runner, limits, memory.room(), counters, config, self.untimed)
@@ -121,7 +121,9 @@ def load_weights(
     device, threads = _settled(config)
     if device.type == "cuda":
         _announce_compilations(untimed)
-    source = source or checkpoint_source(config.model, config.kv_cache, config.quantization, config.adapters)
+    source = source or checkpoint_source(
+        config.model, config.kv_cache, config.quantization, config.adapters, config.adapter_places
+    )
     arithmetic = _arithmetic(config, device)
     ops = source.choose_ops(arithmetic)
     decoder = source.load(ops, arithmetic)

@@ -104,7 +104,12 @@ class DummySteps:
     @property
     def costly(self) -> SamplingParams:
         """The parameters that take the most memory of those that the job's rows may have."""
-        return replace(COSTLY, logprobs=self.logprobs)
+        return replace(COSTLY, logprobs=self.logprobs, adapter=self.adapter)
+
+    @property
+    def adapter(self) -> str:
+        """An adapter that stands beside the weights; "" if there is none. Kernels are the same for all of them."""
+        return self.runner.state.adapters.any_name
 
     def profile(self, meter: MemoryMeter, mixed: int = 0) -> int:
         """Measure the bytes that the largest step takes in addition to the weights and the cache, plus those of the
@@ -121,10 +126,13 @@ class DummySteps:
         """Run steps of every kind, the largest first, so that the later ones reuse its memory."""
         for params in (self.costly, SAMPLED, GREEDY):
             self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
-        for tokens in sizes_between(self.rows, self.limits.max_num_batched_tokens):
-            fewest = min(self.rows, -(-tokens // self.longest))
-            self._run(self.chunks(tokens, fewest, self.longest, GREEDY))
-        context = min(self.longest, SHORTEST)
+        context, adapted = min(self.longest, SHORTEST), replace(GREEDY, adapter=self.adapter)
+        for params in (GREEDY, adapted)[: 1 + bool(self.adapter)]:
+            for tokens in sizes_between(self.rows, self.limits.max_num_batched_tokens):
+                fewest = min(self.rows, -(-tokens // self.longest))
+                self._run(self.chunks(tokens, fewest, self.longest, params))
+        if self.adapter:
+            self._run(self.chunks(self.rows, self.rows, context, adapted))
         self._run(self.chunks(self.rows, self.rows, context, GREEDY, shared=True))
         for size in reversed(self.runner.graphs.sizes if self.runner.graphs else []):
             self._run(self.chunks(size, size, context, GREEDY))

@@ -438,9 +438,9 @@ class Engine:
         # what they shared is not known any more
         holding = [c for c in chunks if c[0].tables] if step.irregular else chunks
         shared, copied = self._scheduler.shared_blocks(holding), step.scheduled.copied_tokens
-        step.shape = step_shape(
-            chunks, sampled, shared, self._runner.layout, copied, self._runner.cost.causal
-        )
+        cost = self._runner.cost
+        names = [c[0].request.params.adapter for c in chunks] if cost.adapted else []
+        step.shape = step_shape(chunks, sampled, shared, self._runner.layout, copied, cost.causal, names)
         self._metering_ns += time.perf_counter_ns() - began
 
     def _new_work(self) -> ConstraintWork:

@@ -31,8 +31,10 @@ from batchinfer.engine.schedule.step_plan import (
     StepPlan,
     TokenScores,
 )
+from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.batch import build_batch
 from batchinfer.engine.tensors.step_state import StepState
+from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer_kernels.cost import ModelCost
 
@@ -97,6 +99,12 @@ class ModelRunner:
     device: torch.device
     wants: PlanWants = COMPUTES
     state: StepState = field(default_factory=StepState)
+
+    def give_adapters(self, numbers: Mapping[str, int]) -> None:
+        """Have rows find the adapters of a model of ours, whose numbers these are by their fingerprints."""
+        if isinstance(self.model, Decoder):
+            places, put = self.model.adapter_places, self.model.place_adapter
+            self.state.adapters = AdapterPlaces(numbers, places, put)
 
     @property
     def looks_ahead(self) -> bool:

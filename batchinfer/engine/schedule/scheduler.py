@@ -34,6 +34,8 @@ class SchedulerConfig:
 
     `whole_prompts`: a prompt runs in one step, as that of an encoder has to, whose tokens see later ones. Then nothing
     is shared, as what a prompt's beginning gives depends on its end.
+
+    `most_adapters`: that running sequences may have; None: any number.
     """
 
     max_num_seqs: int
@@ -42,6 +44,7 @@ class SchedulerConfig:
     admission_costs: AdmissionCosts | None = None
     least_copied: int | None = 1
     whole_prompts: bool = False
+    most_adapters: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
@@ -421,6 +424,8 @@ class Scheduler:
                 break
             if self.config.whole_prompts and len(sequence.tokens) > budget:
                 break
+            if self.config.most_adapters is not None and not self._has_adapter(sequence):
+                break
             sources = self._share(sequence, budget)
             if sources is None:
                 reading = self._reading(sequence, budget)
@@ -438,6 +443,12 @@ class Scheduler:
             self._register(sequence, sequence.computed, sequence.computed + length)
             budget -= length
         return budget
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        """Whether its adapter is that of a running sequence, or one more may be."""
+        name, most = sequence.request.params.adapter, self.config.most_adapters
+        names = {running.request.params.adapter for running in self.running} - {""}
+        return not name or name in names or most is None or len(names) < most
 
     def _share(self, sequence: Sequence, budget: int) -> list[int] | None:
         """Give a waiting sequence the blocks that it shares; those of which it copies the beginning; None: it does not

@@ -16,12 +16,13 @@ def step_shape(
     layout: CacheLayout,
     copied: int = 0,
     causal: bool = True,
+    adapters: Sequence[str] = (),
 ) -> StepShape:
     """The least work and memory traffic of chunks, each of tokens [start, start + length) of whatever it names first.
 
     They sample `sampled` tokens and take over `copied` ones. `shared`: how often a table that keeps all tokens names a
     block that another chunk's table named before; such a block is read once for all. Not `causal`: they are whole
-    prompts, whose tokens see later ones, too.
+    prompts, whose tokens see later ones, too. `adapters`: of each chunk, "" for none; or none of them has one.
     """
     _, starts, lengths = zip(*chunks, strict=True) if chunks else ((), (), ())
     pairs = kv_tokens = 0
@@ -30,7 +31,8 @@ def step_shape(
         again = shared * layout.block_size if window is None else 0
         seen = counted[0] if causal else 2 * counted[0] - sum(lengths)  # each token sees itself once
         pairs, kv_tokens = pairs + layers * seen, kv_tokens + layers * (counted[1] - again)
-    return StepShape(sum(lengths), sampled, pairs, kv_tokens, copied)
+    adapted = sum(length for name, length in zip(adapters, lengths, strict=bool(adapters)) if name)
+    return StepShape(sum(lengths), sampled, pairs, kv_tokens, copied, adapted, len({*adapters} - {""}))
 
 
 def _attended(starts: Sequence[int], lengths: Sequence[int], window: int | None) -> tuple[int, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.schedule.step_plan import Ints, Longs, SamplingPlan, StepPlan
+from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.table_rows import TableRows
 
@@ -19,8 +19,7 @@ class StepState:
     the same."""
 
     tables: TableRows = field(default_factory=TableRows)
-    # By their fingerprints, the numbers of the model's adapters, from 1 on; that of "" is 0
-    adapters: Mapping[str, int] = field(default_factory=dict)
+    adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
     _rows: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
     _rope_offsets: Ints | None = None
     _second_segments: Ints | None = None
@@ -33,7 +32,7 @@ class StepState:
         if plan.rows is not None:
             self._rows, self._rope_offsets = plan.rows.astype(np.int64), plan.rope_offsets
             self._second_segments = plan.second_segments
-            self._adapters = None if plan.adapters is None else self._numbers(plan.adapters)
+            self._adapters = None if plan.adapters is None else self.adapters.of(plan.adapters)
             self._each = np.arange(len(self._rows))
         tables = self.tables.take(plan.tables, self._rows)
         starts, lengths = plan.starts.astype(np.int64), plan.lengths
@@ -64,11 +63,6 @@ class StepState:
             token_types=None if segments is None else _types(positions, segments[row_of]),
             adapters=None if adapters is None else adapters[row_of],
         )
-
-    def _numbers(self, adapters: tuple[str, ...]) -> Longs | None:
-        """Return the numbers of these adapters; None where all are 0: one that all rows have is in the weights."""
-        numbers = np.array([self.adapters[name] for name in adapters], np.int64)
-        return numbers if numbers.any() else None
 
     def _with_draws(self, sampling: SamplingPlan) -> SamplingPlan:
         """Return the plan with the fixed arguments of its draws, which it may have left out."""

@@ -64,11 +64,16 @@ class Checkpoint(WeightFiles):
     notices: tuple[str, ...] = ()  # what a user should know before it runs
 
     @property
+    def plain(self) -> bool:
+        """Whether all weights are stored as the floats that they are."""
+        return all(each.plain for each in self.packed.values())
+
+    @property
     def stored_quantization(self) -> Quantization:
         """Return the quantisation of weights that products can be computed of as they are stored: of 8 bits where there
         are some, else of 4; none where there are none, or several."""
         codes = {form.codes for form in self.as_stored(frozenset(STORED)).spec.forms}
-        codes = codes & {"fp8", "int8"} or codes
+        codes = codes & {"fp8", "int8"} or codes - {"sparse"} or codes
         return STORED[codes.pop()] if len(codes) == 1 else "none"
 
     def held_for(self, quantization: Quantization) -> Checkpoint:
@@ -99,7 +104,8 @@ class Checkpoint(WeightFiles):
             parts = (names[part] for part, _ in linear.parts)
             found = {self._form(part, bool(linear.experts)) for part in parts}
             form = found.pop()
-            if form is not None and not found and form.codes in among:
+            alone = form is None or form.coded or not linear.experts  # no grouped product skips zeros
+            if form is not None and not found and form.codes in among and alone:
                 yield linear.name, form
 
     def _form(self, stored: StoredParameter, whole: bool) -> WeightForm | None:
@@ -180,7 +186,8 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
     shapes = check_tensors(folder.path, spec, tensors, packed, prefixes, hint)
     notices = (
         *([_text_alone(whole, files.tensors)] if whole else ()),
-        *dequantised({each.format: each.form for each in packed.found.values()}, shapes),
+        *dequantised({each.format: each.form for each in packed.found.values() if each.quantized}, shapes),
+        *_filled_up(packed.found.values(), shapes),
         *folder.unused_code,
     )
     return Checkpoint(folder.path, files.files, tensors, spec, prefixes, packed.found, shapes, notices)
@@ -190,17 +197,26 @@ def dequantised(forms: Mapping[str, WeightForm | None], shapes: Mapping[str, Sha
     """Yield the notices about quantised weights that are dequantised, by the names of their formats; each with the form
     in which it could stay."""
     for name, form in sorted(forms.items(), key=lambda found: found[0]):
-        took = size(2 * sum(map(math.prod, shapes.values())))
-        text = f"weights stored as {name} are dequantised when they are loaded: all weights take {took}{_IN_16_BITS}"
+        text = f"weights stored as {name} are dequantised when they are loaded: {_all_take(shapes)}"
         kept = form is not None and form.codes == "int4"
         yield f"{text}; model.quantization: stored leaves them in 4 bits" if kept else text
+
+
+def _filled_up(packed: Iterable[PackedTensor], shapes: Mapping[str, Shape]) -> Iterator[str]:
+    """Yield the notice about weights that are stored without their zeros, which they get back."""
+    for name in sorted({each.format for each in packed if not (each.quantized or each.plain)}):
+        yield f"{name} are filled up with zeros when they are loaded: {_all_take(shapes)}"
+
+
+def _all_take(shapes: Mapping[str, Shape]) -> str:
+    return f"all weights take {size(2 * sum(map(math.prod, shapes.values())))}{_IN_16_BITS}"
 
 
 def _kept(spec: ModelSpec) -> Iterator[str]:
     """Yield the notices about quantised weights that are multiplied as they are stored."""
     weights = [(linear.values, linear.stored) for linear in spec.linears()]
     kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
-    codes = " and ".join(sorted({form.codes for form in spec.forms}))
+    codes = " and ".join(sorted(form.codes if form.coded else "2:4 sparse" for form in spec.forms))
     if kept:
         share = f"{kept / all_values:.1%} of the weights of linear layers"
         yield f"{share} stay in {codes} as they are stored; the rest is computed in the job's dtype"

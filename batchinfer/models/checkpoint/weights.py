@@ -141,7 +141,7 @@ class CheckpointWeights(Weights):
 
             found = dict(fused(layer, joined))
             for linear in layer.linears:
-                if linear.stored:
+                if linear.stored_codes:
                     parts = [files.coded(names[part]) for part, _ in linear.parts]
                     found |= self._coded(linear, parts)
             return found

@@ -11,6 +11,7 @@ from batchinfer.models.decoder.attention import AttentionHalf, attention_half, p
 from batchinfer.models.decoder.feed_forward import feed_forward, pack_experts
 from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.ops.interface import (
+    AdapterRoom,
     Adapters,
     AttentionInputs,
     AttentionPlan,
@@ -22,6 +23,7 @@ from batchinfer.models.ops.interface import (
     Linear,
     Ops,
     RopeTable,
+    SparseWeight,
     Weight,
 )
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, LINES, SCALES, ZEROS, norm_parameters
@@ -122,9 +124,10 @@ def pack_layer(
     weights: LayerWeights,
     rope: RopeTable | None = None,
     adapters: int = 0,
+    room: AdapterRoom | None = None,
 ) -> LayerParts:
     """Pack the layer's weights as the operators want them. `rope`: None where it has no attention, or is not known
-    yet. `adapters`: how many there are, whose factors may be among the weights."""
+    yet. `adapters`: how many there are, whose factors may be among the weights; `room`: as for pack_weights."""
     linears = {
         linear.name: _packed(ops, linear, weights)
         for linear in spec.linears
@@ -138,11 +141,13 @@ def pack_layer(
         pack_experts(ops, spec, weights),
         {name: weights[name] for name in spec.vectors},
         pack_latent_heads(ops, spec, weights),
-        adapters=dict(_adapters(ops, spec, weights, adapters)),
+        adapters=dict(_adapters(ops, spec, weights, adapters, room)),
     )
 
 
-def _adapters(ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int) -> Iterator[tuple[str, Adapters]]:
+def _adapters(
+    ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int, room: AdapterRoom | None
+) -> Iterator[tuple[str, Adapters]]:
     """Yield the names of the products that any adapter changes, and the factors of all adapters for each."""
     for linear in spec.linears:
         found = [
@@ -152,7 +157,7 @@ def _adapters(ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int) -> I
             )
         ]
         if any(factors is not None for factors in found):
-            yield linear.name, ops.pack_adapters(found)
+            yield linear.name, ops.pack_adapters(found, room)
 
 
 def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
@@ -166,10 +171,10 @@ def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
 
 
 def _weight(linear: LinearSpec, weights: LayerWeights) -> Weight:
-    """Return a product's weight, with its scales where it is quantised."""
+    """Return a product's weight, with its scales where it is quantised, or as the sparse one that it is."""
     weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
     if scales is None:
-        return weight
+        return weight if linear.form is None or linear.form.coded else SparseWeight(weight)
     group = 0 if linear.form is None else linear.form.group
     lines, zeros = (weights.get(linear.name + end) for end in (LINES, ZEROS))
     return CodedWeight(weight, scales, lines, group, zeros)

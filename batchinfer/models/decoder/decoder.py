@@ -43,6 +43,8 @@ class Decoder:
         self._ops = ops
         self._tables, self._head = packed.tables, packed.head
         self.classifier, self._adapters = packed.classifier, packed.adapters
+        self.adapter_places = packed.adapter_places
+        self._changed = [each for layer in packed.layers for each in layer.adapters.values()]
         self._positions, distances = position_table(spec, packed.tables), None
         if packed.tables.distances is not None:
             distances = distance_table(packed.tables.distances, max_positions)
@@ -62,6 +64,12 @@ class Decoder:
         """How many tokens the experts of its layers were given; empty where there are none."""
         found = {index: layer.loads for index, layer in enumerate(self._layers)}
         return ExpertLoads({index: loads for index, loads in found.items() if loads is not None})
+
+    def place_adapter(self, number: int, place: int) -> None:
+        """Put an adapter where tokens find it that have this place in place of its number, in steps that are launched
+        from now on."""
+        for adapters in self._changed:
+            adapters.place(number, place)
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from batchinfer.models.checkpoint.weights import Tables, Weights
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.decoder.classifier import Classifier
 from batchinfer.models.decoder.quantize import quantized_layer, quantized_weight
-from batchinfer.models.ops.interface import Head, LayerParts, Ops
+from batchinfer.models.ops.interface import AdapterRoom, Head, LayerParts, Ops
 from batchinfer.models.spec.spec import ModelSpec
 
 
@@ -24,7 +24,8 @@ class PackedWeights:
     layers: tuple[LayerParts, ...]  # without their rotary tables
     device: torch.device | str
     classifier: Classifier | None = None  # None: there is no classification head
-    adapters: int = 0  # how many there are
+    adapters: int = 0  # how many there are at a time
+    adapter_places: int | None = None  # None: that many in all
 
 
 def pack_weights(
@@ -33,8 +34,10 @@ def pack_weights(
     ops: Ops,
     device: torch.device | str,
     adapters: int = 0,
+    room: AdapterRoom | None = None,
 ) -> PackedWeights:
-    """Pack the weights for `ops`, a layer at a time, with the factors of so many adapters."""
+    """Pack the weights for `ops`, a layer at a time, with the factors of so many adapters, of which the device has
+    `room` for some at a time; None: for all."""
     tables = weights.tables()
     head = ops.pack_head(quantized_weight(tables.head, spec.head_form)) if spec.causal else None
     head_spec = spec.classifier
@@ -42,7 +45,8 @@ def pack_weights(
     # or a head that was copied would be there twice while the layers are packed
     tables = replace(tables, head=tables.embedding)
     layers = tuple(
-        pack_layer(ops, layer, quantized_layer(layer, weights.layer(index)), adapters=adapters)
+        pack_layer(ops, layer, quantized_layer(layer, weights.layer(index)), None, adapters, room)
         for index, layer in enumerate(spec.layers)
     )
-    return PackedWeights(spec, tables, head, layers, device, classifier, adapters)
+    places = None if room is None else room.places
+    return PackedWeights(spec, tables, head, layers, device, classifier, places or adapters, places)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from batchinfer.models.formats.mxfp4 import GROUP_BYTES, mxfp4_values
-from batchinfer.models.formats.packed_tensor import PackedTensor, PackedTensors, Read, Stored
+from batchinfer.models.formats.mxfp4 import GROUP, GROUP_BYTES, mxfp4_values
+from batchinfer.models.formats.packed_tensor import Codes, PackedTensor, PackedTensors, Read, Stored
+from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,14 @@ class PackedMxfp4(PackedTensor):
     """A matrix stored as two values a byte (N, K / 2) and exponents of its scales (N, K / 32)."""
 
     format: ClassVar[str] = "mxfp4"
+
+    @property
+    def form(self) -> WeightForm | None:
+        return WeightForm("mxfp4", "group", stored=True, group=GROUP)
+
+    def codes(self, read: Read, index: int | None = None) -> Codes:
+        values, scales = map(read, self.stored)
+        return Codes(values, scales)
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         values, scales = map(read, self.stored)

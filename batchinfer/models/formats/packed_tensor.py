@@ -53,6 +53,16 @@ class PackedTensor(ABC):
         return False
 
     @property
+    def quantized(self) -> bool:
+        """Whether its values were rounded when it was stored."""
+        return True
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is stored as the values that it stands for, of which more is known."""
+        return False
+
+    @property
     def form(self) -> WeightForm | None:
         """Return how it lies in memory if products can be computed of its values as they are stored; None if they have
         to be dequantised."""
@@ -61,7 +71,7 @@ class PackedTensor(ABC):
     @abstractmethod
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         """Return the weight as float32, or with an index that matrix of it. Products of values and scales are exact or
-        rounded once."""
+        rounded once. A weight that is not quantised may have its own dtype."""
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
         """Return the quantised values where there is a `form`, or with an index those of that matrix. Raises TypeError

@@ -18,6 +18,7 @@ from batchinfer.models.formats.nvfp4 import modelopt_format
 from batchinfer.models.formats.packed_tensor import PackedTensors, Stored, StoredFormat
 from batchinfer.models.formats.torchao import torchao_format
 
+_COMPRESSION = "compression_config"
 # What config.json states, and a list for what is wrong with it → the format, if it is one that is read
 Parse = Callable[[Mapping[str, Any], list[str]], StoredFormat | None]
 FORMATS: Mapping[str, Parse] = {
@@ -36,7 +37,7 @@ FORMATS: Mapping[str, Parse] = {
 def stored_format(raw: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
     """Return the format that `quantization_config` states; None if weights are floats, or if something is wrong with
     it, which is noted."""
-    stated = raw.get(QUANTIZATION)
+    stated = raw.get(QUANTIZATION) or _of_compression(raw.get(_COMPRESSION))
     if not stated:
         return None
     if not isinstance(stated, Mapping):
@@ -55,6 +56,15 @@ def stored_format(raw: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
     found = parse(stated, wrong)
     mistakes += [f"{where}: {text}" for text in wrong]
     return found
+
+
+def _of_compression(found: object) -> object:
+    """Return what compressed-tensors wrote under a key of its own until 2024, which had no other method."""
+    return (
+        {"quant_method": compressed.NAME, STATED_IN: _COMPRESSION, **found}
+        if isinstance(found, Mapping)
+        else found
+    )
 
 
 def packed_tensors(stored: StoredFormat | None, tensors: Stored) -> PackedTensors:

@@ -107,6 +107,8 @@ def _compiled(
 ) -> Ops | Lacking:
     """Return the compiled operators of this CPU. `tiles`: whether they have to be in matrix tiles; None: wherever these
     are granted."""
+    if any(not form.coded for form in forms):
+        return Lacking("a CPU multiplies zeros, too", "use engine.device: cuda")
     if any(form.codes == "fp8" for form in forms):
         return Lacking("a CPU cannot multiply in fp8", "use engine.device: cuda, or model.quantization: int8")
     if not CpuOps.can_run(dtype, group, head_dim, latent):
@@ -162,7 +164,7 @@ def _triton(
 
     if not TritonOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
-    lacking = _unfit_gpu(forms)
+    lacking = _unfit_gpu(forms, dtype)
     if lacking is not None:
         return lacking
     shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic)
@@ -181,8 +183,9 @@ def _stated_peaks(dtype: torch.dtype) -> Peaks:
     return Peaks(stated.peak_flops[kind], stated.bandwidth)
 
 
-def _unfit_gpu(forms: frozenset[WeightForm]) -> Lacking | None:
+def _unfit_gpu(forms: frozenset[WeightForm], dtype: torch.dtype) -> Lacking | None:
     """Return why Triton cannot compile for the GPU that it finds, or why the GPU cannot multiply so."""
+    from batchinfer.models.ops.gpu_sparse import why_not_sparse
     from batchinfer_kernels.gpu import target
     from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8
 
@@ -200,5 +203,8 @@ def _unfit_gpu(forms: frozenset[WeightForm]) -> Lacking | None:
     if any(form.codes == "int4" and not form.whole_zeros for form in forms):
         has = "its int4 has zeros between codes (GGUF's Q4_1 and Q4_K, torchao's), and a GPU multiplies whole ones"
         return Lacking(has, "use model.quantization: none, int8 or fp8")
+    sparse = any(not form.coded for form in forms)
+    if sparse and (why := why_not_sparse(dtype)) is not None:
+        return Lacking(why, "install torch's own build for CUDA")
     missing = why_not_fp8() if any(form.codes == "fp8" for form in forms) else None
     return None if missing is None else Lacking(missing, "use model.quantization: int8 or a newer GPU")

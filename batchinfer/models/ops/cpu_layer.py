@@ -13,6 +13,7 @@ from batchinfer.models.ops.interface import (
     DecoderLayer,
     LayerCache,
     LayerParts,
+    Linear,
     RopeTable,
 )
 from batchinfer.models.spec.spec import AttentionSpec, FeedForwardSpec, LayerSpec
@@ -87,15 +88,15 @@ class CompiledLayer(DecoderLayer):
         self._layer = PackedLayer(weights, sizes)
 
     @staticmethod
-    def covers(spec: LayerSpec, parts: LayerParts) -> bool:
+    def covers(spec: LayerSpec, parts: LayerParts, widens: bool) -> bool:
         """Whether the compiled layer can do it: an RMSNorm before each half, all norms of one epsilon and offset, and
-        products that are compiled, the gate in one of them."""
+        products that are compiled, the gate in one of them. `widens`: whether weights may be in MXFP4."""
         norms, attention = spec.norms, spec.attention
         if not isinstance(attention, AttentionSpec):
             return False
         heads = attention.norms_heads or attention.q_norm is None
         return (
-            all(isinstance(linear, CompiledLinear) for linear in parts.linears.values())
+            all(_is_compiled(linear, widens) for linear in parts.linears.values())
             and isinstance(spec.feed_forward, FeedForwardSpec)
             and spec.feed_forward.gated
             and norms.keys() >= BEFORE
@@ -148,6 +149,10 @@ class CompiledLayer(DecoderLayer):
         shape = self._compiled.cache_shape(sizes.kv_heads, cache.block_size, sizes.head_dim)
         state = self._compiled.attention_state(items, len(x), sizes.q_heads, shape[2])
         return LayerRoom(x, self._layer, places, shape, state, beside)
+
+
+def _is_compiled(linear: Linear, widens: bool) -> bool:
+    return isinstance(linear, CompiledLinear) and (widens or not linear.weight.widened)
 
 
 def _adapters(parts: LayerParts, name: str) -> PackedLowRank | None:

@@ -30,12 +30,18 @@ class CompiledLinear(Linear):
 class CompiledAdapters(Adapters):
     """Low-rank products by our own tiles (kernels/cpu/low_rank.h)."""
 
-    def __init__(self, compiled: CompiledOperators, factors: Sequence[Factors | None]) -> None:
+    def __init__(
+        self, compiled: CompiledOperators, factors: Sequence[Factors | None], places: int | None = None
+    ) -> None:
         self._compiled = compiled
-        self.factors = compiled.pack_factors([None if own is None else (own.a, own.b) for own in factors])
+        pairs = [None if own is None else (own.a, own.b) for own in factors]
+        self.factors = compiled.pack_factors(pairs, places)
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
         return AddedValues(self._compiled.low_rank(x, self.factors, rows), rows)
+
+    def place(self, number: int, place: int) -> None:
+        self.factors.place(number, place)
 
 
 class CompiledHead(CompiledLinear, Head):

@@ -12,9 +12,11 @@ from batchinfer.models.ops.cpu_layer import CompiledLayer, ItemPlan
 from batchinfer.models.ops.cpu_linear import CompiledAdapters, CompiledHead, CompiledLinear
 from batchinfer.models.ops.interface import (
     NO_NORMS,
+    AdapterRoom,
     Adapters,
     AttentionInputs,
     AttentionPlan,
+    CodedWeight,
     DecoderLayer,
     Experts,
     ExpertWeights,
@@ -28,6 +30,7 @@ from batchinfer.models.ops.interface import (
     RopeTable,
     Weight,
     placed,
+    values_of,
 )
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
@@ -99,12 +102,14 @@ class CpuOps(TorchOps):
         back = pack(self._compiled, down, "plain")
         return CompiledExperts(self._compiled, into, back)
 
-    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
-        return CompiledAdapters(self._compiled, factors)
+    def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
-        if isinstance(weight, Tensor):
-            return self._compiled.pack_linear(weight, bias, kind)
+        if not isinstance(weight, CodedWeight):
+            return self._compiled.pack_linear(values_of(weight, self.name), bias, kind)
+        if weight.mxfp4:
+            return self._compiled.pack_mxfp4(weight.codes, weight.scales, bias, kind)
         if weight.group:
             parts = weight.codes, weight.scales, weight.zeros, weight.group
             return self._compiled.pack_int4(*parts, bias, kind)
@@ -113,7 +118,8 @@ class CpuOps(TorchOps):
         return self._compiled.pack_codes(weight.codes, weight.scales, bias, kind)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
-        return CompiledLayer(self._compiled, spec, parts) if CompiledLayer.covers(spec, parts) else None
+        covered = CompiledLayer.covers(spec, parts, self._compiled.layer_widens(self._dtype))
+        return CompiledLayer(self._compiled, spec, parts) if covered else None
 
     def holds(self, cache: CacheSpec) -> bool:
         """Whether these operators have such a cache: one in int8 where the compiled operators were asked for it, none

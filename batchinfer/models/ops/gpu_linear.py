@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.interface import (
+    AdapterRoom,
     Adapters,
     AddedValues,
     CodedWeight,
@@ -26,9 +27,11 @@ from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
-from batchinfer_kernels.gpu.quantized_matmul import int4_panel_matmul, int4_weight_matmul
+from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, mxfp4_matmul, panel_matmul
 from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.low_rank import AdaptedRows
+from batchinfer_kernels.mxfp4 import GROUP as MXFP4_GROUP
+from batchinfer_kernels.mxfp4 import Mxfp4Weight, packed_mxfp4_linear
 from batchinfer_kernels.quantized_matmul import Int4Weight, packed_int4
 
 MIN_RANK = 16  # of factors: the least inner dimension of a tile
@@ -97,23 +100,46 @@ class KernelLinear(Linear):
 
 class TritonAdapters(Adapters):
     """Grouped products of all tokens, sorted by their adapter: those without one have factors of zeros, so that what is
-    launched depends on the number of tokens alone. Ranks are rounded up to the greatest one."""
+    launched depends on the number of tokens alone. Ranks are rounded up to the greatest one. With `room` factors wait
+    in pinned memory, from which they are copied into their places."""
 
-    def __init__(self, factors: Sequence[Factors | None], deterministic: bool) -> None:
+    def __init__(
+        self, factors: Sequence[Factors | None], deterministic: bool, room: AdapterRoom | None = None
+    ) -> None:
         known = [own for own in factors if own is not None]
         rank = max(MIN_RANK, *(len(own.a) for own in known))
-        (_, inputs), outputs, count = known[0].a.shape, len(known[0].b), len(factors) + 1
-        self._a = known[0].a.new_zeros(count, rank, inputs)
-        self._b = known[0].b.new_zeros(count, outputs, rank)
-        for at, own in enumerate(factors, 1):
-            if own is not None:
-                self._a[at, : len(own.a)], self._b[at, :, : len(own.a)] = own.a, own.b
+        (_, inputs), outputs, first = known[0].a.shape, len(known[0].b), known[0].a
+        device = first.device if room is None else room.device
+        count = 1 + (len(factors) if room is None else room.places)
+        self._a = first.new_zeros(count, rank, inputs, device=device)
+        self._b = first.new_zeros(count, outputs, rank, device=device)
+        self._kept = [*factors] if room is None or device.type == "cpu" else [*map(_pinned, factors)]
         self._deterministic = deterministic
+        if room is None:
+            for number in range(1, count):
+                self.place(number, number)
+            self._kept.clear()
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
         how = self._deterministic
         low = grouped_matmul(x, self._a, rows.starts, from_rows=rows.order, deterministic=how)
         return AddedValues(grouped_matmul(low, self._b, rows.starts, deterministic=how), rows)
+
+    def place(self, number: int, place: int) -> None:
+        own, a, b = self._kept[number - 1], self._a[place], self._b[place]
+        rank = 0 if own is None else len(own.a)
+        a[rank:].zero_()
+        b[:, rank:].zero_()
+        if (
+            own is not None
+        ):  # copies run in the order of the steps, so that those before are done with the place
+            a[:rank].copy_(own.a, non_blocking=True)
+            b[:, :rank].copy_(own.b, non_blocking=True)
+
+
+def _pinned(own: Factors | None) -> Factors | None:
+    """Return factors in memory that a GPU reads while the host goes on."""
+    return None if own is None else Factors(own.a.pin_memory(), own.b.pin_memory())
 
 
 class InvariantLinear(KernelLinear):
@@ -215,15 +241,15 @@ class Fp8Head(Head):
 
 
 class WeightPanel:
-    """Room for the values of a weight, or of a part of its outputs, which all int4 layers of a model use one after the
-    other. It is allocated while weights are packed, so that it stands where it is once steps are captured."""
+    """Room for the values of a weight, or of a part of its outputs, which all layers of a model in 4 bits use one after
+    the other. It is allocated while weights are packed, so that it stands where it is once steps are captured."""
 
     def __init__(self) -> None:
         self._values: Tensor | None = None
 
-    def reserve(self, weight: Int4Weight) -> None:
-        """Make room for the whole weight, or for PANEL_BYTES of it, and for one output at the least."""
-        dtype, outputs = weight.scales.dtype, weight.outputs
+    def reserve(self, weight: Int4Weight | Mxfp4Weight, dtype: torch.dtype) -> None:
+        """Make room for values of the whole weight, or for PANEL_BYTES of it, and for one output at the least."""
+        outputs = weight.outputs
         most = max(1, PANEL_BYTES // dtype.itemsize // max(1, weight.inputs))
         values = min(outputs, most) * weight.inputs
         if self._values is None or self._values.numel() < values:
@@ -236,9 +262,10 @@ class WeightPanel:
         return self._values
 
 
-class Int4Linear(KernelLinear):
-    """A product with int4 values, x as it is: few rows multiply them as they are widened in registers, many rows the
-    library's way, once they are widened into the panel. Where it is `deterministic` all rows are few.
+class WidenedLinear(KernelLinear):
+    """A product with values of 4 bits, int4 or MXFP4, x as it is: few rows multiply them as they are widened in
+    registers, many rows the library's way, once they are widened into the panel. Where it is `deterministic` all rows
+    are few.
 
     `peaks`: of the GPU, which say how many rows are many. Raises ValueError for groups that the kernels do not have.
     """
@@ -253,18 +280,30 @@ class Int4Linear(KernelLinear):
         peaks: Peaks,
     ) -> None:
         """`panel`: None where the product is deterministic."""
-        packed = packed_int4(weight.codes, weight.scales, weight.zeros, weight.group, dtype)
+        packed: Int4Weight | Mxfp4Weight
+        if weight.mxfp4:
+            packed = packed_mxfp4_linear(weight.codes, weight.scales)
+            group, zeros, scale_bytes = MXFP4_GROUP, False, 1
+        else:
+            packed = packed_int4(weight.codes, weight.scales, weight.zeros, weight.group, dtype)
+            group, zeros, scale_bytes = packed.group, packed.zeros is not None, dtype.itemsize
         super().__init__((packed.outputs, packed.inputs), activation)
         self._weight, self._bias, self._panel = packed, bias, panel
-        zeros, sizes = packed.zeros is not None, (packed.inputs, packed.outputs)
-        self.many = least_panel_rows(peaks, *sizes, dtype.itemsize, group=packed.group, zeros=zeros)
+        sizes = packed.inputs, packed.outputs, dtype.itemsize
+        self.many = least_panel_rows(peaks, *sizes, group=group, zeros=zeros, scale_bytes=scale_bytes)
         if panel is not None:
-            panel.reserve(packed)
+            panel.reserve(packed, dtype)
 
     def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
         panel, gate = self._panel, activation
         if panel is None or len(x) < self.many:
-            fixed = panel is None
-            return int4_weight_matmul(x, self._weight, self._bias, activation=gate, deterministic=fixed)
-        y = int4_panel_matmul(x, self._weight, self._bias, panel.values)
+            return self._by_few(x, gate, panel is None)
+        y = panel_matmul(x, self._weight, self._bias, panel.values)
         return y if gate is None else gated_activation(y, gate)
+
+    def _by_few(self, x: Tensor, gate: Activation | None, fixed: bool) -> Tensor:
+        """Multiply with values that are widened in registers."""
+        weight = self._weight
+        if isinstance(weight, Int4Weight):
+            return int4_weight_matmul(x, weight, self._bias, activation=gate, deterministic=fixed)
+        return mxfp4_matmul(x, weight, self._bias, activation=gate, deterministic=fixed)

@@ -109,12 +109,26 @@ class AddedValues:
         return (results.float() + self.spread()).to(results.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """Room for the factors of `places` adapters at a time on a device; the others wait in the host's memory."""
+
+    places: int
+    device: torch.device
+
+
 class Adapters(ABC):
-    """The factors of all adapters for one product, packed as the operators like best."""
+    """The factors of adapters for one product, packed as the operators like best: of all, or those that stand in
+    places."""
 
     @abstractmethod
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
         """x: (T, in), what the product reads."""
+
+    @abstractmethod
+    def place(self, number: int, place: int) -> None:
+        """Put the factors of the adapter with this number, from 1 on, into a place, from 1 on. What was launched before
+        still reads what stood there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +174,8 @@ class CodedWeight:
     """A weight whose values are quantised: `codes` (out, in), int8 or float8_e4m3fn, and scales (out,) float32, or
     (blocks, groups of inputs) of which `lines` (out,) int32 say which an output has; see
     batchinfer_kernels.block_fp8_matmul. With a `group` codes are int4, in int8, and scales and maybe zeros (out, groups
-    of so many inputs) float32; see batchinfer_kernels.int4_linear."""
+    of so many inputs) float32; see batchinfer_kernels.int4_linear. Or they are MXFP4, (out, in / 2) uint8, and scales
+    exponents, (out, in / 32) uint8; see batchinfer_kernels.mxfp4."""
 
     codes: Tensor
     scales: Tensor
@@ -169,18 +184,38 @@ class CodedWeight:
     zeros: Tensor | None = None
 
     @property
+    def mxfp4(self) -> bool:
+        """Whether the weight is in MXFP4."""
+        return self.scales.dtype == torch.uint8
+
+    @property
     def shape(self) -> torch.Size:
         """Return the weight's shape, (out, in)."""
-        return self.codes.shape
+        outputs, held = self.codes.shape
+        return torch.Size((outputs, 2 * held)) if self.mxfp4 else self.codes.shape
 
 
-# What a product multiplies with: values of the run's dtype, or quantised ones
-Weight: TypeAlias = Tensor | CodedWeight
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseWeight:
+    """A weight (out, in) of which each four inputs, next to one another, have two zeros, as the checkpoint says."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the weight's shape, (out, in)."""
+        return self.values.shape
+
+
+# What a product multiplies with: values of the run's dtype, those of a sparse weight, or quantised ones
+Weight: TypeAlias = Tensor | SparseWeight | CodedWeight
 
 
 def values_of(weight: Weight, name: str) -> Tensor:
-    """Return a weight that is not quantised, for operators of this name that multiply no others. Raises TypeError for
-    one that is."""
+    """Return a weight that is not quantised, zeros included, for operators of this name that multiply no others. Raises
+    TypeError for one that is."""
+    if isinstance(weight, SparseWeight):
+        return weight.values
     if isinstance(weight, CodedWeight):
         raise TypeError(f"{name} operators have no products of {weight.codes.dtype}")
     return weight
@@ -361,8 +396,9 @@ class Ops(ABC):
         """Prepare the weights of heads, (heads, out, in)."""
 
     @abstractmethod
-    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
-        """Prepare what adapters add to a product; None for an adapter that adds nothing to it."""
+    def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        """Prepare what adapters add to a product; None for an adapter that adds nothing to it. `room`: the factors are
+        in the host's memory, and nothing stands in any place yet; None: each adapter has a place for ever."""
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
         """logits: (T, experts) float32. See batchinfer_kernels.experts; the host waits for nothing."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchinfer.models.ops.interface import (
     NO_NORMS,
+    AdapterRoom,
     Adapters,
     AddedValues,
     AttentionInputs,
@@ -130,14 +131,23 @@ class TorchHeads(HeadsLinear):
 class TorchAdapters(Adapters):
     """Low-rank products of one adapter after the other. The host waits for the number of each one's tokens."""
 
-    def __init__(self, factors: Sequence[Factors | None]) -> None:
-        self._factors = [None if own is None else (own.a, own.b) for own in factors]
+    def __init__(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> None:
+        self._kept, self._room = [None if own is None else (own.a, own.b) for own in factors], room
+        empty: list[tuple[Tensor, Tensor] | None] = [None] * (0 if room is None else room.places)
+        self._factors = empty or [*self._kept]
         self._outputs = next(len(own.b) for own in factors if own is not None)
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
         starts = rows.starts[1:] - rows.starts[1]
         own = x[rows.order[int(rows.starts[1]) :]]
         return AddedValues(low_rank_reference(own, self._factors, starts, self._outputs), rows)
+
+    def place(self, number: int, place: int) -> None:
+        kept, room = self._kept[number - 1], self._room
+        assert room is not None, "each has its place"
+        self._factors[place - 1] = (
+            None if kept is None else (kept[0].to(room.device), kept[1].to(room.device))
+        )
 
 
 class GroupedPlan(AttentionPlan):
@@ -169,8 +179,8 @@ class TorchOps(Ops):
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
         return TorchExperts(gate_up, down, activation)
 
-    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
-        return TorchAdapters(factors)
+    def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        return TorchAdapters(factors, room)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
         return TorchHeads(weights.weight)

@@ -15,7 +15,6 @@ from batchinfer.models.ops.gpu_experts import CodedExperts, TritonExperts, Trito
 from batchinfer.models.ops.gpu_linear import (
     Fp8Head,
     Fp8Linear,
-    Int4Linear,
     Int8Head,
     Int8Linear,
     InvariantExact,
@@ -26,9 +25,12 @@ from batchinfer.models.ops.gpu_linear import (
     LibraryLinear,
     TritonAdapters,
     WeightPanel,
+    WidenedLinear,
 )
+from batchinfer.models.ops.gpu_sparse import sparse_linear
 from batchinfer.models.ops.interface import (
     NO_NORMS,
+    AdapterRoom,
     Adapters,
     AttentionInputs,
     AttentionPlan,
@@ -44,6 +46,7 @@ from batchinfer.models.ops.interface import (
     Linear,
     Ops,
     RopeTable,
+    SparseWeight,
     Weight,
     values_of,
 )
@@ -165,6 +168,8 @@ class TritonOps(Ops):
         return "triton" if self._shape.deterministic else "library"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        if isinstance(weight, SparseWeight) and not self._shape.deterministic:
+            return sparse_linear(weight.values, bias)
         return self._packed(weight, bias, None) or LibraryLinear(values_of(weight, self.name), bias)
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
@@ -174,7 +179,8 @@ class TritonOps(Ops):
         if isinstance(weight, CodedWeight):
             int8 = weight.codes.dtype == torch.int8
             return Int8Head(weight) if int8 else Fp8Head(weight, self._shape.deterministic)
-        return InvariantHead(weight) if self._shape.deterministic else LibraryHead(weight)
+        values = values_of(weight, self.name)
+        return InvariantHead(values) if self._shape.deterministic else LibraryHead(values)
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         kind = InvariantExact if self._shape.deterministic else LibraryExact
@@ -192,11 +198,11 @@ class TritonOps(Ops):
         if isinstance(weight, CodedWeight):
             if weight.group:
                 panel = None if fixed else self._panel
-                return Int4Linear(weight, bias, activation, self._shape.dtype, panel, self._peaks)
+                return WidenedLinear(weight, bias, activation, self._shape.dtype, panel, self._peaks)
             if weight.codes.dtype == torch.int8:
                 return Int8Linear(weight, bias, activation)
             return Fp8Linear(weight, bias, activation, fixed)
-        return InvariantLinear(weight, bias, activation) if fixed else None
+        return InvariantLinear(values_of(weight, self.name), bias, activation) if fixed else None
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
         return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device)
@@ -339,8 +345,8 @@ class TritonOps(Ops):
             out=out,
         )
 
-    def pack_adapters(self, factors: Sequence[Factors | None]) -> Adapters:
-        return TritonAdapters(factors, self._shape.deterministic)
+    def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        return TritonAdapters(factors, self._shape.deterministic, room)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
         return TritonHeads(weights, self._shape.deterministic)

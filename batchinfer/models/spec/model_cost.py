@@ -39,6 +39,7 @@ from batchinfer_kernels.cost import (
     layer_norm_cost,
     linear_cost,
     mxfp4_grouped_linear_cost,
+    mxfp4_linear_cost,
     quantized_grouped_linear_cost,
     quantized_linear_cost,
     rms_norm_cost,
@@ -46,6 +47,7 @@ from batchinfer_kernels.cost import (
     routing_cost,
     sample_cost,
     scale_cost,
+    sparse_linear_cost,
     weight_only_linear_cost,
 )
 
@@ -55,7 +57,9 @@ def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
     beside its embedding. `itemsize`: bytes of a value that is not quantised."""
     coded = [linear for linear in spec.linears() if linear.form is not None]
     head = [spec.head] if spec.head_form is not None else []
-    taken = sum(round(one.values * one.form.value_bytes) for one in (*coded, *head) if one.form is not None)
+    taken = sum(
+        round(one.values * one.form.value_bytes(itemsize)) for one in (*coded, *head) if one.form is not None
+    )
     plain = parameters - sum(one.values for one in (*coded, *([] if spec.tied else head)))
     return taken + plain * itemsize
 
@@ -91,7 +95,7 @@ def _value_bytes(spec: ModelSpec, itemsize: int) -> float:
     """Return the bytes that a value of most of the weights takes."""
     values = Counter[float]()
     for linear in spec.linears():
-        values[itemsize if linear.form is None else linear.form.value_bytes] += linear.values
+        values[itemsize if linear.form is None else linear.form.value_bytes(itemsize)] += linear.values
     return values.most_common(1)[0][0]
 
 
@@ -264,8 +268,12 @@ def _linear(linear: LinearSpec, itemsize: int, device: Device = "cpu") -> Callab
     inputs, outputs, form = linear.inputs, linear.outputs, linear.form
     if form is None:
         return lambda n: linear_cost(n, inputs, outputs, itemsize, itemsize)
+    if form.codes == "sparse":
+        return lambda n: sparse_linear_cost(n, inputs, outputs, itemsize)
     if form.scales == "block":
         return lambda n: block_fp8_linear_cost(n, inputs, outputs, itemsize)
+    if form.codes == "mxfp4":
+        return lambda n: mxfp4_linear_cost(n, inputs, outputs, itemsize)
     if form.scales == "group" and device == "cuda":
         return lambda n: weight_only_linear_cost(n, inputs, outputs, itemsize, group=form.group)
     if form.scales == "group":

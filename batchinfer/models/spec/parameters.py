@@ -91,7 +91,7 @@ def fused(layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]) -> Iterat
         yield vector, joined([vector])
     for linear in layer.linears:
         parts = [part for part, _ in linear.parts]
-        if not linear.stored:
+        if not linear.stored_codes:
             yield linear.name, joined(parts)
         if linear.biased:
             yield linear.name + BIAS, joined([part + BIAS for part in parts])

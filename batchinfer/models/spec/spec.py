@@ -82,8 +82,13 @@ class LinearSpec:
 
     @property
     def stored(self) -> bool:
-        """Whether its weight stays quantised as the checkpoint stores it."""
+        """Whether its weight stays as the checkpoint stores it, quantised or without its zeros."""
         return self.form is not None and self.form.stored
+
+    @property
+    def stored_codes(self) -> bool:
+        """Whether these are quantised values."""
+        return self.form is not None and self.form.stored and self.form.coded
 
     @property
     def values(self) -> int:

@@ -15,7 +15,7 @@ from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.job import Job
-from batchinfer.models.checkpoint.checkpoint import OWN
+from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
 from batchinfer.plan.order.backlog import share_of
@@ -184,16 +184,25 @@ def _room(job: Job, setup: Setup, longest: int) -> _Room:
     on_gpu = setting.device == "cuda"
     free = setting.hardware.memory_bytes if on_gpu else config.memory or setting.memory()
     free = free or 1 << 62
-    free -= setup.checkpoint.weight_bytes
-    panel = (
-        PANEL_BYTES
-        if on_gpu and setting.quantization in ("int4", "stored-int4") and not setting.deterministic
-        else 0
-    )
+    free -= setup.checkpoint.weight_bytes + setting.adapter_bytes
+    panel = PANEL_BYTES if on_gpu and _widens(setup) and not setting.deterministic else 0
     blocks = cache_blocks(
         block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, setting.device, panel
     )
     return _Room(limits, layout, blocks)
+
+
+def _widens(setup: Setup) -> bool:
+    """Whether a GPU has weights that it widens before it multiplies many rows: those in 4 bits, but for experts."""
+    quantization = setup.setting.quantization
+    return quantization in ("int4", "stored-int4") or (
+        quantization == "stored-mxfp4"
+        and isinstance(setup.checkpoint, Checkpoint)
+        and any(
+            linear.form is not None and linear.form.codes == "mxfp4" and not linear.experts
+            for linear in setup.checkpoint.spec.linears()
+        )
+    )
 
 
 def fits(job: Job, setup: Setup) -> bool:

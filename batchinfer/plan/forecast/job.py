@@ -168,7 +168,8 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
         engine = replace(engine, multiple=known.drawn.times)
     machine = engine.machine
     engines, size = setup.setting.replicas, machine.layout.block_size
-    weights, blocks = setup.checkpoint.weight_bytes * engines, machine.blocks * engines
+    weights = (setup.checkpoint.weight_bytes + setup.setting.adapter_bytes) * engines
+    blocks = machine.blocks * engines
     memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
     forecast = settled_forecast(engine, known.index.tokens, PLAN_MOST_S)
     deadline = Deadline.of(known.job, now(), forecast)

@@ -44,15 +44,17 @@ def quantized_forecasts(
     `multiple`: as in ForecastEngine."""
     setting = setup.setting
     checkpoint = open_checkpoint(job.model.path) if setting.weights is not None else setup.checkpoint
-    if not isinstance(checkpoint, Checkpoint) or checkpoint.packed:
+    if not isinstance(checkpoint, Checkpoint) or any(each.quantized for each in checkpoint.packed.values()):
         return
+    checkpoint = checkpoint.as_stored(frozenset())
     if (setting.device, setting.dtype) == ("cpu", "float16"):
         return
-    for name in COMPARED[setting.device]:
+    for name in dict.fromkeys((*COMPARED[setting.device], setting.quantization)):
+        held = checkpoint.held_for(name)
         other = replace(setting, quantization=name, weights=None, calibrates=False)
-        found = replace(setup, checkpoint=checkpoint, setting=other)
+        found = replace(setup, checkpoint=held, setting=other)
         itemsize = 4 if setting.dtype == "float32" else 2
-        taken = loaded_bytes(checkpoint.spec.quantized(name), checkpoint.parameters, itemsize)
+        taken = loaded_bytes(held.spec.quantized(name), held.parameters, itemsize)
         chosen, size = name == setting.quantization, taken * setting.replicas
         try:
             engine = _without_runs(replace(forecast_engine(job, found, plan), multiple=multiple))

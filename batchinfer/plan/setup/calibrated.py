@@ -24,7 +24,7 @@ _DIGITS = 24  # of the digest that names a folder
 def can_calibrate(checkpoint: StoredModel) -> bool:
     """Whether weights of the checkpoint can be calibrated: those of a decoder of ours, stored in floats, whose layers
     read no other layer's K and V."""
-    return isinstance(checkpoint, Checkpoint) and not checkpoint.packed and _is_plain(checkpoint.spec)
+    return isinstance(checkpoint, Checkpoint) and checkpoint.plain and _is_plain(checkpoint.spec)
 
 
 def _is_plain(spec: ModelSpec) -> bool:

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.job import Job
+from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
 from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.resolve import Setting
 
 
-def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> dict[str, str]:
-    """Return the fingerprints of the job's adapters by their names; files that the state does not know are hashed.
+@dataclass(frozen=True, slots=True)
+class JobAdapters:
+    """The adapters of a job: fingerprints by their names, and what those beside the weights take."""
+
+    fingerprints: dict[str, str]
+    sizes: AdapterSizes | None = None
+
+
+def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> JobAdapters:
+    """Return the job's adapters; files that the state does not know are hashed.
 
     Raises JobFileError and SecurityRefusal for adapters that cannot be computed, with the reason.
     """
     if not job.model.adapters:
-        return {}
+        return JobAdapters({})
     if not isinstance(checkpoint, Checkpoint):
         text = f"{checkpoint.spec.family} is computed by transformers' code, which is given no adapters"
         raise job.mistake("model.adapters", f"{text}; merge them into the model (PEFT: merge_and_unload)")
     known = read_strings(state.fingerprints)
     found = {name: inspect_adapter(name, path, checkpoint) for name, path in job.model.adapters.items()}
     _check_merged(job, found)
-    return {name: adapter.fingerprint(known) for name, adapter in found.items()}
+    fingerprints = {name: adapter.fingerprint(known) for name, adapter in found.items()}
+    different = {fingerprints[name]: adapter for name, adapter in found.items()}
+    return JobAdapters(fingerprints, sizes_of(checkpoint.spec, [*different.values()]))
 
 
 def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:
@@ -42,7 +53,9 @@ def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:
     raise job.mistake(f"model.adapters.{dora}", text)
 
 
-def with_adapters(setting: Setting, job: Job, fingerprints: Mapping[str, str]) -> Setting:
+def with_adapters(setting: Setting, job: Job, adapters: JobAdapters) -> Setting:
     """Return the setting with the folders of the adapters: of equal ones the first."""
-    places = {fingerprints[name]: path for name, path in reversed(job.model.adapters.items())}
-    return replace(setting, adapters=tuple(places.items())) if places else setting
+    folders = {adapters.fingerprints[name]: path for name, path in reversed(job.model.adapters.items())}
+    if not folders:
+        return setting
+    return replace(setting, adapters=tuple(folders.items()), adapter_sizes=adapters.sizes)

@@ -26,4 +26,4 @@ def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: Stat
     held = checkpoint.held_for(setting.quantization)
     adapters = job_adapters(job, held, state)
     setting = with_adapters(setting, job, adapters)
-    return JobWeights(*with_calibration(job, held, setting, state), adapters)
+    return JobWeights(*with_calibration(job, held, setting, state), adapters.fingerprints)

@@ -26,6 +26,7 @@ from batchinfer.machine.hardware import (
     usable_gpus,
 )
 from batchinfer.machine.memory import available_memory
+from batchinfer.models.adapters.sizes import AdapterSizes
 from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_pairs import pair_mistakes
@@ -53,6 +54,10 @@ _ABSENT: Mapping[str, Any] = {
     "output": "tokens",
 }
 
+# Of a GPU's memory, for adapters, beside the cache: with rank 16 on all modules of an 8B model some 60 of an H100
+ADAPTERS_SHARE = 0.1
+_SAME_VALUES = ("stored-mxfp4", "stored-sparse")  # as once they are dequantised, or filled up
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -76,6 +81,7 @@ class Setting:
     # bytes of this machine's memory that were free before any engine was started; None: a machine elsewhere
     free_memory: int | None = None
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
+    adapter_sizes: AdapterSizes | None = None  # of those that stand beside the weights
 
     def for_rows(self, rows: int) -> Setting:
         """Return the setting with no more engines than there are rows."""
@@ -112,8 +118,31 @@ class Setting:
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """Return what steps of the model cost, as it will lie in memory."""
-        itemsize = 4 if self.dtype == "float32" else 2
-        return checkpoint.cost(itemsize, self.quantization, self.kv_cache, self.device)
+        found = checkpoint.cost(self.itemsize, self.quantization, self.kv_cache, self.device)
+        return found if self.adapter_sizes is None else self.adapter_sizes.with_cost(found)
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of a value that is not quantised."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def adapter_places(self) -> int | None:
+        """Return how many adapters are on a GPU at a time; None: all."""
+        sizes, memory = self.adapter_sizes, self.hardware.memory_bytes
+        if sizes is None or self.device == "cpu" or memory is None:
+            return None
+        return sizes.places(int(memory * ADAPTERS_SHARE), self.itemsize)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Return the bytes of the device that adapters take beside an engine's weights."""
+        sizes, places = self.adapter_sizes, self.adapter_places
+        if sizes is None:
+            return 0
+        if self.device == "cpu":
+            return sizes.values * self.itemsize
+        return sizes.place_values * ((sizes.count if places is None else places) + 1) * self.itemsize
 
     def context(
         self,
@@ -148,8 +177,9 @@ class Setting:
         """Return the options that can change an answer and have a default. Blocks, a device's operators, matrix tiles
         and Arm's vectors decide the order of additions, which counts only where the bits are promised."""
         options: dict[str, Any] = {
-            # what MXFP4 stands for is multiplied, to the bit, whether it is dequantised before or then
-            "quantization": "none" if self.quantization == "stored-mxfp4" else self.quantization,
+            # what MXFP4 stands for is multiplied, to the bit, whether it is dequantised before or then; zeros change no
+            # sum, whether they are added or not
+            "quantization": "none" if self.quantization in _SAME_VALUES else self.quantization,
             "deterministic": self.deterministic,
             "kv_cache_dtype": self.kv_cache,
             "calibrated": self.calibrates,
@@ -182,6 +212,7 @@ class Setting:
             tiles=self.tiles,
             kv_cache=self.kv_cache,
             adapters=self.adapters,
+            adapter_places=self.adapter_places,
         )
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
@@ -231,6 +262,8 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         raise JobFileError(str(job.source), mistakes)
     place = hardware or detect(device)
     quantization = resolved_quantization(job.model.quantization, checkpoint, place, dtype, hardware is None)
+    if quantization == "stored-sparse" and job.engine.deterministic:
+        quantization = "none"  # cuSPARSELt promises no bits
     replicas, gpus = _replicas(job, device, hardware is None)
     return Setting(
         device=device,
@@ -316,6 +349,13 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
             yield Mistake("model.quantization", f"{asked} is {text}, or leave it out")
         if job.engine.deterministic:
             yield Mistake("engine.deterministic", f"true is {text}, or leave it out")
+    sparse = asked == "stored" and checkpoint.stored_quantization == "stored-sparse"
+    if sparse and (cpu or dtype == "float32" or job.engine.deterministic):
+        text = (
+            "only a GPU can leave out the zeros of 2:4 sparse weights, in bfloat16 and float16, and not with "
+            "engine.deterministic; leave it out"
+        )
+        yield Mistake("model.quantization", f"stored: {text}")
     if asked == "stored" and checkpoint.stored_quantization == "none":
         text = "the checkpoint stores no weights that can be multiplied as they are (docs/models.md); leave it out"
         yield Mistake("model.quantization", f"stored: {text}")
@@ -364,6 +404,8 @@ def resolved_quantization(
         return asked
     if stored == "stored-int4":
         return "none"
+    if stored == "stored-sparse":
+        return stored if hardware.device == "cuda" and dtype != "float32" else "none"
     if stored in ("stored-int8", "stored-mxfp4"):
         return stored if hardware.device == "cuda" or dtype != "float16" else "none"
     return stored if multiplies_fp8(hardware, here) else "none"

@@ -87,6 +87,7 @@ class CountingRunner:
     looks_ahead: bool
     taken_bytes: Callable[[], int]
     launching: Launching | None = None
+    adapters: Mapping[bytes, str] = field(default_factory=dict)  # by work key, where the model has any
     clock: Clock = field(default_factory=Clock)
     wants: PlanWants = COUNTS
 
@@ -104,7 +105,10 @@ class CountingRunner:
         spans = list(zip(plan.requests, starts, lengths, strict=True))
         scored = plan.sampling.scored
         rows_asked = len(answers) + (0 if scored is None else len(np.unique(scored.rows)))
-        shape = step_shape(spans, rows_asked, plan.shared_blocks, self.layout, copied, self.cost.causal)
+        names = [self.adapters[key] for key, _ in plan.requests] if self.cost.adapted else []
+        shape = step_shape(
+            spans, rows_asked, plan.shared_blocks, self.layout, copied, self.cost.causal, names
+        )
         launch = None
         if self.launching is not None:
             decodes = shape.tokens == len(answers) == rows and copies is None

@@ -126,12 +126,15 @@ def simulated_steps(
     machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
 ) -> Iterator[StepOutput]:
     """Each step of such a run. The engine is fed as a plan is run, so that few requests wait at a time."""
-    engine = counting_engine(machine, outputs)
+    adapters: dict[bytes, str] = {}
+    engine = counting_engine(machine, outputs, adapters)
     waiting, more = iter(requests), True
     while more or engine.unfinished:
         room = most_queued(machine.scheduler.max_num_seqs) - engine.unfinished
         fed = list(islice(waiting, max(0, room)))
         more = more and (room <= 0 or len(fed) == room)
+        if machine.cost.adapted:
+            adapters.update((request.key, request.params.adapter) for request in fed)
         engine.add([_counted(request) for request in fed])
         if engine.unfinished:
             yield engine.step()
@@ -146,8 +149,11 @@ def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
     return layout.depth * layout.block_size * max(size for _, size in cost.caches)
 
 
-def counting_engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> Engine:
-    """Return an engine that runs no model: it counts, and its clock goes on as the machine's steps would take."""
+def counting_engine(
+    machine: SimulatedEngine, outputs: Mapping[bytes, int], adapters: Mapping[bytes, str]
+) -> Engine:
+    """Return an engine that runs no model: it counts, and its clock goes on as the machine's steps would take.
+    `adapters`: by work key, of a model with some."""
     windows = machine.layout.sizes.windows
     pool = BlockPool(machine.blocks, machine.layout.block_size, len(windows))
     scheduler = Scheduler(machine.scheduler, pool, windows=windows)
@@ -160,6 +166,7 @@ def counting_engine(machine: SimulatedEngine, outputs: Mapping[bytes, int]) -> E
         looks_ahead=machine.looks_ahead,
         taken_bytes=lambda: block * (pool.used + pool.cached),
         launching=None if machine.captures is None else Launching(machine.captures),
+        adapters=adapters,
     )
     limits = EngineLimits(machine.roots, frozenset([END]))
     return Engine(runner, scheduler, limits, machine.time.peaks, clock=lambda: runner.clock.host)

@@ -172,7 +172,8 @@ RUN_COLUMNS: tuple[Column, ...] = (
     text(
         "quantization",
         "type to which weights of linear layers were quantised, or `none`; `stored`, `stored-int8`, `stored-int4`, "
-        "`stored-mxfp4`: fp8, int8, int4 or MXFP4 as the checkpoint stores it",
+        "`stored-mxfp4`: fp8, int8, int4 or MXFP4 as the checkpoint stores it; "
+        "`stored-sparse`: without the zeros of 2:4 sparse weights",
     ),
     real(
         "int4_kl",

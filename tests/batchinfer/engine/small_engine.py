@@ -32,6 +32,7 @@ from batchinfer.engine.schedule.constraints import ConstraintMasks, Constraints
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import SequenceStatus
 from batchinfer.engine.schedule.step_plan import PlanWants, SamplingPlan, StepPlan
+from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.cache_tensors import allocate_caches
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.adapters.stored_adapter import StoredAdapter
@@ -266,16 +267,19 @@ def make_runner(
     limits: Limits,
     device: str = "cpu",
     adapters: Mapping[str, StoredAdapter] = MappingProxyType({}),
+    places: int | None = None,
 ) -> ModelRunner:
-    """Make a runner in float32, whose cache is poisoned. `adapters`: by what requests call them."""
-    decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN, [*adapters.values()])
+    """Make a runner in float32, whose cache is poisoned. `adapters`: by what requests call them, of which so many have
+    places on the device."""
+    decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN, [*adapters.values()], places)
     layout = cache_layout(model.spec.caches, limits.block_size, MAX_LEN)
     caches = allocate_caches(ops, model.spec.caches, layout, limits.blocks, torch.float32, device)
     for layer in caches:
         poison(layer)
     sampler = Sampler(frozenset(model.spec.eos_token_ids), classifier=decoder.classifier)
     cost = model_cost(model.spec, 4)
-    state = StepState(adapters={"": 0} | {name: number for number, name in enumerate(adapters, 1)})
+    numbers = {"": 0} | {name: number for number, name in enumerate(adapters, 1)}
+    state = StepState(adapters=AdapterPlaces(numbers, decoder.adapter_places, decoder.place_adapter))
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device), state=state)
 
 
@@ -317,7 +321,10 @@ def make_engine(
     blocks back as fast as rows grow, rows are preempted all the same.
     """
     least = 1 if limits.copying else None
-    config = SchedulerConfig(limits.seqs, limits.budget, limits.caching, least_copied=least)
+    places = getattr(getattr(runner, "state", None), "adapters", AdapterPlaces()).places
+    config = SchedulerConfig(
+        limits.seqs, limits.budget, limits.caching, least_copied=least, most_adapters=places
+    )
     windows = runner.layout.sizes.windows
     pool = PoisoningPool(limits, len(windows), getattr(runner, "caches", ()))
     kind = kind or (Preempting if limits.scarce and windows != (None,) else Scheduler)

@@ -101,8 +101,10 @@ def with_adapters(requests: Sequence[Request], names: Sequence[str]) -> list[Req
     ]
 
 
-def runner_of(family: str, ops: Ops, limits: Limits, device: str = "cpu") -> ModelRunner:
-    return make_runner(checkpoint(family), ops, limits, device, adapters(family))
+def runner_of(
+    family: str, ops: Ops, limits: Limits, device: str = "cpu", places: int | None = None
+) -> ModelRunner:
+    return make_runner(checkpoint(family), ops, limits, device, adapters(family), places)
 
 
 def run(runner: Any, limits: Limits, requests: list[Request], **more: Any) -> Ran:
@@ -120,10 +122,14 @@ def test_scores_are_those_of_the_merged_models(family: str, kind: str) -> None:
 
 
 @TRITON
-def test_triton_s_operators_score_as_the_merged_models() -> None:
+@pytest.mark.parametrize("places", [None, 2])
+def test_triton_s_operators_score_as_the_merged_models(places: int | None) -> None:
+    """Also where two of three adapters are on the device at a time."""
     rows, limits = drawn(2, ((9, (3, 2)), (9, (4,)), (20, (2,)), (3, (1, 1)))), Limits(budget=24)
     ops = triton_ops(checkpoint("llama"))
-    ran = run(runner_of("llama", ops, limits, DEVICE), limits, with_adapters(asked(rows), NAMES))
+    runner = runner_of("llama", ops, limits, DEVICE, places)
+    ran = run(runner, limits, with_adapters(asked(rows), NAMES))
+    assert runner.state.adapters.moved == (0 if places is None else 3)
     check(ran, [reference("llama", name, row) for name, row in zip(NAMES, rows, strict=True)], atol=2e-4)
 
 
@@ -151,11 +157,11 @@ def alone(quantization: Quantization, name: str, row: int, length: int, count: i
     return ran.tokens(row), logprobs[0]
 
 
-def llama(quantization: Quantization, limits: Limits) -> ModelRunner:
+def llama(quantization: Quantization, limits: Limits, places: int | None = None) -> ModelRunner:
     model: Checkpoint = quantized(checkpoint("llama"), quantization)
     ops = cpu_ops(model)
     assert isinstance(ops, CpuOps), "rows depend on themselves alone, to the bit"
-    return make_runner(model, ops, limits, adapters=adapters("llama"))
+    return make_runner(model, ops, limits, adapters=adapters("llama"), places=places)
 
 
 @settings(max_examples=examples(12, 300), deadline=None)
@@ -168,6 +174,7 @@ def llama(quantization: Quantization, limits: Limits) -> ModelRunner:
     caching=st.booleans(),
     ahead=st.booleans(),
     quantization=st.sampled_from(["none", "int8", "int4"]),
+    places=st.sampled_from([None, 1, 2]),
 )
 def test_a_row_has_the_answer_that_it_has_alone(
     names: list[str],
@@ -178,11 +185,13 @@ def test_a_row_has_the_answer_that_it_has_alone(
     caching: bool,
     ahead: bool,
     quantization: Quantization,
+    places: int | None,
 ) -> None:
-    """Whatever is beside it, comes from the cache, is preempted, or is cut into micro-batches."""
+    """Whatever is beside it, comes from the cache, is preempted, or is cut into micro-batches; also where adapters take
+    turns on the device."""
     blocks = max(12, 4 * min(seqs, len(names))) if scarce else 200
     limits = Limits(budget, seqs, caching, blocks, scarce=scarce)
-    runner: Any = llama(quantization, limits)
+    runner: Any = llama(quantization, limits, places)
     if ahead:
         runner = replace(looking_ahead(runner), micro_batches=MicroBatches(7))
     requests = generating(names, [shared] * len(names))
@@ -227,6 +236,20 @@ def test_decode_steps_of_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch) 
     assert {step.launch for step in others.steps} == {"eager", "full_graph"}
     plain = drain(loaded.engine(), [replace(r, params=replace(r.params, adapter="")) for r in rows])
     assert "eager" not in {step.launch for step in plain.steps}, "rows without adapters keep their graphs"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+def test_adapters_take_turns_in_their_places(kind: str) -> None:
+    """Rows of one run next to one another, so each is moved once; a step has no more of them than there are places."""
+    limits, names = Limits(seqs=4), ("one", "one", "", "two", "two", "two", "three", "", "three", "one")
+    ops = cpu_ops(checkpoint("llama")) if kind == "cpu" else TorchOps()
+    requests = generating(names, [8] * len(names))
+    for places, moves in ((1, 4), (2, 4), (3, 3), (None, 0)):
+        runner = runner_of("llama", ops, limits, places=places)
+        ran = run(runner, limits, requests)
+        assert runner.state.adapters.moved == moves
+        wanted = run(runner_of("llama", ops, limits), limits, requests)
+        assert ran.answers == wanted.answers
 
 
 @cache

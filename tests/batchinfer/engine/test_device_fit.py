@@ -38,6 +38,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
 )
 from tests.batchinfer.engine.taped import Taped
+from tests.batchinfer.engine.test_adapters import adapters
 from tests.batchinfer.engine.word_constraints import WordConstraints
 
 LONGEST, SIZE = 100, 8
@@ -301,3 +302,25 @@ def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
         written = {c.sequence.tables[0][at // SIZE] for c in chunks for at in range(c.start, c.end)}
         assert written == {60}
         assert len({c.sequence.tables[0][0] for c in chunks[3:]}) == (1 if shared else 3)
+
+
+def test_the_warm_up_runs_steps_with_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many sizes as without, once; and the step whose memory is measured has one, too."""
+    checked = checkpoint("llama")
+    runner = make_runner(
+        checked, cpu_ops(checked), Limits(blocks=61, block_size=SIZE), adapters=adapters("llama")
+    )
+    seen: list[tuple[int, bool]] = []
+    given = runner.model.forward
+
+    def forward(token_ids: Tensor, inputs: Any, *rest: Any) -> Tensor:
+        seen.append((len(token_ids), inputs[0].adapters is not None))
+        return given(token_ids, inputs, *rest)
+
+    monkeypatch.setattr(runner.model, "forward", forward)
+    steps = DummySteps(device_fit._with_cache(runner, runner.caches), STEPS, LONGEST, 60)
+    steps.warm_up()
+    sizes = sizes_between(steps.rows, STEPS.max_num_batched_tokens)
+    assert {size for size, adapted in seen if adapted} >= {*sizes, steps.rows}
+    assert {size for size, adapted in seen if not adapted} >= {*sizes, steps.rows}
+    assert steps.costly.adapter == "one"

@@ -151,7 +151,7 @@ def test_what_stays_in_int8() -> None:
     rope = RopeTable(torch.ones(1, 8), torch.ones(1, 8))
     weights = CheckpointWeights(model, torch.float32, "cpu")
     layers = (pack_layer(ops, spec, weights.layer(at), rope) for at, spec in enumerate(model.spec.layers))
-    assert all(map(CompiledLayer.covers, model.spec.layers, layers))
+    assert all(map(CompiledLayer.covers, model.spec.layers, layers, [False] * 2))
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq without groups", "awq", "w4a16", "w4a16 with zeros"])

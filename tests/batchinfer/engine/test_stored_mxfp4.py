@@ -14,16 +14,22 @@ from torch import Tensor
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.config import load_config
-from batchinfer.models.ops.interface import Ops
+from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.decoder.block import pack_layer
+from batchinfer.models.ops.cpu_ops import CpuOps
+from batchinfer.models.ops.interface import Ops, RopeTable
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer_kernels.arithmetic import WeightForm
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.tiles import TileWay
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
 from tests.batchinfer.engine.small_engine import TRITON, Limits, Place, cpu_ops, make_runner
 from tests.batchinfer.engine.teacher_forced import Row, farthest, forced_logits
 from tests.checkpoints import kept_folder
 from tests.packed_weights import make_mxfp4
+from tests.published_formats import make_published
 
 # Masked lanes are computed too, by NumPy
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -60,6 +66,55 @@ def test_a_gpu_computes_the_dequantised_model() -> None:
     model, plain = stored(), inspect_checkpoint(folders()[1])
     got, wanted = forced(model, triton_ops(model), DEVICE), forced(plain, TorchOps(), DEVICE)
     assert farthest(got, wanted)[-1] < 2e-5
+
+
+@cache
+def linears() -> tuple[Path, Path]:
+    """Of linear layers, but for one o_proj."""
+    made = kept_folder()
+    make_published(made / "stored", made / "plain", "mxfp4 of linear layers")
+    return made / "stored", made / "plain"
+
+
+@pytest.mark.parametrize("tiles", ["none", "emulated"])
+def test_linear_layers_of_a_cpu_have_the_dequantised_models_bits(tiles: TileWay) -> None:
+    """In compiled layers where those widen, and operator by operator; both add in the same order."""
+    model, plain = inspect_checkpoint(linears()[0]).held_for("stored-mxfp4"), inspect_checkpoint(linears()[1])
+    assert [len(layer.forms) for layer in model.spec.layers] == [3, 4]
+    (notice,) = model.notices
+    assert "stay in mxfp4 as they are stored" in notice
+    compiled = CompiledOperators(tiles=tiles)
+    ops = [CpuOps(compiled, each.spec.attention.group) for each in (model, plain)]
+    got, wanted = (forced(each, made, "cpu") for each, made in zip((model, plain), ops, strict=True))
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[place], wanted[place]) for place in wanted)
+    weights = CheckpointWeights(model, torch.bfloat16, "cpu").layer(1)
+    rope = RopeTable(torch.ones(1, 8), torch.ones(1, 8))
+    parts, dtypes = pack_layer(ops[0], model.spec.layers[1], weights, rope), (torch.float32, torch.bfloat16)
+    fused = [
+        CpuOps(compiled, 2, dtype=dtype).fuse(model.spec.layers[1], parts) is not None for dtype in dtypes
+    ]
+    assert fused == [True, tiles == "none"]
+
+
+@TRITON
+def test_linear_layers_of_a_gpu_compute_the_dequantised_model() -> None:
+    model, plain = inspect_checkpoint(linears()[0]).held_for("stored-mxfp4"), inspect_checkpoint(linears()[1])
+    got, wanted = forced(model, triton_ops(model), DEVICE), forced(plain, TorchOps(), DEVICE)
+    assert farthest(got, wanted)[-1] < 2e-5
+
+
+def test_what_linear_layers_in_mxfp4_take() -> None:
+    small, large = (checkpoint_source(linears()[0], quantization=how) for how in ("stored-mxfp4", "none"))
+    assert isinstance(small, ModelSource)
+    assert isinstance(large, ModelSource)
+    model = inspect_checkpoint(linears()[0]).held_for("stored-mxfp4")
+    cost, plain = model.cost(2), inspect_checkpoint(linears()[0]).cost(2)
+    coded = sum(linear.values for linear in model.spec.linears() if linear.stored)
+    assert large.weight_bytes(plain) - small.weight_bytes(cost) == coded * 2 - coded * 17 // 32
+    ran, dequantised = ({each.name: each for each in one.operators} for one in (cost, plain))
+    assert ran["down"].token == dequantised["down"].token
+    assert ran["down"].step.bytes * 64 == dequantised["down"].step.bytes * 17
 
 
 def test_what_stays_in_mxfp4_and_what_it_takes() -> None:

@@ -17,7 +17,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import pack_weights
-from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.models.ops.interface import AdapterRoom, AttentionInputs, LayerCache, Ops
 
 
 def load_decoder(
@@ -27,11 +27,13 @@ def load_decoder(
     device: torch.device | str,
     max_positions: int,
     adapters: Sequence[StoredAdapter] = (),
+    places: int | None = None,
 ) -> Decoder:
     """As ModelSource loads a checkpoint."""
     spec, stored = checkpoint.spec, CheckpointWeights(checkpoint, dtype, device)
-    with AdaptedWeights(stored, spec, adapters, dtype, device) as weights:
-        packed = pack_weights(spec, weights, ops, device, len(adapters))
+    room = None if places is None else AdapterRoom(places, torch.device(device))
+    with AdaptedWeights(stored, spec, adapters, dtype, device if room is None else "cpu") as weights:
+        packed = pack_weights(spec, weights, ops, device, len(adapters), room)
     return Decoder(packed, ops, max_positions)
 
 

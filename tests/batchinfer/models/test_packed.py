@@ -121,8 +121,8 @@ def test_memory_is_that_of_dequantised_weights(both: tuple[Path, Path, PreTraine
     [
         ({"config_groups": {}}, r"config_groups is \{\}; wanted an object with a group or more"),
         (
-            {"sparsity_config": {"format": "sparse-24-bitmask"}},
-            r"format is 'sparse-24-bitmask'; wanted dense",
+            {"sparsity_config": {"format": "sparse-48"}},
+            r"format is 'sparse-48'; wanted one of sparse-24-bitmask",
         ),
         ({"num_bits": 6}, r"weights of group_0 are .*num_bits.*6.*; wanted 8-bit float by tensor, channel"),
         ({"type": "quant"}, r"weights of group_0 are .*quant.*; wanted 8-bit float"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.cost import Peaks
-from batchinfer_kernels.gpu.quantized_matmul import int4_panel_matmul, int4_weight_matmul, widen_int4
+from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul, panel_matmul, widen
 from batchinfer_kernels.quantized_matmul import (
     Int4Weight,
     int4_values,
@@ -54,7 +54,7 @@ def test_a_panel_has_the_values_and_nothing_beside_it_is_written(
     for first, end in {(0, outputs), (outputs // 3, outputs), (outputs // 2, outputs // 2 + 1)}:
         room = torch.full(((end - first) * inputs + 16,), float("nan"), dtype=dtype, device=DEVICE)
         panel = room[8:-8].view(end - first, inputs)
-        widen_int4(weight, first, panel)
+        widen(weight, first, panel)
         assert torch.equal(panel, values[first:end])
         assert room[:8].isnan().all()
         assert room[-8:].isnan().all()
@@ -69,7 +69,7 @@ def test_the_library_multiplies_what_was_widened(dtype: torch.dtype, biased: boo
     x, bias = random(5, 130, dtype=dtype), random(300, dtype=dtype, seed=2) if biased else None
     panel = torch.full((room,), float("nan"), dtype=dtype, device=DEVICE)
     wanted = int4_weight_matmul_reference(x, weight, bias)
-    near(int4_panel_matmul(x, weight, bias, panel), wanted)
+    near(panel_matmul(x, weight, bias, panel), wanted)
     near(int4_weight_matmul(x, weight, bias), wanted)
 
 
@@ -78,20 +78,20 @@ def test_many_rows_go_through_the_panel_and_few_do_not(monkeypatch: pytest.Monke
     from batchinfer.models.ops.interface import CodedWeight
 
     taken: list[str] = []
-    for name in ("int4_panel_matmul", "int4_weight_matmul"):
+    for name in ("panel_matmul", "int4_weight_matmul"):
         inner = getattr(gpu_linear, name)
         counting = lambda *a, _inner=inner, _name=name, **k: taken.append(_name) or _inner(*a, **k)  # noqa: E731
         monkeypatch.setattr(gpu_linear, name, counting)
     codes = torch.randint(-8, 8, (96, 64), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
     coded = CodedWeight(codes.to(DEVICE), random(96, 2).abs(), group=32)
     panel, peaks = gpu_linear.WeightPanel(), Peaks(1e6, 2e5)
-    layer = gpu_linear.Int4Linear(coded, random(96), "silu", torch.float32, panel, peaks)
+    layer = gpu_linear.WidenedLinear(coded, random(96), "silu", torch.float32, panel, peaks)
     assert 1 < layer.many < 40
     x = random(layer.many, 64)
     whole, part = layer(x), layer(x[:-1])
-    assert taken == ["int4_panel_matmul", "int4_weight_matmul"]
+    assert taken == ["panel_matmul", "int4_weight_matmul"]
     near(part, whole[:-1])
-    fixed = gpu_linear.Int4Linear(coded, random(96), "silu", torch.float32, None, peaks)
+    fixed = gpu_linear.WidenedLinear(coded, random(96), "silu", torch.float32, None, peaks)
     assert torch.equal(fixed(x)[:-1], fixed(x[:-1]))
 
 
@@ -109,9 +109,9 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     weight = packed_int4(codes, scales, None, 32, torch.float32)
     for first, panel in ((0, torch.zeros(5, 64)), (3, torch.zeros(2, 64)), (0, torch.zeros(4, 64).half())):
         with pytest.raises(ValueError, match="a panel"):
-            widen_int4(weight, first, panel)
+            widen(weight, first, panel)
     with pytest.raises(ValueError, match="no room"):
-        int4_panel_matmul(torch.zeros(2, 64), weight, None, torch.zeros(63))
+        panel_matmul(torch.zeros(2, 64), weight, None, torch.zeros(63))
 
 
 def launch_widening(dtype: str, outputs: int, inputs: int, zeroed: bool) -> None:
@@ -120,7 +120,7 @@ def launch_widening(dtype: str, outputs: int, inputs: int, zeroed: bool) -> None
     zeros = torch.ones(outputs, groups) if zeroed else None
     codes = torch.zeros(outputs, inputs, dtype=torch.int8)
     weight = packed_int4(codes, torch.ones(outputs, groups), zeros, 128, kind)
-    widen_int4(weight, 0, torch.zeros(outputs, inputs, dtype=kind))
+    widen(weight, 0, torch.zeros(outputs, inputs, dtype=kind))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.grouped_coded_matmul import grouped_int4_matmul, grouped_mxfp4_matmul
-from batchinfer_kernels.mxfp4 import GROUP, grouped_mxfp4_matmul_reference, mxfp4_values, packed_mxfp4
+from batchinfer_kernels.gpu.quantized_matmul import mxfp4_matmul, panel_matmul, widen
+from batchinfer_kernels.mxfp4 import (
+    GROUP,
+    grouped_mxfp4_matmul_reference,
+    mxfp4_matmul_reference,
+    mxfp4_values,
+    packed_mxfp4,
+    packed_mxfp4_linear,
+)
 from batchinfer_kernels.quantized_matmul import grouped_int4_matmul_reference, packed_int4_experts
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.conftest import DEVICE
@@ -198,3 +206,51 @@ def test_it_compiles_without_spills(
     if target in NVIDIA:
         assert ".ftz" not in kernel.ptx, "small numbers on the way become 0"
         assert kernel.wide_loads() >= 1, kernel.summary()
+
+
+def linear_of(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    codes, exponents = stored(1, outputs, inputs)
+    return codes[0], exponents[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "inputs", "activation", "deterministic"),
+    pairs_first([1, 16, 37], DTYPES, [32, 96, 288], [None, "silu"], [False, True]),
+)
+def test_linear_layers_with_any_number_of_rows(
+    rows: int, dtype: torch.dtype, inputs: int, activation: Activation | None, deterministic: bool
+) -> None:
+    parts, packed = linear_of(34, inputs), packed_mxfp4_linear(*linear_of(34, inputs))
+    x, bias = random(rows, inputs, dtype=dtype), random(34, dtype=dtype, seed=2)
+    wanted = mxfp4_matmul_reference(x, *parts, bias, activation=activation)
+    near(mxfp4_matmul(x, packed, bias, activation=activation, deterministic=deterministic), wanted)
+    if activation is None:
+        room = torch.full((10 * inputs,), float("nan"), dtype=dtype, device=DEVICE)
+        near(panel_matmul(x, packed, bias, room), wanted)
+
+
+def test_a_linear_layer_is_widened_exactly() -> None:
+    codes, exponents = linear_of(70, 160)
+    panel = torch.empty(30, 160, dtype=torch.bfloat16, device=DEVICE)
+    widen(packed_mxfp4_linear(codes, exponents), 20, panel)
+    assert torch.equal(panel, mxfp4_values(codes[None], exponents[None])[0, 20:50].to(torch.bfloat16))
+    with pytest.raises(ValueError, match="x is"):
+        mxfp4_matmul(random(2, 64), packed_mxfp4_linear(codes, exponents))
+
+
+def launch_linear(rows: int) -> None:
+    """What a GPU would launch."""
+    codes, exponents = torch.zeros(1024, 256, dtype=torch.uint8), torch.zeros(1024, 16, dtype=torch.uint8)
+    weight = packed_mxfp4_linear(codes, exponents)
+    with processors_of(132):
+        mxfp4_matmul(torch.zeros(rows, 512, dtype=torch.bfloat16), weight, activation="silu")
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("rows", [16, 256])
+def test_linear_layers_compile_without_spills(target: str, rows: int) -> None:
+    found = compile_launch("tests.kernels.gpu.test_mxfp4:launch_linear", (rows,), target)
+    (kernel,) = (each for each in found if "matmul_kernel" in each.kernel)
+    kernel.check(may_wait=True)
+    assert_multiplies(kernel, target, "plain")
+    assert ".ftz" not in kernel.ptx, "small numbers on the way become 0"

@@ -61,6 +61,19 @@ def test_memory_is_compared_where_no_time_is_known(
     assert "seconds" not in next(line for line in text(found).splitlines() if "weights" in line)
 
 
+def test_zeros_that_a_gpu_leaves_out_are_one_of_the_choices(tmp_path: Path) -> None:
+    make_published(tmp_path / "sparse", tmp_path / "plain", "2:4 sparse")
+    make_tokenizer(tmp_path / "sparse")
+    gpu = Hardware("a GPU", "cuda", None, 8 << 30, {"bfloat16": 1e14, "int8": 2e14}, 1e10, "datasheet")
+    job = write_job(
+        tmp_path, tmp_path / "sparse", people(5), model={"max_model_len": 100, "dtype": "bfloat16"}
+    )
+    dense, coded, sparse = planned(job, hardware=gpu).quantizations
+    assert [one.quantization for one in (dense, coded, sparse)] == ["none", "int8", "stored-sparse"]
+    assert (dense.chosen, sparse.chosen) == (False, True)
+    assert dense.weight_bytes > sparse.weight_bytes > coded.weight_bytes
+
+
 def test_of_weights_in_few_bits_there_is_nothing_to_choose(tmp_path: Path, machine: Hardware) -> None:
     make_published(tmp_path / "packed", tmp_path / "plain", "w4a16")
     make_tokenizer(tmp_path / "packed")

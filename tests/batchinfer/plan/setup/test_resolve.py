@@ -289,6 +289,26 @@ def test_weights_in_4_bits_are_stored_where_that_is_asked_for_and_mxfp4_everywhe
     assert resolve(half, experts).quantization == "none"
 
 
+def test_zeros_of_sparse_weights_are_left_out_where_a_gpu_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_published(tmp_path / "sparse", tmp_path / "plain", "2:4 sparse")
+    sparse = inspect_checkpoint(tmp_path / "sparse")
+    monkeypatch.setattr(resolving, "_device", lambda: "cpu")
+    half, asked = ("model.dtype", "bfloat16"), ("model.quantization", "stored")
+    fixed, gpu = ("engine.deterministic", "true"), hardware_called("h100")
+    found = resolve(job_of(tmp_path, half), sparse, gpu)
+    assert (found.quantization, found.arithmetic) == ("stored-sparse", "bfloat16 with stored sparse weights")
+    assert found.peaks == Peaks(989.4e12, 3.35e12)
+    assert resolve(job_of(tmp_path, half, asked), sparse, gpu).quantization == "stored-sparse"
+    same = {replace(found, quantization=one).context(sparse, "m", "t") for one in ("none", "stored-sparse")}
+    assert len(same) == 1, "zeros change no sum"
+    for sets, place in (((half,), None), ((half, fixed), gpu), ((("model.dtype", "float32"),), gpu)):
+        assert resolve(job_of(tmp_path, *sets), sparse, place).quantization == "none"
+        with pytest.raises(JobFileError, match="stored: only a GPU can leave out the zeros of 2:4 sparse"):
+            resolve(job_of(tmp_path, *sets, asked), sparse, place)
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """One that stores fp8 with scales of blocks."""

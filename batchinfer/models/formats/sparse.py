@@ -1,0 +1,199 @@
+"""Weights many of whose values are zeros, as compressed-tensors stores them: the others, and a bit for each place.
+
+Where two of each four inputs are zeros, a GPU multiplies them so (Mishra et al., 2021, "Accelerating Sparse Deep Neural
+Networks"). Values may be quantised on top of it: they are then those of another format, with its scales beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from batchinfer.models.files.config_fields import wrong_checkpoint
+from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor
+from batchinfer.models.formats.packed_tensor import Codes, PackedTensor, PackedTensors, Read, Shape, Stored
+from batchinfer_kernels.arithmetic import WeightForm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HALF = "sparse-24-bitmask"  # two of each four inputs have a value
+ANY = "sparse-bitmask"
+DENSE = "dense"  # all are stored, zeros included
+LAYOUTS = (HALF, ANY, DENSE)
+HALF_STRUCTURE = "2:4"
+QUAD = 4  # inputs of which two have a value
+MULTIPLE = 16  # of outputs and inputs that the products of a GPU take
+_VALUES, _MASK, _SHAPE, _ROWS = "compressed", "bitmask", "shape", "row_offsets"
+_QUANTISED = ("F8_E4M3", "I8")
+
+
+def filled(tensors: Stored, packed: PackedTensors) -> tuple[dict[str, StoredTensor], dict[str, MaskedWeight]]:
+    """Return the tensors with the weights that masks stand for in the place of these, and what is stored of each
+    weight. Tensors that do not fit are noted in `packed`."""
+    whole, found = dict(tensors), dict[str, MaskedWeight]()
+    for name in tensors:
+        module = name.removesuffix(_VALUES)
+        if module == name or not module.endswith("."):
+            continue
+        masked = _masked(packed, module, tensors)
+        if masked is not None:
+            info = replace(tensors[name].info, shape=masked.shape)
+            whole = {other: tensor for other, tensor in whole.items() if other not in masked.stored}
+            whole[module + "weight"] = replace(tensors[name], info=info)
+            found[module + "weight"] = masked
+    return whole, found
+
+
+def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight | None:
+    """Return what is stored of a module's weight; None: something is missing, which is noted."""
+    values, mask, shape, rows = (module + end for end in (_VALUES, _MASK, _SHAPE, _ROWS))
+    if packed.lacks(values, tensors, mask, shape):
+        return None
+    half = rows not in tensors
+    stored = (values, mask, shape) if half else (values, mask, shape, rows)
+    stated = tensors[shape].info
+    right = stated.dtype in ("I64", "I32") and stated.shape in ((2,), (2, 1))
+    outputs, inputs = tensors[shape].integers().tolist() if right else (0, 0)
+    right = outputs > 0 and inputs > 0 and inputs % (QUAD if half else 1) == 0
+    kept, bits = tensors[values].info, tensors[mask].info
+    right = right and bits.dtype == "U8" and bits.shape == (outputs, -(-inputs // 8))
+    right = right and (kept.shape == (outputs, inputs // 2) if half else len(kept.shape) == 1)
+    right = right and kept.dtype in (*FLOAT_DTYPES, *_QUANTISED)
+    found = MaskedWeight((outputs, inputs), stored, half)
+    if not right:
+        packed.add(module + "weight", SparseTensor(found.shape, stored, found), tensors, fits=False)
+        return None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedWeight:
+    """A weight of `shape` is stored as values (N, K / 2), or as many as there are, and bits (N, K / 8), the first input
+    in the lowest. `half`: two of each four inputs have a value."""
+
+    shape: Shape
+    stored: tuple[str, ...]
+    half: bool
+
+    def weight(self, read: Read) -> Tensor:
+        """Return the weight, in the dtype of the stored values. Raises JobFileError for bits that do not fit them."""
+        import torch  # slow, and not needed to check a checkpoint
+
+        values, mask = read(self.stored[0]), read(self.stored[1])
+        places = (mask[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)[:, : self.shape[1]]
+        if self.half:
+            fits = bool((places.view(len(places), -1, QUAD).sum(-1, dtype=torch.uint8) == QUAD // 2).all())
+        else:
+            fits = int(places.sum()) == values.numel()
+        if not fits:
+            what = "two of each four inputs" if self.half else f"{values.numel()} values"
+            raise wrong_checkpoint(Path(self.stored[1]), f"{self.stored[1]} does not mark {what}")
+        coded = values.element_size() == 1  # not every operator has floats of 8 bits
+        own = values.view(torch.uint8) if coded else values
+        whole = own.new_zeros(self.shape).masked_scatter_(places.bool(), own)
+        return whole.view(values.dtype) if coded else whole
+
+
+@dataclass(frozen=True, slots=True)
+class SparseTensor(PackedTensor):
+    """A matrix of floats stored with a mask."""
+
+    format: ClassVar[str] = "sparse weights"
+
+    masked: MaskedWeight
+
+    @property
+    def quantized(self) -> bool:
+        return False
+
+    @property
+    def form(self) -> WeightForm | None:
+        return sparse_form(self.shape) if self.masked.half else None
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        return self.masked.weight(read)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseCodes(PackedTensor):
+    """A matrix of quantised values that are stored with a mask: `inner` reads them once they are filled up."""
+
+    format: ClassVar[str] = "sparse and quantised weights"
+
+    masked: MaskedWeight
+    inner: PackedTensor
+
+    @property
+    def form(self) -> WeightForm | None:
+        return self.inner.form
+
+    def codes(self, read: Read, index: int | None = None) -> Codes:
+        return self.inner.codes(self._filled(read), index)
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        return self.inner.dequantized(self._filled(read), index)
+
+    def _filled(self, read: Read) -> Read:
+        whole = self.inner.stored[0]
+        return lambda name: self.masked.weight(read) if name == whole else read(name)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseHalf(PackedTensor):
+    """A matrix of floats stored with its zeros, of which config.json says that they are two of each four."""
+
+    format: ClassVar[str] = "2:4 sparse weights"
+
+    @property
+    def quantized(self) -> bool:
+        return False
+
+    @property
+    def plain(self) -> bool:
+        return True
+
+    @property
+    def form(self) -> WeightForm | None:
+        return sparse_form(self.shape)
+
+    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+        return read(self.stored[0])
+
+
+def sparse_form(shape: Shape) -> WeightForm | None:
+    """Return the form of a weight of so many outputs and inputs if a GPU has products that skip its zeros."""
+    return None if any(size % MULTIPLE for size in shape) else WeightForm("sparse", stored=True)
+
+
+def add_masked(packed: PackedTensors, masked: dict[str, MaskedWeight], whole: Stored) -> None:
+    """Note the weights that are stored with masks, by what `packed` knows of them as if they were not."""
+    for name, each in masked.items():
+        inner = packed.found.get(name)
+        if inner is not None:
+            stored = (*each.stored, *inner.stored[1:])
+            packed.found[name] = SparseCodes(each.shape, stored, each, inner)
+        else:
+            right = whole[name].info.dtype in FLOAT_DTYPES
+            packed.add(name, SparseTensor(each.shape, each.stored, each), whole, fits=True)
+            if not right:
+                packed.mistakes.append(f"{each.stored[0]} is quantised, and its {name}_scale is missing")
+
+
+def add_halves(packed: PackedTensors, tensors: Stored, modules: Collection[str]) -> None:
+    """Note the weights of `modules` that are stored in floats, of which two of each four are zeros."""
+    for module in modules:
+        name = module + ".weight"
+        tensor = tensors.get(name)
+        if name not in packed.found and tensor is not None and tensor.info.dtype in FLOAT_DTYPES:
+            packed.found[name] = DenseHalf(tensor.info.shape, (name,))
+
+
+def sparse_modules(tensors: Stored, left_out: Collection[str]) -> Iterator[str]:
+    """Yield the modules with a matrix for a weight, but those that are left out."""
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if module != name and len(tensor.info.shape) == 2 and module not in left_out:
+            yield module

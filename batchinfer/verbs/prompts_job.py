@@ -1,0 +1,80 @@
+"""A job of nothing but a model and a file of prompts, for what needs rows and is asked for without a job file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchinfer.core.errors import InputMissing, UsageError
+from batchinfer.core.request import RowError
+from batchinfer.data.input.job_input import input_files, open_input
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
+from batchinfer.job import Job, load_job
+
+TEXTS = (".txt", ".text")  # files with a prompt a line
+COLUMNS = ("messages", "prompt", "text")  # the first of them that a row has
+
+
+def prompts_job(model: str, prompts: Path, scratch: Path, overrides: list[tuple[str, str]]) -> Job:
+    """Return a job that answers the prompts of a file: its column `messages` (chats), `prompt` (texts, which a model
+    with a chat template gets as a user's message) or `text` (as they are); or each line of a text file, as it is.
+    `scratch`: where the job would write.
+
+    Raises JobFileError, InputMissing, and UsageError for a file without such a column.
+    """
+    if not prompts.is_file():
+        raise InputMissing(f"--prompts {prompts}: there is no such file")
+    if prompts.suffix.lower() in TEXTS:
+        prompts = _as_jsonl(prompts, scratch / "prompts.jsonl")
+
+    def made(prompt: Mapping[str, str]) -> Job:
+        sections: dict[str, Any] = {
+            "name": "prompts",
+            "model": {"path": model},
+            "input": {"path": str(prompts.absolute())},
+            "prompt": prompt,
+            "output": {"path": str(scratch.absolute() / "results")},
+        }
+        return load_job(sections, overrides)
+
+    job = made({"text": "text"})
+    return made(_prompt(_columns(job, prompts), job))
+
+
+def _prompt(columns: list[str], job: Job) -> dict[str, str]:
+    """Return the section `prompt` for these columns."""
+    found = next((name for name in COLUMNS if name in columns), None)
+    if found is None:
+        raise UsageError(
+            f"--prompts: the file has the columns {', '.join(columns)}; wanted one of {', '.join(COLUMNS)}"
+        )
+    if found == "messages":
+        return {"messages": found}
+    templated = found == "prompt" and Tokenizer.load(job.model.path).chat_template is not None
+    return {"user": "{{ prompt }}"} if templated else {"text": found}
+
+
+def _columns(job: Job, prompts: Path) -> list[str]:
+    """Return the columns of the first row that can be read."""
+    for batch in open_input(job, input_files(job)).batches():
+        for row in batch.rows:
+            if not isinstance(row, RowError):
+                return [*row]
+    raise UsageError(f"--prompts {prompts}: the file has no row that can be read")
+
+
+def _as_jsonl(prompts: Path, to: Path) -> Path:
+    """Write the lines of a text file as rows with a column `text`. Raises UsageError for what is no UTF-8."""
+    try:
+        with to.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": line}) + "\n" for line in _lines(prompts))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompts {prompts}: not a text in UTF-8 ({error}); convert it") from error
+    return to
+
+
+def _lines(prompts: Path) -> Iterator[str]:
+    with prompts.open(encoding="utf-8") as file:
+        yield from (text for line in file if (text := line.rstrip("\r\n")).strip())
