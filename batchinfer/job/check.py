@@ -51,6 +51,7 @@ TASK_COLUMNS: Mapping[str, tuple[str, ...]] = {
 ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 SAMPLE = "sample_index"  # the column of a job with several answers to a row (sampling.n)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
+PROMPT_LOGPROBS = "prompt_logprobs"  # as LOGPROBS, of the prompt
 CONFIDENCE = "confidence"  # the column of a job with output.confidence
 REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
 TOOL_CALLS_COLUMN = "tool_calls"  # of a result whose answers may call tools
@@ -369,14 +370,16 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
         return task_columns(task)
     per_row = sampling.get("from_columns")
     of_rows = per_row if isinstance(per_row, Mapping | tuple) else ()
-    named = LOGPROBS in of_rows
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
     many, best = sampling.get("n", 1) != 1 or "n" in of_rows, sampling.get("best_of", 1) != 1
     ours = (*ours, SAMPLE) if many or best else ours
     output = values.get("output")
     if isinstance(output, Mapping) and output.get("confidence") is True:
         ours = (*ours, CONFIDENCE)
-    return (*ours, LOGPROBS) if named or best or sampling.get(LOGPROBS) is not None else ours
+    asked = [
+        name for name in (LOGPROBS, PROMPT_LOGPROBS) if name in of_rows or sampling.get(name) is not None
+    ]
+    return (*ours, *([LOGPROBS] if best else []), *asked)
 
 
 def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Finding]:
@@ -391,6 +394,7 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
         if folded in taken:
             others = {
                 LOGPROBS: "a result with log-probabilities",
+                PROMPT_LOGPROBS: "a result with log-probabilities of prompts",
                 ATTEMPT: "the result of a job with on_invalid",
                 CONFIDENCE: "a result with output.confidence",
                 SAMPLE: "a result with several answers to a row",

@@ -172,6 +172,7 @@ class Index:
     best: BestOf | None = None  # how many of the samples of a row are published; None: all
     # The texts of which each answer is one, where the result has a column of confidence; (): that of `answers`' fields
     confidence: tuple[str, ...] | None = None
+    prompt_logprobs: bool = False  # whether the result has a column for log-probabilities of prompts
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -221,6 +222,7 @@ class Index:
             pairs=None if (paired := value.get("pairs")) is None else PairScoring.from_json(paired),
             best=None if (best := value.get("best")) is None else BestOf(*best),
             confidence=None if (listed := value.get("confidence")) is None else tuple(listed),
+            prompt_logprobs=bool(value.get("prompt_logprobs", False)),
         )
 
     @classmethod
@@ -265,6 +267,8 @@ class Index:
             value["pairs"] = self.pairs.to_json()
         if self.confidence is not None:
             value["confidence"] = list(self.confidence)
+        if self.prompt_logprobs:
+            value["prompt_logprobs"] = True
         if self.samples:
             value["several_samples"] = True
         if self.expected is not None:

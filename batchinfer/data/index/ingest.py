@@ -470,6 +470,7 @@ class Ingestion:
             self._options.pairs,
             BestOf(self._job.published_samples, self._job.samples) if self._job.sampling.chooses else None,
             self._job.sampling.choice if output.confidence else None,
+            writer.prompt_logprobs or self._job.sampling.asks_prompt_logprobs,
         )
         index.write_marker(self._ops)
         return index

@@ -81,6 +81,7 @@ class IndexWriter:
         self.total_tokens = 0  # of all prompts, also of those whose tokens are not there,
         self.known_rows = 0  # which so many rows have
         self.logprobs: int | None = None  # the most that a row asks for; None: no row asks
+        self.prompt_logprobs = False  # whether a row asks for those of its prompt
 
     def append(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> None:
         """Write the rows of one chunk, each of which becomes so many rows of the index."""
@@ -121,6 +122,7 @@ class IndexWriter:
         asked = [p.logprobs for p in params if p.logprobs is not None]
         if asked:
             self.logprobs = max(*asked, self.logprobs or 0)
+        self.prompt_logprobs |= any(p.prompt_logprobs is not None for p in params)
 
     def cut(self) -> RowsSoFar:
         """End the part that is being written, and return what there is so far; the next rows begin another one. Raises

@@ -26,9 +26,9 @@ class LabelsKind(ScoresKind):
     name, version, answer = "labels", 0, "label"
     probability: str | None = "probability"
 
-    def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
-        """Return None: ScoresKind stores what is made of continuations, labels included."""
-        return None
+    def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
+        """Return none: ScoresKind stores what is made of continuations, labels included."""
+        return {}
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
         """Return the columns of a result: the likeliest label, its probability, and those of all labels."""

@@ -142,7 +142,7 @@ class ModelRunner:
             masked.of_rows(masked.barred.numpy(force=True)) if masked else {},
             self._launch,
             states_of_chunks([asked], plan),
-            TokenScores.joined([(scored[0], scored[1])] if scored else []),
+            TokenScores.joined([scored] if scored else []),
         )
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import compress
 from operator import is_not, ne, or_
 
@@ -12,15 +13,16 @@ from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.places import places_of
 from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
+from batchinfer.engine.schedule.scored_rows import with_prompts
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import (
     ARGMAX,
     COMPUTES,
+    AskedRows,
     Awaited,
     Ints,
     Longs,
     PlanWants,
-    SamplingPlan,
     StepPlan,
     TableChanges,
 )
@@ -43,8 +45,11 @@ class PlanWriter:
         self._rows: Longs = np.zeros(0, np.int64)  # of each of them
         self._sampled: list[Sequence] = []  # whose tokens the plan before samples
 
-    def of(self, step: Step, sampling: list[Sequence], shared_blocks: int = 0) -> StepPlan:
-        """Return the plan of a step. `sampling`: the sequences of its chunks that sample, in order."""
+    def of(
+        self, step: Step, sampling: list[Sequence], shared_blocks: int = 0, read: Seq[Chunk] = ()
+    ) -> StepPlan:
+        """Return the plan of a step. `sampling`: the sequences of its chunks that sample, in order; `read`: its chunks
+        of whose prompts log-probabilities are asked for, see `prompt_chunks`."""
         chunks = step.chunks
         chunk_sequences, starts, lengths = zip(*chunks, strict=True)
         sequences = list(chunk_sequences)
@@ -57,6 +62,7 @@ class PlanWriter:
         copies = _copies(step.copies, sequences) if step.copies else None
         silent = asked_rows(chunks)
         if not self._wants.inputs:
+            silent = with_prompts(chunks, read, sampled, ARGMAX) if read else silent
             how = ARGMAX if silent is None else silent.sampling
             return StepPlan(
                 *spans,
@@ -76,6 +82,8 @@ class PlanWriter:
             )
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling
+        own = silent or self._asked(sampling, before, sampled)
+        own = with_prompts(chunks, read, sampled, own.sampling) if read else own
         return StepPlan(
             *spans,
             rows=rows,
@@ -85,16 +93,16 @@ class PlanWriter:
             tokens=_tokens(chunks, single),
             tables=tuple(self._changes(sequences)),
             copies=copies,
-            sampled=sampled if silent is None else silent.sampled,
-            sampled_counts=None if silent is None else silent.counts,
+            sampled=own.sampled,
+            sampled_counts=own.counts,
             awaited=_awaited(sampling, before, sampled),
-            sampling=self._asked(sampling, before) if silent is None else silent.sampling,
+            sampling=own.sampling,
             requests=asked,
             shared_blocks=shared_blocks,
         )
 
-    def _asked(self, sampling: list[Sequence], before: list[Sequence]) -> SamplingPlan:
-        return self._sampling.of(sampling, before) if sampling else ARGMAX
+    def _asked(self, sampling: list[Sequence], before: list[Sequence], sampled: Ints | None) -> AskedRows:
+        return AskedRows(sampled, None, self._sampling.of(sampling, before) if sampling else ARGMAX)
 
     def _sampled_rows(
         self, chunks: list[Chunk], sampling: list[Sequence], lengths: tuple[int, ...], single: bool
