@@ -3,6 +3,7 @@
 index/part-*.parquet        one row for every answer to an input row, in order
 tokens/tokens.bin           the prompts
 passthrough/part-*.parquet  the output.columns, in the rows of the index
+content-free/part-*.parquet a prompt without content, as a row that no result has; where labels are calibrated
 index.json                  the marker, written last
 """
 
@@ -111,6 +112,10 @@ class Layout:
     @property
     def passthrough(self) -> Path:
         return self.folder / "passthrough"
+
+    @property
+    def content_free(self) -> Path:
+        return self.folder / "content-free"
 
     @property
     def tokens(self) -> Path:
@@ -302,6 +307,11 @@ class Index:
     def index_parts(self) -> Sequence[Path]:
         """Index parts in row order."""
         return sorted(self.index_dir.glob("part-*.parquet"))
+
+    @cached_property
+    def content_free_parts(self) -> Sequence[Path]:
+        """The part with the prompt without content; empty where labels are not calibrated."""
+        return sorted(Layout(self.folder).content_free.glob("part-*.parquet"))
 
     @cached_property
     def passthrough_parts(self) -> Sequence[Path]:

@@ -65,7 +65,8 @@ def _scoring(job: Job) -> Scoring | None:
     asked = job.classify
     if job.task != "classify":
         return None
-    return Scoring(asked.choices, asked.choices_from_column is not None, asked.length_normalized)
+    own = asked.choices_from_column is not None
+    return Scoring(asked.choices, own, asked.length_normalized, content_free=asked.content_free)
 
 
 def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:

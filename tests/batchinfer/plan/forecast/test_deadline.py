@@ -140,7 +140,9 @@ def test_plan_says_whether_it_will_be_met(
 
 
 def test_a_run_tells_of_its_goodput(tmp_path: Path, model: Path) -> None:
-    in_an_hour = moment(3570)  # half a minute less: spare time is rounded, and a quick run would print an hour
+    in_an_hour = moment(
+        3570
+    )  # half a minute less: spare time is rounded, and a quick run would print an hour
     path = write_job(tmp_path, model, [*people(20), people(1)[0] | {"id": "again"}], deadline=in_an_hour)
     row = run(path).row
     assert (row["deadline_met"], row["deadline_rows"]) == (True, 21)
