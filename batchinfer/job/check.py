@@ -321,7 +321,7 @@ def _samples(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
     per_row = sampling.get("from_columns")
     if "best_of" in wanted:
         yield from _best_of(wanted["best_of"], per_row, _is_openai(sections.get("input", {}), file))
-    named = isinstance(per_row, Mapping | tuple) and "temperature" in dict(per_row)
+    named = isinstance(per_row, Mapping | tuple) and "temperature" in per_row
     usual = 1 if _is_openai(sections.get("input", {}), file) else 0
     if not named and not sampling.get("temperature", usual):
         message = f"is {n}, but temperature is 0, so that all answers to a row would be the same"
@@ -333,7 +333,7 @@ def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding
     if is_openai:
         message = f"is {best_of}, which is not for OpenAI batch files: a request says itself how many answers it wants"
         yield Finding(("sampling", "best_of"), message, "set n, or give the prompt section")
-    elif isinstance(per_row, Mapping | tuple) and "n" in dict(per_row):
+    elif isinstance(per_row, Mapping | tuple) and "n" in per_row:
         message = f"is {best_of}, and n is read from a column; of as many answers to each row the best can be chosen"
         yield Finding(("sampling", "best_of"), message, "remove one of the two")
 
