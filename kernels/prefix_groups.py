@@ -1,4 +1,4 @@
-"""Find the sequences of a step whose queries pass over leading blocks of the cache together, from block tables on the host.
+"""Find the sequences of a step whose queries pass over leading blocks of the cache together, from the block tables.
 
 Sequences that begin in the same blocks form a group; groups nest, as prompts share beginnings of several lengths
 (Hydragen, Juravsky et al., 2024; several levels as in FlashInfer's cascade). How much makes a group worth it, and in

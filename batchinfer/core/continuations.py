@@ -26,6 +26,14 @@ class Branch:
     targets: TokenIds  # (m,)
     slots: NDArray[np.int64]  # (m,)
 
+    @classmethod
+    def of_prompt(cls, prompt: TokenIds) -> Branch:
+        """Return the branch that scores each token of a prompt but the first behind those before it. A prompt runs as a
+        whole, its last token too, behind which nothing is asked here."""
+        count = len(prompt) - 1
+        every = np.arange(count + 1)
+        return cls(prompt, 0, np.append(every, count), prompt[1:], every[:-1])
+
     def asked(self, start: int, end: int) -> slice:
         """Return which targets are scored at the positions [start, end)."""
         low, high = (min(max(at, self.first), len(self.tokens)) - self.first for at in (start, end))

@@ -115,22 +115,40 @@ class Output(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """The log-probabilities of a prompt's tokens, each given those before it."""
+
+    token_ids: TokenIds  # (n,) int32: the prompt
+    logprobs: TokenLogprobs  # of all but the first, which nothing stands before: (n - 1,)
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of its arrays."""
+        found = self.logprobs
+        return self.token_ids.nbytes + found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """A text: output token ids, which include the EOS or stop token that ended them."""
 
     token_ids: TokenIds  # (m,) int32
     text_length: int | None = None  # characters to keep, where a stop string cut the text; None: all
     logprobs: TokenLogprobs | None = None  # of all token_ids, where the request asks for them
+    prompt: PromptLogprobs | None = None  # where the request asks for them
 
     @property
     def held_bytes(self) -> int:
         """The memory of log-probabilities."""
-        found = self.logprobs
-        return 0 if found is None else found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
+        found, before = self.logprobs, 0 if self.prompt is None else self.prompt.held_bytes
+        return before + (
+            0 if found is None else found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
+        )
 
     def __reduce__(self) -> Pickled:
         """Send values only, as a Request does."""
-        return _remade_tokens, (_data(self.token_ids), self.text_length, self.logprobs)
+        more = () if self.prompt is None else (self.prompt,)
+        return _remade_tokens, (_data(self.token_ids), self.text_length, self.logprobs, *more)
 
 
 def _remade_tokens(token_ids: bytes, *more: Any) -> Tokens:

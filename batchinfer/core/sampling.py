@@ -50,6 +50,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "presence_penalty": Bounds(-100, 100),
     "frequency_penalty": Bounds(-100, 100),
     "logprobs": Bounds(0, MAX_LOGPROBS),
+    "prompt_logprobs": Bounds(0, MAX_LOGPROBS),
     "repetition_stop": Bounds(0, INT32_MAX),
     "thinking_budget": Bounds(0, INT32_MAX),
 }
@@ -123,6 +124,9 @@ class SamplingParams:
     confidence: bool = False
     # The fingerprint of the adapter that the answer is computed with; "": the model as it is
     adapter: str = ""
+    # None: no log-probabilities of the prompt; n: of its tokens but the first, and of the n most likely ones at the
+    # place of each
+    prompt_logprobs: int | None = None
 
     @classmethod
     def vector(cls, pooling: Pooling) -> Self:
@@ -168,10 +172,15 @@ class SamplingParams:
 
     @property
     def counted(self) -> SamplingParams:
-        """Return what decides how long an answer may be, whether that is known, and which K and V its tokens have."""
+        """Return what decides how long an answer may be, whether that is known, which K and V its tokens have, and
+        whether its prompt may come from the cache."""
         known = self.has_known_length
         return SamplingParams(
-            max_tokens=self.max_tokens, ignore_eos=known, scored=self.scored, adapter=self.adapter
+            max_tokens=self.max_tokens,
+            ignore_eos=known,
+            scored=self.scored,
+            adapter=self.adapter,
+            prompt_logprobs=None if self.prompt_logprobs is None else 0,
         )
 
     @property

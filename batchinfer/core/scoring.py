@@ -20,14 +20,21 @@ class Scoring:
     own_labels: bool = False
     length_normalized: bool = False  # labels are compared by the mean of their tokens' log-probabilities
     per_token: bool = False  # the result has the log-probability of each token
+    # The text that stands for all values of a row in the prompt without content by which labels are calibrated; None:
+    # they are not
+    content_free: str | None = None
+    # The log-probability of each of `choices` behind that prompt, once it is known
+    prior: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON, which `from_json` reads."""
-        return asdict(self)
+        """Return it as JSON, which `from_json` reads. What came later is left out where it says nothing."""
+        value = asdict(self)
+        return {name: one for name, one in value.items() if one or name not in ("content_free", "prior")}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        return cls(**{**value, "choices": tuple(value["choices"])})
+        lists = {name: tuple(value.get(name, ())) for name in ("choices", "prior")}
+        return cls(**{**value, **lists})
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ TASK_COLUMNS: Mapping[str, tuple[str, ...]] = {
 ATTEMPT = "attempt"  # the column of a job with a ladder (on_invalid)
 SAMPLE = "sample_index"  # the column of a job with several answers to a row (sampling.n)
 LOGPROBS = "logprobs"  # the column of a job that asks for log-probabilities, and the parameter that asks
+PROMPT_LOGPROBS = "prompt_logprobs"  # as LOGPROBS, of the prompt
 CONFIDENCE = "confidence"  # the column of a job with output.confidence
 REASONING_COLUMNS = ("reasoning", "reasoning_tokens")  # of a result whose answers mark their reasoning
 TOOL_CALLS_COLUMN = "tool_calls"  # of a result whose answers may call tools
@@ -330,7 +331,7 @@ def _samples(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
     per_row = sampling.get("from_columns")
     if "best_of" in wanted:
         yield from _best_of(wanted["best_of"], per_row, _is_openai(sections.get("input", {}), file))
-    named = isinstance(per_row, Mapping | tuple) and "temperature" in dict(per_row)
+    named = isinstance(per_row, Mapping | tuple) and "temperature" in per_row
     usual = 1 if _is_openai(sections.get("input", {}), file) else 0
     if not named and not sampling.get("temperature", usual):
         message = f"is {n}, but temperature is 0, so that all answers to a row would be the same"
@@ -342,7 +343,7 @@ def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding
     if is_openai:
         message = f"is {best_of}, which is not for OpenAI batch files: a request says itself how many answers it wants"
         yield Finding(("sampling", "best_of"), message, "set n, or give the prompt section")
-    elif isinstance(per_row, Mapping | tuple) and "n" in dict(per_row):
+    elif isinstance(per_row, Mapping | tuple) and "n" in per_row:
         message = f"is {best_of}, and n is read from a column; of as many answers to each row the best can be chosen"
         yield Finding(("sampling", "best_of"), message, "remove one of the two")
 
@@ -379,14 +380,16 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
         return task_columns(task)
     per_row = sampling.get("from_columns")
     of_rows = per_row if isinstance(per_row, Mapping | tuple) else ()
-    named = LOGPROBS in of_rows
     ours = (*RESULT_COLUMNS, ATTEMPT) if values.get("on_invalid") else RESULT_COLUMNS
     many, best = sampling.get("n", 1) != 1 or "n" in of_rows, sampling.get("best_of", 1) != 1
     ours = (*ours, SAMPLE) if many or best else ours
     output = values.get("output")
     if isinstance(output, Mapping) and output.get("confidence") is True:
         ours = (*ours, CONFIDENCE)
-    return (*ours, LOGPROBS) if named or best or sampling.get(LOGPROBS) is not None else ours
+    asked = [
+        name for name in (LOGPROBS, PROMPT_LOGPROBS) if name in of_rows or sampling.get(name) is not None
+    ]
+    return (*ours, *([LOGPROBS] if best else []), *asked)
 
 
 def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Finding]:
@@ -401,6 +404,7 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
         if folded in taken:
             others = {
                 LOGPROBS: "a result with log-probabilities",
+                PROMPT_LOGPROBS: "a result with log-probabilities of prompts",
                 ATTEMPT: "the result of a job with on_invalid",
                 CONFIDENCE: "a result with output.confidence",
                 SAMPLE: "a result with several answers to a row",

@@ -16,7 +16,7 @@ from batchinfer.job.yaml_tree import Finding
 
 MOST_RUNGS = 8
 # What says how tokens are chosen, and how many. What an answer has to look like, and where it is whole, stays.
-LADDER_PARAMETERS = tuple(name for name in BOUNDS if name != "logprobs")
+LADDER_PARAMETERS = tuple(name for name in BOUNDS if name not in ("logprobs", "prompt_logprobs"))
 _FLOATS = frozenset(one.name for one in fields(SamplingParams) if isinstance(one.default, float))
 
 

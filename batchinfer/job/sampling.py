@@ -108,6 +108,10 @@ class SamplingSection(Section):
         default=None,
         description="Most tokens of reasoning: then its end is forced, and the answer follows. null: no such limit.",
     )
+    prompt_logprobs: Annotated[int, bounded("prompt_logprobs")] | None = Field(
+        default=None,
+        description="Log-probabilities of each token of the prompt, and of its N most likely alternatives. null: none.",
+    )
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(
         default=1,
         description="Answers to each row: sampled ones, each a row of the result with a sample_index.",
@@ -152,6 +156,11 @@ class SamplingSection(Section):
     def asks_logprobs(self) -> bool:
         """Whether rows may have log-probabilities, so that the result has a column for them."""
         return self.logprobs is not None or self.chooses or "logprobs" in dict(self.from_columns)
+
+    @property
+    def asks_prompt_logprobs(self) -> bool:
+        """Whether rows may have log-probabilities of their prompts, so that the result has a column for them."""
+        return self.prompt_logprobs is not None or "prompt_logprobs" in dict(self.from_columns)
 
     @property
     def parameter_columns(self) -> tuple[tuple[str, str], ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from batchinfer.core.scoring import MAX_LABELS, ScoreActivation
 from batchinfer.job.field_types import Choice, Text
 from batchinfer.job.section import Section
+from batchinfer.job.wording import Right
 
 DEFAULT_ANSWERS = ("yes", "no")  # of rerankers that say whether a document answers a query
 
@@ -41,6 +42,18 @@ class ClassifySection(Section):
         description="Whether labels are compared by the mean log-probability of their tokens; else by the sum, which "
         "favours short labels.",
     )
+    calibrate: bool | Annotated[Text, Right("a text, such as N/A")] = Field(
+        default=False,
+        description="Whether probabilities are divided by those behind a prompt without content, in which N/A stands "
+        "for all values of a row; or the text that stands for them.",
+    )
+
+    @property
+    def content_free(self) -> str | None:
+        """Return the text that stands for a row's values where there is no content; None: nothing is calibrated."""
+        if isinstance(self.calibrate, str):
+            return self.calibrate
+        return "N/A" if self.calibrate else None
 
 
 class RerankSection(Section):

@@ -365,6 +365,11 @@ class Job(Section):
         return self._chat_template
 
     @property
+    def prompting(self) -> PromptSection:
+        """The section `prompt`, or its defaults: requests of an OpenAI batch file need none."""
+        return self.prompt or PromptSection()
+
+    @property
     def carried(self) -> tuple[str, ...]:
         """The input columns that the results have: `output.columns`, and that of the expected answers."""
         columns, expected = self.output.columns, self.input.expected

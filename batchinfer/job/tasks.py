@@ -85,6 +85,27 @@ def _scored(values: Mapping[str, Any], task: str) -> Iterator[Finding]:
         yield from _pairs(asked, prompt) if asked.get("document") is not None else _two_answers(asked, prompt)
     if task == "classify":
         yield from _labels(section)
+        if isinstance(section, dict) and section.get("calibrate"):
+            yield from _uncalibrated(section, prompt, values.get("model"))
+
+
+def _uncalibrated(section: Mapping[str, Any], prompt: Any, model: Any) -> Iterator[Finding]:
+    """Find why labels cannot be calibrated: one prompt without content is to do for all rows."""
+    loc = ("classify", "calibrate")
+    if section.get("choices_from_column") is not None:
+        message = (
+            "is given, and rows have labels of their own: each would need a prompt without content of its own"
+        )
+        yield Finding(loc, message, "give classify.choices, or remove it")
+    for name in ("messages", "token_ids"):
+        if isinstance(prompt, dict) and prompt.get(name) is not None:
+            message = f"is given, and nothing says what prompt.{name} would be without content"
+            yield Finding(loc, message, "use prompt.user or prompt.text, or remove it")
+    if isinstance(model, dict) and model.get("adapter_from_column") is not None:
+        message = (
+            "is given, and rows have different adapters: each would need a prompt without content of its own"
+        )
+        yield Finding(loc, message, "name one in model.adapter, or remove it")
 
 
 def _pairs(given: Mapping[str, Any], prompt: Any) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from batchinfer.pipeline.stages.answering_in_waves import answer_in_waves
 from batchinfer.pipeline.stages.calibrating import calibrated
 from batchinfer.pipeline.stages.earlier_result import earlier_result
 from batchinfer.pipeline.stages.planning import planned
-from batchinfer.pipeline.stages.publishing import publish_result, tidy, write_openai_file
+from batchinfer.pipeline.stages.publishing import publish_result, tidy, with_calibration, write_openai_file
 from batchinfer.pipeline.stages.reading import check, read_input
 from batchinfer.pipeline.stages.reporting import reported
 from batchinfer.pipeline.stages.storing import open_store
@@ -90,6 +90,7 @@ def _publish(run: OpenRun, context: bytes, index: Index, store: CompletionStore)
         spill, attempts = run.state.staging / "join", index.attempts
         join = joined(index.index_parts, store.parts(), spill, attempts=attempts)
         refuse_to_publish(run, index, join)
+        index, join = with_calibration(index, join)
         return publish_result(run, context, index, store, join)
 
 

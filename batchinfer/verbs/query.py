@@ -225,7 +225,7 @@ def _partial(results: Path, spill: Path, watched: Watched) -> Path:
     Written to a file first: a query may read its table more than once, a stream can be read only once.
     """
     # These take 130 ms, which a query of a published result need not
-    from batchinfer.data.results.partial import PARTIAL, partial_reader, write_partial
+    from batchinfer.data.results.partial import PARTIAL, partial_reader, with_known_prior, write_partial
     from batchinfer.data.tokenizer.tokenizer import Tokenizer
 
     state = find_state(results)
@@ -242,7 +242,8 @@ def _partial(results: Path, spill: Path, watched: Watched) -> Path:
         raise InputMissing(f"{results}: the run has finished nothing yet; try again later")
     tokenizer = Tokenizer.load(Path(where["model"]))
     completions = Path(where["completions"])
-    reader = partial_reader(Index.open(folder), completions, tokenizer, spill, watched=watched)
+    index = with_known_prior(Index.open(folder), completions)
+    reader = partial_reader(index, completions, tokenizer, spill, watched=watched)
     write_partial(reader, spill / "partial.parquet")
     return spill / "partial.parquet"
 

@@ -71,9 +71,9 @@ class RatioKind:
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Divide:
         return Divide()
 
-    def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
+    def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         values = [one.value if isinstance(one, Ratio) else None for one in outputs]
-        return None if values == [None] * len(values) else [pa.array(values, FIELD.type)]
+        return {} if values == [None] * len(values) else {FIELD.name: pa.array(values, FIELD.type)}
 
     def read(self, asked: AskedOutputs) -> pa.Schema:
         return self.stored

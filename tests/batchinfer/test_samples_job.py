@@ -297,8 +297,9 @@ def test_every_verb_knows_samples(
 ) -> None:
     verbs = command(capsys, monkeypatch, FAKE_ENGINE)
     path = place.job(sampling="sampling: {max_tokens: 8, temperature: 1.0, n: 4}")
-    for verb in ("validate", "plan", "preview"):
+    for verb in ("plan", "preview"):
         assert verbs(verb, path).code == 0
+    assert "rows: all 20 can be run, to get 80 answers" in verbs("validate", path).out
     assert verbs("run", path).code == 0
     query = "SELECT count(*) AS n, count(DISTINCT row_id) AS rows FROM results"
     assert json.loads(verbs("query", place.results, query, "--json").out) == {"n": 80, "rows": 20}
@@ -314,3 +315,16 @@ def test_every_verb_knows_samples(
     told = verbs("diff", place.results, other, "--json")
     assert json.loads(told.out)["matched"] == 80
     assert "r0#0" in verbs("diff", place.results, other).out
+
+
+def test_validate_counts_rows_and_answers_apart(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"id": f"r{n}", "text": None if n == 2 else "word", "n": n + 1} for n in range(4)]
+    place.rows(*rows)
+    sampling = "sampling: {temperature: 1.0, n: 3, from_columns: [n]}"
+    more = "on_error: {max_error_rate: 1}"
+    path = place.job(more, prompt="prompt: {text: text}", sampling=sampling)
+    told = command(capsys, monkeypatch, FAKE_ENGINE)("validate", path)
+    assert told.code == 0, told.err
+    assert "rows: 1 of all 4 would become error rows, to get 7 answers:\n  1 × prompt_missing" in told.out

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from batchinfer.core.errors import JobFileError
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole, published
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
@@ -230,20 +231,10 @@ def test_the_jobs_of_the_page_run(tmp_path: Path, checkpoint: Path, monkeypatch:
     found = duckdb.sql(fenced("Labels", "sql")).fetchall()
     assert {row[0] for row in found} == {"r1", "r2", "r3"}
     assert all(row[1] in ("positive", "negative", "mixed") and 0 < row[3] <= 1 for row in found)
-    rows = fenced("Labels", "json") + json.dumps({"id": "content-free", "body": "N/A"})
-    (tmp_path / "job.yaml").write_text(fenced("Labels", "yaml"))
-    (tmp_path / "reviews.jsonl").write_text(rows)
+    (tmp_path / "job.yaml").write_text(fenced("Labels", "yaml", 1))
     assert run(tmp_path / "job.yaml", REAL).exit_code == 0
-    calibrated = duckdb.sql(fenced("Labels", "sql", 1)).fetchall()
-    probabilities = dict(
-        duckdb.sql("SELECT custom_id, probabilities FROM 'results/moods/*.parquet'").fetchall()
-    )
-    prior = probabilities.pop("content-free")
-    for name, label, probability in calibrated:
-        divided = {one: p / prior[one] for one, p in probabilities[name].items()}
-        assert divided[label] == max(divided.values())
-        assert probability == pytest.approx(max(divided.values()) / sum(divided.values()))
-    assert [row[0] for row in calibrated] == sorted(probabilities)
+    calibrated = duckdb.sql("SELECT custom_id, label FROM 'results/calibrated/*.parquet'").fetchall()
+    assert {row[0] for row in calibrated} == {"r1", "r2", "r3"}
     perplexity = "SELECT exp(-sum(logprob) / sum(scored_tokens)) FROM 'results/answers/*.parquet'"
     ((value,),) = duckdb.sql(perplexity).fetchall()
     assert value > 1
@@ -254,6 +245,8 @@ WRONG = [
     ("task: classify\nclassify: {choices: [a]}", "classify.choices: has one label"),
     ("task: classify\nclassify: {choices: [a, b, a]}", 'has "a" 2 times'),
     ("task: classify\nclassify: {choices: [a, b], choices_from_column: c}", "is given beside choices"),
+    ("task: classify\nclassify: {choices_from_column: text, calibrate: true}", "labels of their own"),
+    ("task: classify\nclassify: {choices: [a, b], calibrate: 3}", "must be true or false, or a text"),
     ("task: score\nclassify: {choices: [a, b]}", "is given, but the job has not task: classify"),
     ("task: score\nsampling: {max_tokens: 3}", "sampling: says how tokens are chosen"),
     ("score: {per_token: true}", "so that its answers are texts"),
@@ -324,3 +317,78 @@ def test_only_prompts_are_cut(tmp_path: Path, checkpoint: Path, reference: Refer
     write_job(tmp_path, checkpoint, rows, "score", score=score, model=model)
     run(path, REAL)
     assert [row["error_code"] for row in table(path)] == [None, "prompt_too_long", "prompt_too_long"]
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_labels_are_calibrated(
+    tmp_path: Path, checkpoint: Path, reference: Reference, normalized: bool
+) -> None:
+    """As by hand; and what was computed is used again, also by a row that is equal to the one without content."""
+    template = "Rate {{ text }} by {{ id }}:"
+    rows = [*rows_of(6), {"id": "bad", "text": None}]
+    classify = {"choices": LABELS, "length_normalized": normalized}
+    sections: dict[str, Any] = {"prompt": {"user": template, "chat": False}, "classify": classify}
+    path = write_job(tmp_path, checkpoint, rows, "classify", **sections)
+    assert run(path, REAL).exit_code == 0
+    plain = table(path)
+    path = write_job(
+        tmp_path, checkpoint, rows, "classify", **sections | {"classify": classify | {"calibrate": "none"}}
+    )
+    outcome = run(path, REAL)
+    assert (outcome.exit_code, outcome.row["computed_requests"], outcome.row["rows"]) == (0, 1, len(rows))
+    found = table(path)
+    assert [row["row_id"] for row in found] == list(range(len(rows)))
+    each = [reference.logprobs("Rate none by none:", label)[0] for label in LABELS]
+    prior = np.array([sum(one) / (len(one) if normalized else 1) for one in each])
+    for before, after in zip(plain, found, strict=True):
+        if before["status"] == "error":
+            assert after["label"] is None
+            continue
+        wanted = np.log([p for _, p in before["probabilities"]]) - prior
+        wanted = np.exp(wanted - wanted.max())
+        wanted /= wanted.sum()
+        np.testing.assert_allclose([p for _, p in after["probabilities"]], wanted, atol=1e-4)
+        assert after["label"] == LABELS[int(wanted.argmax())]
+    assert [row["label"] for row in plain] != [row["label"] for row in found], "else nothing is shown"
+    more = [*rows, {"id": "new", "text": "is new"}, {"id": "none", "text": "none"}]
+    path = write_job(
+        tmp_path, checkpoint, more, "classify", **sections | {"classify": classify | {"calibrate": "none"}}
+    )
+    again = run(path, REAL)
+    assert (again.exit_code, again.row["computed_requests"], again.row["rows"]) == (0, 1, len(more))
+    assert table(path)[: len(rows)] == found
+    assert [p for _, p in table(path)[-1]["probabilities"]] == pytest.approx([1 / len(LABELS)] * len(LABELS))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ text.strip(3) }}", "no prompt can be made with 'N/A' for all values"),
+        ("{{ row.text }}", "the template reads row"),
+    ],
+)
+def test_a_prompt_without_content_has_to_render(
+    tmp_path: Path, checkpoint: Path, template: str, message: str
+) -> None:
+    classify = {"choices": LABELS, "calibrate": True}
+    prompt = {"user": template, "chat": False}
+    path = write_job(tmp_path, checkpoint, rows_of(3), "classify", classify=classify, prompt=prompt)
+    with pytest.raises(JobFileError, match=message):
+        run(path, NO_ENGINE)
+
+
+def test_a_calibrated_run_that_is_killed_ends_with_the_same_bytes(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = []
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        classify = {"choices": LABELS, "calibrate": True}
+        jobs.append(
+            write_job(
+                tmp_path / name, checkpoint, rows_of(40), "classify", classify=classify, engine=DETERMINISTIC
+            )
+        )
+    outcome, _ = killed_and_whole(*jobs, monkeypatch, ("engine.max_num_batched_tokens", "24"))
+    assert outcome.row["computed_requests"] == 21
+    assert run(jobs[0], NO_ENGINE).exit_code == 0

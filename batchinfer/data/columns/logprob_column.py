@@ -37,27 +37,30 @@ def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: 
     An answer that a stop string has cut keeps the tokens of the text that is left.
     """
     ids, own, top, top_ids = (
-        _whole(matched.column(name)) for name in ("token_ids", "logprobs", "top_logprobs", "top_token_ids")
+        whole_lists(matched.column(name))
+        for name in ("token_ids", "logprobs", "top_logprobs", "top_token_ids")
     )
     asked = answered & own.is_valid().to_numpy(zero_copy_only=False)
-    count = np.where(asked, _lengths(ids), 0)
+    count = np.where(asked, list_lengths(ids), 0)
     kept = _within_text(matched, ids, count, detokenizer)
-    most = _lengths(top) // np.maximum(count, 1)  # likeliest tokens at each place
-    places = _ranges(_starts(top), kept * most)
-    likely = _tokens(_values(top_ids)[places], _values(top)[places], detokenizer)
-    ends = pa.array(_ends(np.repeat(most, kept)))
-    places = _ranges(_starts(ids), kept)
-    chosen = _tokens(_values(ids)[places], _values(own)[_ranges(_starts(own), kept)], detokenizer)
+    most = list_lengths(top) // np.maximum(count, 1)  # likeliest tokens at each place
+    places = ranges(list_starts(top), kept * most)
+    likely = token_entries(list_values(top_ids)[places], list_values(top)[places], detokenizer)
+    ends = pa.array(list_ends(np.repeat(most, kept)))
+    places = ranges(list_starts(ids), kept)
+    chosen = token_entries(
+        list_values(ids)[places], list_values(own)[ranges(list_starts(own), kept)], detokenizer
+    )
     fields = [*chosen.flatten(), pa.ListArray.from_arrays(ends, likely)]
     tokens = pa.StructArray.from_arrays(fields, fields=list(LOGPROBS_FIELD.type.value_type))
-    return pa.ListArray.from_arrays(pa.array(_ends(kept)), tokens, mask=pa.array(~asked))
+    return pa.ListArray.from_arrays(pa.array(list_ends(kept)), tokens, mask=pa.array(~asked))
 
 
-def logprob_entries(table: pa.Table) -> Places:
+def logprob_entries(table: pa.Table, column: str = COLUMN) -> Places:
     """How many log-probabilities each row of a result has; none where the result has no column for them."""
-    if COLUMN not in table.column_names or table.schema.field(COLUMN).type != LOGPROBS_FIELD.type:
+    if column not in table.column_names or table.schema.field(column).type != LOGPROBS_FIELD.type:
         return np.zeros(table.num_rows, np.int64)
-    return np.concatenate([np.empty(0, np.int64), *map(_entries, table.column(COLUMN).chunks)])
+    return np.concatenate([np.empty(0, np.int64), *map(_entries, table.column(column).chunks)])
 
 
 def _entries(rows: pa.ListArray) -> Places:
@@ -72,7 +75,7 @@ def _entries(rows: pa.ListArray) -> Places:
 def _within_text(matched: pa.Table, ids: pa.ListArray, count: Places, detokenizer: Detokenizer) -> Places:
     """How many tokens each row keeps: all, but for those behind the place where a stop string has cut the text."""
     limits = matched.column("text_length").to_pylist()
-    kept, starts, values = count.copy(), _starts(ids), _values(ids)
+    kept, starts, values = count.copy(), list_starts(ids), list_values(ids)
     left = [row for row in np.flatnonzero(count).tolist() if limits[row] is not None]
     while left:
         fewer = [values[starts[row] : starts[row] + kept[row] - 1].tolist() for row in left]
@@ -83,8 +86,8 @@ def _within_text(matched: pa.Table, ids: pa.ListArray, count: Places, detokenize
     return kept
 
 
-def _tokens(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detokenizer) -> pa.StructArray:
-    """Each distinct token is decoded once."""
+def token_entries(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detokenizer) -> pa.StructArray:
+    """Return tokens with their texts and log-probabilities. Each distinct token is decoded once."""
     there = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
     there[ids] = True
     texts = pa.array(detokenizer.token_texts(np.flatnonzero(there).tolist()), pa.string())
@@ -93,30 +96,35 @@ def _tokens(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detokenizer)
     return pa.StructArray.from_arrays(arrays, fields=list(_LIKELY))
 
 
-def _whole(column: pa.ChunkedArray) -> pa.ListArray:
+def whole_lists(column: pa.ChunkedArray) -> pa.ListArray:
+    """Return a column as one array."""
     return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 
-def _lengths(lists: pa.ListArray) -> Places:
+def list_lengths(lists: pa.ListArray) -> Places:
+    """Return how many values each list has."""
     lengths: Places = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths
 
 
-def _starts(lists: pa.ListArray) -> Places:
+def list_starts(lists: pa.ListArray) -> Places:
+    """Return where in `list_values` each list begins."""
     starts: Places = lists.offsets.to_numpy()[:-1].astype(np.int64)
     return starts
 
 
-def _values(lists: pa.ListArray) -> NDArray[Any]:
+def list_values(lists: pa.ListArray) -> NDArray[Any]:
+    """Return the values of all lists."""
     values: NDArray[Any] = lists.values.to_numpy(zero_copy_only=False)
     return values
 
 
-def _ends(lengths: Places) -> NDArray[np.int32]:
+def list_ends(lengths: Places) -> NDArray[np.int32]:
+    """Return the offsets of lists of these lengths."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def _ranges(starts: Places, lengths: Places) -> Places:
+def ranges(starts: Places, lengths: Places) -> Places:
     """Return starts[0], starts[0] + 1, … for each row as many as its count, all rows in one array."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

@@ -3,6 +3,7 @@
 index/part-*.parquet        one row for every answer to an input row, in order
 tokens/tokens.bin           the prompts
 passthrough/part-*.parquet  the output.columns, in the rows of the index
+content-free/part-*.parquet a prompt without content, as a row that no result has; where labels are calibrated
 index.json                  the marker, written last
 """
 
@@ -113,6 +114,10 @@ class Layout:
         return self.folder / "passthrough"
 
     @property
+    def content_free(self) -> Path:
+        return self.folder / "content-free"
+
+    @property
     def tokens(self) -> Path:
         return self.folder / "tokens" / "tokens.bin"
 
@@ -172,6 +177,7 @@ class Index:
     best: BestOf | None = None  # how many of the samples of a row are published; None: all
     # The texts of which each answer is one, where the result has a column of confidence; (): that of `answers`' fields
     confidence: tuple[str, ...] | None = None
+    prompt_logprobs: bool = False  # whether the result has a column for log-probabilities of prompts
 
     @classmethod
     def open(cls, folder: Path) -> Index:
@@ -221,6 +227,7 @@ class Index:
             pairs=None if (paired := value.get("pairs")) is None else PairScoring.from_json(paired),
             best=None if (best := value.get("best")) is None else BestOf(*best),
             confidence=None if (listed := value.get("confidence")) is None else tuple(listed),
+            prompt_logprobs=bool(value.get("prompt_logprobs", False)),
         )
 
     @classmethod
@@ -265,6 +272,8 @@ class Index:
             value["pairs"] = self.pairs.to_json()
         if self.confidence is not None:
             value["confidence"] = list(self.confidence)
+        if self.prompt_logprobs:
+            value["prompt_logprobs"] = True
         if self.samples:
             value["several_samples"] = True
         if self.expected is not None:
@@ -298,6 +307,11 @@ class Index:
     def index_parts(self) -> Sequence[Path]:
         """Index parts in row order."""
         return sorted(self.index_dir.glob("part-*.parquet"))
+
+    @cached_property
+    def content_free_parts(self) -> Sequence[Path]:
+        """The part with the prompt without content; empty where labels are not calibrated."""
+        return sorted(Layout(self.folder).content_free.glob("part-*.parquet"))
 
     @cached_property
     def passthrough_parts(self) -> Sequence[Path]:

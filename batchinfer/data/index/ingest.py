@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.index.content_free_row import check_rendered, content_free_row
 from batchinfer.data.index.duplicates import EqualRows
 from batchinfer.data.index.index import AnswerSchema, BestOf, Index, Layout, index_schema
 from batchinfer.data.index.ingest_options import IngestOptions
@@ -42,7 +43,6 @@ from batchinfer.data.prompts.render_pool import Happened, RenderPool
 from batchinfer.data.prompts.render_worker import RenderSpec
 from batchinfer.data.storage.durable import FileOps, sha256_of, storage
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
-from batchinfer.job.prompt import PromptSection
 from batchinfer.machine.cpus import usable_cpus
 
 if TYPE_CHECKING:
@@ -213,7 +213,9 @@ class Ingestion:
     def is_final(self) -> bool:
         """Whether the rows that were read are not read again, whatever comes after them: only then there may be a
         `cut`."""
-        return self._kept is None or not self._kept.may_need_tokens
+        # The prompt without content comes last, and all labels are made of its answer
+        whole = self._job.classify.content_free is None
+        return whole and (self._kept is None or not self._kept.may_need_tokens)
 
     def steps(self) -> Generator[IngestProgress, None, None]:
         """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
@@ -272,7 +274,8 @@ class Ingestion:
 
     def _make_folders(self) -> None:
         """Make empty folders for what is read."""
-        carried = (self._layout.passthrough, self._spool) if self._job.carried else ()
+        carried = [self._layout.passthrough, self._spool] if self._job.carried else []
+        carried += [self._layout.content_free] if self._job.classify.content_free is not None else []
         with storage(self._layout.folder, "prepare"):
             for folder in (self._layout.index, self._layout.tokens.parent, *carried):
                 if folder.exists():
@@ -337,6 +340,12 @@ class Ingestion:
                         kept.append(rows)
                     keys = rows.prompts.keys_of_new_work()
                     yield IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys)
+                row = content_free_row(job, columns.prompt)
+                for _, rows in pool.map([] if row is None else [(row, row, 1)]):
+                    check_rendered(job, rows)
+                    writer.beside(self._layout.content_free, rows)
+                    at = reader.bytes_total
+                    yield IngestProgress(writer.rows, at, at, rows.prompts.keys_of_new_work())
                 writer.commit()
             return () if kept is None else kept.finish(reader, writer.parts, self._spill)
 
@@ -378,7 +387,7 @@ class Ingestion:
         return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
 
     def _prompt_plan(self, columns: Columns, mode: Mode, values_are_text: bool) -> PromptPlan:
-        prompt, embedding = self._job.prompt or PromptSection(), self._options.embedding
+        prompt, embedding = self._job.prompting, self._options.embedding
         return PromptPlan(
             mode=mode,
             params=self._params(),
@@ -470,6 +479,7 @@ class Ingestion:
             self._options.pairs,
             BestOf(self._job.published_samples, self._job.samples) if self._job.sampling.chooses else None,
             self._job.sampling.choice if output.confidence else None,
+            writer.prompt_logprobs or self._job.sampling.asks_prompt_logprobs,
         )
         index.write_marker(self._ops)
         return index

@@ -13,7 +13,6 @@ from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize
 from batchinfer.data.input.reader import Reader, SampleSize, Strata
-from batchinfer.job.prompt import PromptSection
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
@@ -55,7 +54,7 @@ class IngestOptions:
     def calls(self, job: Job, has_tools: bool) -> tuple[CallStyle | None, bool]:
         """Return how answers write calls, if the result has a column for them, and whether calls are not read.
         `has_tools`: whether a row has any, which is not known of an OpenAI file before it was read."""
-        prompt, style = job.prompt or PromptSection(), self.tool_calls
+        prompt, style = job.prompting, self.tool_calls
         if style is None:
             return None, has_tools and prompt.tool_calls == "auto"
         return (style if has_tools or prompt.may_call else None), False

@@ -67,7 +67,7 @@ class IndexWriter:
         attempts: int = 1,
     ) -> None:
         """schema: of the index, see `index_schema`."""
-        self._max_model_len, self._schema = max_model_len, schema
+        self._max_model_len, self._schema, self._ops = max_model_len, schema, ops
         self._at_once = max(1, BATCH_ROWS // attempts)
         self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike_columns(attempts))
         self._even = EvenBatches(self._parts, self._schema)
@@ -81,9 +81,16 @@ class IndexWriter:
         self.total_tokens = 0  # of all prompts, also of those whose tokens are not there,
         self.known_rows = 0  # which so many rows have
         self.logprobs: int | None = None  # the most that a row asks for; None: no row asks
+        self.prompt_logprobs = False  # whether a row asks for those of its prompt
 
     def append(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> None:
         """Write the rows of one chunk, each of which becomes so many rows of the index."""
+        for batch in self._batches(place, rows, times):
+            self._even.append(batch)
+        self._count(rows.prompts, times)
+
+    def _batches(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> Iterator[pa.RecordBatch]:
+        """Write the tokens of rows, and yield their rows of the index."""
         done, ends = rows.prompts, np.cumsum(times)
         there = done.tokens_there()
         starts = self._tokens.append(done.tokens) + np.cumsum(there) - there
@@ -105,8 +112,7 @@ class IndexWriter:
             columns = {name: repeated(one, own) for name, one in columns.items()}
             columns["row_id"] = _numbers(self.rows + int(ends[first] - times[first]), int(own.sum()))
             columns[SAMPLE.name] = _sample_numbers(own)
-            self._even.append(pa.record_batch([columns[n] for n in self._schema.names], self._schema))
-        self._count(done, times)
+            yield pa.record_batch([columns[n] for n in self._schema.names], self._schema)
 
     def _count(self, done: Prepared, times: Int64s) -> None:
         self.rows += int(times.sum())
@@ -121,6 +127,15 @@ class IndexWriter:
         asked = [p.logprobs for p in params if p.logprobs is not None]
         if asked:
             self.logprobs = max(*asked, self.logprobs or 0)
+        self.prompt_logprobs |= any(p.prompt_logprobs is not None for p in params)
+
+    def beside(self, folder: Path, rows: PreparedRows) -> None:
+        """Write rows that are not the input's to a folder of their own. Raises StorageError."""
+        parts = PartWriter(folder, self._schema, self._ops)
+        even = EvenBatches(parts, self._schema)
+        for batch in self._batches(RowPlace("", 0), rows, np.ones(len(rows), np.int64)):
+            even.append(batch)
+        even.commit()
 
     def cut(self) -> RowsSoFar:
         """End the part that is being written, and return what there is so far; the next rows begin another one. Raises

@@ -31,6 +31,10 @@ class AskedOutputs(Protocol):
         """The most log-probabilities a token that a row asks for; None: the result has no column for them."""
 
     @property
+    def prompt_logprobs(self) -> bool:
+        """Whether the result has a column for log-probabilities of prompts."""
+
+    @property
     def confidence(self) -> tuple[str, ...] | None:
         """The texts of which each answer is one; none: the values of its fields count, which its schema lists. None:
         the result has no column of confidence."""
@@ -111,8 +115,8 @@ class OutputKind(Protocol):
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
         """Return what takes the answers of one run. `columns`: those of the job's schema."""
 
-    def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
-        """Return the columns of `stored`, null where an output is None; None if no output needs them."""
+    def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
+        """Return those columns of `stored` that any output needs, null where an output has nothing for one."""
 
     def read(self, asked: AskedOutputs) -> pa.Schema:
         """Return the columns of `stored` that the result of such rows is made of."""

@@ -26,9 +26,9 @@ class LabelsKind(ScoresKind):
     name, version, answer = "labels", 0, "label"
     probability: str | None = "probability"
 
-    def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
-        """Return None: ScoresKind stores what is made of continuations, labels included."""
-        return None
+    def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
+        """Return none: ScoresKind stores what is made of continuations, labels included."""
+        return {}
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
         """Return the columns of a result: the likeliest label, its probability, and those of all labels."""
@@ -78,20 +78,30 @@ def label_probabilities(
     logprobs: NDArray[np.float32], lengths: NDArray[np.int32], counts: Sequence[int], scoring: Scoring
 ) -> list[NDArray[np.float64]]:
     """Return the probability of each label of each row: the softmax over the log-probabilities of the row's labels,
-    which are the sums, or length-normalised the means, of their tokens'.
+    which are the sums, or length-normalised the means, of their tokens'. Where there is a prior, each is divided by
+    its own first (contextual calibration, Zhao et al. 2021: https://arxiv.org/abs/2102.09690).
 
     logprobs: of the tokens of all labels of all rows. lengths: tokens of each of these labels. counts: labels of each
     row.
     """
     if not len(counts):
         return []
-    sizes = lengths.astype(np.int64)
-    sums = np.add.reduceat(logprobs.astype(np.float64), np.cumsum(sizes) - sizes)
-    logits = sums / sizes if scoring.length_normalized else sums
+    logits = label_logprobs(logprobs, lengths, scoring.length_normalized)
+    if scoring.prior:
+        logits = logits - np.tile(np.array(scoring.prior), len(counts))
     begins = np.cumsum([0, *counts[:-1]])
     weights = np.exp(logits - np.repeat(np.maximum.reduceat(logits, begins), counts))
     found = weights / np.repeat(np.add.reduceat(weights, begins), counts)
     return np.split(found, begins[1:])
+
+
+def label_logprobs(
+    logprobs: NDArray[np.float32], lengths: NDArray[np.int32], length_normalized: bool
+) -> NDArray[np.float64]:
+    """Return the log-probability of each label: the sum of its tokens', or their mean. See `label_probabilities`."""
+    sizes = lengths.astype(np.int64)
+    sums: NDArray[np.float64] = np.add.reduceat(logprobs.astype(np.float64), np.cumsum(sizes) - sizes)
+    return sums / sizes if length_normalized else sums
 
 
 def _values(column: pa.ChunkedArray) -> NDArray[Any]:

@@ -46,6 +46,21 @@ def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, An
     }
 
 
+def prompt_logprobs(tokens: list[Token]) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` of a response as vLLM's server writes it: of each token of the prompt a mapping from ids to
+    what is known of them, of its own first; null for the first token. Only the likeliest have a rank."""
+    found: list[dict[str, Any] | None] = [None]
+    for token in tokens[1:]:
+        ranks = {likely["token_id"]: rank for rank, likely in enumerate(token["top"], 1)}
+        each = {one["token_id"]: one for one in (token, *token["top"])}
+        found.append({str(number): _of_vllm(one, ranks.get(number)) for number, one in each.items()})
+    return found
+
+
+def _of_vllm(token: Token, rank: int | None) -> dict[str, Any]:
+    return {"logprob": _finite(token["logprob"]), "rank": rank, "decoded_token": token["token"]}
+
+
 def _likeliest(token: Token) -> dict[str, float]:
     """Return the probabilities by text; of two tokens with the same text the likelier one counts."""
     found: dict[str, float] = {}

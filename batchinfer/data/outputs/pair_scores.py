@@ -23,9 +23,9 @@ class PairScoresKind(VectorsKind):
 
     name, version, answer = "pair_scores", 0, "score"
 
-    def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
-        """Return None: VectorsKind stores what is made of pooled states, logits included."""
-        return None
+    def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
+        """Return none: VectorsKind stores what is made of pooled states, logits included."""
+        return {}
 
     def batch_rows(self, asked: AskedOutputs) -> int | None:
         return None

@@ -41,16 +41,17 @@ class ScoresKind:
         """Return what takes scores as they are."""
         return AsTheyAre()
 
-    def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
+    def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return the columns of log-probabilities, of which tokens were argmaxes, and of continuations' lengths."""
         found = [one if isinstance(one, Scores) else None for one in outputs]
         if all(one is None for one in found):
-            return None
-        return [
+            return {}
+        arrays = [
             lists_of([None if one is None else one.logprobs for one in found], np.float32),
             lists_of([None if one is None else one.greedy for one in found], np.bool_),
             lists_of([None if one is None else np.array(one.lengths) for one in found], np.int32),
         ]
+        return dict(zip(STORED.names, arrays, strict=True))
 
     def read(self, asked: AskedOutputs) -> pa.Schema:
         return STORED

@@ -1,4 +1,4 @@
-"""Log-probabilities in the completion store: columns that only the parts with some have.
+"""Log-probabilities in the completion store, of answers and of prompts: columns that only the parts with some have.
 
 A token takes 4 bytes before compression, and 8 more for each of the likeliest tokens at its place.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.core.request import TokenLogprobs
+from batchinfer.core.request import PromptLogprobs, TokenLogprobs
 
 LOGPROB_SCHEMA = pa.schema(
     [
@@ -21,6 +21,22 @@ LOGPROB_SCHEMA = pa.schema(
         ("top_token_ids", pa.list_(pa.int32())),  # which tokens these are
     ]
 )
+
+# Prompts stand here with their tokens: the index may not have those of a row that was answered another night
+PROMPT_SCHEMA = pa.schema(
+    [
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("prompt_logprobs", pa.list_(pa.float32())),  # of each token of prompt_ids but the first
+        ("prompt_top_logprobs", pa.list_(pa.float32())),  # as of the answer's tokens
+        ("prompt_top_ids", pa.list_(pa.int32())),
+    ]
+)
+
+
+def prompt_columns(found: Sequence[PromptLogprobs | None]) -> list[pa.Array]:
+    """Return the columns of PROMPT_SCHEMA; null for a completion without log-probabilities of its prompt."""
+    ids = _lists([None if one is None else one.token_ids for one in found], np.int32)
+    return [ids, *logprob_columns([None if one is None else one.logprobs for one in found])]
 
 
 def logprob_columns(found: Sequence[TokenLogprobs | None]) -> list[pa.Array]:

@@ -22,6 +22,11 @@ from batchinfer.data.columns.logprob_column import (
     logprob_column,
     logprob_entries,
 )
+from batchinfer.data.columns.prompt_logprob_column import (
+    PROMPT_COLUMN,
+    PROMPT_LOGPROBS_FIELD,
+    prompt_logprob_column,
+)
 from batchinfer.data.columns.schema_columns import SchemaColumns, schema_columns
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.index.index import SAMPLE, AnswerSchema
@@ -29,9 +34,14 @@ from batchinfer.data.outputs.answer_texts import AnswerReader
 from batchinfer.data.outputs.call_column import CALLS_FIELD, openai_calls
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs, Receiver, TokenBytes
-from batchinfer.data.outputs.openai_logprobs import chat_logprobs, text_logprobs
+from batchinfer.data.outputs.openai_logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from batchinfer.data.outputs.reasoning_columns import REASONING_FIELDS
-from batchinfer.data.outputs.stored_logprobs import LOGPROB_SCHEMA, logprob_columns
+from batchinfer.data.outputs.stored_logprobs import (
+    LOGPROB_SCHEMA,
+    PROMPT_SCHEMA,
+    logprob_columns,
+    prompt_columns,
+)
 
 RESULT_SCHEMA = framed(
     pa.field("generated_text", pa.string()),
@@ -53,22 +63,30 @@ class TokensKind:
 
     name, version, output, answer = "tokens", 0, Tokens, "generated_text"
     probability: str | None = None
-    stored = LOGPROB_SCHEMA
+    stored = pa.schema([*LOGPROB_SCHEMA, *PROMPT_SCHEMA])
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
         """Return what checks answers that are JSON."""
         return JsonAnswers(AnswerCheck(columns, detokenizer))
 
-    def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
+    def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return the columns of log-probabilities; token ids stand in the columns that all parts have."""
-        found = [one.logprobs if isinstance(one, Tokens) else None for one in outputs]
-        return None if all(one is None for one in found) else logprob_columns(found)
+        texts = [one if isinstance(one, Tokens) else None for one in outputs]
+        found = [None if one is None else one.logprobs for one in texts]
+        prompts = [None if one is None else one.prompt for one in texts]
+        arrays: dict[str, pa.Array] = {}
+        if any(one is not None for one in found):
+            arrays |= zip(LOGPROB_SCHEMA.names, logprob_columns(found), strict=True)
+        if any(one is not None for one in prompts):
+            arrays |= zip(PROMPT_SCHEMA.names, prompt_columns(prompts), strict=True)
+        return arrays
 
     def read(self, asked: AskedOutputs) -> pa.Schema:
-        return LOGPROB_SCHEMA if _has_logprobs(asked) else pa.schema([])
+        of_answers = LOGPROB_SCHEMA if _has_logprobs(asked) else ()
+        return pa.schema([*of_answers, *(PROMPT_SCHEMA if asked.prompt_logprobs else ())])
 
     def batch_rows(self, asked: AskedOutputs) -> int | None:
-        return LOGPROB_ROWS if _has_logprobs(asked) else None
+        return LOGPROB_ROWS if _has_logprobs(asked) or asked.prompt_logprobs else None
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
         """Return RESULT_SCHEMA, then what there is of reasoning, calls, log-probabilities, confidence and columns of
@@ -76,6 +94,7 @@ class TokensKind:
         ours = RESULT_SCHEMA if asked.reasoning is None else pa.schema([*RESULT_SCHEMA, *REASONING_FIELDS])
         ours = ours if asked.tool_calls is None else ours.append(CALLS_FIELD)
         ours = ours if asked.logprobs is None else ours.append(LOGPROBS_FIELD)
+        ours = ours.append(PROMPT_LOGPROBS_FIELD) if asked.prompt_logprobs else ours
         ours = ours if asked.confidence is None else ours.append(confidence_field(asked.confidence))
         columns = _answer_columns(asked.answers)
         return ours if columns is None else pa.schema([*ours, *columns.schema])
@@ -101,6 +120,9 @@ class TokensKind:
         if asked.logprobs is not None:
             found = logprob_column(matched, frame.answered.to_numpy(), detokenizer)
             table = table.append_column(LOGPROBS_FIELD, found)
+        if asked.prompt_logprobs:
+            found = prompt_logprob_column(matched, frame.answered.to_numpy(), detokenizer)
+            table = table.append_column(PROMPT_LOGPROBS_FIELD, found)
         if asked.confidence is not None:
             answers = _with_tokens(table, matched, detokenizer)
             schema = None if asked.answers is None else parsed_schema(asked.answers.text)
@@ -111,22 +133,25 @@ class TokensKind:
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         """Return how many log-probabilities each row has."""
-        return logprob_entries(table)
+        return logprob_entries(table) + logprob_entries(table, PROMPT_COLUMN)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
         ours = [*_OPENAI, *(name for name in (*_REASONING, CALLS_FIELD.name) if name in names)]
-        return ([*ours, COLUMN], _LOGPROB_LINES) if COLUMN in names else (ours, None)
+        large = [name for name in (COLUMN, PROMPT_COLUMN) if name in names]
+        return [*ours, *large], _LOGPROB_LINES if large else None
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
         """Return a chat completion, or a text completion, with a choice for each answer."""
-        return {
+        body = {
             "object": "chat.completion" if chat else "text_completion",
             "choices": [_choice(row, chat, tokens) for row in answers],
             "usage": _usage(answers),
             "system_fingerprint": None,
         }
+        asked = answers[0].get(PROMPT_COLUMN) if chat else None
+        return body if asked is None else {**body, PROMPT_COLUMN: prompt_logprobs(asked)}
 
 
 class JsonAnswers:
@@ -204,7 +229,9 @@ def _choice(row: dict[str, Any], chat: bool, tokens: TokenBytes) -> dict[str, An
     end, number = {"logprobs": logprobs, "finish_reason": reason}, row.get(SAMPLE.name, 0)
     if chat:
         return {"index": number, "message": _message(row, calls), **end}
-    return {"index": number, "text": row["generated_text"] or "", **end}
+    of_prompt = row.get(PROMPT_COLUMN)
+    more = {} if of_prompt is None else {PROMPT_COLUMN: prompt_logprobs(of_prompt)}
+    return {"index": number, "text": row["generated_text"] or "", **end, **more}
 
 
 def _message(row: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:

@@ -34,10 +34,10 @@ class VectorsKind:
         """Return what takes vectors as they are."""
         return AsTheyAre()
 
-    def arrays(self, outputs: Sequence[Output | None]) -> list[pa.Array] | None:
+    def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return the column of vectors."""
         found = [one.values if isinstance(one, Vector) else None for one in outputs]
-        return None if all(one is None for one in found) else [lists_of(found, np.float32)]
+        return {} if all(one is None for one in found) else {STORED.names[0]: lists_of(found, np.float32)}
 
     def read(self, asked: AskedOutputs) -> pa.Schema:
         return STORED

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
+from batchinfer.data.index.index import SAMPLE
 from batchinfer.data.results.join import engine_errors
 from batchinfer.data.storage.rebatch import parquet_batches
 
@@ -46,11 +47,13 @@ def summarise_all_errors(
     return found
 
 
-def summarise_errors(parts: Sequence[Path]) -> ErrorSummary:
-    """Over the error columns of index parts or of published files."""
+def summarise_errors(parts: Sequence[Path], samples: bool = False) -> ErrorSummary:
+    """Over the error columns of index parts or of published files. `samples`: they have several answers to a row of the
+    input, and rows are counted, not answers."""
     found = ErrorSummary()
-    for batch in parquet_batches(parts, _ROWS, columns=_COLUMNS):
+    for batch in parquet_batches(parts, _ROWS, columns=[*_COLUMNS, *([SAMPLE.name] if samples else [])]):
         bad = batch.filter(pc.is_valid(batch.column("error_code")))
+        bad = bad.filter(pc.equal(bad.column(SAMPLE.name), 0)) if samples else bad
         for row in bad.to_pylist():
             code = row["error_code"]
             found.codes[code] += 1

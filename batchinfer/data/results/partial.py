@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 
 from batchinfer.data.columns.logprob_column import Detokenizer
+from batchinfer.data.index.index import Index
+from batchinfer.data.outputs.content_free import calibrated_scoring
 from batchinfer.data.results.index_rows import IndexView
 from batchinfer.data.results.join import joined
 from batchinfer.data.results.result_rows import result_rows, result_schema
@@ -56,6 +59,16 @@ def partial_reader(
                 yield from table.to_batches()
 
     return pa.RecordBatchReader.from_batches(result_schema(index), batches())
+
+
+def with_known_prior(index: Index, completions: Path) -> Index:
+    """Return an index whose labels are calibrated, where the job asks for it. Raises BatchInferError as long as the
+    prompt without content has no answer, and StorageError."""
+    if not index.content_free_parts or index.scoring is None:
+        return index
+    records = read_records(completions)[0] if completions.is_dir() else {}
+    found = calibrated_scoring(index.scoring, index.content_free_parts, sorted(records))
+    return replace(index, scoring=found.scoring)
 
 
 def write_partial(reader: pa.RecordBatchReader, path: Path, ops: FileOps | None = None) -> Digest:

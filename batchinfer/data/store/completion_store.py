@@ -331,9 +331,8 @@ def completions_table(completions: Sequence[Completion]) -> pa.Table:
     fields = list(COMPLETION_SCHEMA)
     for kind in KINDS.values():
         added = kind.arrays([one if isinstance(one, kind.output) else None for one in outputs])
-        if added is not None:
-            fields += kind.stored
-            columns += added
+        fields += [kind.stored.field(name) for name in added]
+        columns += added.values()
     return pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
 

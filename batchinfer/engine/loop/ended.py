@@ -12,6 +12,8 @@ from batchinfer.engine.loop.in_flight import End
 from batchinfer.engine.schedule.scored_branches import RequestScores
 from batchinfer.engine.schedule.sequence import Sequence
 
+_NAN_LOGITS = RowError("nan_logits", "engine", "the model's logits are not finite numbers", retryable=True)
+
 
 def prompt_end(sequence: Sequence) -> End:
     """Say how a sequence ends that gets no tokens, once its prompt has run."""
@@ -40,14 +42,18 @@ def completion(sequence: Sequence, end: End) -> Completion:
     ids = np.array(sequence.tokens[sequence.prompt_length :], np.int32)
     logprobs = sequence.logprobs.all() if sequence.logprobs is not None else None
     output = Tokens(ids, end.text_length, logprobs)
-    return Completion(sequence.request.key, output, end.reason, end.error)
+    if sequence.prompt_scores is None or end.error is not None:
+        return Completion(sequence.request.key, output, end.reason, end.error)
+    prompt = sequence.prompt_scores.output
+    if prompt is None:
+        return Completion(sequence.request.key, None, "error", _NAN_LOGITS)
+    return Completion(sequence.request.key, replace(output, prompt=prompt), end.reason, None)
 
 
 def _scored(scores: RequestScores) -> Completion:
     error, output = scores.error, scores.output
     if error is None and output is None:
-        text = "the model's logits are not finite numbers"
-        error = RowError("nan_logits", "engine", text, retryable=True)
+        error = _NAN_LOGITS
     reason: FinishReason = "stop" if error is None else "error"
     return Completion(scores.request.key, output, reason, error)
 

@@ -212,8 +212,9 @@ class Engine:
     def _jump_forward(self, sequence: Sequence, now: float) -> End | None:
         """Append the tokens that have to come next (jump-forward decoding): the next step runs them as one chunk. Rows
         with log-probabilities sample them, to know how likely they are, and rows that may not get every token, which a
-        token that has to come may be."""
-        samples = sequence.logprobs is not None or sequence.request.params.narrowed
+        token that has to come may be. Rows that ask about their prompts must not end before these have run."""
+        asks = sequence.logprobs is not None or sequence.prompt_scores is not None
+        samples = asks or sequence.request.params.narrowed
         if sequence.constraint is None or samples:
             return None
         for token in sequence.constraint.jump_forward():
@@ -238,7 +239,7 @@ class Engine:
         step.launched_s = self._now()
         shares = self._runner.wants.shared_blocks
         shared = self._scheduler.shared_blocks(scheduled.chunks) if shares else 0
-        step.result = self._runner.launch(self._plans.of(scheduled, step.sampling, shared))
+        step.result = self._runner.launch(self._plans.of(scheduled, step.sampling, shared, step.read))
         self._scheduler.launched(scheduled)
         self._scheduler.limit_tokens(self._runner.most_tokens)
         self._move_on(step)
@@ -270,9 +271,9 @@ class Engine:
         """Wait for a step's tokens and append them to their sequences."""
         assert step.result is not None
         tokens, sampling = step.result.tokens(), step.sampling
-        if step.asked:
+        if step.asked or step.read:
             self._take_asked(step, step.result)
-            tokens = []
+            tokens = tokens if sampling else []
         logprobs = {sampling[place]: found for place, found in step.result.logprobs().items()}
         for place, barred in step.result.barred().items():
             sampling[place].masking.note(barred)
@@ -304,6 +305,9 @@ class Engine:
         for sequence, start, length in step.asked:
             if sequence.scored is not None:
                 begun += sequence.scored.take(start, start + length, scores, begun)
+        for sequence, start, length in step.read:
+            if sequence.prompt_scores is not None:
+                begun += sequence.prompt_scores.take(start, start + length, scores, begun)
 
     def _take_all(
         self,

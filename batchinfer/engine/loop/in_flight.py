@@ -11,6 +11,7 @@ from batchinfer.core.request import FinishReason, RowError
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.asked_rows import asked_chunks
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
+from batchinfer.engine.schedule.scored_rows import prompt_chunks
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer_kernels.cost import StepShape
 
@@ -65,6 +66,7 @@ class InFlight:
     sampling: list[Sequence]  # those that get tokens, in order
     completed: list[Sequence]  # those that end with this step and get none
     asked: list[Chunk]  # those whose hidden states or scores it gives, in order
+    read: list[Chunk]  # those of whose prompts it gives log-probabilities, in order
     useful: list[Chunk]  # without tokens that are recomputed after a preemption
     decodes: int
     recomputed: int
@@ -82,7 +84,12 @@ class InFlight:
         asked = (
             (c.end, max(c.start, c.sequence.scored.branch.first)) for c in self.asked if c.sequence.scored
         )
-        return sum(end - first for end, first in asked)
+        of_prompts = (
+            c.sequence.prompt_scores.branch.positions(c.start, c.end)
+            for c in self.read
+            if c.sequence.prompt_scores
+        )
+        return sum(end - first for end, first in asked) + sum(map(len, of_prompts))
 
     @classmethod
     def of(cls, step: Step, began_s: float) -> InFlight:
@@ -97,6 +104,7 @@ class InFlight:
             sampling=[c[0] for c in compress(chunks, samples)],
             completed=[c.sequence for c in silent if c.end == len(c.sequence)],
             asked=asked_chunks(silent) if silent else [],
+            read=prompt_chunks(reading) if reading else [],
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
             decodes=sum([c[2] for c in chunks]) - sum(c.length - c.decodes for c in reading),
             recomputed=recomputed,

@@ -95,8 +95,8 @@ class DeviceRun:
         """Wait for the step; the log-probabilities of the tokens that the plan names."""
         if self.download is None or not self.scored:
             return TokenScores.joined([])
-        arrays = self.download.arrays()[-2 * self.scored :]
-        return TokenScores.joined([*zip(arrays[::2], arrays[1::2], strict=True)])
+        arrays = self.download.arrays()[-4 * self.scored :]
+        return TokenScores.joined(arrays[at : at + 4] for at in range(0, len(arrays), 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class DeviceRunner(ModelRunner):
                 continue
             self.micro_batches.succeeded(len(host.token_ids))
             sampled += [] if found is None else [(begun, found)]
-            begun += len(host.sampled_rows)
+            begun += host.sampling.choosing(len(host.sampled_rows))
             padded += padding
             modes.append(mode)
         launch = StepLaunch(

@@ -153,7 +153,7 @@ class ModelRunner:
             barred_of_chunks(barred, tokens, counts),
             self._launch,
             states_of_chunks([asked], plan),
-            TokenScores.joined([(scored[0], scored[1])] if scored else []),
+            TokenScores.joined([scored] if scored else []),
         )
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:

@@ -21,22 +21,38 @@ class RowScores:
 
     logprobs: Tensor  # (n,) float32; NaN where logits are not finite
     greedy: Tensor  # (n,) bool: whether the token is the argmax
+    top: Tensor  # (n, likeliest) float32: of the likeliest tokens at the place of each, in descending order
+    top_ids: Tensor  # of the same shape, int64
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.logprobs, self.greedy]
+        return [self.logprobs, self.greedy, self.top, self.top_ids]
 
 
 def row_scores(logits: Callable[[Tensor], Tensor], hidden: Tensor, scored: ScoredTokens) -> RowScores:
     """Score tokens behind the rows of `hidden`, (rows, hidden). `logits` makes the logits of rows, (n, vocab) float32:
     some rows at a time, because each token of a long prompt may be asked about."""
-    rows, tokens = upload([scored.rows.astype(np.int64), scored.tokens.astype(np.int64)], hidden.device)
-    logprobs = hidden.new_empty(len(tokens), dtype=torch.float32)
-    greedy = torch.empty(len(tokens), dtype=torch.bool, device=hidden.device)
+    asked, places = np.unique(scored.rows, return_inverse=True)  # nothing may be asked of some rows
+    index, rows, tokens = upload(
+        [asked.astype(np.int64), places.astype(np.int64), scored.tokens.astype(np.int64)], hidden.device
+    )
+    count, most = len(tokens), scored.likeliest
+    found = RowScores(
+        hidden.new_empty(count, dtype=torch.float32),
+        torch.empty(count, dtype=torch.bool, device=hidden.device),
+        hidden.new_empty((count, most), dtype=torch.float32),
+        torch.zeros((count, most), dtype=torch.int64, device=hidden.device),
+    )
+    hidden = hidden if len(asked) == len(hidden) else hidden.index_select(0, index)
     for first in range(0, len(hidden), _ROWS_AT_ONCE):
         piece = logits(hidden[first : first + _ROWS_AT_ONCE])
-        low, high = np.searchsorted(scored.rows, (first, first + len(piece))).tolist()
-        own, asked = rows[low:high] - first, tokens[low:high]
-        logprobs[low:high] = piece.log_softmax(-1)[own, asked]
-        greedy[low:high] = piece.argmax(-1)[own] == asked
-    return RowScores(logprobs, greedy)
+        low, high = np.searchsorted(places, (first, first + len(piece))).tolist()
+        own, given = rows[low:high] - first, tokens[low:high]
+        logprobs = piece.log_softmax(-1)
+        found.logprobs[low:high] = logprobs[own, given]
+        found.greedy[low:high] = piece.argmax(-1)[own] == given
+        if most:
+            top, ids = logprobs.topk(min(most, piece.shape[1]), -1)
+            found.top[low:high, : top.shape[1]] = top[own]
+            found.top_ids[low:high, : top.shape[1]] = ids[own]
+    return found

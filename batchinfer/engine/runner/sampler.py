@@ -87,14 +87,16 @@ class Sampler:
         states = _asked_states(head, hidden, plan)
         if plan.classified and states is not None:
             states = self._classified(states, plan)
+        scores = None if plan.scored is None else row_scores(head.logits, hidden, plan.scored)
         if not plan.chooses:
-            scores = None if plan.scored is None else row_scores(head.logits, hidden, plan.scored)
             return Sampled(hidden.new_empty(0, dtype=torch.int64), states=states, scores=scores)
+        if plan.chosen is not None:
+            hidden = hidden.index_select(0, *upload([plan.chosen.astype(np.int64)], hidden.device))
         if self.tries_argmax(plan):
             found = self._corrected(ops, head, hidden, plan)
         else:
             found = self.sample(ops, head.logits(hidden), plan, device_tokens)
-        return found if states is None else replace(found, states=states)
+        return found if states is None and scores is None else replace(found, states=states, scores=scores)
 
     def _classified(self, states: RowStates, plan: SamplingPlan) -> RowStates:
         """Return the logits of each prompt, all of which has run: a mean is made of all sums that there will be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import compress
 from operator import is_not, ne, or_
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.places import places_of
 from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
+from batchinfer.engine.schedule.scored_rows import with_prompts
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import (
     ARGMAX,
@@ -22,7 +24,6 @@ from batchinfer.engine.schedule.step_plan import (
     Ints,
     Longs,
     PlanWants,
-    SamplingPlan,
     StepPlan,
     TableChanges,
 )
@@ -45,8 +46,11 @@ class PlanWriter:
         self._rows: Longs = np.zeros(0, np.int64)  # of each of them
         self._sampled: list[Sequence] = []  # of each row that the plan before samples
 
-    def of(self, step: Step, sampling: list[Sequence], shared_blocks: int = 0) -> StepPlan:
-        """Return the plan of a step. `sampling`: the sequences of its chunks that sample, in order."""
+    def of(
+        self, step: Step, sampling: list[Sequence], shared_blocks: int = 0, read: Seq[Chunk] = ()
+    ) -> StepPlan:
+        """Return the plan of a step. `sampling`: the sequences of its chunks that sample, in order; `read`: its chunks
+        of whose prompts log-probabilities are asked for, see `prompt_chunks`."""
         chunks = step.chunks
         chunk_sequences, starts, lengths = zip(*chunks, strict=True)
         sequences = list(chunk_sequences)
@@ -61,6 +65,7 @@ class PlanWriter:
         copies = _copies(step.copies, sequences) if step.copies else None
         silent = asked_rows(chunks)
         if not self._wants.inputs:
+            silent = with_prompts(chunks, read, sampled, AskedRows(sampled, None, ARGMAX)) if read else silent
             how = ARGMAX if silent is None else silent.sampling
             return StepPlan(
                 *spans,
@@ -80,6 +85,8 @@ class PlanWriter:
             )
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling if verified is None else verified.sequences
+        own = silent or self._asked(verified, before, sampled)
+        own = with_prompts(chunks, read, sampled, own) if read else own
         return StepPlan(
             *spans,
             rows=rows,
@@ -89,18 +96,18 @@ class PlanWriter:
             tokens=_tokens(chunks, single),
             tables=tuple(self._changes(sequences)),
             copies=copies,
-            sampled=sampled if silent is None else silent.sampled,
-            sampled_counts=_counts(silent, verified),
+            sampled=own.sampled,
+            sampled_counts=own.counts,
             awaited=_awaited(self._sampled, before, sampled),
-            sampling=self._asked(verified, before) if silent is None else silent.sampling,
+            sampling=own.sampling,
             requests=asked,
             shared_blocks=shared_blocks,
         )
 
-    def _asked(self, verified: _Verified | None, before: list[Sequence]) -> SamplingPlan:
-        if not self._sampled:
-            return ARGMAX
-        return self._sampling.of(self._sampled, before, None if verified is None else verified.ahead)
+    def _asked(self, verified: _Verified | None, before: list[Sequence], sampled: Ints | None) -> AskedRows:
+        ahead, counts = (None, None) if verified is None else (verified.ahead, verified.counts)
+        how = self._sampling.of(self._sampled, before, ahead) if self._sampled else ARGMAX
+        return AskedRows(sampled, counts, how)
 
     def _sampled_rows(
         self, chunks: list[Chunk], sampling: list[Sequence], lengths: tuple[int, ...], single: bool
@@ -153,12 +160,6 @@ class _Verified(NamedTuple):
         ahead = np.arange(len(own), dtype=np.int32) - (np.cumsum(counts, dtype=np.int32) - counts)[own]
         rows = (ends - drafts)[own] + ahead
         return cls(rows, [sampling[place] for place in own.tolist()], ahead.tolist(), counts.tolist())
-
-
-def _counts(silent: AskedRows | None, verified: _Verified | None) -> list[int] | None:
-    if silent is not None:
-        return silent.counts
-    return None if verified is None else verified.counts
 
 
 def _adapters(sequences: list[Sequence]) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""The branches of requests whose continuations are scored, and what they have found."""
+"""Branches of continuations and prompts keep what was found of the tokens that are scored in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.continuations import Branch, Continuations
-from batchinfer.core.request import Request, RowError, Scores, common_prefix
+from batchinfer.core.request import (
+    PromptLogprobs,
+    Request,
+    RowError,
+    Scores,
+    TokenIds,
+    TokenLogprobs,
+    common_prefix,
+)
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.schedule.step_plan import TokenScores
 
@@ -64,6 +72,55 @@ class ScoredBranch:
         scores.cached_tokens = cached_tokens if self.is_first else scores.cached_tokens
         scores.unfinished -= 1
         return scores.unfinished == 0
+
+
+class PromptScores:
+    """The log-probabilities of a prompt's tokens, as far as it has run: of all but the first."""
+
+    __slots__ = ("_found", "_taken", "branch", "likeliest")
+
+    def __init__(self, prompt: TokenIds, likeliest: int) -> None:
+        """likeliest: of how many of the likeliest tokens at each place log-probabilities are wanted, too."""
+        self.branch, self.likeliest = Branch.of_prompt(prompt), likeliest
+        self._found: TokenLogprobs | None = None  # made once something is known: many prompts may wait
+        self._taken = 0  # tokens of which they are known, from the first on that has one
+
+    @property
+    def complete(self) -> bool:
+        """Whether those of all tokens are known."""
+        return self._taken == len(self.branch.targets)
+
+    def lacks(self, start: int, end: int) -> bool:
+        """Whether something is asked of the positions [start, end). Once all is known, a prompt that runs again after a
+        preemption is asked nothing."""
+        asked = self.branch.asked(start, end)
+        return asked.stop > asked.start and not self.complete
+
+    def take(self, start: int, end: int, found: TokenScores, begun: int) -> int:
+        """Take what was asked of the positions [start, end), which stands from `begun` on in `found`; how many these
+        are."""
+        own = self.branch.asked(start, end)
+        count: int = own.stop - own.start
+        theirs, kept = slice(begun, begun + count), self._arrays()
+        kept.chosen[own] = found.logprobs[theirs]
+        kept.top[own] = found.top[theirs, : kept.top.shape[1]]
+        kept.top_ids[own] = found.top_ids[theirs, : kept.top.shape[1]]
+        self._taken = max(self._taken, own.stop)
+        return count
+
+    def _arrays(self) -> TokenLogprobs:
+        if self._found is None:
+            count, most = len(self.branch.targets), self.likeliest
+            tops = np.zeros((count, most), np.float32), np.zeros((count, most), np.int32)
+            self._found = TokenLogprobs(np.zeros(count, np.float32), *tops)
+        return self._found
+
+    @property
+    def output(self) -> PromptLogprobs | None:
+        """The log-probabilities of the whole prompt; None where logits were not finite numbers."""
+        assert self.complete, "a prompt that has run is known"
+        found = self._arrays()
+        return None if np.isnan(found.chosen).any() else PromptLogprobs(self.branch.tokens, found)
 
 
 def scored_branches(request: Request) -> list[tuple[Request, ScoredBranch]]:

@@ -15,7 +15,7 @@ from batchinfer.core.request import FinishReason, Request, TokenLogprobs, Vector
 from batchinfer.core.sampling import Pooling, SamplingParams
 from batchinfer.engine.schedule.constraints import Constraint
 from batchinfer.engine.schedule.loops import LoopDetector
-from batchinfer.engine.schedule.scored_branches import ScoredBranch
+from batchinfer.engine.schedule.scored_branches import PromptScores, ScoredBranch
 from batchinfer.engine.schedule.step_plan import States
 from batchinfer.engine.schedule.token_edits import BadTokens, bad_tokens
 
@@ -100,6 +100,9 @@ class Sequence:
     # Written by the Engine
     tokens: array[int]  # the prompt, then the output
     logprobs: CollectedLogprobs | None  # of the output tokens; None: the request does not ask for them
+    prompt_scores: (
+        PromptScores | None
+    )  # log-probabilities of the prompt; None: the request does not ask for them
     loops: LoopDetector | None  # of the output tokens; None: the answer may run in circles
     bad: BadTokens | None  # tokens that the answer may not have one behind the other; None: it may have all
     watched: bool  # whether a token has to be looked at for more than `stop_token_ids` and the length
@@ -168,6 +171,9 @@ class Sequence:
             second_segment=params.second_segment,
             tokens=prompt,
             logprobs=logprobs,
+            prompt_scores=None
+            if (most := params.prompt_logprobs) is None
+            else PromptScores(request.prompt, most),
             loops=loops,
             bad=bad_tokens(params.bad_tokens) if params.bad_tokens else None,
             watched=stop_stream is not None or logprobs is not None or loops is not None,
@@ -196,6 +202,8 @@ class Sequence:
     def most_cached(self) -> int:
         """The most tokens that may come from the cache instead of being run: those behind which nothing is asked."""
         last = len(self.tokens) - 1
+        if self.prompt_scores is not None and not self.prompt_scores.complete:
+            return 0
         return last if self.scored is None else min(self.scored.branch.first, last)
 
     @property

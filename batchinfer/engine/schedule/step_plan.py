@@ -143,6 +143,9 @@ class ScoredTokens(NamedTuple):
 
     rows: Ints  # (n,): the sampled row behind whose token each of them would stand, ascending
     tokens: Ints  # (n,)
+    likeliest: int = (
+        0  # tokens at the place of each, the likeliest, whose log-probabilities are asked for, too
+    )
 
     def part(self, first: int, end: int) -> ScoredTokens | None:
         """Return those of the rows [first, end), if there are any."""
@@ -150,7 +153,7 @@ class ScoredTokens(NamedTuple):
         return (
             None
             if low == high
-            else ScoredTokens(self.rows[low:high] - np.int32(first), self.tokens[low:high])
+            else ScoredTokens(self.rows[low:high] - np.int32(first), self.tokens[low:high], self.likeliest)
         )
 
 
@@ -159,12 +162,19 @@ class TokenScores(NamedTuple):
 
     logprobs: NDArray[np.float32]  # (n,); NaN where logits are not finite
     greedy: NDArray[np.bool_]  # (n,): whether the token is the argmax
+    top: NDArray[np.float32]  # (n, likeliest): of the likeliest tokens, in descending order
+    top_ids: Longs  # (n, likeliest): which these are
 
     @classmethod
-    def joined(cls, parts: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> TokenScores:
-        """Join the scores of micro-batches, in their order."""
-        each = [(np.empty(0, np.float32), np.empty(0, np.bool_)), *parts]
-        return cls(np.concatenate([one for one, _ in each]), np.concatenate([other for _, other in each]))
+    def joined(cls, parts: Iterable[Iterable[NDArray[Any]]]) -> TokenScores:
+        """Join the scores of micro-batches, the fields of this class each, in their order."""
+        each = [tuple(part) for part in parts]
+        return cls(*map(np.concatenate, zip(*each, strict=True))) if each else NO_SCORES
+
+
+NO_SCORES = TokenScores(
+    np.empty(0, np.float32), np.empty(0, np.bool_), np.empty((0, 0), np.float32), np.empty((0, 0), np.int64)
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,6 +203,12 @@ class SamplingPlan:
     scored: ScoredTokens | None = None  # None: no row is asked how likely tokens are behind it
     biased: BiasedTokens | None = None
     allowed: AllowedTokens | None = None  # None: no row is kept from any token
+    # Which of the rows get tokens, ascending: all else but `scored` names rows by their place among these. None: all
+    chosen: Ints | None = None
+
+    def choosing(self, rows: int) -> int:
+        """Count those of so many sampled rows that get tokens, where any do."""
+        return rows if self.chosen is None else len(self.chosen)
 
     @property
     def edited(self) -> bool:
@@ -202,6 +218,11 @@ class SamplingPlan:
 
     def part(self, first: int, end: int) -> SamplingPlan:
         """Return the plan of the rows [first, end)."""
+        scored = None if self.scored is None else self.scored.part(first, end)
+        chosen, begin = self.chosen, first
+        if chosen is not None:
+            first, end = np.searchsorted(chosen, (first, end)).tolist()
+            chosen = chosen[first:end] - np.int32(begin)
         masked = [at for at, row in enumerate(self.masked) if first <= row < end]
         asking = [at for at, row in enumerate(self.asking) if first <= row < end]
         states = [at for at, row in enumerate(self.states) if first <= row < end]
@@ -219,11 +240,12 @@ class SamplingPlan:
             None if given is None else given[first:end],
             [self.states[at] - first for at in states],
             None if pools is None else [pools[at] for at in states],
-            self.chooses,
+            self.chooses and (chosen is None or len(chosen) > 0),
             self.classified,
-            None if self.scored is None else self.scored.part(first, end),
+            scored,
             None if self.biased is None else self.biased.part(first, end),
             None if self.allowed is None else self.allowed.part(first, end),
+            chosen,
         )
 
     def __reduce__(self) -> Pickled:
@@ -233,8 +255,11 @@ class SamplingPlan:
         lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest, self.among_allowed)
         given = None if self.given is None else self.given.tobytes()
         asked = (self.argmax, *lists, self.penalised, self.drawn)
-        scored = None if self.scored is None else tuple(one.tobytes() for one in self.scored)
-        how, edits = (self.chooses, self.classified), (self.biased, self.allowed)
+        asked_for, chosen = self.scored, None if self.chosen is None else self.chosen.tobytes()
+        scored = (
+            None if asked_for is None else (*(one.tobytes() for one in asked_for[:2]), asked_for.likeliest)
+        )
+        how, edits = (self.chooses, self.classified, chosen), (self.biased, self.allowed)
         return _sampling, (asked, given, self.states, self.pools, how, scored, *edits)
 
 
@@ -247,17 +272,21 @@ def _argmax() -> SamplingPlan:
 
 def _sampling(
     asked: tuple[Any, ...], given: bytes | None, states: list[int], pools: list[int] | None,
-    how: tuple[bool, bool], scored: tuple[bytes, bytes] | None, *edits: Any,
+    how: tuple[bool, bool, bytes | None], scored: tuple[bytes, bytes, int] | None, *edits: Any,
 ) -> SamplingPlan:  # fmt: skip
-    tokens = None if scored is None else ScoredTokens(*(np.frombuffer(one, np.int32) for one in scored))
-    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, *how, tokens, *edits)
+    tokens = None
+    if scored is not None:
+        places, ids, likeliest = scored
+        tokens = ScoredTokens(np.frombuffer(places, np.int32), np.frombuffer(ids, np.int32), likeliest)
+    *said, chosen = how
+    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, *said, tokens, *edits, _ints(chosen))
     return SamplingPlan(*fields)
 
 
 class AskedRows(NamedTuple):
-    """The part of a plan that asks for hidden states or log-probabilities instead of tokens; see StepPlan."""
+    """The part of a plan that asks for tokens, hidden states or log-probabilities; see StepPlan."""
 
-    sampled: Ints
+    sampled: Ints | None
     counts: list[int] | None
     sampling: SamplingPlan
 

@@ -38,7 +38,7 @@ class EarlyLoading:
 
     def found(self, index: Index) -> None:
         """Look through an index that an earlier run has left: then no row is read."""
-        for keys in key_batches(index.index_parts):
+        for keys in key_batches([*index.index_parts, *index.content_free_parts]):
             if not self._waits:
                 return
             self.read(keys)

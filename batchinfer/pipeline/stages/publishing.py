@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from batchinfer.core.errors import InputCorrupt, OutputConflict, StorageError
 from batchinfer.core.hub import short_name
@@ -10,6 +13,8 @@ from batchinfer.data.index.index import Index
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.job_input import open_input
 from batchinfer.data.outputs.best_samples import published_rows
+from batchinfer.data.outputs.content_free import calibrated_scoring
+from batchinfer.data.results.attempts import PART_SHIFT
 from batchinfer.data.results.join import Join
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.openai import asked, write_openai
@@ -51,6 +56,16 @@ def publish_result(
             run.report.keep_keys(index.index_parts, join.attempts, index.row_ids)
             measure(run, manifest)
     return manifest, changed
+
+
+def with_calibration(index: Index, join: Join) -> tuple[Index, Join]:
+    """Return an index whose labels are calibrated, and the join that knows by which answer, where the job asks for it.
+    Raises BatchInferError where the prompt without content has none."""
+    if not index.content_free_parts or index.scoring is None:
+        return index, join
+    found = calibrated_scoring(index.scoring, index.content_free_parts, join.parts)
+    used = np.append(join.others, (found.part << PART_SHIFT) | found.row)
+    return replace(index, scoring=found.scoring), replace(join, others=used)
 
 
 def tidy(run: OpenRun) -> None:

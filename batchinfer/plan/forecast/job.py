@@ -153,7 +153,14 @@ def _planned(
     folder = scratch / "plan"
     cores, attempts = usable_cpus(), index.attempts
     plan = plan_job(
-        index.index_parts, index.tokens, stored, folder, setup.roots, attempts=attempts, threads=cores
+        index.index_parts,
+        index.tokens,
+        stored,
+        folder,
+        setup.roots,
+        attempts=attempts,
+        beside=index.content_free_parts,
+        threads=cores,
     )
     planned = time.perf_counter()
     drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])

@@ -44,6 +44,7 @@ def plan_job(
     roots: ContentRoots,
     *,
     attempts: int = 1,
+    beside: Sequence[Path] = (),
     in_flight: Sequence[bytes] = (),
     begun: Sequence[bytes] = (),
     more: bool = False,
@@ -55,6 +56,8 @@ def plan_job(
 
     Of the keys of a row's `attempts`, only the first one counts whose completion is not invalid, or is missing. Those
     that are `in_flight` are not planned.
+
+    `beside`: parts with prompts that run, too, and are no rows of the job.
 
     `begun`: keys that the same run was given before, in their order, when it did not know all rows yet. They are not
     planned either. But their prompts count where prefixes are looked for: rows that share one with those in flight run
@@ -73,6 +76,8 @@ def plan_job(
         if completion_parts and attempts > 1:
             load_chosen(database, completion_parts, attempts)
         _load_wanted(database, index_parts, attempts if completion_parts else 1, attempts)
+        if beside:
+            _load_beside(database, beside)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
         forest, rows = sorted_prompts(database, prompts, work_roots(database, roots))
         shared = _place(database, forest, rows, more)
@@ -101,6 +106,14 @@ def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: i
     if index:
         database.execute(f"INSERT INTO wanted {distinct_sql(index, reached, attempts)}")
         database.execute(f"INSERT INTO tally SELECT count(*), count(*) - count(key) FROM {parquet(index)}")
+
+
+def _load_beside(database: Any, beside: Sequence[Path]) -> None:
+    """Add the keys of prompts that serve no row to the table `wanted`."""
+    database.execute(
+        "INSERT INTO wanted SELECT key, token_offset, token_count, params, expected_tokens, 0, 0, "
+        f"token_count + expected_tokens FROM {parquet(beside)} ANTI JOIN wanted USING (key) WHERE key IS NOT NULL"
+    )
 
 
 def _load_work(
@@ -223,10 +236,10 @@ def _counts(database: Any) -> dict[str, int]:
     ]
     values = database.execute(
         "WITH t AS (SELECT coalesce(sum(rows), 0) r, coalesce(sum(error_rows), 0) e FROM tally), "
-        "w AS (SELECT count(*) n FROM wanted), "
+        "w AS (SELECT count(*) n, count(*) FILTER (users > 0) u FROM wanted), "
         "k AS (SELECT count(*) n, coalesce(sum(token_count::BIGINT), 0) p, "
         "coalesce(sum(expected_tokens::BIGINT), 0) o, coalesce(max(longest), 0) l, coalesce(sum(users), 0) u "
         "FROM work WHERE begun IS NULL) "
-        "SELECT t.r, t.e, w.n, t.r - t.e - w.n, w.n - k.n, k.n, k.p, k.o, k.l, k.u FROM t, w, k"
+        "SELECT t.r, t.e, w.n, t.r - t.e - w.u, w.n - k.n, k.n, k.p, k.o, k.l, k.u FROM t, w, k"
     ).fetchall()
     return {name: int(value) for name, value in zip(names, values[0], strict=True)}

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from batchinfer.core.errors import ErrorBudgetExceeded
-from batchinfer.data.index.index import Index
+from batchinfer.data.index.index import INPUT_ROW, Index
 from batchinfer.data.index.ingest import ingest
 from batchinfer.data.input.reader import SampleSize
 from batchinfer.data.results.error_budget import Budget, budget_text
@@ -33,22 +37,42 @@ def dry_run(job: Job, setup: Setup) -> list[str]:
         return ["rows: not checked here; the rows of a query (input.sql) are checked when the job runs"]
     with temporary_folder("validate") as scratch:
         index = first_index(job, setup, Path(scratch), FIRST_ROWS)
-        errors = summarise_errors(index.index_parts)
+        errors, counts = summarise_errors(index.index_parts, index.samples), _CountedRows.of(index)
     told = index.notices
-    complete = _is_complete(index, job.input.limit)
+    complete = _is_complete(index, job.input.limit, counts.rows)
     budget = Budget(index.rows, job.on_error.max_error_rate, job.on_error.publish)
     if complete and budget.exceeded(index.error_rows):
-        counts = ErrorCounts(index.rows, index.error_rows, 0, 0)
-        raise ErrorBudgetExceeded(budget_text(counts, budget, errors))
+        failed = ErrorCounts(index.rows, index.error_rows, 0, 0)
+        raise ErrorBudgetExceeded(budget_text(failed, budget, errors))
     which = (
-        f"all {index.rows:,}" if complete else f"the first {FIRST_ROWS} of each file, {index.rows:,} in all,"
+        f"all {counts.rows:,}"
+        if complete
+        else f"the first {FIRST_ROWS} of each file, {counts.rows:,} in all,"
     )
+    answers = f", to get {index.rows - index.error_rows:,} answers" if index.samples else ""
     if not index.error_rows:
-        return [*told, f"rows: {which} can be run"]
-    return [*told, f"rows: {index.error_rows:,} of {which} would become error rows:", errors.text()]
+        return [*told, f"rows: {which} can be run{answers}"]
+    return [*told, f"rows: {counts.bad:,} of {which} would become error rows{answers}:", errors.text()]
 
 
-def _is_complete(index: Index, limit: int | None) -> bool:
+class _CountedRows(NamedTuple):
+    """The rows of the input that an index has, and those of them that cannot run. A row may have several answers, each
+    of which is a row of the index."""
+
+    rows: int
+    bad: int
+
+    @classmethod
+    def of(cls, index: Index) -> _CountedRows:
+        if not index.samples or not index.rows:
+            return cls(index.rows, index.error_rows)
+        found = pq.read_table(list(index.index_parts), columns=[INPUT_ROW.name, "error_code"])
+        bad = found.filter(pc.is_valid(found.column("error_code")))
+        each = (pc.count_distinct(table.column(INPUT_ROW.name)).as_py() for table in (found, bad))
+        return cls(*each)
+
+
+def _is_complete(index: Index, limit: int | None, rows: int) -> bool:
     """Whether a sample holds every row of the job: each file was read to its end, or to the job's own limit."""
     whole = len(index.sha256) == len(index.inputs)
-    return whole or (limit is not None and limit <= FIRST_ROWS and index.rows == limit)
+    return whole or (limit is not None and limit <= FIRST_ROWS and rows == limit)

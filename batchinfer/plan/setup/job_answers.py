@@ -18,6 +18,7 @@ from batchinfer.job.check import (
     ATTEMPT,
     CONFIDENCE,
     LOGPROBS,
+    PROMPT_LOGPROBS,
     REASONING_COLUMNS,
     RESULT_COLUMNS,
     TOOL_CALLS_COLUMN,
@@ -40,6 +41,7 @@ class AskedAnswers:
     pairs: PairScoring | None = None
     answers: None = None
     logprobs: None = None
+    prompt_logprobs: bool = False
     confidence: None = None
 
 
@@ -63,7 +65,8 @@ def _scoring(job: Job) -> Scoring | None:
     asked = job.classify
     if job.task != "classify":
         return None
-    return Scoring(asked.choices, asked.choices_from_column is not None, asked.length_normalized)
+    own = asked.choices_from_column is not None
+    return Scoring(asked.choices, own, asked.length_normalized, content_free=asked.content_free)
 
 
 def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:
@@ -97,7 +100,7 @@ def answer_columns(job: Job, tokenizer: Tokenizer, asked: AskedAnswers) -> Schem
     read = REASONING_COLUMNS if asked.reasoning is not None else ()
     read = read if asked.tool_calls is None else (*read, TOOL_CALLS_COLUMN)
     more = (*([ATTEMPT] if job.on_invalid else []), *([CONFIDENCE] if job.output.confidence else []))
-    ours = (*RESULT_COLUMNS, LOGPROBS, *more, *read)
+    ours = (*RESULT_COLUMNS, LOGPROBS, PROMPT_LOGPROBS, *more, *read)
     taken = {name.casefold(): name for name in (*ours, *job.carried)}
     for name in columns.schema.names:
         if name.casefold() in taken:

@@ -68,7 +68,9 @@ class CountedStep:
 
     def scores(self) -> TokenScores:
         """Return that each token is certain: what they really are is not simulated."""
-        return TokenScores(np.zeros(self.scored, np.float32), np.ones(self.scored, np.bool_))
+        logprobs, greedy = np.zeros(self.scored, np.float32), np.ones(self.scored, np.bool_)
+        none = np.empty((self.scored, 0))
+        return TokenScores(logprobs, greedy, none.astype(np.float32), none.astype(np.int64))
 
     def barred(self) -> Mapping[int, bool]:
         """No row is masked: what answers say is not simulated."""

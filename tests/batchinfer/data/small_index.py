@@ -57,6 +57,7 @@ class SmallIndex:
     rows: int
     passthrough_schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     logprobs: int | None = None
+    prompt_logprobs: bool = False
     answers: AnswerSchema | None = None
     output: str = "tokens"
     attempts: int = 1

@@ -92,7 +92,8 @@ def _maker(index: IndexView, spec: PublishSpec) -> bytes:
     kind, programs = KINDS[index.output], [version(name) for name in ("pyarrow", "tokenizers")]
     rows = [index.attempts, index.samples, index.logprobs, spec.rows_per_file]
     rows += [] if index.best is None else [*index.best]
-    shape: Sequence[object] = [kind.name, kind.version, *rows]
+    prior = () if index.scoring is None else index.scoring.prior
+    shape: Sequence[object] = [kind.name, kind.version, *rows, *prior]
     material = [WRITER_FORMAT, __version__, programs, spec.identity, spec.numerics, shape]
     schema: bytes = result_schema(index).serialize().to_pybytes()
     return json.dumps(material).encode() + schema

@@ -1,0 +1,172 @@
+"""Log-probabilities of prompts' tokens: those of transformers' logits, whatever was cached, cut or preempted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from batchinfer.core.request import Request
+from batchinfer.engine.runner import row_scores
+from batchinfer.engine.runner.micro_batches import MicroBatches
+from batchinfer.models.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.small_engine import (
+    MIXED,
+    Limits,
+    Ran,
+    checkpoint,
+    cpu_ops,
+    drain,
+    folder,
+    key_of,
+    looking_ahead,
+    make_engine,
+    make_runner,
+    request,
+)
+from tests.batchinfer.engine.test_vectors import PreemptingOnce
+from tests.examples import examples
+
+OUTPUT = 6
+# Of every kind some rows ask about their prompts, and some do not
+KINDS: list[dict[str, Any]] = [
+    {"prompt_logprobs": 3},
+    {},
+    {"prompt_logprobs": 0, "temperature": 0.9},
+    {"prompt_logprobs": 20, "logprobs": 2, "repetition_penalty": 1.3},
+    {"temperature": 1.1, "logprobs": 1},
+    {"prompt_logprobs": 1, "min_tokens": 4},
+]
+LENGTHS = (40, 33, 17, 63, 1, 2, 29, 40)
+
+
+def rows(seed: int, lengths: tuple[int, ...]) -> list[Request]:
+    """Rows whose prompts begin alike for about half of their lengths."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(250) for _ in range(40)]
+    prompts = [[*shared[: n // 2], *(rng.randrange(250) for _ in range(n - n // 2))] for n in lengths]
+    return [request(n, prompt, OUTPUT, **KINDS[n % len(KINDS)]) for n, prompt in enumerate(prompts)]
+
+
+@cache
+def reference(family: str, **options: Any) -> Any:
+    source = folder(family, **options)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+
+
+def check(ran: Ran, requests: list[Request], theirs: Any, atol: float = 1e-4) -> None:
+    assert len(ran.completions) == len(requests)
+    for row in requests:
+        completion, most = ran.completions[row.key], row.params.prompt_logprobs
+        assert completion.error is None
+        found = completion.tokens.prompt
+        if most is None:
+            assert found is None
+            continue
+        assert found is not None
+        np.testing.assert_array_equal(found.token_ids, row.prompt)
+        with torch.inference_mode():
+            logits = theirs(torch.from_numpy(row.prompt)[None].long()).logits[0, :-1].float()
+        wanted, count = logits.log_softmax(-1), len(row.prompt) - 1
+        chosen = wanted[range(count), row.prompt[1:].tolist()]
+        np.testing.assert_allclose(found.logprobs.chosen, chosen, atol=atol, rtol=1e-4)
+        assert found.logprobs.top_ids.shape == found.logprobs.top.shape == (count, most)
+        if count:
+            np.testing.assert_allclose(found.logprobs.top, wanted.topk(most).values, atol=atol, rtol=1e-4)
+            named = wanted.gather(-1, torch.from_numpy(found.logprobs.top_ids).long())
+            np.testing.assert_allclose(found.logprobs.top, named, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are those of rows that do not ask, and rows that do not ask share what others have run."""
+    monkeypatch.setattr(row_scores, "_ROWS_AT_ONCE", 7)
+    model, limits, requests = checkpoint(family), Limits(budget=24), rows(1, LENGTHS)
+    runner, eos = make_runner(model, TorchOps(), limits), frozenset(model.spec.eos_token_ids)
+    ran = drain(make_engine(runner, limits, eos), requests)
+    check(ran, requests, reference(family))
+    silent = [replace(r, params=replace(r.params, prompt_logprobs=None)) for r in requests]
+    assert drain(make_engine(runner, limits, eos), silent).answers == ran.answers
+    cached = {row.key: ran.requests[row.key].cached_tokens for row in requests}
+    asking = [row.key for row in requests if row.params.prompt_logprobs is not None]
+    assert not any(cached[key] for key in asking), "the cache has no logits"
+    assert sum(cached.values()) > 0, "rows that do not ask share"
+    answered = sum(len(ran.tokens(row)) for row in range(len(requests)))
+    scored = sum(len(row.prompt) - 1 for row in requests if row.key in asking)
+    assert ran.total("sampled_tokens") == answered + scored
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rows, and a way to cut them into steps."""
+
+    lengths: tuple[int, ...]
+    limits: Limits
+    ahead: bool
+    most: int | None
+    windows: bool
+
+
+@st.composite
+def cuts(draw: Any) -> Cut:
+    windows = draw(st.booleans())
+    blocks = draw(st.integers(30, 60)) * (3 if windows else 1)
+    budget, seqs = draw(st.sampled_from([1, 5, 16, 64])), draw(st.integers(1, 5))
+    return Cut(
+        tuple(draw(st.lists(st.integers(1, 50), min_size=1, max_size=6))),
+        Limits(budget, seqs, draw(st.booleans()), blocks, 4, draw(st.booleans())),
+        draw(st.booleans()),
+        draw(st.sampled_from([None, 3])),
+        windows,
+    )
+
+
+@settings(max_examples=examples(20, 300), deadline=None, print_blob=True)
+@given(cut=cuts(), seed=st.integers(0, 3))
+def test_no_batch_changes_them(cut: Cut, seed: int) -> None:
+    """Whatever the chunks, the cache, preemptions, steps that look ahead and micro-batches were."""
+    family, options = ("qwen2", MIXED) if cut.windows else ("llama", {})
+    model, requests = checkpoint(family, **options), rows(seed, cut.lengths)
+    runner: Any = make_runner(model, cpu_ops(model), cut.limits)
+    if cut.ahead:
+        runner = replace(looking_ahead(runner), micro_batches=MicroBatches(cut.most))
+    ran = drain(make_engine(runner, cut.limits, frozenset(model.spec.eos_token_ids)), requests)
+    check(ran, requests, reference(family, **options), atol=3e-4)
+
+
+def test_preempted_prompts_run_again() -> None:
+    model, requests = checkpoint("qwen2", **MIXED), rows(2, LENGTHS)
+    limits = Limits(budget=16, block_size=4, blocks=400)
+    runner = make_runner(model, cpu_ops(model), limits)
+    ran = drain(make_engine(runner, limits, frozenset(), kind=PreemptingOnce), requests)
+    assert ran.total("preemptions") > 0
+    check(ran, requests, reference("qwen2", **MIXED))
+
+
+def test_logits_that_are_not_finite_make_an_error() -> None:
+    """Also where those of the answer are."""
+    model, limits = checkpoint("llama"), Limits(budget=8, caching=False)
+    runner = make_runner(model, TorchOps(), limits)
+    forward, bad = runner.model.forward, 259
+
+    def spoilt(token_ids: Any, *rest: Any) -> Any:
+        hidden = forward(token_ids, *rest)
+        hidden[token_ids == bad] = float("nan")
+        return hidden
+
+    runner.model.forward = spoilt  # type: ignore[method-assign]
+    prompts = [[1, bad, 2, 3], [1, bad, 2, 3], [1, 2, 3]]
+    asked: list[dict[str, Any]] = [{"prompt_logprobs": 1}, {}, {"prompt_logprobs": 1}]
+    requests = [request(n, one, 2, **how) for n, (one, how) in enumerate(zip(prompts, asked, strict=True))]
+    ran = drain(make_engine(runner, limits, frozenset()), requests)
+    found = [ran.completions[key_of(row)] for row in range(3)]
+    assert [one.error.code if one.error else None for one in found] == ["nan_logits", None, None]
+    assert (found[0].output, found[0].finish_reason) == (None, "error")
