@@ -32,6 +32,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
     request,
 )
+from tests.batchinfer.engine.speculating import Drafts, remembered
 from tests.batchinfer.engine.test_vectors import PreemptingOnce
 from tests.examples import examples
 
@@ -102,6 +103,18 @@ def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     answered = sum(len(ran.tokens(row)) for row in range(len(requests)))
     scored = sum(len(row.prompt) - 1 for row in requests if row.key in asking)
     assert ran.total("sampled_tokens") == answered + scored
+
+
+def test_drafts_change_none_of_them() -> None:
+    """Steps score prompts beside the drafts of rows that read theirs, and of rows that decode."""
+    model, limits, requests = checkpoint("llama"), Limits(budget=24), rows(1, LENGTHS)
+    runner, eos = make_runner(model, TorchOps(), limits), frozenset(model.spec.eos_token_ids)
+    plain = drain(make_engine(runner, limits, eos), requests)
+    drafts = Drafts(remembered(plain, right=0.9, seed=3))
+    ran = drain(make_engine(runner, limits, eos, drafter=drafts), requests)
+    check(ran, requests, reference("llama"))
+    assert ran.answers == plain.answers
+    assert sum(right for _, right in drafts.took) > 10
 
 
 @dataclass(frozen=True)
