@@ -24,6 +24,7 @@ from batchinfer.core.request import (
     Request,
     RowError,
     Scores,
+    TokenIds,
     TokenLogprobs,
     Tokens,
     Vector,
@@ -175,6 +176,9 @@ class FakeEngine:
 
     def add(self, requests: Sequence[Request]) -> None:
         self._waiting.extend((request, self._now()) for request in requests)
+
+    def learn(self, answers: Sequence[TokenIds]) -> None:
+        """Answers of other engines are of no use to one that computes nothing."""
 
     def forget_waiting(self) -> None:
         """A worker is told so before it leaves."""

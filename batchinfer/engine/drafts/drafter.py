@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.drafts.acceptance import Acceptance
 from batchinfer.engine.drafts.source import DraftSource, Proposal
@@ -109,6 +111,11 @@ class CostedDrafter:
         self._rows.pop(sequence, None)
         for source in self._sources:
             source.learn(sequence)
+
+    def learn(self, answer: TokenIds) -> None:
+        """Let the sources learn an answer of another engine."""
+        for source in self._sources:
+            source.add(array("i", answer.tobytes()))
 
     def stepped(self, sample: StepSample) -> StepSample:
         """Learn how long a step took; the sample with what its drafts came to."""

@@ -27,6 +27,9 @@ class OwnText:
     def learn(self, sequence: Sequence) -> None:
         """Do nothing: a row's text is its own."""
 
+    def add(self, tokens: array[int]) -> None:
+        """Do nothing, likewise."""
+
 
 def follows(tokens: array[int], most: int) -> Proposal | None:
     """Return what followed the last earlier place at which the longest of the stretches stands with which `tokens` end;

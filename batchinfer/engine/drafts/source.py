@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
@@ -34,3 +35,6 @@ class DraftSource(Protocol):
 
     def learn(self, sequence: Sequence) -> None:
         """Take the answer of a sequence, which has ended."""
+
+    def add(self, tokens: array[int]) -> None:
+        """Take an answer that another engine gave."""

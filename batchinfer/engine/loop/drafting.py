@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from batchinfer.core.request import ConstraintFailed
+from batchinfer.core.request import ConstraintFailed, TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.constraints import Constraint, ConstraintMasks
@@ -29,6 +29,9 @@ class Drafter(Protocol):
 
     def ended(self, sequence: Sequence) -> None:
         """Learn the answer of a sequence, which has ended."""
+
+    def learn(self, answer: TokenIds) -> None:
+        """Take an answer that another engine gave."""
 
     def stepped(self, sample: StepSample) -> StepSample:
         """Learn how long a step took; its sample with what drafts came to."""

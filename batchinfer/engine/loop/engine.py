@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.continuations import longest_sequence
-from batchinfer.core.request import Completion, ConstraintFailed, Request, RowError, TokenLogprobs
+from batchinfer.core.request import Completion, ConstraintFailed, Request, RowError, TokenIds, TokenLogprobs
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
 from batchinfer.engine.loop.answers import OF_WHOLE_PROMPTS, TOKENS, answer_of
 from batchinfer.engine.loop.constrained_end import constrained_end, without_token
@@ -121,6 +121,12 @@ class Engine:
                 end = self._queue(sequence)
                 if end is not None and ends_request(sequence, end):
                     self._early.completions.append(completion(sequence, end))
+
+    def learn(self, answers: Iterable[TokenIds]) -> None:
+        """Take answers that other engines of the job gave, from which drafts may come."""
+        if self._drafting is not None:
+            for tokens in answers:
+                self._drafting.drafter.learn(tokens)
 
     def _change_answers(self, answers: str) -> None:
         """Take requests for such answers from now on. A mean is made of all hidden states of a prompt, and cls of the

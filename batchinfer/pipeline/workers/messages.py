@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchinfer.core.request import Completion, Request
+from batchinfer.core.request import Completion, Request, TokenIds
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
 from batchinfer.pipeline.workers.engine_entry import ENGINE
@@ -56,6 +56,13 @@ class Add:
     """The parent tells the worker to queue these requests."""
 
     requests: Sequence[Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """The parent tells a worker of answers that other workers finished, from which drafts may come."""
+
+    answers: Sequence[TokenIds]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from types import TracebackType
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.core.request import Request
+from batchinfer.core.request import Request, Tokens
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.engine.config import EngineConfig, EngineInfo, most_queued
 from batchinfer.pipeline.workers.agreement import Agreement
@@ -69,6 +69,7 @@ class ReplicaPool:
         self._ready_at: tuple[float, float] | None = None  # seconds: of the clock, and of this process's work
         self.restarts = 0
         self._agreement = Agreement()
+        self._shares_answers = "answers" in config.drafts
         self._replicas: list[Replica] = []
         try:
             with self._loading():
@@ -141,7 +142,7 @@ class ReplicaPool:
         """Return the work that has come, waiting for at most `timeout_s` when there is nothing. Raises the error that
         ended the last engine."""
         with self._loading() if self.info is None else nullcontext():
-            heard = [done for replica in self._speaking(timeout_s) for done in self._from(replica)]
+            heard = [done for replica in self._speaking(timeout_s) for done in self._told_others(replica)]
         self._agreement.settle(replica.worker for replica in self._live)
         heard += self._verdicts()
         if self._ready_at is None and self.info is not None:
@@ -272,6 +273,17 @@ class ReplicaPool:
             if replica not in spoke and replica.info is not None:
                 replica.listen(partial(self._longest_step_s, replica.info))
         yield from spoke
+
+    def _told_others(self, replica: Replica) -> list[WorkDone]:
+        """Return what an engine has to say, and tell the others of its answers where drafts may come from them."""
+        heard = self._from(replica)
+        others = [other for other in self._live if other is not replica and other.is_ready]
+        if self._shares_answers and others and not self._finishing:
+            completions = [completion for done in heard for completion in done.completions]
+            if answers := [c.tokens.token_ids for c in completions if isinstance(c.tokens, Tokens)]:
+                for other in others:
+                    other.worker.learn(answers)
+        return heard
 
     def _from(self, replica: Replica) -> list[WorkDone]:
         try:

@@ -23,6 +23,7 @@ from batchinfer.pipeline.workers.messages import (
     EnginePlace,
     Failed,
     Finish,
+    Learn,
     Left,
     Pulse,
     Ready,
@@ -149,6 +150,8 @@ class _Worker:
     def _handle(self, message: object) -> None:
         if isinstance(message, Add):
             self._add(message.requests)
+        elif isinstance(message, Learn):
+            self._engine.learn(message.answers)
         elif isinstance(message, Finish):
             self._engine.forget_waiting()
             self._leave_at = time.monotonic() + message.within_s

@@ -17,7 +17,7 @@ from batchinfer.core.errors import (
     SecurityRefusal,
     Unavailable,
 )
-from batchinfer.core.request import Request
+from batchinfer.core.request import Request, TokenIds
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.pipeline.workers.messages import (
@@ -28,6 +28,7 @@ from batchinfer.pipeline.workers.messages import (
     Configure,
     Failed,
     Finish,
+    Learn,
     Left,
     Load,
     Loaded,
@@ -128,6 +129,10 @@ class WorkerHandle:
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand requests to the worker. Should it be gone, the next `receive` tells."""
         self.link.send(Add(requests))
+
+    def learn(self, answers: Sequence[TokenIds]) -> None:
+        """Tell the worker of answers that others finished. Should it be gone, the next `receive` tells."""
+        self.link.send(Learn(answers))
 
     def finish(self, within_s: float) -> None:
         """Tell the worker to drop what waits, finish what runs within `within_s` seconds, and leave."""

@@ -55,6 +55,9 @@ class Drafts:
     def ended(self, sequence: Sequence) -> None:
         pass
 
+    def learn(self, answer: Any) -> None:
+        pass
+
     def stepped(self, sample: StepSample) -> StepSample:
         return sample
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,21 @@ from hypothesis import strategies as st
 
 from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, Unavailable
 from batchinfer.core.request import Completion, Request, RowError, Tokens
-from batchinfer.core.samples import StepSample
+from batchinfer.core.samples import DraftName, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
 from batchinfer.pipeline.workers import feed
 from batchinfer.pipeline.workers.interrupts import Interrupts
-from batchinfer.pipeline.workers.messages import Add, Failed, Finish, Left, Pulse, Ready, WorkDone, WorkerSpec
+from batchinfer.pipeline.workers.messages import (
+    Add,
+    Failed,
+    Finish,
+    Learn,
+    Left,
+    Pulse,
+    Ready,
+    WorkDone,
+    WorkerSpec,
+)
 from batchinfer.pipeline.workers.replica_pool import MOST_APART, ReplicaPool
 from batchinfer.pipeline.workers.transport import Link
 from batchinfer.plan.order.plan import PlanBatch
@@ -73,12 +83,15 @@ class Started:
         self.queue: list[Request] = []
         self.pieces: list[list[Request]] = []
         self.most, self.finished, self.heard = 0, 0, 0
+        self.learned: list[list[int]] = []
 
     def hear(self, message: object) -> None:
         if isinstance(message, Add):
             self.pieces.append(list(message.requests))
             self.queue += message.requests
             self.most = max(self.most, len(self.queue))
+        elif isinstance(message, Learn):
+            self.learned += [answer.tolist() for answer in message.answers]
         elif isinstance(message, Finish):
             self.leaves = True
 
@@ -143,13 +156,18 @@ class Kept:
 
 @contextmanager
 def pool_of(
-    engines: Engines, replicas: int, requests: Sequence[Request], interrupts: Interrupts | None = None
+    engines: Engines,
+    replicas: int,
+    requests: Sequence[Request],
+    interrupts: Interrupts | None = None,
+    drafts: tuple[DraftName, ...] = (),
 ) -> Iterator[tuple[ReplicaPool, list[str]]]:
     notices: list[str] = []
     specs = [WorkerSpec(LOAD, None)] * replicas
     named = "rows {}".format
     with ReplicaPool(
-        specs, CONFIG, len(requests), interrupts or Interrupts(), lambda keys: named(len(keys)), notices.append,
+        specs, replace(CONFIG, drafts=drafts), len(requests), interrupts or Interrupts(),
+        lambda keys: named(len(keys)), notices.append,
         nullcontext, transport=engines,
     ) as pool:  # fmt: skip
         yield pool, notices
@@ -255,6 +273,24 @@ def test_a_group_of_all_rows_is_shared_out() -> None:
     engines = Engines([Fate(2), Fate(2)])
     whole_run(engines, 2, rows((400, 30, 20)))
     assert min(one.finished for one in engines.workers) > 150
+
+
+@pytest.mark.parametrize("drafts", [("prompt",), ("prompt", "answers")])
+def test_engines_hear_of_the_answers_of_others_where_drafts_come_from_them(
+    drafts: tuple[DraftName, ...],
+) -> None:
+    requests, engines, sink = rows(*[(1, 0, 3)] * 200), Engines([Fate(2), Fate(3)]), Kept()
+    with pool_of(engines, 2, requests, drafts=drafts) as (pool, _):
+        run(pool, requests, sink)
+    one, other = engines.workers
+    assert sink.answers.total() == 200 == one.finished + other.finished
+    if "answers" not in drafts:
+        assert not one.learned + other.learned
+        return
+    for learns, tells in ((one, other), (other, one)):
+        said = [[int(r.prompt[0])] for piece in tells.pieces for r in piece]
+        assert 0.8 * len(said) <= len(learns.learned) <= len(said), "all but what comes at the end"
+        assert all(answer in said for answer in learns.learned)
 
 
 def test_what_is_held_is_bounded() -> None:
