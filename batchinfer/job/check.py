@@ -77,6 +77,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_confidence(sections, file),
         *task_findings(values),
         *_samples(sections, file),
+        *_lists(sections, file),
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
         *_expected(sections, _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
@@ -336,6 +337,25 @@ def _samples(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
     if not named and not sampling.get("temperature", usual):
         message = f"is {n}, but temperature is 0, so that all answers to a row would be the same"
         yield Finding(("sampling", name), message, "set sampling.temperature, for example to 0.8")
+
+
+def _lists(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
+    """Find why a row cannot have lists of its answers."""
+    sampling, source = sections.get("sampling", {}), sections.get("input", {})
+    if sections.get("output", {}).get("explode") is not False:
+        return
+    loc, per_row = ("output", "explode"), sampling.get("from_columns")
+    if _is_openai(source, file):
+        message = "is false, which is not for OpenAI batch files: --to-openai writes a line with all choices"
+        yield Finding(loc, message, "remove it")
+    elif isinstance(per_row, Mapping | tuple) and "n" in per_row:
+        message = "is false, and n is read from a column: lists are made where all rows have as many answers"
+        yield Finding(loc, message, "remove one of the two")
+    elif sampling.get("n", 1) == 1 and sampling.get("best_of", 1) == 1:
+        yield Finding(loc, "is false, but each row has one answer", "set sampling.n, or remove it")
+    if source.get("expected") is not None:
+        message = "is false, and input.expected is compared with single answers"
+        yield Finding(loc, message, "remove one of the two")
 
 
 def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding]:

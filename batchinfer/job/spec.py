@@ -191,6 +191,11 @@ class OutputSection(Section):
         default=False,
         description="Whether results say how probable each enum and boolean of an answer, or its choice, was.",
     )
+    explode: bool = Field(
+        default=True,
+        description="Whether each of several answers to a row (sampling.n) is a row of the result. false: a row has "
+        "lists of what its answers are.",
+    )
     rows_per_file: Whole = Field(default=100_000, description="Rows per result file.")
 
 
@@ -391,6 +396,11 @@ class Job(Section):
         return self.sampling.n if self.sampling.chooses else self.samples
 
     @property
+    def rows_of_answers(self) -> int:
+        """How many rows of the result the answers to such a row are."""
+        return self.published_samples if self.output.explode else 1
+
+    @property
     def has_samples(self) -> bool:
         """Whether rows may get several answers: those of the job, their own, or as a request says."""
         return self.sampling.asks_samples or (self.requests and self.task == "generate")
@@ -462,6 +472,7 @@ class Job(Section):
             del identity["model"]["quantization"]
         output = dump["output"]
         identity |= {key: output[key] for key in _SHAPES_RESULTS if output.get(key)}
+        identity |= {} if self.output.explode else {"explode": False}
         if self.requests:  # a parameter that is written out counts there, even with its default
             identity["sampling"] = self.sampling.said()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

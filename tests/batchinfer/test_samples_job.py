@@ -58,7 +58,7 @@ def test_each_row_has_its_samples(tmp_path: Path, model: Path, form: str) -> Non
     assert [row["row_index"] for row in found] == [n // 3 for n in range(24)]
     page = (Path(__file__).parents[2] / "docs/output.md").read_text("utf-8")
     section = page.partition("## Several answers to a row")[2]
-    (query,) = re.findall(r"```sql\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    query = re.findall(r"```sql\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)[0]
     voted = duckdb.sql(query.replace("results/samples", str(places[0] / "out/res"))).fetchall()
     assert [row[0] for row in voted] == [*range(8)]
     assert all(1 / 3 <= row[2] <= 1 for row in voted if row[1] is not None)

@@ -58,7 +58,15 @@ def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: 
 
 def logprob_entries(table: pa.Table, column: str = COLUMN) -> Places:
     """How many log-probabilities each row of a result has; none where the result has no column for them."""
-    if column not in table.column_names or table.schema.field(column).type != LOGPROBS_FIELD.type:
+    kind = table.schema.field(column).type if column in table.column_names else None
+    if kind == pa.list_(LOGPROBS_FIELD.type):  # of each of several answers
+        lists = table.column(column).combine_chunks()
+        inner = logprob_entries(pa.table({column: lists.flatten()}), column)
+        before: Places = np.concatenate([[0], np.cumsum(inner)])
+        ends = list_ends(list_lengths(lists))
+        of_rows: Places = before[ends[1:]] - before[ends[:-1]]
+        return of_rows
+    if kind != LOGPROBS_FIELD.type:
         return np.zeros(table.num_rows, np.int64)
     return np.concatenate([np.empty(0, np.int64), *map(_entries, table.column(column).chunks)])
 

@@ -140,6 +140,12 @@ class BestOf(NamedTuple):
 
     published: int
     computed: int
+    lists: bool = False  # whether they are one row of the result
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows of the result they are."""
+        return 1 if self.lists else self.published
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,9 @@ class Index:
     samples: bool = False  # whether several of its rows, one after the other, may be a row of the input
     expected: str | None = None  # the passthrough column with the values that answers should have
     pairs: PairScoring | None = None  # the score of its prompts and documents, whose answers are logits
-    best: BestOf | None = None  # how many of the samples of a row are published; None: all
+    best: BestOf | None = (
+        None  # how many of the samples of a row are published, and how; None: all, a row each
+    )
     # The texts of which each answer is one, where the result has a column of confidence; (): that of `answers`' fields
     confidence: tuple[str, ...] | None = None
     prompt_logprobs: bool = False  # whether the result has a column for log-probabilities of prompts
@@ -279,7 +287,7 @@ class Index:
         if self.expected is not None:
             value["expected"] = self.expected
         if self.best is not None:
-            value["best"] = list(self.best)
+            value["best"] = list(self.best)[: 3 if self.best.lists else 2]
         write_json(Layout(self.folder).marker, value, ops)
 
     @property

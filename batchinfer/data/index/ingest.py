@@ -477,12 +477,16 @@ class Ingestion:
             self._job.has_samples and (writer.most_samples > 1 or self._job.sampling.asks_samples),
             self._job.input.expected,
             self._options.pairs,
-            BestOf(self._job.published_samples, self._job.samples) if self._job.sampling.chooses else None,
+            self._best(),
             self._job.sampling.choice if output.confidence else None,
             writer.prompt_logprobs or self._job.sampling.asks_prompt_logprobs,
         )
         index.write_marker(self._ops)
         return index
+
+    def _best(self) -> BestOf | None:
+        job, lists = self._job, not self._job.output.explode
+        return BestOf(job.published_samples, job.samples, lists) if lists or job.sampling.chooses else None
 
 
 def _chunks(

@@ -17,12 +17,12 @@ Marks = NDArray[np.bool_]
 
 def published_rows(best: BestOf | None, rows: int) -> int:
     """Return how many rows of a result so many rows of its index become, which are whole rows of the input."""
-    return rows if best is None else rows // best.computed * best.published
+    return rows if best is None else rows // best.computed * best.rows
 
 
 def indexed_rows(best: BestOf | None, rows: int) -> int:
     """Return of how many rows of the index so many rows of the result are made: a multiple of what a row has."""
-    return rows if best is None else rows // best.published * best.computed
+    return rows if best is None else rows // best.rows * best.computed
 
 
 def best_samples(best: BestOf, table: pa.Table, matched: pa.Table) -> Marks:

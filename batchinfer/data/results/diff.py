@@ -100,6 +100,7 @@ class _Diff:
             described = self.database.execute(f"DESCRIBE {side}").fetchall()
             self.types[side] = {name: kind for name, kind, *_ in described}
             rows[side] = self._number(f"SELECT count(*) FROM {side}")
+        self._refuse_unlike()
         by, note = self._key(rows)
         columns = self._columns()
         self._join(by, columns)
@@ -124,6 +125,16 @@ class _Diff:
 
     def _number(self, sql: str) -> int:
         return int(self.database.execute(sql).fetchone()[0])
+
+    def _refuse_unlike(self) -> None:
+        """Raises UsageError where the answers to a row are rows of one result, and lists in a row of the other."""
+        kinds = [self.types[side].get(SAMPLE, "").endswith("[]") for side in "ab"]
+        if kinds[0] != kinds[1]:
+            lists, other = "AB" if kinds[0] else "BA"
+            raise UsageError(
+                f"{lists} has lists of answers to a row, and {other} a row for each answer: compare results of jobs "
+                "that say the same of output.explode"
+            )
 
     def _key(self, rows: dict[str, int]) -> tuple[str, str | None]:
         """The column that rows are matched by, and why it is not custom_id."""
@@ -168,8 +179,8 @@ class _Diff:
 
     @property
     def _samples(self) -> bool:
-        """Whether both results have several answers to a row."""
-        return all(SAMPLE in self.types[side] for side in "ab")
+        """Whether both results have several answers to a row, each a row of its own."""
+        return all(not self.types[side].get(SAMPLE, "[]").endswith("[]") for side in "ab")
 
     @property
     def _place(self) -> str:

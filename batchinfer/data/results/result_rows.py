@@ -16,6 +16,7 @@ from batchinfer.core.errors import BatchInferError
 from batchinfer.data.accuracy.expected import marked
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.index.index import INPUT_ROW, SAMPLE
+from batchinfer.data.outputs.answer_lists import in_lists, listed_fields
 from batchinfer.data.outputs.best_samples import best_samples
 from batchinfer.data.outputs.registry import KINDS
 from batchinfer.data.results.index_rows import IndexRows, IndexView
@@ -39,6 +40,7 @@ def result_schema(index: IndexView) -> pa.Schema:
     clash = sorted(set(index.passthrough_schema.names) & {field.name for field in ours})
     if clash:
         raise ValueError(f"output.columns: {', '.join(clash)}: the result has a column of this name already")
+    ours = listed_fields(ours) if index.best is not None and index.best.lists else ours
     found = pa.schema([*ours, *index.passthrough_schema])  # without metadata: it may name tools and hosts
     return found if index.expected is None else marked(found, index.expected, index.answers is not None)
 
@@ -82,7 +84,11 @@ class ResultRows:
             first += rows.num_rows
             for field in self._index.passthrough_schema:
                 table = table.append_column(field, values.column(field.name))
-            yield table.filter(pa.array(self._published(table, rows, matched))).cast(self._schema)
+            table = table.filter(pa.array(self._published(table, rows, matched)))
+            best = self._index.best
+            if best is not None and best.lists:
+                table = in_lists(table, best.published, self._index.passthrough_schema.names)
+            yield table.cast(self._schema)
 
     def _published(self, table: pa.Table, rows: pa.Table, matched: pa.Table) -> NDArray[np.bool_]:
         """Mark the rows of a table that belong to the result."""
@@ -93,7 +99,7 @@ class ResultRows:
             marks = finished.to_numpy(zero_copy_only=False)
         if best is not None:  # among all answers to a row
             marks = np.repeat(marks.reshape(-1, best.computed).all(axis=1), best.computed)
-            marks &= best_samples(best, table, matched)
+            marks &= best.published == best.computed or best_samples(best, table, matched)
         return marks
 
     def _read(self, start: int, stop: int) -> Iterator[tuple[pa.Table, pa.Table]]:

@@ -23,7 +23,7 @@ def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]])
     identity = hashlib.sha256(material).hexdigest()
     rows = run.job.output.rows_per_file
     if run.job.sampling.chooses:  # which of the answers to a row are best is found in one file
-        rows = max(1, rows // run.job.published_samples) * run.job.published_samples
+        rows = max(1, rows // run.job.rows_of_answers) * run.job.rows_of_answers
     return PublishSpec(run.job.name, identity, tuple(inputs), NUMERICS_VERSION, rows)
 
 

@@ -73,6 +73,7 @@ WISHES: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 30},
     "stops": {"temperature": 1.0, "stop": ("e", "-2", ",c")},
     "logprobs": {"temperature": 1.0, "logprobs": 2},
+    "confidence": {"temperature": 1.0, "confidence": True},
     "cut": {"max_tokens": 9},
     "biased": {"logit_bias": ((64, 4.0), (68, -100.0))},
     "narrowed": {"allowed_token_ids": (*range(256), EOS)},
@@ -136,7 +137,7 @@ def text_of(completion: Completion) -> str:
 def check(row: Row, completion: Completion) -> bool:
     """Whether the answer is whole: then it obeys its constraint, and else it was cut by what its row asks for."""
     params, text, error = row.request.params, text_of(completion), completion.error
-    assert (completion.tokens.logprobs is not None) == (params.logprobs is not None)
+    assert (completion.tokens.logprobs is not None) == params.asks_logprobs
     assert not any(stop in text for stop in params.stop)
     if row.kind == "free":
         assert error is None

@@ -10,9 +10,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.constraints.constrained import GrammarConstraint
 from batchinfer.engine.load.device_fit import CacheRoom, fit
@@ -83,7 +85,7 @@ def test_rows_alone_obey_their_constraints_and_are_no_easy_ones() -> None:
     assert all(
         sample.forced_tokens
         for row, sample in samples
-        if row.kind == "schema" and row.wish != "logprobs" and not row.request.params.narrowed
+        if row.kind == "schema" and not row.request.params.asks_logprobs and not row.request.params.narrowed
     )
     assert sum(c.tokens.text_length is not None for c in ran.completions.values()) >= 3, (
         "stop strings end answers"
@@ -104,9 +106,22 @@ def test_answers_are_those_of_rows_alone(way: str, look_ahead: bool, monkeypatch
     ran = run(rehearsed(limits) if look_ahead else cpu_runner(limits), limits, rows())
     assert ran.answers == alone().answers
     assert ran.logprobs.keys() == alone().logprobs.keys()
+    check_confidences(ran, alone(), [row.request for row in rows(wishes=("confidence",))])
     assert (sum(step.cached_tokens for step in ran.steps) > 0) == limits.caching
     assert any(step.prefill_tokens and step.decode_tokens for step in ran.steps)
     assert (len(began) > 2) == limits.scarce, "rows are preempted in the middle of what they have to obey"
+
+
+def check_confidences(ran: Ran, alone: Ran, requests: list[Request]) -> None:
+    """Compare how likely each token was among those allowed: some tokens were certain, and others were not."""
+    certain = []
+    for key in (request.key for request in requests):
+        found, wanted = (one.completions[key].tokens.logprobs for one in (ran, alone))
+        assert found is not None
+        assert wanted is not None
+        np.testing.assert_allclose(found.chosen, wanted.chosen, atol=1e-4)
+        certain += (found.chosen > -1e-6).tolist()
+    assert {*certain} == {True, False}
 
 
 def test_greedy_rows_whose_argmax_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

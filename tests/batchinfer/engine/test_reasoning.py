@@ -30,7 +30,12 @@ MARKS = {
     "channels": ReasoningTokens((IM_START, 5, PAD), (IM_START, 7, *HEADER), answer=HEADER),
 }
 BUDGETS = (None, 0, 9)
-WISHES = {"greedy": {}, "sampled": {"temperature": 1.5}, "logprobs": {"temperature": 1.0, "logprobs": 1}}
+WISHES = {
+    "greedy": {},
+    "sampled": {"temperature": 1.5},
+    "logprobs": {"temperature": 1.0, "logprobs": 1},
+    "confidence": {"temperature": 1.0, "confidence": True},
+}
 NATURAL = 6  # tokens before a marker that the model writes of itself
 
 
@@ -92,6 +97,7 @@ def _without(request: Request) -> Request:
         "max_tokens": 80,
         "temperature": request.params.temperature,
         "logprobs": request.params.logprobs,
+        "confidence": request.params.confidence,
     }
     return Request(request.key, request.prompt, SamplingParams(**params))
 
@@ -112,7 +118,7 @@ def check(one: Thinker, completion: Completion) -> str:
         return "plain"
     start, end, answer, reasons = cut(ids, one.marks)
     assert one.budget is None or end - start <= one.budget
-    assert (completion.tokens.logprobs is not None) == (params.logprobs is not None)
+    assert (completion.tokens.logprobs is not None) == params.asks_logprobs
     if params.constraint is None:
         assert completion.error is None
         return "free"

@@ -8,8 +8,10 @@ right distribution exceed one with a probability below 1e-6.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +23,9 @@ from transformers.generation import logits_process as hf
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
-from batchinfer.core.sampling import SamplingParams
+from batchinfer.core.sampling import DERIVED, SamplingParams
 from batchinfer.data.prompts.keys import token_bytes, work_key
-from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.runner.sampler import Sampler, TokenMask
 from batchinfer.engine.schedule.sampling_writer import SamplingWriter
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.ops.interface import Ops
@@ -45,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.7},
     "min_p": {"min_p": 0.15},
     "repetition_penalty": {"repetition_penalty": 1.6},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 0.8},
     "answer's penalties": {"presence_penalty": 1.2, "frequency_penalty": 0.8},
     "logit_bias": {"logit_bias": ((0, 2.5), (7, -1.5), (EOS, -100.0))},
     "allowed_token_ids": {"allowed_token_ids": (0, 4, 7, EOS, 20)},
@@ -71,8 +75,8 @@ def params_of(case: str, **more: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "max_tokens": 50, **CASES[case], **more})
 
 
-def distribution(params: SamplingParams) -> Shares:
-    """Return the probability of each token behind PROMPT and ANSWER."""
+def distribution(params: SamplingParams, allowed: Callable[[int], bool] = lambda _: True) -> Shares:
+    """Return the probability of each token behind PROMPT and ANSWER. allowed: by a constraint."""
     scores = LOGITS.astype(np.float64)
     for token, bias in params.logit_bias:
         scores[token] += bias
@@ -88,6 +92,7 @@ def distribution(params: SamplingParams) -> Shares:
     for *before, last in params.bad_tokens:
         if ANSWER[len(ANSWER) - len(before) :] == before:
             scores[last] = -np.inf
+    scores[[token for token in range(VOCAB) if not allowed(token)]] = -np.inf
     shares: Shares = np.exp((scores - scores.max()) / params.temperature)
     return filtered(shares / shares.sum(), params)
 
@@ -110,18 +115,21 @@ def keys_of(params: SamplingParams, count: int) -> list[bytes]:
     return [work_key(b"statistics", text, tokens, occurrence) for occurrence in range(count)]
 
 
-def draws(params: SamplingParams, rows: int, ops: Ops, places: int = PLACES) -> NDArray[np.int64]:
+def draws(
+    params: SamplingParams, rows: int, ops: Ops, places: int = PLACES, mask: TokenMask | None = None
+) -> NDArray[np.int64]:
     """Return the next tokens of so many equal rows, as if they came at each of so many places: (places, rows)."""
     prompt, sequences = np.array(PROMPT, np.int32), list[Sequence]()
     for key in keys_of(params, rows):
         sequences.append(Sequence.of(Request(key, prompt, params), ContentRoots(1000), None, 0.0))
         sequences[-1].tokens.extend(ANSWER)
+        sequences[-1].mask = None if mask is None else 0
     plan = SamplingWriter(frozenset([EOS])).of(sequences, [])
     found = []
     for place in range(places):
         drawn = plan.drawn and replace(plan.drawn, positions=plan.drawn.positions + np.int32(place))
         logits = torch.from_numpy(LOGITS).expand(rows, -1).clone()
-        sampled = Sampler(frozenset([EOS])).sample(ops, logits, replace(plan, drawn=drawn))
+        sampled = Sampler(frozenset([EOS]), mask).sample(ops, logits, replace(plan, drawn=drawn))
         found.append(sampled.tokens.numpy())
     return np.stack(found)
 
@@ -168,6 +176,56 @@ def test_draws_are_independent_of_those_of_other_seeds_rows_and_places() -> None
         seen = np.bincount((some * VOCAB + others).ravel(), minlength=VOCAB**2)
         assert surprise(seen, wanted) < 1, name
     assert surprise(np.bincount((tokens * VOCAB + tokens).ravel(), minlength=VOCAB**2), wanted) > 1
+
+
+@dataclass(frozen=True)
+class EverySecond:
+    """A mask of every second token, and the last."""
+
+    def allowed(self, masks: list[int], tokens: list[int]) -> list[bool]:
+        return [False for _ in tokens]  # only `fill` says
+
+    def fill(self, masks: list[int], bits: NDArray[np.int32]) -> None:
+        bits[:] = sum(1 << token for token in range(VOCAB) if token % 2 == 0)
+
+
+@pytest.mark.parametrize("case", ["nothing", "all"])
+def test_draws_under_a_constraint_follow_what_it_leaves(case: str) -> None:
+    """A mask takes tokens out before top_k, top_p and min_p count the rest."""
+    params = params_of(case)
+    tokens = draws(params, DRAWS // PLACES, TorchOps(), mask=EverySecond())
+    seen = np.bincount(tokens.ravel(), minlength=VOCAB)
+    shares = distribution(params, lambda token: token % 2 == 0)
+    assert surprise(seen, shares) < 1
+    assert surprise(seen, distribution(params)) > 1
+
+
+# Of parameters that say where answers end and what comes beside them, the files in which a test has exact values
+EXACT = {
+    "max_tokens": "engine/test_engine.py",
+    "stop": "data/tokenizer/test_stop_strings.py",
+    "include_stop": "pipeline/test_pipeline.py",
+    "ignore_eos": "engine/test_positions.py",
+    "seed": "engine/test_sampling_statistics.py",
+    "logprobs": "engine/test_logprobs.py",
+    "prompt_logprobs": "engine/test_prompt_logprobs.py",
+    "repetition_stop": "engine/test_loops.py",
+    "bad_words": "test_token_params_job.py",  # drawn as the tokens that they become
+    "json_schema": "engine/guided_rows.py",
+    "json_object": "test_structured_job.py",
+    "regex": "engine/guided_rows.py",
+    "choice": "engine/guided_rows.py",
+    "grammar": "engine/guided_rows.py",
+    "thinking_budget": "engine/test_reasoning.py",
+}
+
+
+def test_every_parameter_that_may_be_set_has_a_test() -> None:
+    drawn = {name for case in CASES.values() for name in case} - set(DERIVED)
+    assert {one.name for one in fields(SamplingParams)} - set(DERIVED) == drawn | EXACT.keys()
+    tests = Path(__file__).parents[1]
+    for name, file in EXACT.items():
+        assert name in (tests / file).read_text("utf-8"), (name, file)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -91,7 +91,7 @@ def _maker(index: IndexView, spec: PublishSpec) -> bytes:
     """Return what makes files of rows. `spec.identity` stands for all of the job and the checkpoint."""
     kind, programs = KINDS[index.output], [version(name) for name in ("pyarrow", "tokenizers")]
     rows = [index.attempts, index.samples, index.logprobs, spec.rows_per_file]
-    rows += [] if index.best is None else [*index.best]
+    rows += [] if index.best is None else [*index.best[: 3 if index.best.lists else 2]]
     prior = () if index.scoring is None else index.scoring.prior
     shape: Sequence[object] = [kind.name, kind.version, *rows, *prior]
     material = [WRITER_FORMAT, __version__, programs, spec.identity, spec.numerics, shape]
