@@ -110,11 +110,12 @@ def test_drafts_change_none_of_them() -> None:
     model, limits, requests = checkpoint("llama"), Limits(budget=24), rows(1, LENGTHS)
     runner, eos = make_runner(model, TorchOps(), limits), frozenset(model.spec.eos_token_ids)
     plain = drain(make_engine(runner, limits, eos), requests)
-    drafts = Drafts(remembered(plain, right=0.9, seed=3))
+    drafts = Drafts(remembered(plain, right=1.0, seed=3))
     ran = drain(make_engine(runner, limits, eos, drafter=drafts), requests)
     check(ran, requests, reference("llama"))
     assert ran.answers == plain.answers
     assert sum(right for _, right in drafts.took) > 10
+    assert all(right == drafted for drafted, right in drafts.took), "each is compared with its own row"
 
 
 @dataclass(frozen=True)
