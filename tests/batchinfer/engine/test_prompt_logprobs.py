@@ -105,9 +105,14 @@ def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert ran.total("sampled_tokens") == answered + scored
 
 
-def test_drafts_change_none_of_them() -> None:
-    """Steps score prompts beside the drafts of rows that read theirs, and of rows that decode."""
-    model, limits, requests = checkpoint("llama"), Limits(budget=24), rows(1, LENGTHS)
+@pytest.mark.parametrize("budget", [24, 300])
+def test_drafts_change_none_of_them(budget: int) -> None:
+    """Steps score prompts beside the drafts of rows that decode, which come and go as few run at once."""
+    model, limits, requests = (
+        checkpoint("llama"),
+        Limits(budget=budget, seqs=3),
+        rows(1, [*LENGTHS, *LENGTHS]),
+    )
     runner, eos = make_runner(model, TorchOps(), limits), frozenset(model.spec.eos_token_ids)
     plain = drain(make_engine(runner, limits, eos), requests)
     drafts = Drafts(remembered(plain, right=1.0, seed=3))
