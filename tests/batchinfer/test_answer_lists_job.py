@@ -88,10 +88,24 @@ def test_a_row_keeps_the_answers_that_did_not_fail(
     assert "fake_failure" in {row["error_code"] for row in found}
 
 
+def test_the_page_s_example_runs(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = PAGE.read_text("utf-8").partition("### Lists of answers")[2].partition("\n## ")[0]
+    (lines,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    (query,) = re.findall(r"```sql\n(.*?)```", section, re.DOTALL)
+    sampling, output = lines.splitlines()
+    assert (
+        command(capsys, monkeypatch, FAKE_ENGINE)("run", place.job(sampling=sampling, output=output)).code
+        == 0
+    )
+    monkeypatch.chdir(place.folder)
+    assert len(duckdb.sql(query).fetchall()) == 80
+
+
 def test_every_verb_knows_lists(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's query, too."""
     verbs = command(capsys, monkeypatch, FAKE_ENGINE)
     sampling = "sampling: {max_tokens: 8, temperature: 1.0, n: 4}"
     path = place.job(sampling=sampling, output="output: {path: out/res, columns: [text], explode: false}")
@@ -103,9 +117,6 @@ def test_every_verb_knows_lists(
     for verb in ("report", "verify", "status"):
         ended = verbs(verb, place.results)
         assert ended.code == 0, ended.err
-    section = PAGE.read_text("utf-8").partition("### Lists of answers")[2].partition("\n## ")[0]
-    (query,) = re.findall(r"```sql\n(.*?)```", section, re.DOTALL)
-    assert len(duckdb.sql(query.replace("results/lists", str(place.results))).fetchall()) == 80
     assert verbs("diff", place.results, place.results).code == 0
     each, other = (place.folder / name for name in ("each", "other"))
     usual = sampling.replace("8", "3")

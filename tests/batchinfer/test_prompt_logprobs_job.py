@@ -150,6 +150,21 @@ def test_openai_requests_get_vllms_shape(tmp_path: Path, checkpoint: Path) -> No
     assert table(path)[3]["error_code"] == "bad_parameter"
 
 
+def test_an_echoed_prompt_has_logprobs_like_its_answer(tmp_path: Path, checkpoint: Path) -> None:
+    rows = [completion("hello there", echo=True, logprobs=1, max_tokens=3)]
+    path = write_job(tmp_path, checkpoint, rows, prompt=None, sampling=None)
+    out = tmp_path / "out.jsonl"
+    assert run(path, replace(REAL, to_openai=out)).exit_code == 0
+    (choice,) = json.loads(out.read_text())["response"]["body"]["choices"]
+    assert choice.keys() == {"index", "text", "logprobs", "finish_reason"}
+    found, (row,) = choice["logprobs"], table(path)
+    every = [*row["prompt_logprobs"], *row["logprobs"]]
+    assert found["token_logprobs"] == [one["logprob"] for one in every]
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    assert "".join(found["tokens"]) == choice["text"] == "hello there" + row["generated_text"]
+    assert {len(values) for values in found.values()} == {len(every)}
+
+
 def test_a_column_of_that_name_is_taken_only_then(tmp_path: Path, checkpoint: Path) -> None:
     rows = [row | {"prompt_logprobs": 2} for row in people(3)]
     output = {"path": "out/res", "columns": ["prompt_logprobs"]}

@@ -31,7 +31,8 @@ def _of_chat(token: Token, texts: TokenBytes) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a text completion. The chosen token is always among the likeliest ones."""
+    """`choices[].logprobs` of a text completion. The chosen token is always among the likeliest ones; of the first token
+    of a prompt nothing is known."""
     if tokens is None:
         return None
     shown = [token for token in tokens if token["token_id"] not in texts.specials]
@@ -40,10 +41,17 @@ def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, An
         offsets.append(offsets[-1] + len(token["token"]))
     return {
         "text_offset": offsets[:-1],
-        "token_logprobs": [_finite(token["logprob"]) for token in shown],
+        "token_logprobs": [None if (own := token["logprob"]) is None else _finite(own) for token in shown],
         "tokens": [token["token"] for token in shown],
-        "top_logprobs": [_likeliest(token) for token in shown],
+        "top_logprobs": [None if token["logprob"] is None else _likeliest(token) for token in shown],
     }
+
+
+def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose text begins with its prompt, and whose log-probabilities therefore do."""
+    if row.get("logprobs") is None or row.get("prompt_logprobs") is None:
+        return row
+    return row | {"logprobs": [*row["prompt_logprobs"], *row["logprobs"]], "prompt_logprobs": None}
 
 
 def prompt_logprobs(tokens: list[Token]) -> list[dict[str, Any] | None]:

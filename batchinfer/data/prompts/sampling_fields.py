@@ -83,7 +83,7 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
             for kind, asked_for in _response_format(value).items():
                 asked.put(kind, asked_for, field)
         elif field == ECHO and not chat:
-            _check_echo(value, body.get("logprobs"))
+            _boolean(field, value)  # it says how a line is written
         elif field == STRUCTURED:
             asked.put_structure(value)
         elif name in CHECKS:
@@ -93,7 +93,14 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
     found = _laid_over(params, asked.values, asked.fields)
     if all(body.get(field) is None for field in logprobs):
         return found
-    return replace(found, logprobs=_chat_logprobs(body) if chat else _text_logprobs(body["logprobs"]))
+    if chat:
+        return replace(found, logprobs=_chat_logprobs(body))
+    most = _text_logprobs(body["logprobs"])
+    if (
+        body.get(ECHO) is True and found.prompt_logprobs is None
+    ):  # those of the prompt belong to the text, too
+        return replace(found, logprobs=most, prompt_logprobs=most)
+    return replace(found, logprobs=most)
 
 
 def asked_samples(value: Any, column: str = SAMPLES) -> int | None:
@@ -164,14 +171,6 @@ def from_text(name: str, value: Any) -> Any:
 
 def _label(name: str, column: str) -> str:
     return name if name == column else f"{name} (column {column[:100]})"
-
-
-def _check_echo(value: object, logprobs: object) -> None:
-    """It says how a line is written, and nothing of the answer."""
-    if _boolean(ECHO, value) and logprobs is not None and logprobs is not False:
-        raise _bad(
-            ECHO, "goes with no logprobs: those of the prompt would belong to the text; leave one of them out"
-        )
 
 
 def _check_stream(field: str, value: object) -> None:

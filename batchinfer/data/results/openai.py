@@ -25,6 +25,7 @@ from batchinfer.data.input.openai import CHAT_URL, ECHO, VECTOR_URL
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.rows import Values
 from batchinfer.data.outputs.kind import OutputKind, TokenBytes
+from batchinfer.data.outputs.openai_logprobs import with_prompt
 from batchinfer.data.results.output_file import OutputFile
 from batchinfer.data.results.published import published
 from batchinfer.data.storage.rebatch import parquet_batches
@@ -141,7 +142,9 @@ def _body(answers: Sequence[dict[str, Any]], request: Asked, origin: Origin, see
     chat = request.url == CHAT_URL
     if request.echoed is not None and not chat:
         said = _echo(request.echoed, origin.tokens)
-        answers = [row | {"generated_text": said + (row["generated_text"] or "")} for row in answers]
+        answers = [
+            with_prompt(row) | {"generated_text": said + (row["generated_text"] or "")} for row in answers
+        ]
     found = origin.kind.openai_body(answers, chat, origin.tokens, request.encoding)
     if request.url == VECTOR_URL:
         return found | {"model": request.model or origin.model}

@@ -55,6 +55,8 @@ TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
         ({"allowed_token_ids": [7, 5]}, {"allowed_token_ids": (7, 5)}),
         ({"thinking_token_budget": 7}, {"thinking_budget": 7}),
         ({"echo": True, "logprobs": False}, {}),
+        ({"echo": True, "logprobs": 2}, {"logprobs": 2, "prompt_logprobs": 2}),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 0}, {"logprobs": 2, "prompt_logprobs": 0}),
         ({"guided_json": SCHEMA}, {"json_schema": TEXT}),
         ({"guided_json": TEXT}, {"json_schema": TEXT}),
         ({"guided_json_object": True}, {"json_object": True}),
@@ -108,7 +110,6 @@ def test_other_names_mean_the_same(body: dict[str, Any], params: dict[str, Any])
         ({"bad_words": ["x"] * 257}, "bad_parameter", "bad_words: has 257 texts; the limit is 256"),
         ({"best_of": 4}, "unknown_field", "body.best_of: must be 1"),
         ({"echo": 1}, "bad_parameter", "echo: must be true or false, not"),
-        ({"echo": True, "logprobs": 0}, "bad_parameter", "echo: goes with no logprobs"),
         ({"top_k": -2}, "bad_parameter", "top_k: must be a whole number from 0"),
     ],
 )  # fmt: skip
