@@ -47,6 +47,8 @@ class _Row:
 class CostedDrafter:
     """Proposes the drafts with which a step is expected to give the most tokens a second.
 
+    `most_sampled`: rows of a step that are sampled, drafts included: each may have logits of its own.
+
     `looks_ahead`: a row with drafts is left out of every second step, so that one of them has to be right for it to
     lose nothing. Rows for which nothing was found, or was right, are looked at less and less often.
     """
@@ -55,11 +57,12 @@ class CostedDrafter:
         self,
         sources: Seq[DraftSource],
         times: DraftedStepTimes,
+        most_sampled: int,
         looks_ahead: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._sources, self._times, self._looks_ahead, self._clock = sources, times, looks_ahead, clock
-        self._acceptance = Acceptance()
+        self._most_sampled, self._acceptance = most_sampled, Acceptance()
         self._rows: dict[Sequence, _Row] = {}
         self._turn = 0  # which of the rows is looked at first
         self._search_s = 0.0  # of looking at a row
@@ -71,7 +74,7 @@ class CostedDrafter:
     def propose(self, rows: Seq[Sequence], others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
         """Return the drafts of those of these rows that get any in the next step; see `Drafter`."""
         others = max(others, self._reading)
-        if not self._may_pay(len(rows), others):
+        if len(rows) >= self._most_sampled or not self._may_pay(len(rows), others):
             return []
         asked = self._asked(rows)
         found = self._found(asked) if asked else []
@@ -80,7 +83,11 @@ class CostedDrafter:
         rates = np.array([self._acceptance.rate(source, p) for _, source, p in found])
         lengths = np.array([len(p.tokens) for _, _, p in found], np.int64)
         counts = drafts_worth(
-            rates, lengths, lambda drafts: self._times.seconds(len(rows), others, drafts), len(rows)
+            rates,
+            lengths,
+            lambda drafts: self._times.seconds(len(rows), others, drafts),
+            len(rows),
+            self._most_sampled - len(rows),
         )
         return [
             self._chosen(sequence, source, proposal, count)

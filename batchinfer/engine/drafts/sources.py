@@ -17,9 +17,18 @@ from batchinfer_kernels.cost import Peaks
 _SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {"prompt": OwnText, "answers": OtherAnswers}
 
 
-def drafter_of(names: Seq[DraftName], runner: Runner, peaks: Peaks | None) -> CostedDrafter | None:
-    """Make a drafter of the sources of these names; None where there are none, or nobody knows what steps cost."""
+FEW_ROWS = 64  # that can be sampled in any case: 150,000 logits of each take 38 MB
+
+
+def drafter_of(
+    names: Seq[DraftName], runner: Runner, peaks: Peaks | None, max_num_seqs: int
+) -> CostedDrafter | None:
+    """Make a drafter of the sources of these names; None where there are none, or nobody knows what steps cost.
+
+    A GPU's memory is shared out for logits of `max_num_seqs` rows; on a CPU steps with drafts may have twice as many.
+    """
     if not names or peaks is None:
         return None
     times = DraftedStepTimes(runner.cost, peaks)
-    return CostedDrafter([_SOURCES[name]() for name in names], times, runner.looks_ahead)
+    most = max(FEW_ROWS, max_num_seqs if runner.looks_ahead else 2 * max_num_seqs)
+    return CostedDrafter([_SOURCES[name]() for name in names], times, most, runner.looks_ahead)

@@ -9,12 +9,18 @@ from numpy.typing import NDArray
 
 # A step with drafts has to give so many times the tokens a second of one without: what is believed of either is rough
 LEAST_GAIN = 1.03
+MOST_IN_STEP = 1 << 20
 
 
 def drafts_worth(
-    rates: NDArray[np.float64], lengths: NDArray[np.int64], seconds: Callable[[int], float], certain: float
+    rates: NDArray[np.float64],
+    lengths: NDArray[np.int64],
+    seconds: Callable[[int], float],
+    certain: float,
+    most: int = MOST_IN_STEP,
 ) -> NDArray[np.int64]:
-    """Return how many tokens of each proposal to verify, (n,), so that the step gives the most tokens a second.
+    """Return how many tokens of each proposal to verify, (n,), `most` or fewer in all, so that the step gives the most
+    tokens a second.
 
     rates: (n,), how likely each token of a proposal is to be right where those before it are; lengths: (n,), its
     tokens; seconds: of a step with so many drafts in all; certain: the tokens that the step gives anyway.
@@ -22,19 +28,19 @@ def drafts_worth(
     A draft at place j of its proposal is right with probability rate^j, so that the likeliest drafts of all rows are
     the first ones of their proposals. Their number is tried in steps that grow with it.
     """
-    most = int(lengths.max(initial=0))
-    if not most:
+    longest, most = int(lengths.max(initial=0)), min(most, int(lengths.sum()))
+    if most <= 0:
         return np.zeros(len(rates), np.int64)
-    places = np.arange(1, most + 1)
+    places = np.arange(1, longest + 1)
     chances = np.where(places <= lengths[:, None], rates[:, None] ** places, 0.0)
     order = np.argsort(-chances, axis=None, kind="stable")
     given = np.cumsum(chances.ravel()[order])
     best, best_rate = 0, LEAST_GAIN * certain / seconds(0)
-    for drafts in _tried(int(lengths.sum())):
+    for drafts in _tried(most):
         rate = (certain + given[drafts - 1]) / seconds(drafts)
         if rate > best_rate:
             best, best_rate = drafts, rate
-    rows = order[:best] // most
+    rows = order[:best] // longest
     return np.bincount(rows, minlength=len(rates)).astype(np.int64)
 
 

@@ -45,5 +45,5 @@ class LoadedModel:
         scheduler = Scheduler(self.limits, pool, windows=windows)
         limits = self.engine_limits
         runner = runner or self.runner
-        drafter = drafter or drafter_of(self.drafts, runner, peaks)
+        drafter = drafter or drafter_of(self.drafts, runner, peaks, self.limits.max_num_seqs)
         return Engine(runner, scheduler, limits, peaks, stop_streams, drafter=drafter, masks=self.masks)

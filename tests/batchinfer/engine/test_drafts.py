@@ -183,8 +183,9 @@ def replace_matched(proposal: Proposal, matched: int) -> Proposal:
     return proposal._replace(matched=matched)
 
 
-def costed(clock: Any, peaks: Peaks = PEAKS) -> CostedDrafter:
-    return CostedDrafter([OwnText(), OtherAnswers()], DraftedStepTimes(SHAPE, peaks), clock=clock)
+def costed(clock: Any, peaks: Peaks = PEAKS, most_sampled: int = 64) -> CostedDrafter:
+    sources = [OwnText(), OtherAnswers()]
+    return CostedDrafter(sources, DraftedStepTimes(SHAPE, peaks), most_sampled, clock=clock)
 
 
 def looping(count: int, most: int = 40) -> list[Any]:
@@ -209,6 +210,15 @@ def test_nothing_is_drafted_where_computing_is_what_takes_time(peaks: Peaks, dra
         by_source = sum(got.total(f"{name}_accepted") for name in ("prompt", "answers"))
         assert by_source == got.total("accepted_tokens")
         assert got.total("sampled_tokens") == wanted.total("sampled_tokens")
+
+
+def test_steps_sample_as_many_rows_as_there_is_memory_for() -> None:
+    ticks = iter(range(1 << 30))
+    work = Work(EASY, looping(4), [], (None,), 0, 0)
+    got = Way().run(work, EASY, costed(lambda: next(ticks) * 1e-9, most_sampled=6))
+    sampled = [step.sampled_tokens + step.drafted_tokens - step.accepted_tokens for step in got.steps]
+    assert max(sampled) == 6
+    assert got.answers == Way().run(work, EASY).answers
 
 
 def test_looking_for_drafts_takes_a_bounded_share_of_the_time() -> None:
