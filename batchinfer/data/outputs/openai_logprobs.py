@@ -31,8 +31,8 @@ def _of_chat(token: Token, texts: TokenBytes) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:
-    """`choices[].logprobs` of a text completion. The chosen token is always among the likeliest ones; of a prompt's
-    first token nothing is known."""
+    """`choices[].logprobs` of a text completion. The chosen token is always among the likeliest ones; nothing is known
+    of the first token of a prompt."""
     if tokens is None:
         return None
     shown = [token for token in tokens if token["token_id"] not in texts.specials]

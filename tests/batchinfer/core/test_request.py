@@ -84,6 +84,7 @@ def test_the_defaults_stay() -> None:
         "second_segment": 0,
         "confidence": False,
         "adapter": "",
+        "prompt_logprobs": None,
     }, "a new parameter is added here; one that is here never changes"
 
 
