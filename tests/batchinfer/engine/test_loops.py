@@ -17,7 +17,7 @@ from batchinfer.engine.schedule.loops import LoopDetector
 from tests.batchinfer.engine.hashing_model import EOS
 from tests.batchinfer.engine.random_work import Work, works
 from tests.batchinfer.engine.small_engine import Limits, drain, make_engine, request
-from tests.batchinfer.engine.speculating import Speculating, next_token
+from tests.batchinfer.engine.speculating import Drafts, Speculating, next_token
 from tests.batchinfer.engine.test_look_ahead import Way, run
 from tests.batchinfer.engine.test_token_counts import guesses
 from tests.examples import examples
@@ -114,8 +114,8 @@ def test_answers_end_where_they_loop(work: Work, right: float | None, looks_ahea
     runner = Speculating(looks_ahead, windows=work.windows, random=random.Random(work.seed), model=circling)
     runner.block_size, runner.barriers = limits.block_size, lambda one: one.key[-1] % 2 == 0
     limits = replace(limits, blocks=limits.blocks + 40 * len(work.windows))
-    draft = None if right is None else guesses(work.seed, right)
-    got = drain(make_engine(runner, limits, frozenset([EOS]), draft=draft), rows, arrivals=work.arrivals)
+    drafter = None if right is None else Drafts(guesses(work.seed, right))
+    got = drain(make_engine(runner, limits, frozenset([EOS]), drafter=drafter), rows, arrivals=work.arrivals)
     assert got.answers == {one.key: expected(one, EOS) for one in rows}
 
 

@@ -79,13 +79,15 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
 def test_a_run_takes_the_steps_and_tokens_that_plan_showed_and_stands_beside_its_forecast(
     tmp_path: Path, model: Path, known_peaks: Hardware
 ) -> None:
-    """Where the lengths of answers are known beforehand. The tiny real model, the real engine."""
+    """Where the lengths of answers are known beforehand, and a step gives each row one token. The tiny real model, the
+    real engine."""
     path = write_job(
         tmp_path,
         model,
         people(60),
         sampling={"max_tokens": 7, "ignore_eos": True},
         engine={"max_num_seqs": 8, "max_num_batched_tokens": 96},
+        drafts="off",
     )
     before = planned(path)
     row = run(path, REAL).row
