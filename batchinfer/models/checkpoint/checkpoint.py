@@ -216,7 +216,7 @@ def _kept(spec: ModelSpec) -> Iterator[str]:
     """Yield the notices about quantised weights that are multiplied as they are stored."""
     weights = [(linear.values, linear.stored) for linear in spec.linears()]
     kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
-    codes = " and ".join(sorted(form.codes if form.coded else "2:4 sparse" for form in spec.forms))
+    codes = " and ".join(sorted({form.codes if form.coded else "2:4 sparse" for form in spec.forms}))
     if kept:
         share = f"{kept / all_values:.1%} of the weights of linear layers"
         yield f"{share} stay in {codes} as they are stored; the rest is computed in the job's dtype"
