@@ -312,7 +312,7 @@ class Job(Section):
     drafts: DraftsFrom = Field(
         default="auto",
         description="Where tokens come from that are likely to follow, of which a step verifies several at once: the "
-        "row's own text (prompt), other answers (answers). auto: all of them, where it pays; off: one token a step.",
+        "row's own text (prompt), other answers (answers). auto: all of them, where it pays on a CPU; off: none.",
     )
     on_error: OnErrorSection = Field(
         default=OnErrorSection(), description="How many error rows the job may have."

@@ -227,7 +227,11 @@ def _drafts(row: Row) -> str:
     if not drafted or accepted is None:
         return ""
     saved = row["drafts_saved_s"]
-    told = f", about {seconds(saved)} saved" if saved and saved >= 0.1 else ""
+    told = (
+        f", about {seconds(abs(saved))} {'saved' if saved > 0 else 'lost'}"
+        if saved and abs(saved) >= 0.1
+        else ""
+    )
     return f"{percent(accepted / drafted)} of {short(drafted)} proposed tokens were right{told}"
 
 

@@ -65,12 +65,14 @@ def test_rows_are_those_of_a_job_without_drafts(tmp_path: Path, model: Path, kin
         row = got.row
         names = ("prompt", "answers") if drafts == "auto" else drafts
         other = {"prompt", "answers"} - {*names}
-        assert sum(row[f"{name}_drafted"] for name in names) == row["drafted_tokens"] > 0
+        assert sum(row[f"{name}_drafted"] for name in names) == row["drafted_tokens"]
         assert sum(row[f"{name}_drafted"] for name in other) == 0
         assert row["accepted_tokens"] <= row["drafted_tokens"]
         assert row["sampled_tokens"] == wanted.row["sampled_tokens"]
-        if drafts == "auto" and kind not in ("schema", "replicas"):  # which divide the rows as they get to it
-            assert row["steps"] < wanted.row["steps"]
+        if kind != "replicas":  # which divide the rows as they get to it
+            assert row["steps"] <= wanted.row["steps"]
+        if kind == "greedy":
+            assert row["drafted_tokens"] > 0
 
 
 def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,8 @@ MOST_DRAFTS = 24  # of a row in a step
 SHARE = 0.05  # of a step's time, which looking for drafts takes at most
 _LONGEST_PAUSE = 32  # tokens, after a row's text turned out to have nothing to offer
 _SAVED_STEPS = 20  # of whose time the share may be spent at once
+_PENALISED_TOKENS = 1 << 16  # of the texts of a row's drafts together
+_MISSED = 1.1  # tokens that a row gets less where it waits: it misses a step
 _FADED = 0.002  # of what was measured, with each step
 
 
@@ -31,17 +33,21 @@ _FADED = 0.002  # of what was measured, with each step
 class _Row:
     """The state of a row whose drafts are looked for."""
 
-    pause: int = 0  # tokens for which the row is left alone, the next time that nothing comes of it
+    failures: int = 0  # how often one after the other nothing was found, or right
     resumes: int = 0  # the length from which on it is looked at again
     source: str = ""  # of its newest drafts
     proposal: Proposal | None = None
+    # What the proposal has behind a token that was wrong: a copy in which one word is another goes on behind it
+    rest: Proposal | None = None
 
-    def failed(self, length: int) -> None:
-        self.pause = min(_LONGEST_PAUSE, 2 * self.pause + 1)
-        self.resumes = length + self.pause
+    def failed(self, length: int, patience: int) -> None:
+        """Leave the row alone for a while, if that was so more often than `patience` allows."""
+        self.failures += 1
+        if self.failures > patience:
+            self.resumes = length + min(_LONGEST_PAUSE, 1 << min(self.failures - patience, 10))
 
     def succeeded(self) -> None:
-        self.pause = self.resumes = 0
+        self.failures = self.resumes = 0
 
 
 class CostedDrafter:
@@ -49,8 +55,8 @@ class CostedDrafter:
 
     `most_sampled`: rows of a step that are sampled, drafts included: each may have logits of its own.
 
-    `looks_ahead`: a row with drafts is left out of every second step, so that one of them has to be right for it to
-    lose nothing. Rows for which nothing was found, or was right, are looked at less and less often.
+    `looks_ahead`: a row with drafts misses the step behind, so that it gains only where more than one of them is right.
+    Rows for which nothing was found, or was right, are looked at less and less often.
     """
 
     def __init__(
@@ -63,42 +69,41 @@ class CostedDrafter:
     ) -> None:
         self._sources, self._times, self._looks_ahead, self._clock = sources, times, looks_ahead, clock
         self._most_sampled, self._acceptance = most_sampled, Acceptance()
+        # Behind a word that a copy changes nothing is found for some tokens. Where a row waits, each costs a step
+        self._patience = 0 if looks_ahead else 4
         self._rows: dict[Sequence, _Row] = {}
         self._turn = 0  # which of the rows is looked at first
         self._search_s = 0.0  # of looking at a row
-        self._allowed_s = 0.0  # that may be spent on looking: a share of the steps, less what was spent
-        self._reading = 0  # tokens of prompts in the newest step, while sequences waited
+        # Seconds that may be spent on looking: a share of the steps, less what was spent, up to a limit
+        self._allowed_s = self._most_allowed_s = 0.0
+        self._expected_prompt_tokens = 0  # in the next step: those of the newest one, while sequences wait
+        self._pays = False  # whether drafts may pay in the next step
         # Of each source, drafts that were verified since the last sample, and right ones
         self._counts: dict[str, tuple[int, int]] = {}
 
-    def propose(self, rows: Seq[Sequence], others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
-        """Return the drafts of those of these rows that get any in the next step; see `Drafter`."""
-        others = max(others, self._reading)
-        if len(rows) >= self._most_sampled or not self._may_pay(len(rows), others):
+    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
+        """Return the drafts of those of these rows that get any in the next step; see `Drafter`. All that this takes
+        counts as looking for drafts."""
+        decodes, others = len(rows) + ahead, max(others, self._expected_prompt_tokens)
+        self._pays = decodes > 0 and self._may_pay(decodes, others)
+        if not (self._pays and rows):
             return []
+        began = self._clock()
         asked = self._asked(rows)
-        found = self._found(asked) if asked else []
-        if not found:
-            return []
-        rates = np.array([self._acceptance.rate(source, p) for _, source, p in found])
-        lengths = np.array([len(p.tokens) for _, _, p in found], np.int64)
-        counts = drafts_worth(
-            rates,
-            lengths,
-            lambda drafts: self._times.seconds(len(rows), others, drafts),
-            len(rows),
-            self._most_sampled - len(rows),
-        )
-        return [
-            self._chosen(sequence, source, proposal, count)
-            for (sequence, source, proposal), count in zip(found, counts.tolist(), strict=True)
-            if count > (1 if self._looks_ahead else 0)
-        ]
+        chosen = self._best(self._found(asked), decodes, others) if asked else []
+        given = {sequence for sequence, _ in chosen}
+        for row in asked:
+            if row not in given and self._looks_ahead:  # it waited for nothing
+                self._rows[row].failed(len(row), self._patience)
+        self._allowed_s -= self._clock() - began
+        return chosen
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a row's drafts were right lately, or it is time to look; see `Drafter`."""
-        row = self._rows.setdefault(sequence, _Row())
-        return len(sequence) >= row.resumes and self._may_pay(1, max(0, self._reading))
+        if not self._pays or (self._search_s and self._allowed_s < self._search_s):
+            return False
+        row = self._rows.get(sequence)
+        return row is None or len(sequence) >= row.resumes
 
     def verified(self, taken: AcceptedTokens) -> None:
         """Count a row's drafts, and those that were right."""
@@ -108,10 +113,12 @@ class CostedDrafter:
         self._acceptance.verified(row.source, row.proposal, drafts, taken.right)
         before = self._counts.get(row.source, (0, 0))
         self._counts[row.source] = (before[0] + drafts, before[1] + taken.right)
+        rest = row.proposal.tokens[taken.right + 1 :]
+        row.rest = Proposal(rest, 1) if taken.right < drafts and len(rest) else None
         if taken.right:
             row.succeeded()
         else:
-            row.failed(len(taken.sequence))
+            row.failed(len(taken.sequence), self._patience)
 
     def ended(self, sequence: Sequence) -> None:
         """Let the sources learn an answer."""
@@ -132,8 +139,9 @@ class CostedDrafter:
         self._times.measured(sample)
         self._acceptance.fade(_FADED)
         share = SHARE * sample.duration_s
-        self._allowed_s = min(self._allowed_s + share, _SAVED_STEPS * share)
-        self._reading = sample.prefill_tokens if sample.waiting else 0
+        self._most_allowed_s = _SAVED_STEPS * share
+        self._allowed_s = min(self._allowed_s + share, self._most_allowed_s)
+        self._expected_prompt_tokens = sample.prefill_tokens if sample.waiting else 0
         return sample
 
     def _counted(self, sample: StepSample) -> dict[str, Any]:
@@ -160,7 +168,9 @@ class CostedDrafter:
         ready = [row for row in rows if len(row) >= self._rows.setdefault(row, _Row()).resumes]
         most = len(ready)
         if self._search_s > 0:
-            most = max(0, int(self._allowed_s / self._search_s))
+            most = int(max(0.0, self._allowed_s) / self._search_s)
+            if not most and self._allowed_s >= self._most_allowed_s:
+                most = 1  # or nothing would show that looking takes less by now
         if most >= len(ready):
             return ready
         self._turn = (self._turn + most) % len(ready)  # whose turn it was not is next
@@ -170,22 +180,45 @@ class CostedDrafter:
         """Return the most promising proposal for each row that has any."""
         began = self._clock()
         best: dict[Sequence, tuple[float, str, Proposal]] = {}
-        for source in self._sources:
-            for row, proposal in zip(rows, source.propose(rows, MOST_DRAFTS), strict=True):
-                if proposal is None:
-                    continue
-                rate = self._acceptance.rate(source.name, proposal)
-                value = _expected(rate, len(proposal.tokens))
-                if row not in best or value > best[row][0]:
-                    best[row] = (value, source.name, proposal)
+        for row, name, proposal in self._proposals(rows):
+            value = _expected(self._acceptance.rate(name, proposal), len(proposal.tokens))
+            if row not in best or value > best[row][0]:
+                best[row] = (value, name, proposal)
         for row in rows:
             if row not in best:
-                self._rows[row].failed(len(row))
-        took = self._clock() - began
-        self._allowed_s -= took
-        each = took / len(rows)
+                self._rows[row].failed(len(row), self._patience)
+        each = (self._clock() - began) / len(rows)
         self._search_s += 0.2 * (each - self._search_s) if self._search_s else each
         return [(row, source, proposal) for row, (_, source, proposal) in best.items()]
+
+    def _best(
+        self, found: list[tuple[Sequence, str, Proposal]], decodes: int, others: int
+    ) -> list[tuple[Sequence, Seq[int]]]:
+        """Return the drafts that pay, of those that were found."""
+        rates = np.array([self._acceptance.rate(source, proposal) for _, source, proposal in found])
+        lengths = np.array([_verified(row, proposal) for row, _, proposal in found], np.int64)
+        times = self._times
+        counts = drafts_worth(
+            rates, lengths, lambda n: times.seconds(decodes, others, n), decodes, self._most_sampled - decodes
+        )
+        each = zip(found, rates.tolist(), counts.tolist(), strict=True)
+        return [
+            self._chosen(sequence, source, proposal, count)
+            for (sequence, source, proposal), rate, count in each
+            if count and not (self._looks_ahead and _expected(rate, count) < _MISSED)
+        ]
+
+    def _proposals(self, rows: list[Sequence]) -> Iterator[tuple[Sequence, str, Proposal]]:
+        """Yield all that may follow each row."""
+        for row in rows:
+            state = self._rows[row]
+            if state.rest is not None:
+                yield row, state.source, state.rest
+                state.rest = None
+        for source in self._sources:
+            for row, proposal in zip(rows, source.propose(rows, MOST_DRAFTS), strict=True):
+                if proposal is not None:
+                    yield row, source.name, proposal
 
     def _chosen(
         self, sequence: Sequence, source: str, proposal: Proposal, count: int
@@ -193,6 +226,14 @@ class CostedDrafter:
         row = self._rows[sequence]
         row.source, row.proposal = source, proposal
         return sequence, proposal.tokens[:count]
+
+
+def _verified(row: Sequence, proposal: Proposal) -> int:
+    """Return how many tokens of a proposal can be verified at once: each has a text of its own where the text changes
+    its logits."""
+    if not row.request.params.penalised:
+        return len(proposal.tokens)
+    return min(len(proposal.tokens), _PENALISED_TOKENS // len(row))
 
 
 def _expected(rate: float, tokens: int) -> float:

@@ -25,7 +25,7 @@ Places = NDArray[np.int64]
 
 class OtherAnswers:
     """Remembers the newest answers, with the last words of their prompts, and finds where the longest stretch stands
-    with which a row ends. What finds them is sorted anew when a share of the tokens is new."""
+    with which a row ends. What finds them is sorted anew, when it is asked and a share of the tokens is new."""
 
     name = "answers"
 
@@ -49,12 +49,11 @@ class OtherAnswers:
         if len(self._tokens) > self._most:
             self._tokens = self._tokens[len(self._tokens) - self._most // 2 :]
             self._sorted_tokens = 0
-        new = len(self._tokens) - self._sorted_tokens
-        if new >= max(_LEAST_NEW, self._sorted_tokens // 8):
-            self._sort()
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
         """Look all rows up at once, the longest stretch first."""
+        if len(self._tokens) - self._sorted_tokens >= max(_LEAST_NEW, self._sorted_tokens // 4):
+            self._sort()
         found: list[Proposal | None] = [None] * len(rows)
         for index in self._indexes:
             open_rows = [at for at, row in enumerate(rows) if found[at] is None and len(row) >= index.stretch]

@@ -8,18 +8,19 @@ from batchinfer.core.samples import StepSample
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 
 _NEWEST = 0.2  # the weight of the newest step
-_REMEMBERED = 1024  # shapes
+_REMEMBERED = 4096  # shapes
 
 
 class DraftedStepTimes:
     """The roofline bound of a step's shape, times how much longer steps of about as many tokens took than theirs.
 
-    Steps are counted by the power of two of their tokens. Where no step had so many tokens, the nearest ones that were
-    measured are believed: a step that is tried by mistake is measured, and not tried again.
+    Steps with drafts and those without are counted apart, by the power of two of their tokens. Where no step had so
+    many tokens, the nearest ones that were measured are believed, and of steps with drafts, before there was any, those
+    without: a step that is tried by mistake is measured, and not tried again.
     """
 
     def __init__(self, cost: ModelCost, peaks: Peaks) -> None:
-        self._ratios: dict[int, float] = {}
+        self._ratios: dict[bool, dict[int, float]] = {False: {}, True: {}}  # whether with drafts; by level
         self._pairs = self._kv_tokens = 0  # of a token, and of all, in the newest step that only decoded
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
@@ -36,10 +37,11 @@ class DraftedStepTimes:
         pairs = sample.pairs + sample.padded_tokens * (sample.pairs // useful)
         bound = self._bound(StepShape(tokens, sampled, pairs, sample.kv_tokens, sample.copied_tokens))
         found, level = sample.duration_s / bound, tokens.bit_length()
-        before = self._ratios.get(level, found)
+        ratios = self._ratios[sample.drafted_tokens > 0]
+        before = self._ratio(level, sample.drafted_tokens > 0) or found
         # One step that had to wait for something else says little about the others
         found = min(found, 2 * before)
-        self._ratios[level] = before + _NEWEST * (found - before)
+        ratios[level] = before + (_NEWEST if level in ratios else 0.5) * (found - before)
 
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
         """Return the seconds of a step in which so many rows decode, other rows run so many tokens, and so many drafts
@@ -47,13 +49,14 @@ class DraftedStepTimes:
         tokens = decodes + others + drafts
         rounded = _rounded(self._kv_tokens)
         shape = StepShape(tokens, decodes + drafts, tokens * _rounded(self._pairs), rounded)
-        return self._bound(shape) * self._ratio(tokens.bit_length())
+        return self._bound(shape) * (self._ratio(tokens.bit_length(), drafts > 0) or 1.0)
 
-    def _ratio(self, level: int) -> float:
-        if not self._ratios:
-            return 1.0
-        nearest = min(self._ratios, key=lambda other: (abs(other - level), other))
-        return self._ratios[nearest]
+    def _ratio(self, level: int, drafted: bool) -> float | None:
+        """Return the ratio of such steps, of the nearest level; None where nothing was measured."""
+        ratios = self._ratios[drafted] or self._ratios[False]
+        if not ratios:
+            return None
+        return ratios.get(level) or ratios[min(ratios, key=lambda other: (abs(other - level), other))]
 
 
 def _rounded(count: int) -> int:

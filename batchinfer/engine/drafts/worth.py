@@ -26,7 +26,7 @@ def drafts_worth(
     tokens; seconds: of a step with so many drafts in all; certain: the tokens that the step gives anyway.
 
     A draft at place j of its proposal is right with probability rate^j, so that the likeliest drafts of all rows are
-    the first ones of their proposals. Their number is tried in steps that grow with it.
+    the first ones of their proposals. Numbers of them are tried that grow by a half, and then those about the best.
     """
     longest, most = int(lengths.max(initial=0)), min(most, int(lengths.sum()))
     if most <= 0:
@@ -35,19 +35,22 @@ def drafts_worth(
     chances = np.where(places <= lengths[:, None], rates[:, None] ** places, 0.0)
     order = np.argsort(-chances, axis=None, kind="stable")
     given = np.cumsum(chances.ravel()[order])
-    best, best_rate = 0, LEAST_GAIN * certain / seconds(0)
-    for drafts in _tried(most):
-        rate = (certain + given[drafts - 1]) / seconds(drafts)
-        if rate > best_rate:
-            best, best_rate = drafts, rate
+
+    def tokens_a_second(drafts: int) -> float:
+        return float(certain + given[drafts - 1]) / seconds(drafts)
+
+    best = max(tried := _tried(most), key=tokens_a_second)
+    at = tried.index(best)
+    low, high = (tried[at - 1] if at else 0), tried[min(at + 1, len(tried) - 1)]
+    between = {low + (high - low) * part // 6 for part in range(1, 6)} - {0}
+    best = max((best, *between), key=tokens_a_second)
+    if tokens_a_second(best) <= LEAST_GAIN * certain / seconds(0):
+        best = 0
     rows = order[:best] // longest
     return np.bincount(rows, minlength=len(rates)).astype(np.int64)
 
 
 def _tried(most: int) -> list[int]:
-    """Return the numbers of drafts that are tried: each, then every second, every fourth, and so on."""
-    found, number = list[int](), 1
-    while number < most:
-        found.append(number)
-        number += max(1, 1 << max(0, number.bit_length() - 4))
-    return [*found, most]
+    """Return the numbers of drafts that are tried first: 1, 2, 3, 4, 6, 8, 12, and so on up to `most`."""
+    powers = [1 << bit for bit in range(most.bit_length())]
+    return sorted({min(number, most) for power in powers for number in (power, power * 3 // 2)} | {most})

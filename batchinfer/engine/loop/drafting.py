@@ -16,9 +16,10 @@ from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
 class Drafter(Protocol):
     """Proposes tokens that may follow sequences, as many as it pays to verify."""
 
-    def propose(self, rows: Seq[Sequence], others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
-        """Return the drafts of those of these rows, which decode, that get any in the next step. `others`: the tokens
-        that other sequences run in that step."""
+    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
+        """Return the drafts of those of these rows, which decode, that get any in the next step. `ahead`: the rows that
+        decode, too, and whose last tokens are not known yet; `others`: the tokens that other sequences run in that
+        step."""
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether it pays to leave a sequence out of the step that is launched before its tokens are known, so that the
@@ -45,7 +46,7 @@ class Drafting:
 
     def before_step(self, running: Iterable[Sequence]) -> bool:
         """Give sequences that decode their drafts for the next step; whether any has some."""
-        rows, others, proposed = list[Sequence](), 0, False
+        rows, ahead, others, proposed = list[Sequence](), list[Sequence](), 0, False
         for sequence in running:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
@@ -56,12 +57,13 @@ class Drafting:
             elif sequence.remaining != 1 or _room(sequence) < 1:
                 others += max(1, sequence.remaining)
             elif sequence.placeholders:
-                others += 1
-                sequence.drafting = self.drafter.waits(sequence)
+                ahead.append(sequence)
             else:
                 rows.append(sequence)
-        for sequence, tokens in self.drafter.propose(rows, others) if rows else ():
+        for sequence, tokens in self.drafter.propose(rows, len(ahead), others):
             proposed |= self._lay(sequence, tokens[: _room(sequence)])
+        for sequence in ahead:
+            sequence.drafting = self.drafter.waits(sequence)
         return proposed
 
     def verified(self, taken: AcceptedTokens) -> None:

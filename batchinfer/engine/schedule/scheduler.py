@@ -200,7 +200,7 @@ class Scheduler:
             budget = self._run_drafts(step, budget)
         if not step.preemptions:
             budget = self._admit(step, budget)
-        self._batching.read = self.config.max_num_batched_tokens - budget - len(step.chunks)
+        self._batching.read = self.config.max_num_batched_tokens - budget - len(step.chunks) - step.drafts
         return step
 
     def launched(self, step: Step) -> None:
@@ -348,6 +348,7 @@ class Scheduler:
             free = self.tables.room(sequence) - end
             runs = min(sequence.drafts, budget, free) if length == sequence.remaining else 0
             sequence.drop_drafts(runs)
+            sequence.drafting = runs > 0
             self._make_room(sequence, end + runs, step)
             step.chunks[index] = Chunk(sequence, start, length + runs)
             step.drafts += runs
@@ -374,6 +375,7 @@ class Scheduler:
         assert sequence.status is not _AWAITING, "an in-flight step runs it"
         sequence.status = SequenceStatus.WAITING
         sequence.drop_drafts()
+        sequence.drafting = False
         self._reserve(sequence)  # first: what is released is then kept for it
         self._release(sequence)
         sequence.computed_before_preemption = max(sequence.computed_before_preemption, sequence.computed)

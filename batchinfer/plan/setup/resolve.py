@@ -235,7 +235,8 @@ class Setting:
             memory=self.memory() // self.replicas if shared else None,
             peaks=self.peaks,
             logprobs=logprobs,
-            drafts=job.draft_sources,
+            # whether they pay on a GPU was never measured
+            drafts=() if self.device == "cuda" and job.drafts == "auto" else job.draft_sources,
         )
 
     def memory(self) -> int:

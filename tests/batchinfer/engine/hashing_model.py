@@ -22,7 +22,7 @@ from tests.batchinfer.engine.small_engine import layer_each
 from tests.model_costs import llama_cost
 
 VOCAB, EOS = 12, 0
-SAMPLED = 6  # rows of a chunk that are sampled at most: behind its drafts, and before the first of them
+SAMPLED = 32  # rows of a chunk that are sampled at most: behind its drafts, and before the first of them
 SHAPE = llama_cost(
     hidden=8,
     layers=1,

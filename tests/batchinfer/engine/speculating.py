@@ -43,7 +43,7 @@ class Drafts:
         self._guess, self._waits = guess, waits
         self.took: list[tuple[int, int]] = []  # drafts, and how many of them were right
 
-    def propose(self, rows: Seq[Sequence], others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
+    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
         return [(row, self._guess(row)) for row in rows]
 
     def waits(self, sequence: Sequence) -> bool:

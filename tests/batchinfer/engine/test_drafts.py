@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.samples import StepSample
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.drafts.acceptance import Acceptance
 from batchinfer.engine.drafts.drafter import SHARE, CostedDrafter
 from batchinfer.engine.drafts.other_answers import OtherAnswers
@@ -111,6 +113,7 @@ class _Row:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = array("i", tokens)
+        self.request = SimpleNamespace(params=SamplingParams())
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -158,8 +161,8 @@ def test_as_many_drafts_are_verified_as_pay_best(
     best = max(map(tokens_a_second, combinations))
     none = tokens_a_second([0] * len(proposals))
     if best > 1.1 * none:
-        # some numbers of drafts between 16 and 32 are not tried
-        assert tokens_a_second(found) >= 0.97 * best
+        # some numbers of drafts are not tried
+        assert tokens_a_second(found) >= 0.95 * best
     else:
         assert tokens_a_second(found) >= none
 
@@ -236,7 +239,7 @@ def test_looking_for_drafts_takes_a_bounded_share_of_the_time() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(source), "propose", counted)
         for _ in range(100):
-            list(drafter.propose(rows, 0))  # type: ignore[arg-type]
+            list(drafter.propose(rows, 0, 0))  # type: ignore[arg-type]
             drafter.stepped(replace(sample, duration_s=1.0))
     assert asked[0] == 8
     assert sum(asked[1:]) <= 100 * SHARE * 8 + 8, "each look at a row takes an eighth of a second"
