@@ -130,11 +130,9 @@ class _Last:
         """Return the rows as workers get them, while the stack is open."""
         stretches = []
         for files, marks in zip(self._files, self._usable, strict=True):
-            usable = stack.enter_context(tempfile.TemporaryFile())
-            usable.write(marks.tobytes())
-            usable.flush()
+            usable = stack.enter_context(_file_of(marks))
             rows, words, order = files["rows.bin"], files["words.bin"], files["order.bin"]
-            stretches.append(StretchSource(rows, words, order, files["params.bin"], usable.fileno()))
+            stretches.append(StretchSource(rows, words, order, files["params.bin"], usable))
         return KeptSource(tuple(stretches), attempts)
 
     def find(self, digest: str) -> KeptReply | None:
@@ -154,6 +152,15 @@ class _Last:
             return None
         chunks = own.run(known.first_chunk, known.chunks)
         return None if chunks is None else (known.sha256, chunks)
+
+
+@contextmanager
+def _file_of(marks: Marks) -> Iterator[int]:
+    """Write marks to a file without a name, which is there within the block."""
+    with tempfile.TemporaryFile() as file:
+        file.write(marks.tobytes())
+        file.flush()
+        yield file.fileno()
 
 
 def _usable(files: Sequence[int], attempts: int, keeping: Keeping) -> tuple[list[Marks], list[Marks], bool]:
