@@ -8,11 +8,10 @@ a row whose answer the store lacks is prepared anew, and so are error rows, unle
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -34,6 +33,7 @@ from batchinfer.data.kept.rows import (
     KeptSource,
     Marks,
     Records,
+    StretchSource,
     attempt_names,
     record_blocks,
     record_type,
@@ -86,17 +86,11 @@ def kept_index(
         try:
             marker = read_marker(keeping.kept)
             if marker is not None and marker.identity == identity and marker.attempts == attempts:
-                files = stack.enter_context(opened(keeping.kept, marker, fresh=keeping.fresh))
-                last = _Last(marker, files, keeping)
+                opening = (opened(keeping.kept, one, fresh=keeping.fresh) for one in marker.stretches)
+                last = _Last(marker, [stack.enter_context(one) for one in opening], keeping)
         except (ValueError, OSError) as error:
             keeping.notice(f"what the last run kept of its rows cannot be used, all are read anew: {error}")
-        nothing = stack.enter_context(open(os.devnull, "rb")).fileno()
-        source = KeptSource(nothing, nothing, nothing, nothing, nothing, attempts)
-        if last is not None:
-            usable = stack.enter_context(tempfile.TemporaryFile())
-            usable.write(last.usable.tobytes())
-            usable.flush()
-            source = last.source(usable.fileno(), attempts)
+        source = KeptSource((), attempts) if last is None else last.source(stack, attempts)
         writer = stack.enter_context(KeptWriter(keeping.kept, ops))
         yield KeptIndex(replace(spec, kept=source), identity, attempts, last, writer, whole)
 
@@ -119,39 +113,62 @@ def _identity(spec: RenderSpec, material: str) -> str:
 class _Last:
     """The chunks and files that the last run kept, and which of its rows can be used again."""
 
-    def __init__(self, marker: KeptMarker, files: dict[str, int], keeping: Keeping) -> None:
+    def __init__(self, marker: KeptMarker, files: Sequence[Mapping[str, int]], keeping: Keeping) -> None:
         self._files = files
-        self._of = {} if keeping.fresh else {one.file.path: one for one in marker.files}
-        self.usable, errors, self.has_samples = _usable(files["rows.bin"], marker.attempts, keeping)
-        self.chunks = KeptChunks(whole_file(files["chunks.jsonl"]), files["replies.bin"])
-        self.chunks.choose(~(self.usable | errors))
+        rows = [one["rows.bin"] for one in files]
+        self._usable, errors, self.has_samples = _usable(rows, marker.attempts, keeping)
+        self._chunks: list[KeptChunks] = []
+        self._of: dict[str, tuple[KeptFile, KeptChunks]] = {}
+        for stretch, own, usable, bad in zip(marker.stretches, files, self._usable, errors, strict=True):
+            chunks = KeptChunks(whole_file(own["chunks.jsonl"]), own["replies.bin"])
+            chunks.choose(~(usable | bad))
+            self._chunks.append(chunks)
+            if not keeping.fresh:
+                self._of |= {one.file.path: (one, chunks) for one in stretch.files}
 
-    def source(self, usable: int, attempts: int) -> KeptSource:
-        """Return the rows as workers get them."""
-        files = self._files
-        rows, words, order = files["rows.bin"], files["words.bin"], files["order.bin"]
-        return KeptSource(rows, words, order, files["params.bin"], usable, attempts)
+    def source(self, stack: ExitStack, attempts: int) -> KeptSource:
+        """Return the rows as workers get them, while the stack is open."""
+        stretches = []
+        for files, marks in zip(self._files, self._usable, strict=True):
+            usable = stack.enter_context(_file_of(marks))
+            rows, words, order = files["rows.bin"], files["words.bin"], files["order.bin"]
+            stretches.append(StretchSource(rows, words, order, files["params.bin"], usable))
+        return KeptSource(tuple(stretches), attempts)
+
+    def find(self, digest: str) -> KeptReply | None:
+        """Return a chunk with this digest that can be used again."""
+        found = (chunks.find(digest) for chunks in self._chunks)
+        return next((one for one in found if one is not None), None)
 
     def is_new(self, file: InputFile) -> bool:
         """Whether a file with this name and size was not read last."""
         known = self._of.get(file.path)
-        return known is None or known.file.size != file.size
+        return known is None or known[0].file.size != file.size
 
     def unchanged(self, file: InputFile) -> tuple[str, list[KeptReply]] | None:
         """Return the sha256 and the chunks of a file that is as it was; None: it has to be read."""
-        known = self._of.get(file.path)
-        if known is None or known.file != file or not file.inode:
+        known, own = self._of.get(file.path, (None, None))
+        if known is None or own is None or known.file != file or not file.inode:
             return None
-        chunks = self.chunks.run(known.first_chunk, known.chunks)
+        chunks = own.run(known.first_chunk, known.chunks)
         return None if chunks is None else (known.sha256, chunks)
 
 
-def _usable(file: int, attempts: int, keeping: Keeping) -> tuple[Marks, Marks, bool]:
-    """Return which rows need no tokens, which are error rows, and whether some of the first are sampled. The first have
-    their answers, and no other row had the same key of a sampled answer."""
+@contextmanager
+def _file_of(marks: Marks) -> Iterator[int]:
+    """Write marks to a file without a name, which is there within the block."""
+    with tempfile.TemporaryFile() as file:
+        file.write(marks.tobytes())
+        file.flush()
+        yield file.fileno()
+
+
+def _usable(files: Sequence[int], attempts: int, keeping: Keeping) -> tuple[list[Marks], list[Marks], bool]:
+    """Return of each stretch which rows need no tokens, which are error rows, and whether some of the first are
+    sampled. The first have their answers, and no other row had the same key of a sampled answer."""
     usable, errors, sampled = ([np.zeros(0, np.bool_)] for _ in range(3))
-    words = [np.zeros(0, np.uint64)]
-    for block in record_blocks(file, attempts):
+    words, ends = [np.zeros(0, np.uint64)], [0]
+    for block in (block for file in files for block in _blocks_to_end(file, attempts, ends)):
         errors.append(block["count"] == 0)
         several = block["sampled"] == SEVERAL  # of which each is another's key, made from the tokens
         usable.append(~errors[-1] & ~several & keeping.answered(block, attempts))
@@ -162,7 +179,17 @@ def _usable(file: int, attempts: int, keeping: Keeping) -> tuple[Marks, Marks, b
     found[rows[times[which] > 1]] = False
     forgotten = np.frombuffer(b"".join(keeping.forgotten), np.uint64)[::_WORDS]
     found[rows[np.isin(keys, forgotten)]] = False
-    return found, np.concatenate(errors), bool(found[rows].any())
+    cuts = ends[1:-1]
+    return np.split(found, cuts), np.split(np.concatenate(errors), cuts), bool(found[rows].any())
+
+
+def _blocks_to_end(file: int, attempts: int, ends: list[int]) -> Iterator[Records]:
+    """Yield the records of a file, and then note how many there were with those of the files before."""
+    rows = ends[-1]
+    for block in record_blocks(file, attempts):
+        rows += len(block)
+        yield block
+    ends.append(rows)
 
 
 class KeptIndex:
@@ -220,15 +247,14 @@ class KeptIndex:
 
     def _looked_up(self, chunk: InputChunk) -> InputChunk:
         digest = chunk_digest(chunk) if self._whole else ""
-        known = self._last.chunks.find(digest) if self._last is not None and digest else None
+        known = self._last.find(digest) if self._last is not None and digest else None
         if known is not None:
             return self._ready(known, chunk)
         self._give(digest, None)
         return chunk
 
     def _ready(self, known: KeptReply, chunk: InputChunk | ReadyChunkOf) -> InputChunk:
-        assert self._last is not None
-        reply, spec = self._last.chunks.reply(known), self.spec
+        reply, spec = known.read(), self.spec
         try:
             rows = unpacked(reply, spec.fields, spec.limits.vocab_size, len(spec.plan.ladder))
         except BadReply as error:

@@ -18,14 +18,19 @@ from batchinfer.data.kept.rows import Marks, Numbers, iter_pieces
 
 @dataclass(frozen=True, slots=True)
 class KeptReply:
-    """A chunk, and what was made of it: `size` bytes of replies.bin from `at`. `first` is the number of its first
-    row."""
+    """A chunk, and what was made of it: `size` bytes from `at` of the open file `replies`. `first` is the number of its
+    first row."""
 
     digest: str
     first: int
     rows: int
     at: int
     size: int
+    replies: int
+
+    def read(self) -> bytes:
+        """Return what was made of it."""
+        return b"".join(iter_pieces(self.replies, self.at, self.size))
 
 
 def chunk_digest(chunk: InputChunk) -> str:
@@ -37,16 +42,15 @@ def chunk_digest(chunk: InputChunk) -> str:
 
 
 class KeptChunks:
-    """The chunks of a kept index, of which those are used again whose rows are all `usable`, or error rows."""
+    """The chunks of a stretch, of which those are used again whose rows are all `usable`, or error rows."""
 
     def __init__(self, lines: bytes, replies: int) -> None:
         """Raises ValueError for lines that are not as they were written."""
-        self._replies = replies
         self._all: list[KeptReply] = []
         first = 0
         for line in lines.splitlines():
             digest, rows, at, size = json.loads(line)
-            self._all.append(KeptReply(digest, first, rows, at, size))
+            self._all.append(KeptReply(digest, first, rows, at, size, replies))
             first += rows
         self._usable: list[bool] = []
         self._by_digest: dict[str, KeptReply] = {}
@@ -69,7 +73,3 @@ class KeptChunks:
         chosen = slice(first, first + count)
         whole = all(self._usable[chosen]) and all(one.digest for one in self._all[chosen])
         return self._all[chosen] if whole else None
-
-    def reply(self, chunk: KeptReply) -> bytes:
-        """Return what was made of a chunk."""
-        return b"".join(iter_pieces(self._replies, chunk.at, chunk.size))

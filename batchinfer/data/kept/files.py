@@ -1,10 +1,11 @@
 """The folder of a kept index: its files, which are written durably, and the marker that names them with their digests.
 
     .batchinfer-res/kept/kept.json       the marker, written last
-    .batchinfer-res/kept/<random>/       the files: see rows.py and chunks.py
+    .batchinfer-res/kept/<random>/       the files of a stretch of the rows: see rows.py and chunks.py
 
 There is one for each job, that of its last run. Whoever reads it has opened all its files before: another run of the
-job may put its own in place meanwhile.
+job may put its own in place meanwhile. A stretch is the rows of some input files, one after the other. Its files never
+change, so that the next kept index may have it, too.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import Digest, FileOps, storage, write_json
 
-KEPT_FORMAT = 1
+KEPT_FORMAT = 2
 MARKER = "kept.json"
 NAMES = ("rows.bin", "words.bin", "order.bin", "params.bin", "replies.bin", "chunks.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """An input file as it was read, all of it: its content, and which of the chunks are its."""
+    """An input file as it was read, all of it: its content, and which of the stretch's chunks are its."""
 
     file: InputFile
     sha256: str
@@ -40,25 +41,46 @@ class KeptFile:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptMarker:
-    """The contents of the marker. `identity` says of which settings the rows are."""
+class KeptStretch:
+    """A stretch of the rows: where its files are, their digests, and which input files its rows are of."""
 
-    identity: str
     folder: str
-    attempts: int
     digests: Mapping[str, Digest]
     files: tuple[KeptFile, ...]
 
     def to_json(self) -> dict[str, Any]:
         files = [asdict(one) | {"file": one.file.to_json()} for one in self.files]
         digests = {name: asdict(digest) for name, digest in self.digests.items()}
+        return {"folder": self.folder, "digests": digests, "files": files}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> KeptStretch:
+        """Raises KeyError, TypeError, AttributeError for what is no stretch."""
+        files = tuple(KeptFile(**one | {"file": InputFile(**one["file"])}) for one in value["files"])
+        digests = {name: Digest(**one) for name, one in value["digests"].items()}
+        return cls(str(value["folder"]), digests, files)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMarker:
+    """The contents of the marker. `identity` says of which settings the rows are. The rows of the stretches follow one
+    another."""
+
+    identity: str
+    attempts: int
+    stretches: tuple[KeptStretch, ...]
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Return the names of the stretches' folders."""
+        return tuple(one.folder for one in self.stretches)
+
+    def to_json(self) -> dict[str, Any]:
         return {
             "format": KEPT_FORMAT,
             "identity": self.identity,
-            "folder": self.folder,
             "attempts": self.attempts,
-            "digests": digests,
-            "files": files,
+            "stretches": [one.to_json() for one in self.stretches],
         }
 
 
@@ -72,26 +94,24 @@ def read_marker(kept: Path) -> KeptMarker | None:
     try:
         if value["format"] != KEPT_FORMAT:
             return None
-        files = tuple(KeptFile(**one | {"file": InputFile(**one["file"])}) for one in value["files"])
-        digests = {name: Digest(**one) for name, one in value["digests"].items()}
-        return KeptMarker(
-            str(value["identity"]), str(value["folder"]), int(value["attempts"]), digests, files
-        )
+        stretches = tuple(KeptStretch.from_json(one) for one in value["stretches"])
+        return KeptMarker(str(value["identity"]), int(value["attempts"]), stretches)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not as it was written ({error!r})") from error
 
 
 @contextmanager
-def opened(kept: Path, marker: KeptMarker, *, fresh: bool = False) -> Iterator[dict[str, int]]:
-    """Open the files, and check that each is as it was written; within the block they can be read, by name. Raises
-    ValueError for one that is not, OSError, StorageError. `fresh`: no digest that was computed before counts."""
-    folder, held = kept / marker.folder, dict[str, int]()
+def opened(kept: Path, stretch: KeptStretch, *, fresh: bool = False) -> Iterator[dict[str, int]]:
+    """Open the files of a stretch, and check that each is as it was written; within the block they can be read, by
+    name. Raises ValueError for one that is not, OSError, StorageError. `fresh`: no digest that was computed before
+    counts."""
+    folder, held = kept / stretch.folder, dict[str, int]()
     try:
         for name in NAMES:
             held[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
         with file_digests(folder, fresh=fresh) as found:
             for name in NAMES:
-                if found.of(folder / name) != marker.digests[name].sha256:
+                if found.of(folder / name) != stretch.digests[name].sha256:
                     raise ValueError(f"{folder / name}: its sha256 is not the recorded one")
                 if not os.path.samestat(os.fstat(held[name]), os.stat(folder / name)):
                     raise ValueError(f"{folder / name}: it was replaced at this moment")
@@ -102,7 +122,7 @@ def opened(kept: Path, marker: KeptMarker, *, fresh: bool = False) -> Iterator[d
 
 
 def new_folder(kept: Path, ops: FileOps) -> Path:
-    """Make a folder for the files of a new kept index. Raises StorageError."""
+    """Make a folder for the files of a new stretch. Raises StorageError."""
     folder = kept / uuid.uuid4().hex
     with storage(folder, "create"):
         ops.mkdir(kept, 0o700)
@@ -111,16 +131,23 @@ def new_folder(kept: Path, ops: FileOps) -> Path:
 
 
 def put_in_place(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
-    """Make these files the job's kept index, and remove those of the one before. Runs of the job that end at the same
-    time do so one after another. Raises StorageError."""
+    """Make these stretches the job's kept index, and remove those of the one before that are not among them. Runs of
+    the job that end at the same time do so one after another: where another one has removed a stretch, its index
+    stays. Raises StorageError."""
     with _alone(kept):
         try:
             before = read_marker(kept)
         except (ValueError, OSError):  # damaged: its files are found as those of killed runs are
             before = None
-        write_json(kept / MARKER, marker.to_json(), ops)
-        if before is not None and before.folder != marker.folder:
-            _remove(kept / before.folder, ops)
+        there = set() if before is None else {*before.folders}
+        if all((kept / folder).is_dir() for folder in marker.folders):
+            write_json(kept / MARKER, marker.to_json(), ops)
+            unused = there - {*marker.folders}
+        else:
+            unused = {*marker.folders} - there
+        for folder in sorted(unused):
+            if (kept / folder).is_dir():
+                _remove(kept / folder, ops)
 
 
 @contextmanager
@@ -147,7 +174,7 @@ def remove_strays(kept: Path, ops: FileOps) -> None:
         marker = read_marker(kept)
     except (ValueError, OSError):
         marker = None
-    named = (MARKER, marker.folder) if marker is not None else (MARKER,)
+    named = (MARKER, *marker.folders) if marker is not None else (MARKER,)
     for entry in sorted(kept.iterdir()):
         if entry.name not in named:
             _remove(entry, ops)

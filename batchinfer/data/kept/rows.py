@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +52,9 @@ def record_type(attempts: int) -> np.dtype[np.void]:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSource:
-    """The files of kept rows as another process gets them: by their descriptors, which it has by the same numbers.
+class StretchSource:
+    """The files of a stretch's rows as another process gets them: by their descriptors, which it has by the same
+    numbers.
 
     `usable` is a file with one byte a row: whether the row needs no tokens.
     """
@@ -62,7 +64,6 @@ class KeptSource:
     order: int
     params: int
     usable: int
-    attempts: int
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -70,22 +71,71 @@ class KeptSource:
         return self.rows, self.words, self.order, self.params, self.usable
 
 
+@dataclass(frozen=True, slots=True)
+class KeptSource:
+    """All kept rows as another process gets them."""
+
+    stretches: tuple[StretchSource, ...]
+    attempts: int
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """Return the descriptors of all files."""
+        return tuple(file for one in self.stretches for file in one.files)
+
+
 class KeptRows:
-    """The rows of a kept index, in any process."""
+    """The rows of a kept index, in any process. They are numbered over all stretches."""
 
     def __init__(self, source: KeptSource) -> None:
         self.attempts = source.attempts
-        self.records: Records = np.frombuffer(mapped(source.rows), record_type(source.attempts))
-        self._words = np.frombuffer(mapped(source.words), "<u8")
-        self._order = np.frombuffer(mapped(source.order), ORDER_TYPE)
-        self._usable = np.frombuffer(mapped(source.usable), np.bool_)
-        self._params = mapped(source.params)
+        self._stretches = [_StretchRows(one, source.attempts) for one in source.stretches]
+        self._firsts = np.cumsum([0, *(len(one.records) for one in self._stretches)], dtype=np.int64)
+        self._texts: list[int] = np.cumsum([0, *(len(one.params) for one in self._stretches)]).tolist()
 
     def find(self, digests: bytes) -> Numbers:
         """Return the numbers of the usable rows with these digests, -1 where there is none."""
         words = np.frombuffer(digests, "<u8").reshape(-1, _WORDS)
         found = np.full(len(words), -1, np.int64)
-        if not len(self._words):
+        for first, stretch in zip(self._firsts.tolist(), self._stretches, strict=False):
+            open_ = np.flatnonzero(found < 0)
+            places = stretch.find(words[open_])
+            found[open_] = np.where(places < 0, -1, places + first)
+        return found
+
+    def records(self, rows: Numbers) -> Records:
+        """Return the records of the rows with these numbers. Their texts are numbered over all stretches, too."""
+        found = np.zeros(len(rows), record_type(self.attempts))
+        which = np.searchsorted(self._firsts, rows, side="right") - 1
+        for number in np.unique(which).tolist():
+            mine = which == number
+            taken = self._stretches[number].records[rows[mine] - self._firsts[number]]
+            for name in (*(attempt_names(attempt)[1] for attempt in range(1, self.attempts + 1)), "tools_at"):
+                taken[name] += self._texts[number]
+            found[mine] = taken
+        return found
+
+    def text(self, at: int, size: int) -> str:
+        """Return the text of parameters, or of tools."""
+        number = bisect_right(self._texts, at) - 1
+        start = at - self._texts[number]
+        return bytes(self._stretches[number].params[start : start + size]).decode()
+
+
+class _StretchRows:
+    """The rows of a stretch."""
+
+    def __init__(self, source: StretchSource, attempts: int) -> None:
+        self.records: Records = np.frombuffer(mapped(source.rows), record_type(attempts))
+        self._words = np.frombuffer(mapped(source.words), "<u8")
+        self._order = np.frombuffer(mapped(source.order), ORDER_TYPE)
+        self._usable = np.frombuffer(mapped(source.usable), np.bool_)
+        self.params = mapped(source.params)
+
+    def find(self, words: NDArray[np.uint64]) -> Numbers:
+        """Return the numbers of the usable rows with digests of these words, -1 where there is none."""
+        found = np.full(len(words), -1, np.int64)
+        if not len(self._words) or not len(words):
             return found
         places = np.minimum(np.searchsorted(self._words, words[:, 0]), len(self._words) - 1)
         rows = self._order[places].astype(np.int64)
@@ -94,10 +144,6 @@ class KeptRows:
         same &= self._usable[rows] & words.any(axis=1)
         found[same] = rows[same]
         return found
-
-    def text(self, at: int, size: int) -> str:
-        """Return the text of parameters, or of tools."""
-        return bytes(self._params[at : at + size]).decode()
 
 
 def mapped(file: int) -> Any:

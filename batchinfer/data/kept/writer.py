@@ -1,4 +1,4 @@
-"""Writes the files of a kept index as its rows come."""
+"""Writes the files of a stretch of a kept index as its rows come."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.data.kept.files import NAMES, KeptFile, KeptMarker, new_folder, put_in_place
+from batchinfer.data.kept.files import (
+    NAMES,
+    KeptFile,
+    KeptMarker,
+    KeptStretch,
+    new_folder,
+    put_in_place,
+)
 from batchinfer.data.kept.rows import Records, sorted_words
 from batchinfer.data.storage.durable import DurableFile, FileOps
 
@@ -54,16 +61,28 @@ class KeptWriter:
         self._files["chunks.jsonl"].write(json.dumps(line).encode() + b"\n")
         self.chunks += 1
 
-    def commit(self, identity: str, attempts: int, files: Sequence[KeptFile]) -> None:
-        """Make this the job's kept index, in the place of the one before. Raises StorageError."""
+    @property
+    def folder(self) -> str:
+        """Return the name of the stretch's folder."""
+        return self._folder.name
+
+    def commit(
+        self,
+        identity: str,
+        attempts: int,
+        files: Sequence[KeptFile],
+        before: Sequence[KeptStretch] = (),
+    ) -> None:
+        """Make this the job's kept index, behind the stretches `before`, in the place of the one before. Raises
+        StorageError."""
         words, order = sorted_words(self._words)
         for name, numbers in (("words.bin", words), ("order.bin", order)):
             for start in range(0, len(numbers), _AT_ONCE):
                 self._files[name].write(numbers[start : start + _AT_ONCE].tobytes())
         del words, order
         digests = {name: file.commit() for name, file in self._files.items()}
-        marker = KeptMarker(identity, self._folder.name, attempts, digests, tuple(files))
-        put_in_place(self._kept, marker, self._ops)
+        new = KeptStretch(self._folder.name, digests, tuple(files))
+        put_in_place(self._kept, KeptMarker(identity, attempts, (*before, new)), self._ops)
 
     def __enter__(self) -> KeptWriter:
         return self

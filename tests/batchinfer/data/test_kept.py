@@ -24,4 +24,4 @@ def test_runs_that_end_at_the_same_time_leave_one(tmp_path: Path) -> None:
     marker = read_marker(kept)
     assert marker is not None
     assert marker.identity in names
-    assert sorted(entry.name for entry in kept.iterdir()) == sorted([MARKER, marker.folder])
+    assert sorted(entry.name for entry in kept.iterdir()) == sorted([MARKER, *marker.folders])

@@ -38,7 +38,7 @@ class KnownRows:
         known = np.zeros(size, np.bool_)
         known[found] = True
         prompts.known = known
-        records = self._kept.records[self._places[found]]
+        records = self._kept.records(self._places[found])
         prompts.counts = _with(prompts.counts, found, records["count"])
         prompts.openings = _with(prompts.openings, found, records["opening"])
         numbers = {text: number for number, text in enumerate(prompts.params)}
