@@ -57,11 +57,11 @@ def prefix_groups(
     `worth.sequences` - 1 others, before all their queries, fewer than `worth.units` are left to it alone.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
-    single = np.flatnonzero((lens <= most_queries) & (contexts - lens >= block_size))
-    if len(single) < worth.sequences or _all_differ(tables.leading(single, 1)[:, 0]):
+    few = np.flatnonzero((lens <= most_queries) & (contexts - lens >= block_size))
+    if len(few) < worth.sequences or _all_differ(tables.leading(few, 1)[:, 0]):
         return []
-    full = (contexts[single] - lens[single]) // block_size  # blocks that lie before the queries
-    own = tables.leading(single, _columns(tables, single, full))
+    full = (contexts[few] - lens[few]) // block_size  # blocks that lie before the queries
+    own = tables.leading(few, _columns(tables, few, full))
     # What comes after them sorts behind every block: sequences between two that share blocks have these, too
     rows = np.where(np.arange(own.shape[1]) < full[:, None], own, -1).astype(">i4")
     by_blocks = np.argsort(rows.view(f"V{rows.shape[1] * 4}")[:, 0], kind="stable")
@@ -70,17 +70,17 @@ def prefix_groups(
     np.not_equal(rows[1:], rows[:-1], out=differ[:, :-1])
     same = differ.argmax(1)
     shared = units(np.minimum(same, np.minimum(full[1:], full[:-1])))
-    return list(_nested(single[by_blocks], shared, worth))
+    return list(_nested(few[by_blocks], shared, worth))
 
 
-def _columns(tables: StepTables, single: Ints, full: Ints) -> int:
+def _columns(tables: StepTables, few: Ints, full: Ints) -> int:
     """Return a number of leading blocks of which no two sequences share more; looking at the others would cost time.
     Sums of products stand for beginnings, as two equal beginnings have the same sum."""
     most = int(np.partition(full, -2)[-2])
     columns = FEWEST_COLUMNS
     while columns < most:
         factors = _FACTOR ** np.arange(columns, dtype=np.uint64)
-        sums = tables.leading(single, columns).astype(np.uint64) @ factors
+        sums = tables.leading(few, columns).astype(np.uint64) @ factors
         if _all_differ(sums):
             return columns
         columns *= 2

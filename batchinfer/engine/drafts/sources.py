@@ -17,7 +17,8 @@ from batchinfer_kernels.cost import Peaks
 _SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {"prompt": OwnText, "answers": OtherAnswers}
 
 
-FEW_ROWS = 64  # that can be sampled in any case: 150,000 logits of each take 38 MB
+# So many rows may be sampled in a step whatever max_num_seqs is: 150,000 logits of each take 38 MB in all
+FEW_ROWS = 64
 
 
 def drafter_of(

@@ -94,10 +94,10 @@ def tokens_of_chunks(tokens: list[int], plan: StepPlan) -> list[list[int]]:
         return [[token] for token in tokens]
     assert plan.sampled is not None, "rows of drafts are named"
     chosen = plan.sampled if plan.sampling.chosen is None else plan.sampled[plan.sampling.chosen]
-    drafts = plan.tokens[np.minimum(chosen + 1, len(plan.tokens) - 1)].tolist()
+    behind = plan.tokens[np.minimum(chosen + 1, len(plan.tokens) - 1)].tolist()
     given: list[list[int]] = []
     for first, end in pairwise([0, *accumulate(counts)]):
-        last = next((row for row in range(first, end - 1) if tokens[row] != drafts[row]), end - 1)
+        last = next((row for row in range(first, end - 1) if tokens[row] != behind[row]), end - 1)
         given.append(tokens[first : last + 1])
     return given
 

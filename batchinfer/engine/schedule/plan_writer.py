@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import compress
 from operator import is_not, ne, or_
 from typing import NamedTuple
@@ -65,23 +66,17 @@ class PlanWriter:
         copies = _copies(step.copies, sequences) if step.copies else None
         silent = asked_rows(chunks)
         if not self._wants.inputs:
-            silent = with_prompts(chunks, read, sampled, AskedRows(sampled, None, ARGMAX)) if read else silent
-            how = ARGMAX if silent is None else silent.sampling
-            return StepPlan(
-                *spans,
-                None,
-                None,
-                None,
-                None,
-                _NONE,
-                (),
-                copies,
-                sampled,
-                None,
-                None,
-                how,
-                asked,
-                shared_blocks,
+            own = silent or AskedRows(sampled, None, ARGMAX)
+            own = with_prompts(chunks, read, sampled, own) if read else own
+            return replace(
+                _COUNTED,
+                starts=spans[0],
+                lengths=spans[1],
+                copies=copies,
+                sampled=sampled,
+                sampling=own.sampling,
+                requests=asked,
+                shared_blocks=shared_blocks,
             )
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling if verified is None else verified.sequences
@@ -165,6 +160,13 @@ class _Verified(NamedTuple):
 def _adapters(sequences: list[Sequence]) -> tuple[str, ...] | None:
     names = tuple(sequence.request.params.adapter for sequence in sequences)
     return names if any(names) else None
+
+
+# The plan of a step for a runner that only counts, but for what it counts
+_COUNTED = StepPlan(
+    starts=_NONE, lengths=None, rows=None, rope_offsets=None, second_segments=None, adapters=None, tokens=_NONE,
+    tables=(), copies=None, sampled=None, sampled_counts=None, awaited=None, sampling=ARGMAX,
+)  # fmt: skip
 
 
 class _GroupTables:
