@@ -90,7 +90,7 @@ def _publish(run: OpenRun, context: bytes, index: Index, store: CompletionStore)
         spill, attempts = run.state.staging / "join", index.attempts
         join = joined(index.index_parts, store.parts(), spill, attempts=attempts)
         refuse_to_publish(run, index, join)
-        index, join = with_calibration(index, join)
+        index, join = with_calibration(index, join, spill)
         return publish_result(run, context, index, store, join)
 
 

@@ -242,7 +242,7 @@ def _partial(results: Path, spill: Path, watched: Watched) -> Path:
         raise InputMissing(f"{results}: the run has finished nothing yet; try again later")
     tokenizer = Tokenizer.load(Path(where["model"]))
     completions = Path(where["completions"])
-    index = with_known_prior(Index.open(folder), completions)
+    index = with_known_prior(Index.open(folder), completions, spill, watched)
     reader = partial_reader(index, completions, tokenizer, spill, watched=watched)
     write_partial(reader, spill / "partial.parquet")
     return spill / "partial.parquet"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from batchinfer.core.errors import JobFileError
+from batchinfer.core.errors import BatchInferError, JobFileError
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole, published
-from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
+from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
 from tests.batchinfer.wrong_jobs import Place, command
@@ -358,6 +359,21 @@ def test_labels_are_calibrated(
     assert (again.exit_code, again.row["computed_requests"], again.row["rows"]) == (0, 1, len(more))
     assert table(path)[: len(rows)] == found
     assert [p for _, p in table(path)[-1]["probabilities"]] == pytest.approx([1 / len(LABELS)] * len(LABELS))
+
+
+def test_a_prompt_without_content_that_failed_is_tried_again(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store then has its error and, in a later part, its answer: the answer counts, as for any row."""
+    classify = {"choices": LABELS, "calibrate": True}
+    sections: dict[str, Any] = {"classify": classify, "on_error": {"max_error_rate": 1}}
+    path = write_job(tmp_path, checkpoint, rows_of(4), "classify", **sections)
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
+    with pytest.raises(BatchInferError, match=r"without content .* is an error, fake_failure"):
+        run(path)
+    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
+    mended = run(path, replace(FAKE, retry_errors=True))
+    assert (mended.exit_code, mended.row["rows_error"]) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +16,23 @@ from batchinfer.data.outputs.scores import STORED
 from batchinfer.data.storage.durable import storage
 
 
-@dataclass(frozen=True, slots=True)
-class CalibratingAnswer:
-    """An answer of a store: the number of its part, its row there, and the scoring that knows it."""
+def calibrated_scoring(scoring: Scoring, answer: tuple[Path, int] | None) -> Scoring:
+    """Return the scoring with the prior that the answer to the prompt without content gives.
 
-    part: int
-    row: int
-    scoring: Scoring
-
-
-def calibrated_scoring(
-    scoring: Scoring, index_parts: Sequence[Path], completions: Sequence[Path]
-) -> CalibratingAnswer:
-    """Find the answer to the prompt without content, and return the scoring with the prior that it gives.
-
-    index_parts: of the index with that prompt alone; completions: the parts of the store, oldest first. Raises
-    BatchInferError where there is none, or it is an error, and StorageError.
+    answer: the part of the store in which it stands, and its row there. Raises BatchInferError where there is none, or
+    it is an error, and StorageError.
     """
-    (key,) = pq.read_table(list(index_parts), columns=["key"]).column("key").to_pylist()
-    for number, part in enumerate(completions):
-        with storage(part, "read"):
-            keys = pq.read_table(part, columns=["key"]).column("key").to_pylist()
-        if key in keys:
-            row = keys.index(key)
-            return CalibratingAnswer(number, row, replace(scoring, prior=_prior(part, row, scoring)))
-    raise BatchInferError(
-        "the prompt without content (classify.calibrate) has no answer yet; run the job again"
-    )
-
-
-def _prior(part: Path, row: int, scoring: Scoring) -> tuple[float, ...]:
-    with storage(part, "read"):
-        found: dict[str, Any] = pq.read_table(part).slice(row, 1).to_pylist()[0]
+    if answer is None:
+        raise BatchInferError(
+            "the prompt without content (classify.calibrate) has no answer yet; run the job again"
+        )
+    part, row = answer
+    with storage(part, "read"), pq.ParquetFile(part) as file:
+        wanted = {"error_code", "error_message", *STORED.names}
+        table = file.read(
+            sorted(wanted & {*file.schema_arrow.names})
+        )  # where all are errors there are no scores
+    found: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
     logprobs, _, lengths = (found.get(name) for name in STORED.names)
     if found["error_code"] is not None or logprobs is None:
         raise BatchInferError(
@@ -56,4 +40,4 @@ def _prior(part: Path, row: int, scoring: Scoring) -> tuple[float, ...]:
             f"{found['error_message']}"
         )
     values = np.array(logprobs, np.float32), np.array(lengths, np.int32)
-    return tuple(label_logprobs(*values, scoring.length_normalized).tolist())
+    return replace(scoring, prior=tuple(label_logprobs(*values, scoring.length_normalized).tolist()))

@@ -135,6 +135,23 @@ def joined(
     return Join(parts, places[order], found[order], counts, counted.numbers, counted.others)
 
 
+def completion_of(
+    index_parts: Sequence[Path], completion_parts: Sequence[Path], spill: Path, watched: Watched = nullcontext
+) -> tuple[Path, int, int] | None:
+    """Return where the completion stands that counts for the one row of an index: its part, the row there, and both as
+    a position of a `Join`; None: there is none. Raises and takes what `joined` does."""
+    parts = tuple(sorted(completion_parts))
+    if not parts:
+        return None
+    with connection(spill, watched=watched) as database:
+        query = f"SELECT min(place) FROM ({placed(parts, 'key')}) WHERE key IN (SELECT key FROM {parquet(index_parts)})"
+        ((place,),) = database.execute(query).fetchall()
+    if place is None:
+        return None
+    position = place & POSITION
+    return parts[position >> PART_SHIFT], position & ROW_IN_PART, position
+
+
 def _counted(
     database: Any, index: Sequence[Path], parts: Sequence[Path], rows: int, attempts: int, spill: Path
 ) -> CountedAttempts:

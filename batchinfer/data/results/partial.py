@@ -17,7 +17,7 @@ from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.index.index import Index
 from batchinfer.data.outputs.content_free import calibrated_scoring
 from batchinfer.data.results.index_rows import IndexView
-from batchinfer.data.results.join import joined
+from batchinfer.data.results.join import completion_of, joined
 from batchinfer.data.results.result_rows import result_rows, result_schema
 from batchinfer.data.storage.duck import Watched
 from batchinfer.data.storage.durable import Digest, FileOps
@@ -61,14 +61,14 @@ def partial_reader(
     return pa.RecordBatchReader.from_batches(result_schema(index), batches())
 
 
-def with_known_prior(index: Index, completions: Path) -> Index:
-    """Return an index whose labels are calibrated, where the job asks for it. Raises BatchInferError as long as the
-    prompt without content has no answer, and StorageError."""
+def with_known_prior(index: Index, completions: Path, spill: Path, watched: Watched = nullcontext) -> Index:
+    """Return an index whose labels are calibrated, where the job asks for it; `spill` and `watched`: see `joined`.
+    Raises BatchInferError as long as the prompt without content has no answer, and StorageError."""
     if not index.content_free_parts or index.scoring is None:
         return index
     records = read_records(completions)[0] if completions.is_dir() else {}
-    found = calibrated_scoring(index.scoring, index.content_free_parts, sorted(records))
-    return replace(index, scoring=found.scoring)
+    found = completion_of(index.content_free_parts, sorted(records), spill / "join", watched)
+    return replace(index, scoring=calibrated_scoring(index.scoring, found and found[:2]))
 
 
 def write_partial(reader: pa.RecordBatchReader, path: Path, ops: FileOps | None = None) -> Digest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -14,8 +15,7 @@ from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.job_input import open_input
 from batchinfer.data.outputs.best_samples import published_rows
 from batchinfer.data.outputs.content_free import calibrated_scoring
-from batchinfer.data.results.attempts import PART_SHIFT
-from batchinfer.data.results.join import Join
+from batchinfer.data.results.join import Join, completion_of
 from batchinfer.data.results.manifest import Manifest
 from batchinfer.data.results.openai import asked, write_openai
 from batchinfer.data.results.published import intact
@@ -58,14 +58,15 @@ def publish_result(
     return manifest, changed
 
 
-def with_calibration(index: Index, join: Join) -> tuple[Index, Join]:
-    """Return an index whose labels are calibrated, and the join that knows by which answer, where the job asks for it.
-    Raises BatchInferError where the prompt without content has none."""
+def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join]:
+    """Return an index whose labels are calibrated, and the join that knows by which answer, where the job asks for it;
+    `spill`: see `joined`. Raises BatchInferError where the prompt without content has none."""
     if not index.content_free_parts or index.scoring is None:
         return index, join
-    found = calibrated_scoring(index.scoring, index.content_free_parts, join.parts)
-    used = np.append(join.others, (found.part << PART_SHIFT) | found.row)
-    return replace(index, scoring=found.scoring), replace(join, others=used)
+    found = completion_of(index.content_free_parts, join.parts, spill)
+    scoring = calibrated_scoring(index.scoring, found and found[:2])
+    used = join.others if found is None else np.append(join.others, found[2])
+    return replace(index, scoring=scoring), replace(join, others=used)
 
 
 def tidy(run: OpenRun) -> None:
