@@ -30,6 +30,8 @@ STORED: Mapping[WeightCodes, Quantization] = {
 WeightCodes = Literal["int4", "int8", "fp8", "mxfp4", "sparse"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]  # see batchinfer_kernels.gated_activation
 SCALE_BYTES = 4  # of float32
+SPARSE_QUAD, SPARSE_KEPT = 4, 2  # inputs of a sparse weight, and how many of them have a value
+SPARSE_SIZES = 16  # of which its outputs and inputs are multiples where a GPU's products leave out its zeros
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,20 +269,10 @@ def widening_cost(
     return read + Cost(0, itemsize * inputs * outputs)
 
 
-def least_panel_rows(
-    peaks: Peaks,
-    inputs: int,
-    outputs: int,
-    itemsize: int,
-    *,
-    group: int,
-    zeros: bool = False,
-    scale_bytes: int | None = None,
-) -> int:
-    """Return the fewest rows from which it takes less time to widen a weight of codes in 4 bits and to multiply with
-    its values than to widen it in registers, which reaches REGISTERS_SHARE of the peak. What widening itself computes
-    is left out."""
-    widened = widening_cost(inputs, outputs, itemsize, group=group, zeros=zeros, scale_bytes=scale_bytes)
+def least_panel_rows(peaks: Peaks, inputs: int, outputs: int, itemsize: int, widened: Cost) -> int:
+    """Return the fewest rows from which it takes less time to widen a weight of codes in 4 bits, which costs `widened`,
+    and to multiply with its values than to widen it in registers, which reaches REGISTERS_SHARE of the peak. What
+    widening itself computes is left out."""
     weight_bytes = widened.bytes - itemsize * inputs * outputs
 
     def pays(rows: int) -> bool:

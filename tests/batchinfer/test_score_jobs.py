@@ -362,15 +362,21 @@ def test_labels_are_calibrated(
 
 
 def test_a_prompt_without_content_that_failed_is_tried_again(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The store then has its error and, in a later part, its answer: the answer counts, as for any row."""
+    """The store then has its error and, in a later part, its answer: the answer counts, as for any row. Meanwhile the
+    rows that are finished have no labels that could be shown."""
     classify = {"choices": LABELS, "calibrate": True}
     sections: dict[str, Any] = {"classify": classify, "on_error": {"max_error_rate": 1}}
     path = write_job(tmp_path, checkpoint, rows_of(4), "classify", **sections)
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
     with pytest.raises(BatchInferError, match=r"without content .* is an error, fake_failure"):
         run(path)
+    shown = command(capsys, monkeypatch, FAKE_ENGINE)(
+        "query", tmp_path / "out/res", "FROM results", "--partial"
+    )
+    assert shown.code != 0
+    assert "without content (classify.calibrate) is an error" in shown.err
     monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
     mended = run(path, replace(FAKE, retry_errors=True))
     assert (mended.exit_code, mended.row["rows_error"]) == (0, 0)

@@ -14,7 +14,7 @@ import numpy as np
 from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.drafts.acceptance import Acceptance
-from batchinfer.engine.drafts.source import DraftSource, Proposal
+from batchinfer.engine.drafts.source import LAST_WORDS, DraftSource, Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import LEAST_GAIN, drafts_worth
 from batchinfer.engine.loop.in_flight import AcceptedTokens
@@ -84,17 +84,16 @@ class CostedDrafter:
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
         """Return the drafts of those of these rows that get any in the next step; see `Drafter`. All that this takes
         counts as looking for drafts."""
+        began = self._clock()
         decodes, others = len(rows) + ahead, max(others, self._expected_prompt_tokens)
         self._pays = decodes > 0 and self._may_pay(decodes, others)
-        if not (self._pays and rows):
-            return []
-        began = self._clock()
-        asked = self._asked(rows)
+        asked = self._asked(rows) if self._pays else []
         chosen = self._best(self._found(asked), decodes, others) if asked else []
-        given = {sequence for sequence, _ in chosen}
-        for row in asked:
-            if row not in given and self._looks_ahead:  # it waited for nothing
-                self._rows[row].failed(len(row), self._patience)
+        if self._looks_ahead:
+            given = {sequence for sequence, _ in chosen}
+            for row in asked:
+                if row not in given:  # it waited for nothing
+                    self._rows[row].failed(len(row), self._patience)
         self._allowed_s -= self._clock() - began
         return chosen
 
@@ -123,13 +122,12 @@ class CostedDrafter:
     def ended(self, sequence: Sequence) -> None:
         """Let the sources learn an answer."""
         self._rows.pop(sequence, None)
-        for source in self._sources:
-            source.learn(sequence)
+        if sequence.output_length:
+            self._tell(sequence.tokens[max(0, sequence.prompt_length - LAST_WORDS) :])
 
     def learn(self, answer: TokenIds) -> None:
         """Let the sources learn an answer of another engine."""
-        for source in self._sources:
-            source.add(array("i", answer.tobytes()))
+        self._tell(array("i", answer.tobytes()))
 
     def stepped(self, sample: StepSample) -> StepSample:
         """Learn how long a step took; the sample with what its drafts came to."""
@@ -143,6 +141,10 @@ class CostedDrafter:
         self._allowed_s = min(self._allowed_s + share, self._most_allowed_s)
         self._expected_prompt_tokens = sample.prefill_tokens if sample.waiting else 0
         return sample
+
+    def _tell(self, text: array[int]) -> None:
+        for source in self._sources:
+            source.learn(text)
 
     def _counted(self, sample: StepSample) -> dict[str, Any]:
         """Return the fields of a step's sample that say what its drafts came to. Without drafts its tokens would have

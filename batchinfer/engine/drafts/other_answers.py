@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.engine.drafts.source import Proposal
+from batchinfer.core.samples import DraftName
+from batchinfer.engine.drafts.source import LAST_WORDS, Proposal
 from batchinfer.engine.schedule.sequence import Sequence
 
-STRETCHES = (12, 6, 3)  # tokens that have to be the same, the longest first
-MOST_TOKENS = 1 << 18  # of answers that are remembered: about 10 MB with what finds them
+STRETCHES = (LAST_WORDS, 6, 3)  # tokens that have to be the same, the longest first
+MOST_TOKENS = 1 << 18  # of answers that are remembered: 15 MB with what finds them
 _LEAST_NEW = 256  # tokens before they are sorted in
 _ENOUGH = 4  # of the latest places, which have to agree on the next token for a proposal to count as certain
 _NONE = -1  # between two answers; no token
@@ -27,7 +28,7 @@ class OtherAnswers:
     """Remembers the newest answers, with the last words of their prompts, and finds where the longest stretch stands
     with which a row ends. What finds them is sorted anew, when it is asked and a share of the tokens is new."""
 
-    name = "answers"
+    name: DraftName = "answers"
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self._most = most_tokens
@@ -36,15 +37,9 @@ class OtherAnswers:
         self._text: NDArray[np.int32] = np.zeros(0, np.int32)
         self._indexes: list[_StretchIndex] = []
 
-    def learn(self, sequence: Sequence) -> None:
+    def learn(self, text: array[int]) -> None:
         """Remember an answer. Once there are too many tokens, the oldest half is forgotten."""
-        if not sequence.output_length:
-            return
-        self.add(sequence.tokens[max(0, sequence.prompt_length - STRETCHES[0]) :])
-
-    def add(self, tokens: array[int]) -> None:
-        """Remember a text."""
-        self._tokens += tokens[: self._most // 2]
+        self._tokens += text[: self._most // 2]
         self._tokens.append(_NONE)
         if len(self._tokens) > self._most:
             self._tokens = self._tokens[len(self._tokens) - self._most // 2 :]

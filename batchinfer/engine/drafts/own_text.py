@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 
+from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.schedule.sequence import Sequence
 
@@ -18,17 +19,14 @@ _BYTES = array("i").itemsize
 class OwnText:
     """Finds the last place in a row's own text that ends as the row does now."""
 
-    name = "prompt"
+    name: DraftName = "prompt"
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
         """Search the text of each row; it takes one pass over the text for each length of stretch, in C."""
         return [follows(row.tokens, most) for row in rows]
 
-    def learn(self, sequence: Sequence) -> None:
-        """Do nothing: a row's text is its own."""
-
-    def add(self, tokens: array[int]) -> None:
-        """Do nothing, likewise."""
+    def learn(self, text: array[int]) -> None:
+        """Do nothing: only a row's own text is looked at."""
 
 
 def follows(tokens: array[int], most: int) -> Proposal | None:

@@ -6,7 +6,10 @@ from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
+from batchinfer.core.samples import DraftName
 from batchinfer.engine.schedule.sequence import Sequence
+
+LAST_WORDS = 12  # tokens by which the beginning of an answer can be recognised
 
 
 class Proposal(NamedTuple):
@@ -26,15 +29,12 @@ class DraftSource(Protocol):
     """Proposes tokens from one kind of knowledge."""
 
     @property
-    def name(self) -> str:
+    def name(self) -> DraftName:
         """The name by which jobs and reports know it."""
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
         """Return what may follow each of these sequences, at most so many tokens; None: nothing is known. No sequence
         has drafts or placeholders."""
 
-    def learn(self, sequence: Sequence) -> None:
-        """Take the answer of a sequence, which has ended."""
-
-    def add(self, tokens: array[int]) -> None:
-        """Take an answer that another engine gave."""
+    def learn(self, text: array[int]) -> None:
+        """Take a whole answer, of this engine with the LAST_WORDS of its prompt before it."""

@@ -14,7 +14,9 @@ from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.runner.runner import Runner
 from batchinfer_kernels.cost import Peaks
 
-_SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {"prompt": OwnText, "answers": OtherAnswers}
+_SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {
+    source.name: source for source in (OwnText, OtherAnswers)
+}
 
 
 # So many rows may be sampled in a step whatever max_num_seqs is: 150,000 logits of each take 38 MB in all

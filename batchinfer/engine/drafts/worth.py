@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 # A step with drafts has to give so many times the tokens a second of one without: what is believed of either is rough
 LEAST_GAIN = 1.03
-MOST_IN_STEP = 1 << 20
 
 
 def drafts_worth(
@@ -17,7 +16,7 @@ def drafts_worth(
     lengths: NDArray[np.int64],
     seconds: Callable[[int], float],
     certain: float,
-    most: int = MOST_IN_STEP,
+    most: int,
 ) -> NDArray[np.int64]:
     """Return how many tokens of each proposal to verify, (n,), `most` or fewer in all, so that the step gives the most
     tokens a second.

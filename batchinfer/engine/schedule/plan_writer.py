@@ -56,9 +56,7 @@ class PlanWriter:
         chunk_sequences, starts, lengths = zip(*chunks, strict=True)
         sequences = list(chunk_sequences)
         single = lengths.count(1) == len(lengths)
-        asked = None
-        if self._wants.requests:
-            asked = [(s.request.key, s.output_length) for s in sequences]
+        asked = [(s.request.key, s.output_length) for s in sequences] if self._wants.requests else None
         sampled = self._sampled_rows(chunks, sampling, lengths, single)
         verified = _Verified.of(sampling, sampled) if step.drafts else None
         sampled = sampled if verified is None else verified.rows

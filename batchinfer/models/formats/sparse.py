@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from batchinfer.models.files.config_fields import wrong_checkpoint
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor
 from batchinfer.models.formats.packed_tensor import Codes, PackedTensor, PackedTensors, Read, Shape, Stored
-from batchinfer_kernels.arithmetic import WeightForm
+from batchinfer_kernels.arithmetic import SPARSE_KEPT, SPARSE_QUAD, SPARSE_SIZES, WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,6 @@ ANY = "sparse-bitmask"
 DENSE = "dense"  # all are stored, zeros included
 LAYOUTS = (HALF, ANY, DENSE)
 HALF_STRUCTURE = "2:4"
-QUAD = 4  # inputs of which two have a value
-MULTIPLE = 16  # of outputs and inputs that the products of a GPU take
 _VALUES, _MASK, _SHAPE, _ROWS = "compressed", "bitmask", "shape", "row_offsets"
 _QUANTISED = ("F8_E4M3", "I8")
 
@@ -57,7 +55,7 @@ def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight
     stated = tensors[shape].info
     right = stated.dtype in ("I64", "I32") and stated.shape in ((2,), (2, 1))
     outputs, inputs = tensors[shape].integers().tolist() if right else (0, 0)
-    right = outputs > 0 and inputs > 0 and inputs % (QUAD if half else 1) == 0
+    right = outputs > 0 and inputs > 0 and inputs % (SPARSE_QUAD if half else 1) == 0
     kept, bits = tensors[values].info, tensors[mask].info
     right = right and bits.dtype == "U8" and bits.shape == (outputs, -(-inputs // 8))
     right = right and (kept.shape == (outputs, inputs // 2) if half else len(kept.shape) == 1)
@@ -85,7 +83,9 @@ class MaskedWeight:
         values, mask = read(self.stored[0]), read(self.stored[1])
         places = (mask[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)[:, : self.shape[1]]
         if self.half:
-            fits = bool((places.view(len(places), -1, QUAD).sum(-1, dtype=torch.uint8) == QUAD // 2).all())
+            fits = bool(
+                (places.view(len(places), -1, SPARSE_QUAD).sum(-1, dtype=torch.uint8) == SPARSE_KEPT).all()
+            )
         else:
             fits = int(places.sum()) == values.numel()
         if not fits:
@@ -165,7 +165,7 @@ class DenseHalf(PackedTensor):
 
 def sparse_form(shape: Shape) -> WeightForm | None:
     """Return the form of a weight of so many outputs and inputs if a GPU has products that skip its zeros."""
-    return None if any(size % MULTIPLE for size in shape) else WeightForm("sparse", stored=True)
+    return None if any(size % SPARSE_SIZES for size in shape) else WeightForm("sparse", stored=True)
 
 
 def add_masked(packed: PackedTensors, masked: dict[str, MaskedWeight], whole: Stored) -> None:

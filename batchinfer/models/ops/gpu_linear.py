@@ -19,7 +19,7 @@ from batchinfer.models.ops.interface import (
     Linear,
 )
 from batchinfer_kernels.block_fp8_matmul import BlockWeight
-from batchinfer_kernels.cost import PANEL_BYTES, Peaks, least_panel_rows
+from batchinfer_kernels.cost import PANEL_BYTES, Peaks, least_panel_rows, widening_cost
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
@@ -290,7 +290,8 @@ class WidenedLinear(KernelLinear):
         super().__init__((packed.outputs, packed.inputs), activation)
         self._weight, self._bias, self._panel = packed, bias, panel
         sizes = packed.inputs, packed.outputs, dtype.itemsize
-        self.many = least_panel_rows(peaks, *sizes, group=group, zeros=zeros, scale_bytes=scale_bytes)
+        widened = widening_cost(*sizes, group=group, zeros=zeros, scale_bytes=scale_bytes)
+        self.many = least_panel_rows(peaks, *sizes, widened)
         if panel is not None:
             panel.reserve(packed, dtype)
 

@@ -10,9 +10,8 @@ from torch.nn.functional import pad
 
 from batchinfer.models.ops.gpu_linear import LibraryLinear
 from batchinfer.models.ops.interface import Linear
+from batchinfer_kernels.arithmetic import SPARSE_KEPT, SPARSE_QUAD, SPARSE_SIZES
 
-QUAD, KEPT = 4, 2  # inputs, and how many of them have a value
-SIZES = 16  # of which outputs and inputs are a multiple, and which rows are rounded up to
 DTYPES = (torch.bfloat16, torch.float16)
 _log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ def why_not_sparse(dtype: torch.dtype) -> str | None:
 def sparse_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return the product with a weight that a checkpoint calls 2:4 sparse. One that is not, or of other sizes than
     cuSPARSELt takes, is multiplied with its zeros."""
-    if any(size % SIZES for size in weight.shape):
+    if any(size % SPARSE_SIZES for size in weight.shape):
         return LibraryLinear(weight, bias)
     if not is_half(weight):
         _log.warning(
@@ -43,21 +42,21 @@ def sparse_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 def is_half(weight: Tensor) -> bool:
     """Whether no four inputs of an output (N, K), next to one another, have more than two values."""
-    found = (weight.view(len(weight), -1, QUAD) != 0).sum(-1, dtype=torch.int8)
-    return bool((found <= KEPT).all())
+    found = (weight.view(len(weight), -1, SPARSE_QUAD) != 0).sum(-1, dtype=torch.int8)
+    return bool((found <= SPARSE_KEPT).all())
 
 
 class SparseLinear(Linear):
-    """The values that are not zero, and where they stand: 9/16 of the weight. Rows are rounded up to SIZES."""
+    """The values that are not zero, and where they stand: 9/16 of the weight. Rows are rounded up to SPARSE_SIZES."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight`: (N, K) of DTYPES, multiples of SIZES, whose zeros `is_half` has found."""
+        """`weight`: (N, K) of DTYPES, multiples of SPARSE_SIZES, whose zeros `is_half` has found."""
         self.out_features, self.in_features = weight.shape
         self._kept, self._bias = torch._cslt_compress(weight.contiguous()), bias
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = len(x)
-        padded = pad(x, (0, 0, 0, -rows % SIZES)).contiguous()
+        padded = pad(x, (0, 0, 0, -rows % SPARSE_SIZES)).contiguous()
         # The product is that of the weight and the rows below one another, and written the other way round
         y = torch._cslt_sparse_mm(self._kept, padded.t(), bias=self._bias, transpose_result=True)
         return y[:rows]

@@ -31,7 +31,7 @@ def step_seconds(cost: ModelCost, peaks: Peaks, rows: int, context: int, layers:
 def best(seconds: partial[float], rows: int, rate: float) -> tuple[float, float]:
     """Return the drafts a row that give the most tokens a second, and how many times as many that are."""
     rates, lengths = np.full(rows, rate), np.full(rows, MOST_DRAFTS, np.int64)
-    counts = drafts_worth(rates, lengths, lambda drafts: seconds(drafts=drafts), rows)
+    counts = drafts_worth(rates, lengths, lambda drafts: seconds(drafts=drafts), rows, rows * MOST_DRAFTS)
     drafts = int(counts.sum())
     right = sum(rate**place for count in counts.tolist() for place in range(1, count + 1))
     return drafts / rows, (rows + right) / rows * seconds(drafts=0) / seconds(drafts=drafts)

@@ -86,9 +86,9 @@ def test_own_text_is_continued_behind_the_last_place_of_its_longest_stretch(
 def test_other_answers_are_found_by_their_longest_stretch(answers: list[list[int]], end: list[int]) -> None:
     source, text = OtherAnswers(), [-1]
     for answer in answers:
-        source.add(array("i", answer))
+        source.learn(array("i", answer))
         text += [*answer, -1]
-    source.add(array("i", [9] * 3000))  # so that all of them are sorted in
+    source.learn(array("i", [9] * 3000))  # so that all of them are sorted in
     (found,) = source.propose([_Row(end)], 5)  # type: ignore[list-item]
     for stretch in (12, 6, 3):
         wanted = end[-stretch:]
@@ -121,11 +121,11 @@ class _Row:
 
 def test_old_answers_are_forgotten() -> None:
     source = OtherAnswers(most_tokens=4000)
-    source.add(array("i", [1, 2, 3, 4, 5]))
-    source.add(array("i", [9] * 500))
+    source.learn(array("i", [1, 2, 3, 4, 5]))
+    source.learn(array("i", [9] * 500))
     assert source.propose([_Row([1, 2, 3])], 2) == [Proposal([4, 5], 3)]  # type: ignore[list-item]
     for number in range(20):
-        source.add(array("i", [20 + number] * 500))
+        source.learn(array("i", [20 + number] * 500))
     assert source.propose([_Row([1, 2, 3])], 2) == [None]  # type: ignore[list-item]
     assert len(source._tokens) <= 4000
 
@@ -152,7 +152,7 @@ def test_as_many_drafts_are_verified_as_pay_best(
 
     rates = np.array([rate for rate, _ in proposals])
     lengths = np.array([n for _, n in proposals], np.int64)
-    found = drafts_worth(rates, lengths, seconds, certain).tolist()
+    found = drafts_worth(rates, lengths, seconds, certain, most=100).tolist()
     assert all(count <= most for count, (_, most) in zip(found, proposals, strict=True))
     combinations: list[list[int]] = [[]]
     for _, most in proposals:
@@ -174,16 +174,12 @@ def test_a_source_that_is_wrong_is_not_believed_for_a_while() -> None:
         acceptance.verified("prompt", proposal, 3, 0)
     assert acceptance.rate("prompt", proposal) < 0.15 < 0.5 < before
     assert acceptance.rate("answers", proposal) == before
-    assert acceptance.rate("prompt", replace_matched(proposal, 1)) > 0.15
+    assert acceptance.rate("prompt", proposal._replace(matched=1)) > 0.15
     for _ in range(60):
         acceptance.verified("prompt", proposal, 3, 3)
     assert acceptance.rate("prompt", proposal) > 0.8
     acceptance.fade(1.0)
     assert acceptance.rate("prompt", proposal) == before
-
-
-def replace_matched(proposal: Proposal, matched: int) -> Proposal:
-    return proposal._replace(matched=matched)
 
 
 def costed(clock: Any, peaks: Peaks = PEAKS, most_sampled: int = 64) -> CostedDrafter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,8 +17,8 @@ from batchinfer.core.continuations import Continuations
 from batchinfer.core.request import Request, Scores
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner import row_scores
-from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.models.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.cut_prompts import Cut, PreemptingOnce, cuts
 from tests.batchinfer.engine.small_engine import (
     MIXED,
     Limits,
@@ -34,7 +33,6 @@ from tests.batchinfer.engine.small_engine import (
     make_engine,
     make_runner,
 )
-from tests.batchinfer.engine.test_vectors import PreemptingOnce
 from tests.examples import examples
 
 Row = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]  # a context, and its continuations
@@ -133,42 +131,16 @@ def test_what_is_asked_of_a_cached_beginning_runs_again() -> None:
     )
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Rows, and a way to cut them into steps."""
-
-    shapes: tuple[tuple[int, tuple[int, ...]], ...]
-    limits: Limits
-    ahead: bool
-    most: int | None
-    windows: bool
-
-
-@st.composite
-def cuts(draw: Any) -> Cut:
-    windows = draw(st.booleans())
-    blocks = draw(st.integers(30, 60)) * (3 if windows else 1)
-    shape = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple))
-    budget, seqs = draw(st.sampled_from([1, 5, 16, 64])), draw(st.integers(1, 5))
-    return Cut(
-        tuple(draw(st.lists(shape, min_size=1, max_size=6))),
-        Limits(budget, seqs, draw(st.booleans()), blocks, 4, draw(st.booleans())),
-        draw(st.booleans()),
-        draw(st.sampled_from([None, 3])),
-        windows,
-    )
+# The length of a context, and those of its continuations
+SHAPE = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple))
 
 
 @settings(max_examples=examples(20, 300), deadline=None, print_blob=True)
-@given(cut=cuts(), seed=st.integers(0, 3))
-def test_no_batch_changes_a_score(cut: Cut, seed: int) -> None:
-    family, options = ("qwen2", MIXED) if cut.windows else ("llama", {})
-    model, rows = checkpoint(family, **options), drawn(seed, cut.shapes)
-    runner: Any = make_runner(model, cpu_ops(model), cut.limits)
-    if cut.ahead:
-        runner = replace(looking_ahead(runner), micro_batches=MicroBatches(cut.most))
-    ran = drain(make_engine(runner, cut.limits, frozenset()), asked(rows))
-    check(ran, reference(family, rows, **options), atol=3e-4)
+@given(cut=cuts(), shapes=st.lists(SHAPE, min_size=1, max_size=6), seed=st.integers(0, 3))
+def test_no_batch_changes_a_score(cut: Cut, shapes: list[tuple[int, tuple[int, ...]]], seed: int) -> None:
+    rows = drawn(seed, tuple(shapes))
+    ran = drain(make_engine(cut.runner(), cut.limits, frozenset()), asked(rows))
+    check(ran, reference(cut.family, rows, **cut.options), atol=3e-4)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

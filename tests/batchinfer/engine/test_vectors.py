@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,10 +16,9 @@ from transformers import AutoModel
 
 from batchinfer.core.request import Request, Vector
 from batchinfer.core.sampling import Pooling, SamplingParams
-from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.sampler import STATE_UNIT, _exact_sums
-from batchinfer.engine.schedule.scheduler import Scheduler, Step
 from batchinfer.models.ops.torch_ops import TorchOps
+from tests.batchinfer.engine.cut_prompts import PreemptingOnce, cuts
 from tests.batchinfer.engine.small_engine import (
     MIXED,
     Limits,
@@ -116,57 +114,14 @@ def test_those_of_transformers(family: str, pooling: Pooling) -> None:
     assert [(one.prompt_tokens, one.completion_tokens) for one in samples] == [(n, 0) for n in LENGTHS]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Prompts of these lengths, and a way to cut them into steps."""
-
-    lengths: tuple[int, ...]
-    pooling: Pooling
-    limits: Limits
-    ahead: bool
-    most: int | None
-    windows: bool
-
-
-@st.composite
-def cuts(draw: Any) -> Cut:
-    pooling, windows = draw(st.sampled_from(POOLINGS)), draw(st.booleans())
-    budget, seqs = draw(st.sampled_from([1, 5, 16, 64])), draw(st.integers(1, 5))
-    blocks = draw(st.integers(30, 60)) * (3 if windows else 1)
-    return Cut(
-        tuple(draw(st.lists(st.integers(1, 60), min_size=1, max_size=8))),
-        pooling,
-        Limits(budget, seqs, pooling == "last", blocks, 4, draw(st.booleans())),
-        draw(st.booleans()),
-        draw(st.sampled_from([None, 3])),
-        windows,
-    )
-
-
 @settings(max_examples=examples(20, 300), deadline=None, print_blob=True)
-@given(cut=cuts())
-def test_no_batch_changes_a_vector(cut: Cut) -> None:
-    family, options = ("qwen2", MIXED) if cut.windows else ("llama", {})
-    model = checkpoint(family, **options)
-    runner: Any = make_runner(model, cpu_ops(model), cut.limits)
-    if cut.ahead:
-        runner = replace(looking_ahead(runner), micro_batches=MicroBatches(cut.most))
-    ran = run(runner, cut.limits, cut.lengths, cut.pooling)
-    for found, states in zip(vectors(ran), reference(family, cut.lengths, **options), strict=True):
-        np.testing.assert_allclose(found, pooled(states, cut.pooling), atol=2e-4, rtol=1e-3)
-
-
-class PreemptingOnce(Scheduler):
-    """Preempts each sequence once, in the middle of its prompt."""
-
-    def schedule(self, drafted: bool = False) -> Step:
-        chosen = [one for one in self.running if one.computed > 20 and not one.preemptions]
-        for sequence in chosen:
-            del self.running[sequence]
-            self._preempt(sequence)
-        step = super().schedule(drafted)
-        step.preemptions += len(chosen)
-        return step
+@given(data=st.data(), pooling=st.sampled_from(POOLINGS))
+def test_no_batch_changes_a_vector(data: st.DataObject, pooling: Pooling) -> None:
+    cut = data.draw(cuts(caching=st.just(pooling == "last")))
+    lengths = tuple(data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=8)))
+    ran = run(cut.runner(), cut.limits, lengths, pooling)
+    for found, states in zip(vectors(ran), reference(cut.family, lengths, **cut.options), strict=True):
+        np.testing.assert_allclose(found, pooled(states, pooling), atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
