@@ -8,6 +8,7 @@ from batchinfer.core.samples import StepSample
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 
 _NEWEST = 0.2  # the weight of the newest step
+_FORGOTTEN = 0.01  # of what steps with drafts took longer, with each step that has none
 _REMEMBERED = 4096  # shapes
 
 
@@ -16,7 +17,8 @@ class DraftedStepTimes:
 
     Steps with drafts and those without are counted apart, by the power of two of their tokens. Where no step had so
     many tokens, the nearest ones that were measured are believed, and of steps with drafts, before there was any, those
-    without: a step that is tried by mistake is measured, and not tried again.
+    without: a step that is tried by mistake is measured, and not tried again for a while. What was measured of steps
+    with drafts fades while there are none: one of them that had to wait for something else would else be the last.
     """
 
     def __init__(self, cost: ModelCost, peaks: Peaks) -> None:
@@ -42,6 +44,14 @@ class DraftedStepTimes:
         # One step that had to wait for something else says little about the others
         found = min(found, 2 * before)
         ratios[level] = before + (_NEWEST if level in ratios else 0.5) * (found - before)
+        if not sample.drafted_tokens:
+            self._fade()
+
+    def _fade(self) -> None:
+        drafted = self._ratios[True]
+        for level, ratio in drafted.items():
+            plain = self._ratio(level, False) or ratio
+            drafted[level] = ratio + _FORGOTTEN * (plain - ratio)
 
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
         """Return the seconds of a step in which so many rows decode, other rows run so many tokens, and so many drafts

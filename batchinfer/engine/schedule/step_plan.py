@@ -143,9 +143,8 @@ class ScoredTokens(NamedTuple):
 
     rows: Ints  # (n,): the sampled row behind whose token each of them would stand, ascending
     tokens: Ints  # (n,)
-    likeliest: int = (
-        0  # tokens at the place of each, the likeliest, whose log-probabilities are asked for, too
-    )
+    # How many of the likeliest tokens at the place of each have their log-probabilities asked for, too
+    likeliest: int = 0
 
     def part(self, first: int, end: int) -> ScoredTokens | None:
         """Return those of the rows [first, end), if there are any."""

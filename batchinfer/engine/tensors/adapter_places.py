@@ -21,9 +21,8 @@ class AdapterPlaces:
     places: int | None = None  # how many there are; None: each adapter has one, which is its number
     # Puts the adapter of a number into a place
     put: Callable[[int, int], object] = lambda number, place: None
-    _taken: dict[int, int] = field(
-        default_factory=dict
-    )  # number → place, the one that was needed last at the end
+    # Number → place, the one that was needed last at the end
+    _taken: dict[int, int] = field(default_factory=dict)
     moved: int = 0  # how many were put into a place so far
 
     @property

@@ -10,9 +10,8 @@ from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.cost import Cost, ModelCost, OperatorCost, low_rank_cost
 
 LEAST_RANK = 16  # of a place: the least inner dimension of a tile
-LEAST_PLACES = (
-    8  # of a GPU's, however large adapters are: with fewer, rows of one would wait for those of another
-)
+# Of a GPU's places, however large adapters are: with fewer, rows of one would wait for those of another
+LEAST_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)

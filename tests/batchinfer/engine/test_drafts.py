@@ -255,6 +255,25 @@ def test_times_of_steps_are_those_that_were_measured() -> None:
     )
 
 
+def test_a_step_with_drafts_that_had_to_wait_is_not_the_last_one() -> None:
+    """While it is remembered none is tried, so that nothing but time would show that others are faster."""
+    times, sample = DraftedStepTimes(SHAPE, PEAKS), run(Way(), looping(4, 3)).steps[-1]
+    plain = replace(sample, roofline_s=1.0, duration_s=times.seconds(4, 0, 0))
+    for _ in range(30):
+        times.measured(plain)
+    fast = times.seconds(4, 0, 4)
+    drafted = replace(plain, decode_tokens=8, sampled_tokens=8, drafted_tokens=4, duration_s=10 * fast)
+    times.measured(drafted)
+    slow = times.seconds(4, 0, 4)
+    assert slow > 1.3 * fast
+    for _ in range(20):
+        times.measured(plain)
+    assert times.seconds(4, 0, 4) > fast + 0.7 * (slow - fast), "and not forgotten at once"
+    for _ in range(300):
+        times.measured(plain)
+    assert times.seconds(4, 0, 4) == pytest.approx(fast, rel=0.05)
+
+
 def test_samples_of_steps_without_drafts_say_so() -> None:
     steps: list[StepSample] = run(Way(), looping(2, 5), Limits()).steps
     assert not any(step.drafted_tokens or step.drafts_saved_s for step in steps)
