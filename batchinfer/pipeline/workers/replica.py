@@ -9,7 +9,7 @@ from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.machine.waiting import Waited
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
-from batchinfer.pipeline.workers.suspects import Group
+from batchinfer.pipeline.workers.suspects import RowGroup
 from batchinfer.pipeline.workers.transport import Transport
 from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 from batchinfer.plan.order.backlog import tokens_of
@@ -32,7 +32,7 @@ class Death:
 
     in_work: list[Request]
     waiting: list[Request]  # behind those in work
-    apart: Group | None  # those in work are of it, and ran with no others
+    apart: RowGroup | None  # those in work are of it, and ran with no others
     fresh: bool  # the process had finished nothing
     loaded: bool  # it had come to work
     restarts: int  # processes of the same engine that died before
@@ -60,7 +60,7 @@ class Replica:
         self._engine = number  # how many were started in the run before the present process
         self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
         self.restarts = 0
-        self.apart: Group | None = None  # what it runs with no other rows
+        self.apart: RowGroup | None = None  # what it runs with no other rows
         self.answered: Request | None = None  # the last row that it answered without an error
         self.accused: list[Request] = []  # died by themselves, and it has finished nothing since
         self.fruitless = 0  # deaths in a row between which it got next to nothing done
@@ -131,7 +131,7 @@ class Replica:
         if self._silence.seconds > limit_s:
             self.worker.give_up(limit_s)
 
-    def run_apart(self, group: Group) -> None:
+    def run_apart(self, group: RowGroup) -> None:
         """Hand out rows that are to run with no others; nothing else is unfinished."""
         self.apart = group
         self.submit(group.requests)
