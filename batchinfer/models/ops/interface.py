@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -283,9 +283,12 @@ class LatentHeads:
 
 class Experts(ABC):
     """The experts of a layer, with their weights in whatever layout the implementation likes best. `loads` (experts,)
-    int64 counts, in place, the tokens that each was given so far."""
+    int64 counts, in place, the tokens that each was given so far. Where it `skips`, the number behind the last expert
+    is that of none: such rows are not computed, what they give is undefined, and the host need not know which they are.
+    """
 
     loads: Tensor
+    skips: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:

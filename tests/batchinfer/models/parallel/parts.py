@@ -23,6 +23,7 @@ from tests.batchinfer.models.paged import run_paged
 from tests.thread_ranks import ThreadGroup, groups_of, of_ranks
 
 Prompts = list[list[int]]
+LOADING = ("quantization", "dtype")  # what is said of the loading, not of the run
 
 
 def load_part(
@@ -70,7 +71,7 @@ class Stages:
 
 def run_sharded(
     checkpoint: Checkpoint,
-    ops: Callable[[], Ops],
+    ops: Callable[[ModelSpec], Ops],
     size: int,
     prompts: Prompts,
     *,
@@ -81,14 +82,14 @@ def run_sharded(
 ) -> list[list[Tensor]]:
     """Logits of all prompts on each of `size` ranks, which have shares of heads and columns, if `tensor`, and of
     `experts`."""
-    load = {key: how.pop(key) for key in ("quantization", "dtype") if key in how}
+    load = {key: how.pop(key) for key in LOADING if key in how}
     dtype = load.get("dtype", torch.float32)
 
     def work(group: ThreadGroup) -> list[Tensor]:
         share = Portion(group.rank, size)
         place = RankPlace(share if tensor else Portion(), share if experts else None)
         ranks = Ranks(group, group, exact) if tensor else Ranks(experts=group, exact=exact)
-        own = ops()
+        own = ops(sharded(checkpoint.spec, place))
         decoder = load_part(checkpoint, own, place, ranks, **load)
         return run_paged(decoder, own, prompts, dtype=dtype, **how)
 
@@ -99,7 +100,7 @@ def run_stages(
     checkpoint: Checkpoint, ops: Ops, spans: Sequence[Span], prompts: Prompts, **how: Any
 ) -> list[Tensor]:
     """Logits of all prompts through stages with these layers."""
-    load = {key: how.pop(key) for key in ("quantization", "dtype") if key in how}
+    load = {key: how.pop(key) for key in LOADING if key in how}
     stages = [load_part(checkpoint, ops, RankPlace(layers=span), **load) for span in spans]
     whole: Any = Stages(checkpoint.spec, 512, stages)
     return run_paged(whole, ops, prompts, dtype=load.get("dtype", torch.float32), **how)
