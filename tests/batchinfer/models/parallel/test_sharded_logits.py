@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from batchinfer.core.errors import CannotSplit
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
@@ -21,16 +21,23 @@ from batchinfer.models.parallel.ranks import Ranks
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.parallel.vocabulary import SplitHead
 from batchinfer.models.spec.spec import ModelSpec
-from batchinfer_kernels.arithmetic import NO_TOKEN, STORED, Quantization
+from batchinfer_kernels.arithmetic import NO_TOKEN, Quantization
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from tests.batchinfer.models.paged import run_paged
-from tests.batchinfer.models.parallel.parts import load_part, run_sharded, run_stages
+from tests.batchinfer.models.parallel.parts import LOADING, load_part, run_sharded, run_stages
 from tests.batchinfer.models.parallel.rank_process import PROMPTS
 from tests.batchinfer.models.parallel.test_sliced_reading import store
 from tests.batchinfer.models.test_logits import prompts_of
 from tests.checkpoints import FAMILIES, LATENT_FAMILIES, make_checkpoint
+from tests.lora_adapters import make_adapter
 from tests.thread_ranks import ThreadGroup, groups_of, of_ranks
 
+ENDS = {
+    "llama": ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+    "phi3": ("qkv_proj", "o_proj", "down_proj"),
+    "gpt_neox": ("query_key_value", "dense_4h_to_h"),
+    "deepseek_v2": ("q_b_proj", "o_proj", "kv_a_proj_with_mqa"),
+}
 ROOT = Path(__file__).parents[4]
 LENGTHS = (1, 2, 17, 63)
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
@@ -43,7 +50,7 @@ def made(folder: Path, family: str, **options: Any) -> Checkpoint:
 
 
 def alone(checkpoint: Checkpoint, ops: Ops, **how: Any) -> list[torch.Tensor]:
-    load = {key: how.pop(key) for key in ("quantization", "dtype") if key in how}
+    load = {key: how.pop(key) for key in LOADING if key in how}
     decoder = load_part(checkpoint, ops, RankPlace(), **load)
     prompts = prompts_of(checkpoint.spec.vocab, LENGTHS)
     return run_paged(decoder, ops, prompts, dtype=load.get("dtype", torch.float32), **how)
@@ -141,11 +148,27 @@ def test_tensor_ranks_of_rounded_weights(tmp_path: Path, family: str, quantizati
     check_rounded(found, wanted, exact)
 
 
+def outlying(file: Path) -> None:
+    """Make two channels of norms outliers, which most of the experts hardly read."""
+    stored = load_file(file)
+    for name, tensor in stored.items():
+        if name.endswith("post_attention_layernorm.weight"):
+            tensor[[3, 17]] *= 30
+        if name.endswith("experts.gate_up_proj"):
+            tensor[1:, [3, 17]] *= 1e-2
+        if name.endswith(("w1.weight", "w3.weight")) and ".experts.0." not in name:
+            tensor[:, [3, 17]] *= 1e-2
+    save_file(stored, file, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_expert_ranks_of_rounded_weights(tmp_path: Path, family: str, quantization: Quantization) -> None:
-    """To the bit: each expert is rounded as a whole."""
-    checkpoint = made(tmp_path, family, **QUANTIZED)
+    """To the bit: each expert is rounded as a whole, and what all experts read is smoothed alike on all ranks, here
+    where the largest weights that read a large channel are one rank's."""
+    make_checkpoint(tmp_path, family, **QUANTIZED)
+    outlying(tmp_path / "model.safetensors")
+    checkpoint = inspect_checkpoint(tmp_path)
     prompts, how = prompts_of(260, LENGTHS), {"quantization": quantization, "chunk": 20}
     found = run_sharded(checkpoint, compiled, 2, prompts, tensor=False, experts=True, exact=True, **how)
     for rank in found:
@@ -157,13 +180,58 @@ def test_expert_ranks_of_rounded_weights(tmp_path: Path, family: str, quantizati
 def test_ranks_of_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """In their codes, tensor ranks; and the experts of gpt-oss by ranges, to the bit."""
     packed, plain = store(tmp_path, form, monkeypatch)
-    held = packed.as_stored(frozenset(STORED))
-    prompts = prompts_of(260, LENGTHS)
-    wanted = alone(held, compiled(held.spec))
-    check_rounded(run_sharded(held, compiled, 2, prompts), wanted, alone(plain, compiled(plain.spec)))
+    held = packed.held_for(packed.stored_quantization)
+    prompts, how = prompts_of(260, LENGTHS), {"quantization": packed.stored_quantization}
+    wanted = alone(held, compiled(held.spec), **how)
+    check_rounded(run_sharded(held, compiled, 2, prompts, **how), wanted, alone(plain, compiled(plain.spec)))
     if form in ("mxfp4", "awq"):
-        found = run_sharded(held, compiled, 2, prompts, tensor=False, experts=True, exact=True)
+        found = run_sharded(held, compiled, 2, prompts, tensor=False, experts=True, exact=True, **how)
         assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "deepseek_v2"])
+def test_adapters_are_divided_as_what_they_change(
+    tmp_path: Path, family: str, quantization: Quantization
+) -> None:
+    """Tensor ranks, and stages, each of which has the factors of its layers."""
+    model = make_checkpoint(tmp_path / "base", family, num_hidden_layers=3)
+    checkpoint = inspect_checkpoint(tmp_path / "base")
+    folders = [
+        ("one", make_adapter(tmp_path / "one", model, ENDS[family])),
+        (
+            "two",
+            make_adapter(
+                tmp_path / "two", model, ["layers.1.mlp.down_proj", *ENDS[family][:1]], seed=1, rank=3
+            ),
+        ),
+    ]
+    prompts, how = prompts_of(260, LENGTHS), {"adapters": folders, "quantization": quantization}
+    without = alone(checkpoint, compiled(checkpoint.spec), quantization=quantization)
+    for adapter in (1, 2):
+        wanted = alone(checkpoint, compiled(checkpoint.spec), adapter=adapter, **how)
+        assert (wanted[-1] - without[-1]).norm() > 0.05 * wanted[-1].norm()
+        found = run_sharded(checkpoint, compiled, 2, prompts, adapter=adapter, **how)
+        if quantization == "none":
+            check_close(found, wanted)
+        else:
+            floats = alone(checkpoint, compiled(checkpoint.spec), adapter=adapter, adapters=folders)
+            check_rounded(found, wanted, floats)
+        stages = run_stages(
+            checkpoint, compiled(checkpoint.spec), [(0, 1), (1, 3)], prompts, adapter=adapter, **how
+        )
+        assert all(torch.equal(a, b) for a, b in zip(stages, wanted, strict=True))
+
+
+def test_a_dora_is_merged_into_layers_that_are_all_there(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "base", "llama", num_hidden_layers=3)
+    checkpoint, ops = inspect_checkpoint(tmp_path / "base"), TorchOps()
+    folders = [("one", make_adapter(tmp_path / "one", model, ENDS["llama"], dora=True))]
+    with pytest.raises(CannotSplit, match="DoRA"):
+        load_part(checkpoint, ops, RankPlace(Portion(0, 2)), adapters=folders)
+    found = run_stages(checkpoint, ops, [(0, 2), (2, 3)], prompts_of(260, LENGTHS), adapters=folders)
+    for got, want in zip(found, alone(checkpoint, ops, adapters=folders), strict=True):
+        assert torch.equal(got, want)
 
 
 class StatedHead(Head):
