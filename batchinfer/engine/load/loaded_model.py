@@ -11,6 +11,7 @@ from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.runner import Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
@@ -34,7 +35,7 @@ class LoadedModel:
         self,
         peaks: Peaks | None = None,
         stop_streams: StopStreams | None = None,
-        runner: ModelRunner | None = None,
+        runner: Runner | None = None,
         drafter: Drafter | None = None,
     ) -> Engine:
         """Make an engine whose cache holds nothing yet. Only the newest one of a model may be stepped: they share

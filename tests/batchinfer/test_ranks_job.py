@@ -1,0 +1,137 @@
+"""An engine of several ranks: the rows of one process, whatever becomes of a rank, and no process that outlives it."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.pipeline.options import RunOptions
+from batchinfer.pipeline.workers import replica
+from tests.batchinfer.pipeline.test_pipeline import people, run, table, write_job
+from tests.batchinfer.test_replicas import report
+from tests.batchinfer.wrong_jobs import alive, children
+from tests.examples import first_of
+from tests.patience import PATIENCE_S, wait_until
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
+    pytest.mark.skipif(
+        len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
+    ),
+]
+TWO = (("engine.tensor_parallel_size", "2"), ("model.dtype", "float32"))
+REAL = RunOptions(waves_from_s=float("inf"))
+ROWS = 80
+LIVES_S = 3.5  # of a rank of this job, when nobody else uses the machine
+SILENT_S = 2.0
+
+
+def job(folder: Path, model: Path) -> Path:
+    """Prompts of many lengths, more than run at once, with a prefix that they share."""
+    folder.mkdir()
+    rows = [one | {"text": f"{one['text']} " * (1 + n % 7)} for n, one in enumerate(people(ROWS))]
+    sampling = {"max_tokens": 24, "ignore_eos": True}
+    return write_job(
+        folder, model, rows, sampling=sampling, engine={"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_children: None) -> list[dict[str, Any]]:
+    """What one process answers."""
+    path = job(tmp_path_factory.mktemp("alone") / "job", model)
+    run(path, REAL, ("model.dtype", "float32"))
+    return table(path)
+
+
+def ranks() -> list[int]:
+    """The processes of this one's ranks, of those that follow."""
+    found = []
+    for pid in children(os.getpid()):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if b"workers.ranks.process:main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return alive(found)
+
+
+@contextmanager
+def suffering(after_s: float, what: str) -> Iterator[list[int]]:
+    """Have the first rank that there is suffer, so long after it was started; yields those that did."""
+    struck: list[int] = []
+    over = threading.Event()
+
+    def strike() -> None:
+        while not over.is_set():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if found := ranks():
+                    over.wait(after_s)
+                    _strike(found[0], what)
+                    struck.append(found[0])
+                    return
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield struck
+    finally:
+        over.set()
+        thread.join(PATIENCE_S)
+
+
+def _strike(pid: int, what: str) -> None:
+    """Kill a process, stop it for longer than an engine may be silent, or let it have no more memory."""
+    if what == "memory":
+        resource.prlimit(pid, resource.RLIMIT_AS, (1, 1))
+        return
+    os.kill(pid, getattr(signal, what))
+    if what == "SIGSTOP":
+        time.sleep(2 * SILENT_S)  # one that loads may take its time, and goes on
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_two_ranks_answer_as_one_process_does(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]]
+) -> None:
+    path = job(tmp_path / "job", model)
+    row = run(path, REAL, *TWO).row
+    assert table(path) == alone
+    assert (row["exit_code"], row["ranks"], row["replicas"], row["worker_restarts"]) == (0, 2, 1, 0)
+    assert {one["engine"] for one in report(path, "steps")} == {0}
+    assert ranks() == []
+
+
+@pytest.mark.parametrize(("seed", "what"), first_of(
+    ((seed, what) for seed in range(21) for what in ("SIGKILL", "SIGSTOP", "memory")), 3
+))  # fmt: skip
+def test_a_rank_that_is_lost_costs_nothing(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    seed: int, what: str,
+) -> None:  # fmt: skip
+    """Killed, stopped, or without memory, at any moment of its life."""
+    monkeypatch.setattr(replica, "SILENT_S", SILENT_S)
+    path = job(tmp_path / "job", model)
+    after_s = random.Random(f"{what} {seed}").uniform(0, LIVES_S)
+    with suffering(after_s, what):
+        row = run(path, REAL, *TWO).row
+    assert row["exit_code"] == 0
+    assert table(path) == alone
+    wait_until(lambda: not ranks())
+
+
+def test_bits_are_not_promised_where_sums_are_divided(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(Unavailable, match="tensor_parallel_size") as refused:
+        run(job(tmp_path / "job", model), REAL, *TWO, ("engine.deterministic", "true"))
+    assert refused.value.exit_code == 69
