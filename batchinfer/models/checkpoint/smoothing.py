@@ -39,7 +39,7 @@ class SmoothedWeights(Weights):
 
     def tables(self) -> Tables:
         tables, norm = self._weights.tables(), self._spec.final_norm
-        if norm is None or not _is_rounded(self._spec.head):
+        if norm is None or not self._spec.has_head or not _is_rounded(self._spec.head):
             return tables
         factors = factors_of(_sizes(tables.norms[FINAL_NORM], norm), _columns([tables.head]))
         if factors is None:

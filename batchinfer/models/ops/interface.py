@@ -13,7 +13,7 @@ from torch import Tensor
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
 from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.copy_parts import copy_parts_reference
-from batchinfer_kernels.experts import Choice, choose_experts
+from batchinfer_kernels.experts import Choice, choose_experts, combine_reference
 from batchinfer_kernels.gated_activation import Activation, activation_reference
 from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
@@ -390,6 +390,11 @@ class Ops(ABC):
     @abstractmethod
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
         """Experts of gated feed-forward halves, gate above up."""
+
+    def combine(self, made: Tensor, weights: Tensor) -> Tensor:
+        """made: (T × chosen, N), the results of a token's experts in the order of its choice; weights: (T, chosen)
+        float32 → (T, N), with the bits that experts of these operators have."""
+        return combine_reference(made, torch.arange(len(made), device=made.device), weights)
 
     @abstractmethod
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:

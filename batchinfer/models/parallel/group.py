@@ -12,11 +12,11 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which of them this process is."""
+        """Return which of them this process is."""
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Return how many they are."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks, on each; may write into x."""
