@@ -19,6 +19,7 @@ import pytest
 from batchinfer.core.errors import Unavailable
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.workers import replica
+from batchinfer.plan.setup import resolve
 from tests.batchinfer.pipeline.test_pipeline import people, run, table, write_job
 from tests.batchinfer.test_replicas import report
 from tests.batchinfer.wrong_jobs import alive, children
@@ -31,7 +32,8 @@ pytestmark = [
         len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
     ),
 ]
-TWO = (("engine.tensor_parallel_size", "2"), ("model.dtype", "float32"))
+FLOAT32 = ("model.dtype", "float32")
+TENSOR, STAGES = "engine.tensor_parallel_size", "engine.pipeline_parallel_size"
 REAL = RunOptions(waves_from_s=float("inf"))
 ROWS = 80
 LIVES_S = 3.5  # of a rank of this job, when nobody else uses the machine
@@ -52,7 +54,7 @@ def job(folder: Path, model: Path) -> Path:
 def alone(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_children: None) -> list[dict[str, Any]]:
     """What one process answers."""
     path = job(tmp_path_factory.mktemp("alone") / "job", model)
-    run(path, REAL, ("model.dtype", "float32"))
+    run(path, REAL, FLOAT32)
     return table(path)
 
 
@@ -102,14 +104,22 @@ def _strike(pid: int, what: str) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_two_ranks_answer_as_one_process_does(
-    tmp_path: Path, model: Path, alone: list[dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize("division", first_of((
+    ({TENSOR: 2},), ({STAGES: 2},), ({TENSOR: 2, STAGES: 2},), ({TENSOR: 4},), ({STAGES: 3, "engine.max_num_seqs": 2},),
+), 3))  # fmt: skip
+def test_ranks_answer_as_one_process_does(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    division: dict[str, int],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)  # more ranks than there may be cores
     path = job(tmp_path / "job", model)
-    row = run(path, REAL, *TWO).row
+    row = run(path, REAL, FLOAT32, *((name, str(size)) for name, size in division.items())).row
     assert table(path) == alone
-    assert (row["exit_code"], row["ranks"], row["replicas"], row["worker_restarts"]) == (0, 2, 1, 0)
-    assert {one["engine"] for one in report(path, "steps")} == {0}
+    ranks_of = division.get(TENSOR, 1) * division.get(STAGES, 1)
+    assert (row["exit_code"], row["ranks"], row["replicas"], row["worker_restarts"]) == (0, ranks_of, 1, 0)
+    steps = report(path, "steps")
+    assert {one["engine"] for one in steps} == {0}
+    assert [one["step"] for one in steps] == list(range(len(steps)))
     assert ranks() == []
 
 
@@ -125,7 +135,7 @@ def test_a_rank_that_is_lost_costs_nothing(
     path = job(tmp_path / "job", model)
     after_s = random.Random(f"{what} {seed}").uniform(0, LIVES_S)
     with suffering(after_s, what):
-        row = run(path, REAL, *TWO).row
+        row = run(path, REAL, FLOAT32, (TENSOR, "2")).row
     assert row["exit_code"] == 0
     assert table(path) == alone
     wait_until(lambda: not ranks())
@@ -133,5 +143,16 @@ def test_a_rank_that_is_lost_costs_nothing(
 
 def test_bits_are_not_promised_where_sums_are_divided(tmp_path: Path, model: Path) -> None:
     with pytest.raises(Unavailable, match="tensor_parallel_size") as refused:
-        run(job(tmp_path / "job", model), REAL, *TWO, ("engine.deterministic", "true"))
+        run(job(tmp_path / "job", model), REAL, (TENSOR, "2"), ("engine.deterministic", "true"))
     assert refused.value.exit_code == 69
+
+
+def test_stages_keep_the_bits(tmp_path: Path, model: Path) -> None:
+    """Of sampled answers and log-probabilities, whatever runs beside a row."""
+    found = []
+    for number, stages in enumerate(("1", "2")):
+        path = job(tmp_path / str(number), model)
+        sampling = (("sampling.temperature", "1.2"), ("sampling.logprobs", "2"))
+        run(path, REAL, (STAGES, stages), ("engine.deterministic", "true"), *sampling)
+        found.append([file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))])
+    assert found[0] == found[1]

@@ -21,28 +21,35 @@ from batchinfer.engine.config import (
     Untimed,
     alone,
 )
-from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load.cache_fit import fit_cache
 from batchinfer.engine.load.cache_memory import CacheMemory
 from batchinfer.engine.load.device_fit import Fitted
 from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.load.ranked import (
+    AnyEngine,
+    Tell,
+    follower_of,
+    in_turns,
+    layout_for,
+    leading_engine,
+    part_of,
+    source_of,
+    staged,
+)
 from batchinfer.engine.load.settling import settled
-from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.loop.engine import EngineLimits
 from batchinfer.engine.ranks.following import Follower
-from batchinfer.engine.ranks.joining import join
-from batchinfer.engine.ranks.leading import LeadingRunner
-from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
+from batchinfer.engine.ranks.joining import Company, join
+from batchinfer.engine.ranks.seat import Seat
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import scheduler_config
 from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
-from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
-from batchinfer.models.parallel.group import Group
-from batchinfer.models.sources import Decoders, Source, checkpoint_source
+from batchinfer.models.sources import Decoders, Source
 from batchinfer_kernels.cost import ModelCost
 
 _log = logging.getLogger(__name__)
@@ -50,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    engine: Engine
+    engine: AnyEngine
     info: EngineInfo
     read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
 
@@ -68,26 +75,27 @@ class LoadedWeights:
     masks: ConstraintMasks | None
     untimed: Untimed
     cost: ModelCost  # of the whole model, of which this may be the part of one rank
-    division: Division
-    group: Group
+    company: Company
 
     def engine(
         self,
         config: EngineConfig,
         stop_streams: StopStreams | None = None,
         agreed: Agreed = alone,
-        tell: Callable[[StepPlan], None] | None = None,
+        tell: Tell | None = None,
     ) -> BuiltEngine:
         """Wire the rooms together; raises as `model` does. `tell` tells the other ranks of each step, where there are
         any."""
         loaded = self.model(config, agreed)
-        runner = None if tell is None else LeadingRunner(loaded.runner, self.group, tell, self.cost)
-        engine = loaded.engine(config.peaks, stop_streams, runner)
+        if tell is None:
+            engine: AnyEngine = loaded.engine(config.peaks, stop_streams)
+        else:
+            engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
         return BuiltEngine(engine, loaded.info, loaded.expert_loads.read)
 
     def follower(self, config: EngineConfig, agreed: Agreed) -> Follower:
         """Make what follows the leading rank, whose choices `agreed` returns; raises as `model` does."""
-        return Follower(self.model(config, agreed).runner, self.group)
+        return follower_of(self.model(config, agreed), self.company)
 
     def model(self, config: EngineConfig, agreed: Agreed = alone) -> LoadedModel:
         """Size the KV cache and warm up. A choice by time is made through `agreed`. Raises OutOfMemory when the job
@@ -95,19 +103,21 @@ class LoadedWeights:
         source, device = self.source, self.arithmetic.device
         # no longer than what runs: a checkpoint may name billions of positions
         longest = max(1, min(config.longest, config.max_model_len))
-        block_size, in_group = config.block_size or DEFAULT_BLOCK_SIZE, self.group.size > 1
-        captured = source.can_be_captured and not in_group
-        limits = scheduler_config(config, self.cost, captured)
+        block_size, company = config.block_size or DEFAULT_BLOCK_SIZE, self.company
+        captured = source.can_be_captured and not company.divided
+        limits, turns = in_turns(scheduler_config(config, self.cost, captured), company.division.stages)
         sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
         ops = fastest_prefill(self.ops, sizes, device, source.plain_attention, agreed)
         model = self.decoder(ops, longest)
         eos = frozenset(source.spec.eos_token_ids)
-        # Other ranks know what is asked of the model before the masks are looked at, and not behind that
-        sampler = Sampler(eos, self.masks, device.type == "cpu" and not in_group, model.classifier)
-        layout, cost = cache_layout(source.spec.caches, block_size, longest), source.cost(self.arithmetic)
-        runner = ModelRunner(model, ops, [], layout, sampler, cost, device, in_group=in_group)
+        # Peers know what is asked of the head before the masks are looked at, and not behind that
+        sampler = Sampler(eos, self.masks, device.type == "cpu" and company.peers.size == 1, model.classifier)
+        own, cost = staged(model, company, self.arithmetic), source.cost(self.arithmetic)
+        layout = layout_for(source.spec.caches, block_size, longest, company)
+        runner = ModelRunner(own, ops, [], layout, sampler, cost, device, in_group=company.divided)
         runner.give_adapters(_numbers(config.load.adapters, source))
-        memory = CacheMemory(config, source, runner, limits, self.arithmetic.dtype, longest, self.group)
+        dtype = self.arithmetic.dtype
+        memory = CacheMemory(config, source, runner, limits, dtype, longest, company.everyone, turns)
         counters = model.expert_loads if captured else None
         fitted = fit_cache(runner, limits, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work
@@ -116,11 +126,14 @@ class LoadedWeights:
             limits=fitted.limits,
             engine_limits=EngineLimits(source.spec.content_roots(longest), eos),
             info=replace(
-                _info(self.config, source, fitted, memory.block_bytes, self.threads), division=self.division
+                _info(self.config, source, fitted, memory.block_bytes, self.threads),
+                division=company.division,
+                max_num_seqs=turns * fitted.limits.max_num_seqs,
             ),
             expert_loads=model.expert_loads,
             masks=self.masks,
             drafts=config.drafts,
+            turns=turns,
         )
 
 
@@ -140,20 +153,16 @@ def load_weights(
     device, threads = settled(config)
     if device.type == "cuda":
         _announce_compilations(untimed)
-    group = join(seat, device)
-    source = source or checkpoint_source(
-        config.model, config.kv_cache, config.quantization, config.adapters, config.adapter_places
-    )
+    company = join(seat, device)
+    whole = source or source_of(config)
+    source = part_of(whole, config, company)
     arithmetic = _arithmetic(config, device)
-    cost = source.cost(arithmetic)
+    cost = whole.cost(arithmetic)
     ops = source.choose_ops(arithmetic)
     decoder = source.load(ops, arithmetic)
     eos = frozenset(source.spec.eos_token_ids)
     masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
-    division = UNDIVIDED if seat is None else seat.division
-    return LoadedWeights(
-        config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, division, group
-    )
+    return LoadedWeights(config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, company)
 
 
 def load_model(

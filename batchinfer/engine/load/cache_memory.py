@@ -30,6 +30,7 @@ class CacheMemory:
     dtype: torch.dtype
     longest: int  # tokens of a sequence
     group: Group
+    turns: int = 1  # engines that have a part of it each
 
     @property
     def block_bytes(self) -> int:
@@ -45,13 +46,16 @@ class CacheMemory:
         """How many blocks the cache gets on every rank, where steps need `needed` bytes; see `cache_blocks`. Ranks on a
         CPU share its memory, and what the job gives to the cache."""
         config, limits, device = self.config, self.limits, self.runner.device
-        free, memory, shares = _free_bytes(device), config.kv_memory, self.group.size
+        free, memory, ranks = _free_bytes(device), config.kv_memory, self.group.size
         if device.type == "cpu":
-            free //= shares
-            memory = memory // shares if isinstance(memory, int) else memory
+            free //= ranks
+            memory = memory // ranks if isinstance(memory, int) else memory
         if device.type == "cpu" and config.memory is not None:
             weights = self.source.weight_bytes(self.runner.cost)
-            free = min(free, max(0, config.memory // shares - weights))
+            free = min(free, max(0, config.memory // ranks - weights))
+        if self.turns > 1:
+            free //= self.turns
+            memory = memory // self.turns if isinstance(memory, int) else memory
         blocks = cache_blocks(
             block_bytes=self.block_bytes,
             tables=self.runner.layout.sizes,
@@ -61,7 +65,7 @@ class CacheMemory:
             kind=device.type,
             needed=needed,
         )
-        return fewest(blocks, self.group, device)
+        return self.turns * fewest(blocks, self.group, device)
 
     def _allocate(self, blocks: int) -> list[LayerCache]:
         runner = self.runner

@@ -24,7 +24,7 @@ from batchinfer.pipeline.workers.messages import (
     Pulse,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.ranks.others import Parent, Ranks
+from batchinfer.pipeline.workers.ranks.others import OtherRanks, Parent
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class EngineLoading:
     """Makes the engine, in two steps: the second is taken when the parent knows what is to run. Until the engine is
     made, nothing is received but what is waited for. Its other ranks are told the same."""
 
-    def __init__(self, spec: WorkerSpec, parent: Parent, ranks: Ranks) -> None:
+    def __init__(self, spec: WorkerSpec, parent: Parent, ranks: OtherRanks) -> None:
         self._spec, self._connection, self._ranks, self._untimed_blocks = spec, parent, ranks, 0
 
     def engine(self) -> Any:

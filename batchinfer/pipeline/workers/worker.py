@@ -26,7 +26,7 @@ from batchinfer.pipeline.workers.messages import (
     WorkDone,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.ranks.others import Parent, Ranks
+from batchinfer.pipeline.workers.ranks.others import OtherRanks, Parent
 from batchinfer.pipeline.workers.shared_cores import SharedCores
 from batchinfer_kernels.cpu.spinning import Spinning
 
@@ -52,7 +52,7 @@ def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
 
 def _work(spec: WorkerSpec, parent: Parent) -> None:
     """Make the engine, with its other ranks, and work until the parent wants no more."""
-    ranks = Ranks(spec, parent)
+    ranks = OtherRanks(spec, parent)
     with ranks.blamed():
         built = EngineLoading(spec, parent, ranks).engine()
         worker = _Worker(built, parent, ranks)
@@ -70,7 +70,7 @@ def _shared_cores(info: EngineInfo) -> SharedCores | None:
 class _Worker:
     """A reader thread fills the inbox, so that a parent that sends never waits for a worker that sends."""
 
-    def __init__(self, built: Any, parent: Parent, ranks: Ranks) -> None:
+    def __init__(self, built: Any, parent: Parent, ranks: OtherRanks) -> None:
         """built: a BuiltEngine, or one of a test."""
         self._connection, self._ranks = parent, ranks
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads

@@ -10,8 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from batchinfer.core.errors import JobFileError, Mistake, Unavailable
+from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
 from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig, LoadConfig
+from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
@@ -273,7 +274,7 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     quantization = resolved_quantization(job.model.quantization, checkpoint, place, dtype, hardware is None)
     if quantization == "stored-sparse" and job.engine.deterministic:
         quantization = "none"  # cuSPARSELt promises no bits
-    _refuse_deterministic(job)
+    _refuse_division(job, checkpoint, device, quantization)
     replicas, gpus = _replicas(job, device, hardware is None)
     return Setting(
         device=device,
@@ -324,19 +325,27 @@ def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...
 
 def division_of(job: Job) -> Division:
     """Return how the job divides its model among ranks."""
-    return Division(job.engine.tensor_parallel_size)
+    return Division(job.engine.tensor_parallel_size, job.engine.pipeline_parallel_size)
 
 
 def _first_parallel(job: Job) -> str:
     return "tensor_parallel_size" if job.engine.tensor_parallel_size > 1 else "pipeline_parallel_size"
 
 
-def _refuse_deterministic(job: Job) -> None:
-    """Raise Unavailable for a division that keeps no bits."""
+def _refuse_division(job: Job, checkpoint: StoredModel, device: Device, quantization: Quantization) -> None:
+    """Raise Unavailable for a division that keeps no bits where they are promised, or that cannot be."""
+    division = division_of(job)
+    if division.ranks > 1 and not isinstance(checkpoint, Checkpoint):
+        raise CannotSplit("a model that transformers' code computes is not divided among ranks")
+    if division.ranks > 1 and isinstance(checkpoint, Checkpoint):
+        check_division(checkpoint.spec.quantized(quantization).caching(job.model.kv_cache_dtype), division)
+    if division.stages > 1 and device == "cuda":
+        text = "stages run on a CPU alone as yet; use engine.tensor_parallel_size"
+        raise CannotSplit(f"engine.pipeline_parallel_size: {text}")
     if job.engine.deterministic and job.engine.tensor_parallel_size > 1:
         raise Unavailable(
             "engine.deterministic promises the bits of one process, and ranks that compute each layer together "
-            "(engine.tensor_parallel_size) add up in another order; leave one of them out"
+            "(engine.tensor_parallel_size) add up in another order; engine.pipeline_parallel_size keeps the bits"
         )
 
 

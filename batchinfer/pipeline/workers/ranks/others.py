@@ -36,7 +36,7 @@ class Parent:
             self._connection.send(message)
 
 
-class Ranks:
+class OtherRanks:
     """The ranks from 1 on, a process each; as many as there are specifications, which may be none.
 
     A rank that ends before it is told to ends the engine: its parts of the weights and of the cache are gone. This
