@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import resource
@@ -11,15 +12,21 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchinfer.core.errors import Unavailable
+from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
+from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers import replica
+from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.setup import resolve
+from batchinfer.report.progress import Progress
+from tests.batchinfer import dying_rank
 from tests.batchinfer.pipeline.test_pipeline import people, run, table, write_job
 from tests.batchinfer.test_replicas import report
 from tests.batchinfer.wrong_jobs import alive, children
@@ -139,6 +146,38 @@ def test_a_rank_that_is_lost_costs_nothing(
     assert row["exit_code"] == 0
     assert table(path) == alone
     wait_until(lambda: not ranks())
+
+
+@pytest.mark.parametrize(("division", "how", "said"), first_of((
+    (TENSOR, "SIGKILL", "rank 1 of 2 was killed (signal 9, SIGKILL)"),
+    (STAGES, "SIGSTOP", "made no progress"),
+    (STAGES, "memory", "rank 1 of 2: out of memory"),
+    (STAGES, "SIGKILL", "rank 1 of 2 was killed (signal 9, SIGKILL)"),
+    (TENSOR, "SIGABRT", "rank 1 of 2 ended by signal 6 (SIGABRT)"),
+), 3))  # fmt: skip
+def test_the_engine_is_started_again_and_says_which_rank_was_lost(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    division: str, how: str, said: str,
+) -> None:  # fmt: skip
+    """After the rank's seventh step; where memory had run out, the next engine runs smaller steps."""
+    for name, value in (
+        (dying_rank.AT, "7"),
+        (dying_rank.HOW, how),
+        (dying_rank.DIED, str(tmp_path / "died")),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(replica, "SILENT_S", SILENT_S)
+    path, notices = job(tmp_path / "job", model), list[str]()
+    dying = replace(REAL, engine="tests.batchinfer.dying_rank:build")
+    settings = load_job(path, (FLOAT32, (division, "2")))
+    row = run_job(settings, dying, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append).row
+    assert (row["exit_code"], row["worker_restarts"]) == (0, 1)
+    assert table(path) == alone
+    assert any(said in notice for notice in notices)
+    steps = [one for one in report(path, "steps") if one["engine"] == 1]
+    tokens = max(one["prefill_tokens"] + one["decode_tokens"] for one in steps)
+    assert (tokens <= 32) == ("memory" in said or "SIGKILL" in said)  # as which the kernel's killer is taken
+    assert ranks() == []
 
 
 def test_bits_are_not_promised_where_sums_are_divided(tmp_path: Path, model: Path) -> None:
