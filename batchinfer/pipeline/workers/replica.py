@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.machine.waiting import Waited
@@ -186,7 +187,11 @@ class Replica:
         return WorkDone(found, engine=self._engine, replica=self.number)
 
     def restart(self, engine: int) -> None:
-        """Start another process, the `engine`-th of the run."""
+        """Start another process, the `engine`-th of the run; with smaller steps where ranks that share a model had no
+        memory for them: none can run a step in parts by itself."""
+        crash = self.worker.crash
+        if self._spec.others and crash is not None and crash.kind is OutOfMemory:
+            self._config = smaller(self._config, self.info)
         self._past = self.activities
         self.restarts += 1
         self._engine = engine
@@ -199,3 +204,15 @@ class Replica:
         """End the process."""
         self.gone = True
         self.worker.close()
+
+
+def smaller(config: EngineConfig, info: EngineInfo | None) -> EngineConfig:
+    """Return the configuration with steps of half as many tokens and rows. `info`: the engine that it became; None: it
+    became none."""
+    if info is None:
+        return config
+    return replace(
+        config,
+        max_num_seqs=max(1, info.max_num_seqs // 2),
+        max_num_batched_tokens=max(1, info.max_num_batched_tokens // 2),
+    )
