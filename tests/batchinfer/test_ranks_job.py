@@ -30,6 +30,7 @@ from tests.batchinfer import dying_rank
 from tests.batchinfer.pipeline.test_pipeline import people, run, table, write_job
 from tests.batchinfer.test_replicas import report
 from tests.batchinfer.wrong_jobs import alive, children
+from tests.checkpoints import make_model_folder
 from tests.examples import first_of
 from tests.patience import PATIENCE_S, wait_until
 
@@ -128,6 +129,18 @@ def test_ranks_answer_as_one_process_does(
     assert {one["engine"] for one in steps} == {0}
     assert [one["step"] for one in steps] == list(range(len(steps)))
     assert ranks() == []
+
+
+def test_stages_have_the_block_tables_of_layers_with_windows_and_without(tmp_path: Path) -> None:
+    """Stages of 2 and of 3 of the layers, of which every other one sees 16 tokens: what it has left is freed in all."""
+    make_model_folder(tmp_path / "model", "gemma3_text", num_hidden_layers=5, sliding_window=16)
+    found = []
+    for name, options in (("alone", ()), ("staged", ((STAGES, "2"),))):
+        path = job(tmp_path / name, tmp_path / "model")
+        row = run(path, REAL, FLOAT32, *options).row
+        assert row["exit_code"] == 0
+        found.append(table(path))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("seed", "what"), first_of(

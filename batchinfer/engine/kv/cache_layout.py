@@ -89,9 +89,10 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
 def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -> CacheLayout:
     """Return the layout of some of a model's layers, from the first to before the second, which are numbered from 0 on.
     It has the same groups, so that each block table of the whole model is one of theirs, and of a kind's layers as many
-    in each as in the others, so that a block is no deeper than it has to be: a group may have none."""
+    in each as in the others, so that a block is no deeper than it has to be: a group may have none. Its `windows` are
+    those of the whole model, whose steps are counted."""
     first, end = layers
-    own, windows = keeping(caches[first:end]), _windows(caches[first:end])
+    own = keeping(caches[first:end])
     kept = {layer: group.keeps for group in layout.groups for layer in group.layers}
     parts = dict[int, tuple[int, ...]]()
     for kind in {group.keeps for group in layout.groups}:
@@ -102,7 +103,7 @@ def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -
         replace(group, layers=parts[at], windows=_read_windows(parts[at], caches[first:end]) or group.windows)
         for at, group in enumerate(layout.groups)
     )
-    return CacheLayout(windows, groups, max(map(len, parts.values())), layout.block_size)
+    return CacheLayout(layout.windows, groups, max(map(len, parts.values())), layout.block_size)
 
 
 def _read_windows(layers: tuple[int, ...], caches: Caches) -> frozenset[int | None]:
