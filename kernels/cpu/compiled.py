@@ -54,7 +54,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 5 + [_LONG] * 2,
     "experts": [ctypes.POINTER(ExpertsStructure)],
-    "combine": [_POINTER] * 4 + [_LONG] * 3,
     "low_rank": [_POINTER, ctypes.POINTER(LowRankStructure), ctypes.POINTER(AdaptedStructure), _LONG],
     "layer_widens": [],
     "latent_tile": [],
@@ -281,16 +280,6 @@ class CompiledOperators(CachedOperators):
         if self._functions["experts", x.dtype](room.structure):
             raise ValueError(f"an expert below 0 or above {gate_up.count - 1} was chosen")
         return room.y
-
-    def combine(self, made: Tensor, weights: Tensor) -> Tensor:
-        """made: (T × chosen, N), the results of each token in the order of its choice; weights: (T, chosen) float32 →
-        (T, N), with the bits that `experts` has of the same results. Raises ValueError where they do not fit."""
-        (tokens, chosen), order = weights.shape, torch.arange(len(made))
-        if made.dim() != 2 or len(made) != tokens * chosen or weights.dtype != torch.float32:
-            raise ValueError(f"made is {tuple(made.shape)}, weights {tuple(weights.shape)} {weights.dtype}")
-        y = made.new_empty(tokens, made.shape[1])
-        self._call("combine", made, made, order, weights.contiguous(), y, tokens, chosen, made.shape[1])
-        return y
 
     def pack_factors(
         self, factors: Sequence[tuple[Tensor, Tensor] | None], places: int | None = None

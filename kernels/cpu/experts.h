@@ -146,15 +146,6 @@ INLINE void NAME(combine_row)(const NAME(Experts) *a, int64_t token) {
     }
 }
 
-/* As `combine_row`, of results that stand at `places` in `made`. */
-void NAME(combine)(const REAL *made, const int64_t *places, const float *weights, REAL *y, int64_t tokens, int64_t choices,
-                   int64_t width) {
-    NAME(Experts) a = {.made = (REAL *)made, .places = (int64_t *)places, .weights = weights, .y = y, .choices = choices};
-    a.down.outputs = width;
-#pragma omp parallel for schedule(static)
-    for (int64_t token = 0; token < tokens; token++) NAME(combine_row)(&a, token);
-}
-
 /* 0, or -1 where a token chose an expert that is not there. */
 int64_t NAME(experts)(const NAME(Experts) *a) {
     int64_t inputs = a->gate_up.inputs;

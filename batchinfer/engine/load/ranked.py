@@ -43,7 +43,7 @@ def part_of(whole: Source, config: LoadConfig, company: Company) -> Source:
     if not isinstance(whole, ModelSource):
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     place = place_of(company.rank, company.division, whole.spec)
-    return source_of(config, Ranks(company.peers, place=place))
+    return source_of(config, Ranks(company.peers, company.peers, place=place))
 
 
 def in_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerConfig, int]:
