@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.errors import Unavailable
+from batchinfer.core.errors import BatchInferError, Unavailable
 from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.run import run_job
@@ -162,13 +162,20 @@ def test_a_rank_that_is_lost_costs_nothing(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
     seed: int, what: str,
 ) -> None:  # fmt: skip
-    """Killed, stopped, or without memory, at any moment of its life."""
+    """Killed, stopped, or without memory, at any moment of its life. A rank that has no memory to load in ends the run,
+    as the only process of an engine does; the same command goes on."""
     monkeypatch.setattr(replica, "SILENT_S", SILENT_S)
     path = job(tmp_path / "job", model)
     after_s = random.Random(f"{what} {seed}").uniform(0, LIVES_S)
-    with suffering(after_s, what):
-        row = run(path, REAL, FLOAT32, (TENSOR, "2")).row
-    assert row["exit_code"] == 0
+    division = random.Random(seed).choice((TENSOR, STAGES))
+    try:
+        with suffering(after_s, what):
+            run(path, REAL, FLOAT32, (division, "2"))
+    except BatchInferError as error:
+        assert what == "memory", "every other loss is made good"
+        assert "rank 1 of 2" in str(error)
+        wait_until(lambda: not ranks())
+        run(path, REAL, FLOAT32, (division, "2"))
     assert table(path) == alone
     wait_until(lambda: not ranks())
 
@@ -203,6 +210,36 @@ def test_the_engine_is_started_again_and_says_which_rank_was_lost(
     tokens = max(one["prefill_tokens"] + one["decode_tokens"] for one in steps)
     assert (tokens <= 32) == ("memory" in said or "SIGKILL" in said)  # as which the kernel's killer is taken
     assert ranks() == []
+
+
+@pytest.mark.parametrize("division", first_of((TENSOR, STAGES), 2))
+def test_ranks_make_the_logits_that_are_asked_for(tmp_path: Path, model: Path, division: str) -> None:
+    """Of rows with masks and log-probabilities, of prompts, and of given continuations: each is a call of all ranks."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+    rows = people(12)
+    asked: dict[str, dict[str, Any]] = {
+        "guided": {"output": {"schema": schema}, "sampling": {"max_tokens": 16, "logprobs": 2}},
+        "penalised": {"sampling": {"max_tokens": 9, "frequency_penalty": 0.5, "prompt_logprobs": 1}},
+        "chosen": {"task": "classify", "classify": {"choices": [" yes", " no", " not at all"]}, "sampling": None},
+    }  # fmt: skip
+    for name, sections in asked.items():
+        found = []
+        for size in ("1", "2"):
+            folder = tmp_path / name / size
+            folder.mkdir(parents=True)
+            path = write_job(folder, model, rows, on_error={"max_error_rate": 1.0}, **sections)
+            assert run(path, REAL, FLOAT32, (division, size)).exit_code == 0
+            found.append([_rounded(row) for row in table(path)])
+        assert found[0] == found[1], name
+
+
+def _rounded(value: Any) -> Any:
+    """Sums over ranks differ in their last bits."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def test_bits_are_not_promised_where_sums_are_divided(tmp_path: Path, model: Path) -> None:
