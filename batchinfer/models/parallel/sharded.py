@@ -40,10 +40,10 @@ def sharded(spec: ModelSpec, place: RankPlace) -> ModelSpec:
 
 
 def tensor_sizes(spec: ModelSpec, place: RankPlace = EVERYTHING) -> list[int]:
-    """Return the numbers of ranks that each of its layers can be divided among."""
-    return [
-        size for size in range(1, MOST_RANKS + 1) if _divides(spec, replace(place, tensor=Portion(0, size)))
-    ]
+    """Return the numbers of ranks that each of its layers can be divided among, experts as `place` has them."""
+    every = (Portion(0, size) for size in range(1, MOST_RANKS + 1))
+    places = (replace(place, tensor=one, experts=None if place.experts is None else one) for one in every)
+    return [each.tensor.size for each in places if _divides(spec, each)]
 
 
 def _divides(spec: ModelSpec, place: RankPlace) -> bool:
@@ -56,8 +56,8 @@ def _divides(spec: ModelSpec, place: RankPlace) -> bool:
 
 
 def _told_sizes(spec: ModelSpec, place: RankPlace) -> str:
-    sizes = tensor_sizes(spec, replace(place, experts=None))
-    return f"its tensors can be divided among {', '.join(map(str, sizes)) or 'no ranks'}"
+    sizes = ", ".join(map(str, tensor_sizes(spec, place)))
+    return f"its tensors can be divided among {sizes or 'no ranks'}"
 
 
 def _check_model(spec: ModelSpec, place: RankPlace) -> None:

@@ -47,7 +47,7 @@ class SplitHead(Head):
         """As of all logits, of which each rank sends its greatest and where that is."""
         best, tokens = self._inner(x).max(-1)
         first = self._spans[self._group.rank][0]
-        # A number that float64 holds exactly, as it does the logit
+        # float64 holds both exactly, the logit and the token's number
         found = self._group.all_gather(torch.stack((best.double(), (tokens + first).double())))
         logits, ids = found[:, 0], found[:, 1].long()
         # The lowest rank of equals has the lowest token; NaN is greater than all others
