@@ -147,8 +147,8 @@ def test_a_rank_that_is_lost_costs_nothing(
         with suffering(after_s, what):
             run(path, REAL, FLOAT32, (division, "2"))
     except BatchInferError as error:
-        assert what == "memory", "every other loss is made good"
-        assert "rank 1 of 2" in str(error)
+        if what != "memory" or "rank 1 of 2" not in str(error):  # every other loss is made good
+            raise
         wait_until(lambda: not ranks())
         run(path, REAL, FLOAT32, (division, "2"))
     assert table(path) == alone
