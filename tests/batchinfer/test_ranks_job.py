@@ -30,6 +30,7 @@ from tests.batchinfer import dying_rank
 from tests.batchinfer.pipeline.test_pipeline import people, run, table, write_job
 from tests.batchinfer.test_replicas import report
 from tests.batchinfer.wrong_jobs import alive, children
+from tests.checkpoints import make_model_folder
 from tests.examples import first_of
 from tests.patience import PATIENCE_S, wait_until
 
@@ -112,7 +113,7 @@ def _strike(pid: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("division", first_of((
-    ({TENSOR: 2},), ({STAGES: 2},), ({TENSOR: 2, STAGES: 2},), ({TENSOR: 4},), ({STAGES: 3, "engine.max_num_seqs": 2},),
+    ({TENSOR: 2},), ({STAGES: 2},), ({TENSOR: 2, STAGES: 2},), ({TENSOR: 4},), ({STAGES: 2, "engine.max_num_seqs": 1},),
 ), 3))  # fmt: skip
 def test_ranks_answer_as_one_process_does(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
@@ -185,6 +186,20 @@ def test_the_engine_is_started_again_and_says_which_rank_was_lost(
     tokens = max(one["prefill_tokens"] + one["decode_tokens"] for one in steps)
     assert (tokens <= 32) == ("memory" in said or "SIGKILL" in said)  # as which the kernel's killer is taken
     assert ranks() == []
+
+
+@pytest.mark.slow
+def test_three_stages_of_different_depths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven layers and three engines that take turns, which have 8 rows among them."""
+    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)
+    make_model_folder(tmp_path / "deep", num_hidden_layers=7)
+    found = []
+    for stages in ("1", "3"):
+        path = job(tmp_path / stages, tmp_path / "deep")
+        assert run(path, REAL, FLOAT32, (STAGES, stages)).exit_code == 0
+        found.append(table(path))
+        assert max(one["running"] for one in report(path, "steps")) <= 8
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("division", first_of((TENSOR, STAGES), 2))
