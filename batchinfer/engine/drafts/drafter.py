@@ -21,7 +21,7 @@ from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.sequence import Sequence
 
 MOST_DRAFTS = 24  # of a row in a step
-SHARE = 0.05  # of a step's time, which looking for drafts takes at most
+SHARE = 0.05  # of the time that steps would take without drafts: looking for drafts takes no more
 _LONGEST_PAUSE = 32  # tokens, after a row's text turned out to have nothing to offer
 _SAVED_STEPS = 20  # of whose time the share may be spent at once
 _PENALISED_TOKENS = 1 << 16  # of the texts of a row's drafts together
@@ -136,7 +136,7 @@ class CostedDrafter:
             self._counts = {}
         self._times.measured(sample)
         self._acceptance.fade(_FADED)
-        share = SHARE * sample.duration_s
+        share = SHARE * (sample.duration_s + max(0.0, sample.drafts_saved_s))
         self._most_allowed_s = _SAVED_STEPS * share
         self._allowed_s = min(self._allowed_s + share, self._most_allowed_s)
         self._expected_prompt_tokens = sample.prefill_tokens if sample.waiting else 0

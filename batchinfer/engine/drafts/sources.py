@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.drafter import CostedDrafter
+from batchinfer.engine.drafts.given_answer import GivenAnswer
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.source import DraftSource
@@ -15,7 +17,10 @@ from batchinfer.engine.runner.runner import Runner
 from batchinfer_kernels.cost import Peaks
 
 _SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {
-    source.name: source for source in (OwnText, OtherAnswers)
+    "prompt": OwnText,
+    "answers": OtherAnswers,
+    "earlier": partial(GivenAnswer, "earlier"),
+    "model": partial(GivenAnswer, "model"),
 }
 
 
