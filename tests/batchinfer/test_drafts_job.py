@@ -153,6 +153,18 @@ def test_rows_are_those_of_a_job_without_a_draft_model(tmp_path: Path, model: Pa
     assert 0 < got.row["draft_model_s"] < got.row["wall_s"]
 
 
+def test_a_draft_model_may_be_the_same_one_with_other_weights(tmp_path: Path, model: Path) -> None:
+    plain = job(tmp_path / "off", model, "off", sampling={"max_tokens": 40})
+    run(plain, REAL, FLOAT32)
+    path = job(
+        tmp_path / "int4", model, {"model": str(model), "quantization": "int4"}, sampling={"max_tokens": 40}
+    )
+    got = run(path, REAL, FLOAT32)
+    assert table(path) == table(plain)
+    assert got.row["model_drafted"] > 0
+    assert got.row["quantization"] == "none"
+
+
 def test_a_draft_models_greedy_answers_are_those_of_its_own_job(tmp_path: Path, model: Path) -> None:
     """So each of the two jobs leaves the other one nothing to compute with that model."""
     other, shared = small(model, tmp_path / "small"), {"path": str(tmp_path / "store")}

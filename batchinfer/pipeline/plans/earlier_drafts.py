@@ -49,7 +49,8 @@ class EarlierDrafts:
         index. Raises StorageError, OutOfMemory."""
         state, places = self.run.state, earlier_places(folder)
         where = plan.path, index_parts, places, self.parts, state.staging / "earlier", state.ops
-        return partial(self._given, GivenAnswers(self.result.write_answers(*where)))
+        answers = self.result.write_answers(*where)
+        return without_drafts if answers is None else partial(self._given, GivenAnswers(answers))
 
     def _given(self, answers: GivenAnswers, batches: Batches) -> Batches:
         for batch, requests in batches:

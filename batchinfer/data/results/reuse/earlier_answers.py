@@ -55,9 +55,10 @@ class LastResult:
         store_parts: Sequence[Path],
         spill: Path,
         ops: FileOps,
-    ) -> Path:
-        """Write the answers for the requests of a plan, those that are greedy, and return the file. `places`: where
-        each row of the index stood before, as `earlier_places` returns it. Raises StorageError, OutOfMemory."""
+    ) -> Path | None:
+        """Write the answers for the requests of a plan, those that are greedy, and return the file; None where no row
+        can be found. `places`: where each row of the index stood before, as `earlier_places` returns it. Raises
+        StorageError, OutOfMemory."""
         numbers, keys = places
         stood = {"row_id": np.arange(len(numbers)), "place": numbers, "key": pa.array(keys, pa.binary(32))}
         stored = f"SELECT key, token_ids FROM {parquet(store_parts)} WHERE error_code IS NULL"
@@ -70,6 +71,9 @@ class LastResult:
                 f"(SELECT seq, key, expected_tokens FROM {parquet([plan])}) JOIN "
                 f"(SELECT key, row_id, custom_id FROM {parquet(index_parts)} WHERE greedy) USING (key)"
             )
+            ((ids,),) = database.execute("SELECT count(custom_id) FROM wanted").fetchall()
+            if not ids and not (numbers >= 0).any():
+                return None
             database.execute(
                 f"CREATE TEMP VIEW result AS SELECT {', '.join(_COLUMNS)} FROM {parquet(self.files)} "
                 "WHERE generated_text IS NOT NULL"
