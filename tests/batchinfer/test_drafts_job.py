@@ -10,6 +10,7 @@ from typing import Any
 import duckdb
 import pytest
 import torch
+from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
 from batchinfer.core.errors import BatchInferError, JobFileError
@@ -20,6 +21,7 @@ from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 REAL = RunOptions(waves_from_s=float("inf"))
 FLOAT32 = ("model.dtype", "float32")
 WEIGHTS = "model.safetensors"
+QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
 SOURCES: tuple[Any, ...] = (["prompt"], ["answers"], "auto")
 SCHEMA = {
     "type": "object",
@@ -120,6 +122,20 @@ def test_a_row_is_drafted_by_the_last_answer_to_its_id(tmp_path: Path, model: Pa
         changed(one, later)
         run(one, REAL, FLOAT32)
     assert table(path) == table(off)
+
+
+def test_new_rows_are_drafted_by_the_last_answers_of_others(tmp_path: Path) -> None:
+    """Nothing has answered yet in the second run. The quickstart's model writes texts that become its tokens again."""
+    orders = [json.loads(line) for line in (QUICKSTART / "data/orders.jsonl").read_bytes().splitlines()[:16]]
+    prompt = YAML(typ="safe").load(QUICKSTART / "job.yaml")["prompt"]
+    sections = {"prompt": prompt, "sampling": {"max_tokens": 48}}
+    path = job(tmp_path / "a", QUICKSTART / "model", ["answers", "earlier"], **sections)
+    changed(path, orders[:12])
+    run(path, REAL, FLOAT32)
+    changed(path, orders[12:13])
+    got = run(path, REAL, FLOAT32).row
+    assert got["answers_accepted"] > 0
+    assert got["steps"] < got["sampled_tokens"]
 
 
 def test_sampled_rows_and_rows_with_several_answers_have_no_earlier_ones(tmp_path: Path, model: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.core.request import Request
+from batchinfer.core.request import Request, TokenIds
 from batchinfer.data.kept.earlier import earlier_places
 from batchinfer.data.results.published import intact
 from batchinfer.data.results.reuse.earlier_answers import LastResult
@@ -18,6 +18,7 @@ from batchinfer.data.results.reuse.given_answers import GivenAnswers
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.plan.order.plan import Plan, PlanBatch
 
+_LEARNT = 1 << 19  # characters of the last answers that engines are told: about half of what they remember
 Batches = Iterator[tuple[PlanBatch, list[Request]]]
 Given = Callable[[Batches], Batches]
 
@@ -25,6 +26,22 @@ Given = Callable[[Batches], Batches]
 def without_drafts(batches: Batches) -> Batches:
     """Return the batches as they are."""
     return batches
+
+
+def last_answers(run: OpenRun) -> list[TokenIds]:
+    """Return the last answers of the job's last result, for engines that take drafts from other answers; none where the
+    job does not take them from there."""
+    if not {"answers", "earlier"} <= {*run.setup.setting.draft_sources(run.job)}:
+        return []
+    result = _last_result(run)
+    texts = [] if result is None else result.last_texts(_LEARNT)
+    found = run.setup.tokenizer.rust.encode_batch(texts, add_special_tokens=False)
+    return [np.array(one.ids, np.int32) for one in found if one.ids]
+
+
+def _last_result(run: OpenRun) -> LastResult | None:
+    found = intact(run.state.results)
+    return None if found is None else LastResult.of(found.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +57,7 @@ class EarlierDrafts:
         """Return what drafts can be taken from; None where the job has no such result, or takes none from it."""
         if "earlier" not in run.setup.setting.draft_sources(run.job) or run.job.has_samples:
             return None
-        found = intact(run.state.results)
-        result = None if found is None else LastResult.of(found.files)
+        result = _last_result(run)
         return None if result is None else cls(run, result, store_parts)
 
     def of_plan(self, plan: Plan, index_parts: Sequence[Path], folder: Path) -> Given:

@@ -16,7 +16,7 @@ from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
-from batchinfer.pipeline.plans.earlier_drafts import Given
+from batchinfer.pipeline.plans.earlier_drafts import Given, last_answers
 from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
 from batchinfer.pipeline.plans.run_plans import RunPlans
 from batchinfer.pipeline.stages.planning import PlannedRun
@@ -61,7 +61,9 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
         sources = [FurtherAttempts(run, index, collector, pool)]
         with RunPlans(run, store, collector, pool, sources) as plans:
             try:
+                known = last_answers(run)
                 wait_until_ready(run, pool)
+                pool.learn(known)
                 _begin(run, plan, pool)
                 batches = planned_requests(plan, index.tokens, REQUEST_BATCH, run.setup.roots)
                 feed(run, given(batches), pool, collector, plans)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.kept.rows import Numbers
 from batchinfer.data.storage.duck import connection, parquet
-from batchinfer.data.storage.durable import FileOps
+from batchinfer.data.storage.durable import FileOps, storage
 from batchinfer.data.store.completion_store import write_table
 
 _COLUMNS = ("row_id", "custom_id", "generated_text")
@@ -46,6 +46,20 @@ class LastResult:
         ):
             return None
         return cls(files)
+
+    def last_texts(self, characters: int) -> list[str]:
+        """Return the last answers of the result, about so many characters of them. Raises StorageError."""
+        texts: list[str] = []
+        for path in reversed(self.files):
+            with storage(path, "read"), pq.ParquetFile(path) as file:
+                for group in reversed(range(file.num_row_groups)):
+                    found = file.read_row_group(group, ["generated_text"]).column(0).drop_null().to_pylist()
+                    while found and characters > 0:
+                        texts.append(found.pop())
+                        characters -= len(texts[-1])
+                    if characters <= 0:
+                        return texts[::-1]
+        return texts[::-1]
 
     def write_answers(
         self,
