@@ -34,6 +34,7 @@ from batchinfer.pipeline.stages.answering import (
 from batchinfer.pipeline.workers.feed import run_plan
 from batchinfer.pipeline.workers.launch import Launch
 from batchinfer.pipeline.workers.messages import WorkDone
+from batchinfer.plan.forecast.run import forecast_run
 from batchinfer.plan.order.plan import Plan, PlanBatch
 from batchinfer.plan.order.requests import planned_requests
 from batchinfer.plan.setup.draft_model import DraftModel
@@ -70,15 +71,9 @@ class _Drafting:
     ) -> None:
         self._whole, self._plan, self._store, self._index = run, plan, store, index
         self._spill = run.state.staging / "drafts"
-        setup = replace(
-            run.setup,
-            checkpoint=model.checkpoint,
-            setting=model.setting.for_rows(plan.to_run),
-            tokenizer=model.tokenizer,
-            columns=None,
-            drafts=None,
-            adapters={},
-        )
+        setup = run.setup.drafting
+        assert setup is not None, "a draft model has a setup"
+        setup = replace(setup, setting=setup.setting.for_rows(plan.to_run))
         self._run = replace(run, job=model.job, setup=setup, launch=Launch(run.options.transport))
         context = work_context(setup, run.state, remember=True)
         self._requests = DraftRequests(context, model.setting.max_model_len)
@@ -102,6 +97,9 @@ class _Drafting:
         run, plan = self._run, self._plan
         name = short_name(run.job.model.path)
         run.notice(f"drafts: {name} answers {counted(plan.to_run - len(known), 'request')} first")
+        if not known:
+            for line in forecast_run(run.job, run.setup, plan, self._index.tokens, settles=False).lines:
+                run.notice(f"drafts: {line}")
         longest = min(plan.longest, run.setup.setting.max_model_len)
         index_parts = self._index.index_parts
         needs = Needs(run.setup.setting, longest, None, plan.to_run, lambda: index_parts)

@@ -68,6 +68,23 @@ class Setup:
         roots = self.checkpoint.spec.content_roots(self.setting.max_model_len)
         return dataclasses.replace(roots, adapted=bool(self.adapters))
 
+    @property
+    def drafting(self) -> Setup | None:
+        """Return the setup with which the draft model runs; None: there is none. Its answers are no columns, and no row
+        has an adapter."""
+        drafts = self.drafts
+        if drafts is None:
+            return None
+        return dataclasses.replace(
+            self,
+            checkpoint=drafts.checkpoint,
+            setting=drafts.setting,
+            tokenizer=drafts.tokenizer,
+            columns=None,
+            drafts=None,
+            adapters={},
+        )
+
     def ingest_options(
         self,
         context: bytes = b"",
