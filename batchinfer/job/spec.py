@@ -239,6 +239,12 @@ class EngineSection(Section):
         default="auto",
         description="Number of engines that share the work. auto: one for each GPU; one on a CPU.",
     )
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="Number of processes that compute each layer of an engine together."
+    )
+    pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="Number of processes among which the layers of an engine are divided."
+    )
     deterministic: bool = Field(
         default=False,
         description="Whether answers are the same to the bit whatever other rows run. A little slower.",

@@ -18,7 +18,7 @@ from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.replica import CODE, Death, Replica, WorkerActivity
-from batchinfer.pipeline.workers.suspects import Group, Suspects, proof_of
+from batchinfer.pipeline.workers.suspects import RowGroup, Suspects, proof_of
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 from batchinfer.pipeline.workers.worker_handle import OF_ONE, WorkerHandle
 from batchinfer.plan.order.backlog import Backlog, piece_rows
@@ -236,7 +236,7 @@ class ReplicaPool:
                 if group is not None:
                     replica.run_apart(group)
 
-    def _group_for(self, replica: Replica) -> Group | None:
+    def _group_for(self, replica: Replica) -> RowGroup | None:
         """Return the rows that it is to run by itself; if it is doubted, first a row that was answered, so that it is
         not given up because of rows that kill."""
         answered = next((one.answered for one in self._replicas if one.answered is not None), None)
