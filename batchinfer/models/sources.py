@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 
 from batchinfer.core.errors import CannotSplit, Unavailable
-from batchinfer.models.adapters.factors import AdaptedWeights
+from batchinfer.models.adapters.factors import AdaptedWeights, PartOfLayers
 from batchinfer.models.adapters.merging import MergedWeights
 from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
 from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
@@ -59,8 +59,27 @@ class ModelSource:
     merged: StoredAdapter | None = None  # an adapter that all rows have, in the weights
     adapter_places: int | None = None  # how many adapters are on the device at a time; None: all
     ranks: Ranks = ALONE  # with which it is computed; its spec and its weights are those of this rank's part
+    whole: ModelSpec | None = None  # the model that it is a part of; None: it is all of it
     # Its decode steps launch the same kernels each time, and never wait for the device
     can_be_captured: ClassVar[bool] = True
+
+    def part(self, ranks: Ranks) -> ModelSource:
+        """Return the part of a rank, whose weights `weights` reads already. Raises CannotSplit."""
+        place, merged = ranks.place, self.merged
+        if merged is not None and place.cuts:
+            raise CannotSplit(
+                "a DoRA is merged into whole rows of weights; only layers can be divided among ranks"
+            )
+        own = sharded(self.spec, place)
+        return replace(
+            self,
+            spec=own,
+            parameters=parameter_count(own),
+            adapters={name: each.of_layers(place.layers) for name, each in self.adapters.items()},
+            merged=None if merged is None else merged.of_layers(place.layers),
+            ranks=ranks,
+            whole=self.spec,
+        )
 
     @property
     def plain_attention(self) -> bool:
@@ -104,8 +123,8 @@ class ModelSource:
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
         with self.weights(*place) as own:
             stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
-            with AdaptedWeights(stored, self.spec, adapters, *kept) as adapted:
-                watched = WatchedWeights(SmoothedWeights(adapted, self.spec), self.spec)
+            with AdaptedWeights(stored, self.spec, adapters, *kept, self._part) as adapted:
+                watched = WatchedWeights(SmoothedWeights(adapted, self.spec, self.ranks.experts), self.spec)
                 # Looking for outliers takes passes over weights, which a run without codes need not wait for
                 weights = watched if rounded else adapted
                 packed = pack_weights(
@@ -115,6 +134,14 @@ class ModelSource:
         if warning is not None:
             _log.warning("%s", warning)
         return partial(Decoder, packed)
+
+    @property
+    def _part(self) -> PartOfLayers | None:
+        place = self.ranks.place
+        if self.whole is None:
+            return None
+        layers = self.whole.layers if place.layers is None else self.whole.layers[slice(*place.layers)]
+        return PartOfLayers(layers, place)
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
         """Return what its steps cost."""
@@ -172,13 +199,11 @@ def checkpoint_source(
         beside = {name: adapter for name, adapter in found.items() if not adapter.config.dora}
         place = ranks.place
         weights = partial(CheckpointWeights, checkpoint, place=place)
+        whole = ModelSource(spec, checkpoint.parameters, weights, beside, merged, adapter_places)
         if place.whole:
-            return ModelSource(spec, checkpoint.parameters, weights, beside, merged, adapter_places)
-        if found:
-            raise CannotSplit("a model that several ranks compute is given no adapters; merge them into it")
-        own = sharded(spec, place)
+            return whole
         check_parts(checkpoint, place)
-        return ModelSource(own, parameter_count(own), weights, ranks=ranks)
+        return whole.part(ranks)
     if not ranks.place.whole:
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     if adapters:

@@ -24,7 +24,15 @@ from batchinfer_kernels.cpu.low_rank import (
     without_adapter,
 )
 from batchinfer_kernels.cpu.memory import HugePages
-from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated, padded
+from batchinfer_kernels.cpu.packed import (
+    KINDS,
+    Kind,
+    PackedExperts,
+    PackedWeight,
+    codes_room,
+    is_gated,
+    padded,
+)
 from batchinfer_kernels.cpu.structures import (
     LOG2_E,
     AdaptedStructure,
@@ -54,7 +62,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 5 + [_LONG] * 2,
     "experts": [ctypes.POINTER(ExpertsStructure)],
-    "combine": [_POINTER] * 4 + [_LONG] * 3,
     "low_rank": [_POINTER, ctypes.POINTER(LowRankStructure), ctypes.POINTER(AdaptedStructure), _LONG],
     "layer_widens": [],
     "latent_tile": [],
@@ -264,7 +271,7 @@ class CompiledOperators(CachedOperators):
                 f"starts are {tuple(starts.shape)} {starts.dtype} for {weight.count} weights, {rows} rows"
             )
         y, blocks = x.new_empty(rows, weight.columns), torch.empty_like(starts)
-        codes = torch.empty(rows if weight.quantized else 0, padded(weight.inputs), dtype=torch.uint8)
+        codes = codes_room(rows if weight.quantized else 0, weight.inputs)
         wide, size = wide_room(x, weight)
         room = (blocks, y, codes, torch.empty(len(codes), dtype=torch.float32), wide, size)
         self._call("grouped_linear", x, x, weight.structure, starts, weight.count, *room, KINDS[weight.kind])
@@ -281,16 +288,6 @@ class CompiledOperators(CachedOperators):
         if self._functions["experts", x.dtype](room.structure):
             raise ValueError(f"an expert below 0 or above {gate_up.count - 1} was chosen")
         return room.y
-
-    def combine(self, made: Tensor, weights: Tensor) -> Tensor:
-        """made: (T × chosen, N), the results of each token in the order of its choice; weights: (T, chosen) float32 →
-        (T, N), with the bits that `experts` has of the same results. Raises ValueError where they do not fit."""
-        (tokens, chosen), order = weights.shape, torch.arange(len(made))
-        if made.dim() != 2 or len(made) != tokens * chosen or weights.dtype != torch.float32:
-            raise ValueError(f"made is {tuple(made.shape)}, weights {tuple(weights.shape)} {weights.dtype}")
-        y = made.new_empty(tokens, made.shape[1])
-        self._call("combine", made, made, order, weights.contiguous(), y, tokens, chosen, made.shape[1])
-        return y
 
     def pack_factors(
         self, factors: Sequence[tuple[Tensor, Tensor] | None], places: int | None = None
@@ -369,7 +366,7 @@ class CompiledOperators(CachedOperators):
         if not weight.quantized:
             self._call("linear", x, x, structure, y, rows, kind)
             return
-        codes = torch.empty(rows, padded(weight.inputs), dtype=torch.uint8)
+        codes = codes_room(rows, weight.inputs)
         row_scales = torch.empty(rows, dtype=torch.float32)
         self._call("quantized_linear", x, x, structure, y, codes, row_scales, rows, kind)
 

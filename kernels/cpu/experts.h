@@ -25,10 +25,10 @@ INLINE int NAME(in_tiles)(const Weight *first) { return first->starts ? TILES &&
 
 /* How the rows of an expert are cut up, whose weight is one like `first`. */
 INLINE Cut NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
-    int64_t bytes = first->inputs * (first->starts ? 1 : (int64_t)sizeof(REAL));
     int64_t rows = starts[expert + 1] - starts[expert];
     if (IN_SLICES && is_mxfp4(first)) return (Cut){starts[expert], rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
-    return cut_rows(starts[expert], rows, bytes, NAME(in_tiles)(first));
+    if (first->starts) return cut_codes(starts[expert], rows, first->inputs, first->group);
+    return cut_rows(starts[expert], rows, first->inputs * (int64_t)sizeof(REAL), IN_TILES);
 }
 
 /* Where the row blocks of each expert begin, the last one's end included: rows of two experts share no block. */
@@ -144,15 +144,6 @@ INLINE void NAME(combine_row)(const NAME(Experts) *a, int64_t token) {
             sum += LOAD(a->made[a->places[c] * width + i]) * a->weights[c];
         y[i] = STORE(sum);
     }
-}
-
-/* As `combine_row`, of results that stand at `places` in `made`. */
-void NAME(combine)(const REAL *made, const int64_t *places, const float *weights, REAL *y, int64_t tokens, int64_t choices,
-                   int64_t width) {
-    NAME(Experts) a = {.made = (REAL *)made, .places = (int64_t *)places, .weights = weights, .y = y, .choices = choices};
-    a.down.outputs = width;
-#pragma omp parallel for schedule(static)
-    for (int64_t token = 0; token < tokens; token++) NAME(combine_row)(&a, token);
 }
 
 /* 0, or -1 where a token chose an expert that is not there. */

@@ -131,6 +131,30 @@ def test_ranks_answer_as_one_process_does(
     assert ranks() == []
 
 
+@pytest.mark.parametrize("experts", first_of((4, 5), 1))
+def test_ranks_share_the_experts(tmp_path: Path, experts: int) -> None:
+    """2 whole ones each, or a half of each of 5."""
+    make_model_folder(tmp_path / "model", "mixtral", num_local_experts=experts)
+    found = []
+    for name, options in (("alone", ()), ("shared", ((TENSOR, "2"),))):
+        path = job(tmp_path / name, tmp_path / "model")
+        run(path, REAL, FLOAT32, *options)
+        found.append(table(path))
+    assert found[0] == found[1]
+
+
+def test_stages_have_the_block_tables_of_layers_with_windows_and_without(tmp_path: Path) -> None:
+    """Stages of 2 and of 3 of the layers, of which every other one sees 16 tokens: what it has left is freed in all."""
+    make_model_folder(tmp_path / "model", "gemma3_text", num_hidden_layers=5, sliding_window=16)
+    found = []
+    for name, options in (("alone", ()), ("staged", ((STAGES, "2"),))):
+        path = job(tmp_path / name, tmp_path / "model")
+        row = run(path, REAL, FLOAT32, *options).row
+        assert row["exit_code"] == 0
+        found.append(table(path))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("seed", "what"), first_of(
     ((seed, what) for seed in range(21) for what in ("SIGKILL", "SIGSTOP", "memory")), 3
 ))  # fmt: skip

@@ -113,7 +113,7 @@ class LoadedWeights:
         # Peers know what is asked of the head before the masks are looked at, and not behind that
         sampler = Sampler(eos, self.masks, device.type == "cpu" and company.peers.size == 1, model.classifier)
         own, cost = staged(model, company, self.arithmetic), source.cost(self.arithmetic)
-        layout = layout_for(source.spec.caches, block_size, longest, company)
+        layout = layout_for(source, block_size, longest)
         runner = ModelRunner(own, ops, [], layout, sampler, cost, device, in_group=company.divided)
         runner.give_adapters(_numbers(config.load.adapters, source))
         dtype = self.arithmetic.dtype

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.config import LoadConfig
-from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout, one_group
+from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout, stage_layout
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.loop.turns import EngineTurns
@@ -23,7 +23,6 @@ from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.sources import ModelSource, Source, checkpoint_source
-from batchinfer.models.spec.spec import Caches
 from batchinfer_kernels.cost import ModelCost, Peaks
 
 Tell = Callable[[RankStep], None]
@@ -44,7 +43,7 @@ def part_of(whole: Source, config: LoadConfig, company: Company) -> Source:
     if not isinstance(whole, ModelSource):
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     place = place_of(company.rank, company.division, whole.spec)
-    return source_of(config, Ranks(company.peers, place=place))
+    return source_of(config, Ranks(company.peers, company.peers, place=place))
 
 
 def in_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerConfig, int]:
@@ -54,11 +53,13 @@ def in_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerConfig, int
     return replace(limits, max_num_seqs=limits.max_num_seqs // turns), turns
 
 
-def layout_for(caches: Caches, block_size: int, longest: int, company: Company) -> CacheLayout:
-    """Return the layout of the cache. Stages have the block tables of the leading one: all their layers share one."""
-    if company.division.stages > 1:
-        return one_group(caches, block_size)
-    return cache_layout(caches, block_size, longest)
+def layout_for(source: Source, block_size: int, longest: int) -> CacheLayout:
+    """Return the layout of the cache. Stages have the block tables of the whole model."""
+    if isinstance(source, ModelSource) and source.whole is not None:
+        layers, whole = source.ranks.place.layers, source.whole.caches
+        if layers is not None:
+            return stage_layout(cache_layout(whole, block_size, longest), whole, layers)
+    return cache_layout(source.spec.caches, block_size, longest)
 
 
 def leading_engine(

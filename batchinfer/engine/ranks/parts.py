@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from math import prod
 
@@ -10,15 +11,19 @@ from batchinfer.engine.ranks.seat import Division
 from batchinfer.models.parallel.place import Portion, RankPlace, Span
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.spec.parameters import layer_parameters
-from batchinfer.models.spec.spec import ModelSpec
+from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
 
 
 def place_of(rank: int, division: Division, spec: ModelSpec) -> RankPlace:
-    """Return the place of a rank in a model. Raises CannotSplit for more stages than it has layers."""
+    """Return the place of a rank in a model. Ranks have whole experts, where each has as many as the others. Raises
+    CannotSplit for more stages than it has layers."""
     portion = Portion(division.tensor_rank(rank), division.tensor)
+    counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
+    even = bool(counts) and all(count % division.tensor == 0 for count in counts)
+    place = RankPlace(portion, portion if even and division.tensor > 1 else None)
     if division.stages == 1:
-        return RankPlace(portion)
-    return RankPlace(portion, layers=stage_spans(spec, division.stages)[division.stage(rank)])
+        return place
+    return replace(place, layers=stage_spans(spec, division.stages)[division.stage(rank)])
 
 
 def check_division(spec: ModelSpec, division: Division) -> None:

@@ -102,9 +102,6 @@ class CpuOps(TorchOps):
         back = pack(self._compiled, down, "plain")
         return CompiledExperts(self._compiled, into, back)
 
-    def combine(self, made: Tensor, weights: Tensor) -> Tensor:
-        return self._compiled.combine(made, weights)
-
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
         return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 

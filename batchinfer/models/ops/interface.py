@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -289,9 +289,12 @@ class LatentHeads:
 
 class Experts(ABC):
     """The experts of a layer, with their weights in whatever layout the implementation likes best. `loads` (experts,)
-    int64 counts, in place, the tokens that each was given so far."""
+    int64 counts, in place, the tokens that each was given so far. Where it `skips`, the number behind the last expert
+    is that of none: such rows are not computed, what they give is undefined, and the host need not know which they are.
+    """
 
     loads: Tensor
+    skips: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
@@ -399,7 +402,8 @@ class Ops(ABC):
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
         """made: (T × chosen, N), the results of a token's experts in the order of its choice; weights: (T, chosen)
-        float32 → (T, N), with the bits that experts of these operators have."""
+        float32 → (T, N), with the bits that experts of these operators have. torch's own has them on every CPU: no
+        implementation contracts products and sums."""
         return combine_reference(made, torch.arange(len(made), device=made.device), weights)
 
     @abstractmethod

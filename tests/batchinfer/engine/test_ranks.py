@@ -16,8 +16,11 @@ from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.ranks.parts import check_division, place_of, stage_spans
 from batchinfer.engine.ranks.seat import Division
 from batchinfer.machine.spawning import Child
+from batchinfer.models.parallel.place import Portion, RankPlace
 from batchinfer.models.spec.parameters import layer_parameters
+from batchinfer.models.spec.spec import ExpertsSpec
 from batchinfer.pipeline.workers.ranks.meeting import Meeting
+from batchinfer_kernels.routing import Routing
 from tests.model_costs import llama_spec
 
 LISTENS = "0A"  # a state in /proc/net/tcp
@@ -60,6 +63,15 @@ def test_what_does_not_divide_is_refused_with_what_does() -> None:
         check_division(spec, Division(tensor=3))
     check_division(spec, Division(tensor=2, stages=3))
     assert place_of(0, Division(), spec).whole
+
+
+def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
+    spec = llama_spec(2, 64, 128, 4, 2, 16, vocab=100)
+    for count, experts in ((6, Portion(1, 2)), (5, None)):
+        routed = ExpertsSpec(Routing(count, 2), 128, "silu")
+        model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
+        assert place_of(1, Division(tensor=2), model) == RankPlace(Portion(1, 2), experts)
+        check_division(model, Division(tensor=2))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer.models.parallel.place import Portion, RankPlace, Span
 from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.sources import ModelSource, checkpoint_source
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.arithmetic import Quantization
 from tests.batchinfer.models.paged import run_paged
 from tests.thread_ranks import ThreadGroup, groups_of, of_ranks
 
 Prompts = list[list[int]]
+LOADING = ("quantization", "dtype", "adapters")  # what is said of the loading, not of the run
 
 
 def load_part(
@@ -32,12 +34,13 @@ def load_part(
     ranks: Ranks = ALONE,
     quantization: Quantization = "none",
     dtype: torch.dtype = torch.float32,
+    adapters: Sequence[tuple[str, Path]] = (),
 ) -> Decoder:
-    """As ModelSource loads the part of a rank."""
-    spec = sharded(checkpoint.spec.quantized(quantization), place)
-    with CheckpointWeights(checkpoint, dtype, "cpu", place) as weights:
-        packed = pack_weights(spec, weights, ops, "cpu", ranks=ranks)
-    return Decoder(packed, ops, 512)
+    """As an engine loads the part of a rank."""
+    ranks = replace(ranks, place=place)
+    source = checkpoint_source(checkpoint.path, "auto", quantization, adapters, ranks=ranks)
+    assert isinstance(source, ModelSource)
+    return source.load(ops, Arithmetic(dtype, torch.device("cpu")))(ops, 512)
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Stages:
 
 def run_sharded(
     checkpoint: Checkpoint,
-    ops: Callable[[], Ops],
+    ops: Callable[[ModelSpec], Ops],
     size: int,
     prompts: Prompts,
     *,
@@ -81,14 +84,14 @@ def run_sharded(
 ) -> list[list[Tensor]]:
     """Logits of all prompts on each of `size` ranks, which have shares of heads and columns, if `tensor`, and of
     `experts`."""
-    load = {key: how.pop(key) for key in ("quantization", "dtype") if key in how}
+    load = {key: how.pop(key) for key in LOADING if key in how}
     dtype = load.get("dtype", torch.float32)
 
     def work(group: ThreadGroup) -> list[Tensor]:
         share = Portion(group.rank, size)
         place = RankPlace(share if tensor else Portion(), share if experts else None)
         ranks = Ranks(group, group, exact) if tensor else Ranks(experts=group, exact=exact)
-        own = ops()
+        own = ops(sharded(checkpoint.spec, place))
         decoder = load_part(checkpoint, own, place, ranks, **load)
         return run_paged(decoder, own, prompts, dtype=dtype, **how)
 
@@ -99,7 +102,7 @@ def run_stages(
     checkpoint: Checkpoint, ops: Ops, spans: Sequence[Span], prompts: Prompts, **how: Any
 ) -> list[Tensor]:
     """Logits of all prompts through stages with these layers."""
-    load = {key: how.pop(key) for key in ("quantization", "dtype") if key in how}
+    load = {key: how.pop(key) for key in LOADING if key in how}
     stages = [load_part(checkpoint, ops, RankPlace(layers=span), **load) for span in spans]
     whole: Any = Stages(checkpoint.spec, 512, stages)
     return run_paged(whole, ops, prompts, dtype=load.get("dtype", torch.float32), **how)
