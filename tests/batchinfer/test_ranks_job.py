@@ -113,7 +113,7 @@ def _strike(pid: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("division", first_of((
-    ({TENSOR: 2},), ({STAGES: 2},), ({TENSOR: 2, STAGES: 2},), ({TENSOR: 4},), ({STAGES: 3, "engine.max_num_seqs": 2},),
+    ({TENSOR: 2},), ({STAGES: 2},), ({TENSOR: 2, STAGES: 2},), ({TENSOR: 4},), ({STAGES: 2, "engine.max_num_seqs": 1},),
 ), 3))  # fmt: skip
 def test_ranks_answer_as_one_process_does(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
@@ -172,8 +172,8 @@ def test_a_rank_that_is_lost_costs_nothing(
         with suffering(after_s, what):
             run(path, REAL, FLOAT32, (division, "2"))
     except BatchInferError as error:
-        assert what == "memory", "every other loss is made good"
-        assert "rank 1 of 2" in str(error)
+        if what != "memory" or "rank 1 of 2" not in str(error):  # every other loss is made good
+            raise
         wait_until(lambda: not ranks())
         run(path, REAL, FLOAT32, (division, "2"))
     assert table(path) == alone
@@ -210,6 +210,20 @@ def test_the_engine_is_started_again_and_says_which_rank_was_lost(
     tokens = max(one["prefill_tokens"] + one["decode_tokens"] for one in steps)
     assert (tokens <= 32) == ("memory" in said or "SIGKILL" in said)  # as which the kernel's killer is taken
     assert ranks() == []
+
+
+@pytest.mark.slow
+def test_three_stages_of_different_depths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven layers and three engines that take turns, which have 8 rows among them."""
+    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)
+    make_model_folder(tmp_path / "deep", num_hidden_layers=7)
+    found = []
+    for stages in ("1", "3"):
+        path = job(tmp_path / stages, tmp_path / "deep")
+        assert run(path, REAL, FLOAT32, (STAGES, stages)).exit_code == 0
+        found.append(table(path))
+        assert max(one["running"] for one in report(path, "steps")) <= 8
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("division", first_of((TENSOR, STAGES), 2))

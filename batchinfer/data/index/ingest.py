@@ -253,6 +253,8 @@ class Ingestion:
 
     def cut(self) -> RowsSoFar:
         """Return the rows so far, which are still to be settled (`settle`). Raises StorageError."""
+        if self._kept is not None:
+            self._kept.drain()
         return self._rows.cut()
 
     def settle(self, rows: RowsSoFar) -> RowsSoFar:
@@ -362,7 +364,7 @@ class Ingestion:
             settings["job"]["input"].pop(name, None)
         material = json.dumps(settings, sort_keys=True)
         whole = job.input.limit is None and job.input.sql is None
-        return kept_index(self._keeping, spec, material, job.attempts, ops, whole=whole)
+        return kept_index(self._keeping, spec, material, job.attempts, self._layout.folder, ops, whole=whole)
 
     def _worker_spec(
         self, columns: Columns, mode: Mode, schema: pa.Schema | None, values_are_text: bool

@@ -8,7 +8,6 @@ a row whose answer the store lacks is prepared anew, and so are error rows, unle
 from __future__ import annotations
 
 import hashlib
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.kept.chunks import KeptChunks, KeptReply, chunk_digest
+from batchinfer.data.kept.earlier import EarlierRows, earlier_rows
 from batchinfer.data.kept.files import KeptFile, KeptMarker, opened, read_marker
 from batchinfer.data.kept.rows import (
     SEVERAL,
@@ -35,6 +35,7 @@ from batchinfer.data.kept.rows import (
     Records,
     StretchSource,
     attempt_names,
+    file_of,
     record_blocks,
     record_type,
     whole_file,
@@ -58,13 +59,15 @@ Answered = Callable[[Records, int], Marks]
 class Keeping:
     """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which has
     that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and no digest
-    that was computed before counts. `forgotten` are keys whose rows are prepared anew."""
+    that was computed before counts. `forgotten` are keys whose rows are prepared anew. `earlier`: of rows that an index
+    of other settings had, it is noted where they stood."""
 
     kept: Path
     answered: Answered
     notice: Callable[[str], None]
     fresh: bool = False
     forgotten: tuple[bytes, ...] = ()
+    earlier: bool = False
 
     def forgetting(self, keys: Sequence[bytes]) -> Keeping:
         """Return what prepares the rows with these keys, too."""
@@ -73,26 +76,37 @@ class Keeping:
 
 @contextmanager
 def kept_index(
-    keeping: Keeping, spec: RenderSpec, material: str, attempts: int, ops: FileOps, *, whole: bool
+    keeping: Keeping,
+    spec: RenderSpec,
+    material: str,
+    attempts: int,
+    folder: Path,
+    ops: FileOps,
+    *,
+    whole: bool,
 ) -> Iterator[KeptIndex]:
     """Open what the last run kept, if it is of the same settings, and begin to write what is kept of this run.
 
-    `spec` and `material` decide what becomes of a row. `whole`: whole files and chunks may be used again. What cannot
-    be read is told, and not used.
+    `spec` and `material` decide what becomes of a row. `folder` is that of the index. `whole`: whole files and chunks
+    may be used again. What cannot be read is told, and not used.
     """
     identity = _identity(spec, material)
     with ExitStack() as stack:
         last: _Last | None = None
+        earlier: EarlierRows | None = None
         try:
             marker = read_marker(keeping.kept)
             if marker is not None and marker.identity == identity and marker.attempts == attempts:
                 opening = (opened(keeping.kept, one, fresh=keeping.fresh) for one in marker.stretches)
                 last = _Last(marker, [stack.enter_context(one) for one in opening], keeping)
+            elif marker is not None and keeping.earlier:
+                noted = earlier_rows(keeping.kept, marker, _tokenizer(spec), folder, ops)
+                earlier = stack.enter_context(noted)
         except (ValueError, OSError) as error:
             keeping.notice(f"what the last run kept of its rows cannot be used, all are read anew: {error}")
         source = KeptSource((), attempts) if last is None else last.source(stack, attempts)
         writer = stack.enter_context(KeptWriter(keeping.kept, ops))
-        yield KeptIndex(replace(spec, kept=source), identity, attempts, last, writer, whole)
+        yield KeptIndex(replace(spec, kept=source), identity, attempts, last, writer, whole, earlier)
 
 
 def _identity(spec: RenderSpec, material: str) -> str:
@@ -108,6 +122,10 @@ def _identity(spec: RenderSpec, material: str) -> str:
         watched,
     )
     return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _tokenizer(spec: RenderSpec) -> str:
+    return hashlib.sha256(spec.definition.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class _Last:
@@ -130,7 +148,7 @@ class _Last:
         """Return the rows as workers get them, while the stack is open."""
         stretches = []
         for files, marks in zip(self._files, self._usable, strict=True):
-            usable = stack.enter_context(_file_of(marks))
+            usable = stack.enter_context(file_of(marks))
             rows, words, order = files["rows.bin"], files["words.bin"], files["order.bin"]
             stretches.append(StretchSource(rows, words, order, files["params.bin"], usable))
         return KeptSource(tuple(stretches), attempts)
@@ -152,15 +170,6 @@ class _Last:
             return None
         chunks = own.run(known.first_chunk, known.chunks)
         return None if chunks is None else (known.sha256, chunks)
-
-
-@contextmanager
-def _file_of(marks: Marks) -> Iterator[int]:
-    """Write marks to a file without a name, which is there within the block."""
-    with tempfile.TemporaryFile() as file:
-        file.write(marks.tobytes())
-        file.flush()
-        yield file.fileno()
 
 
 def _usable(files: Sequence[int], attempts: int, keeping: Keeping) -> tuple[list[Marks], list[Marks], bool]:
@@ -203,8 +212,9 @@ class KeptIndex:
         last: _Last | None,
         writer: KeptWriter,
         whole: bool,
+        earlier: EarlierRows | None,
     ) -> None:
-        self.spec = spec
+        self.spec, self._earlier = spec, earlier
         self._identity, self._attempts, self._whole = identity, attempts, whole
         self._last, self._writer, self._began = last, writer, time.time()
         self._digests: deque[str] = deque()  # of chunks that were given out
@@ -280,6 +290,8 @@ class KeptIndex:
         """Keep the rows of the next chunk that was given out. Raises StorageError."""
         digest, reply = self._digests.popleft(), self._replies.popleft()
         prompts = rows.prompts
+        if self._earlier is not None:
+            self._earlier.note(prompts.digests, len(rows))
         records = self._records(prompts)
         if any(error.error_class == "resource" for error in prompts.errors.values()):
             digest = ""  # another time the machine may allow it
@@ -322,12 +334,19 @@ class KeptIndex:
             self._greedy[text] = SamplingParams.from_json(text).greedy
         return self._greedy[text]
 
+    def drain(self) -> None:
+        """Let others read what was noted so far of earlier rows. Raises StorageError."""
+        if self._earlier is not None:
+            self._earlier.drain()
+
     def finish(self, reader: Reader, parts: Sequence[Path], spill: Path) -> Sequence[bytes]:
         """Put what was kept of this run in the place of what the last one kept. `parts`: of the index of all rows.
         Return the keys of rows whose tokens are needed after all: then nothing is kept. Raises StorageError."""
         lacking = self._equal_samples(parts, spill) if self.may_need_tokens else ()
         if not lacking:
             self._commit(reader)
+            if self._earlier is not None:
+                self._earlier.commit()
         return lacking
 
     def _equal_samples(self, parts: Sequence[Path], spill: Path) -> Sequence[bytes]:
@@ -349,7 +368,7 @@ class KeptIndex:
             for (file, first), end in zip(self._files, [*firsts[1:], self._given], strict=True)
             if self._whole and file.path in reader.sha256 and self._shows_changes(file)
         ]
-        self._writer.commit(self._identity, self._attempts, files)
+        self._writer.commit(self._identity, self._attempts, _tokenizer(self.spec), files)
 
     def _shows_changes(self, file: InputFile) -> bool:
         """Whether a change of the file since it was listed shows in its times, which have ticks."""

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +146,15 @@ class _StretchRows:
         same &= self._usable[rows] & words.any(axis=1)
         found[same] = rows[same]
         return found
+
+
+@contextmanager
+def file_of(marks: Marks) -> Iterator[int]:
+    """Write marks to a file without a name, which is there within the block."""
+    with tempfile.TemporaryFile() as file:
+        file.write(marks.tobytes())
+        file.flush()
+        yield file.fileno()
 
 
 def mapped(file: int) -> Any:

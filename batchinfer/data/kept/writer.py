@@ -70,6 +70,7 @@ class KeptWriter:
         self,
         identity: str,
         attempts: int,
+        tokenizer: str,
         files: Sequence[KeptFile],
         before: Sequence[KeptStretch] = (),
     ) -> None:
@@ -82,7 +83,7 @@ class KeptWriter:
         del words, order
         digests = {name: file.commit() for name, file in self._files.items()}
         new = KeptStretch(self._folder.name, digests, tuple(files))
-        put_in_place(self._kept, KeptMarker(identity, attempts, (*before, new)), self._ops)
+        put_in_place(self._kept, KeptMarker(identity, attempts, (*before, new), tokenizer), self._ops)
 
     def __enter__(self) -> KeptWriter:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -76,6 +77,8 @@ def _gloo(store: c10d.Store, rank: int, size: int) -> Any:
 
 
 def _nccl(store: c10d.Store, rank: int, size: int) -> Any:
+    """Return what speaks on GPUs of one machine, and listens on the loopback unless the user says otherwise."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     made: Any = distributed.ProcessGroupNCCL
     return made(store, rank, size)
 

@@ -33,16 +33,6 @@ class Division:
             return None
         return (stage + 1) % self.stages * self.tensor + self.tensor_rank(rank)
 
-    def peers(self, rank: int) -> list[int]:
-        """Return the ranks that compute the same layers, this one included."""
-        first = rank - self.tensor_rank(rank)
-        return list(range(first, first + self.tensor))
-
-    def __str__(self) -> str:
-        parts = [f"tensor_parallel_size {self.tensor}"] * (self.tensor > 1)
-        parts += [f"pipeline_parallel_size {self.stages}"] * (self.stages > 1)
-        return " × ".join(parts) or "one rank"
-
 
 UNDIVIDED = Division()
 

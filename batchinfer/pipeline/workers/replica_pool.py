@@ -11,7 +11,7 @@ from itertools import zip_longest
 from types import TracebackType
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.core.request import Request, Tokens
+from batchinfer.core.request import Request, TokenIds, Tokens
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.engine.config import EngineConfig, EngineInfo, most_queued
 from batchinfer.pipeline.workers.agreement import Agreement
@@ -124,6 +124,13 @@ class ReplicaPool:
     def has_room(self) -> bool:
         """Whether there is an engine that could run more than it has."""
         return self.info is not None and self._next() is not None
+
+    def learn(self, answers: Sequence[TokenIds]) -> None:
+        """Tell the engines that can work of answers, where drafts may come from them."""
+        if self._shares_answers and answers:
+            for replica in self._live:
+                if replica.is_ready:
+                    replica.worker.learn(answers)
 
     def expect(self, rows: int) -> None:
         """Take note that so many rows are to come, in place of all that were to come before."""

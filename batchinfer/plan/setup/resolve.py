@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
+from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig, LoadConfig
 from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
@@ -244,9 +245,13 @@ class Setting:
             memory=self.memory() // self.replicas if shared else None,
             peaks=self.peaks,
             logprobs=logprobs,
-            # whether they pay on a GPU was never measured
-            drafts=() if self.device == "cuda" and job.drafts == "auto" else job.draft_sources,
+            drafts=self.draft_sources(job),
         )
+
+    def draft_sources(self, job: Job) -> tuple[DraftName, ...]:
+        """Return where the engines' drafts come from. Whether they pay on a GPU was never measured: there are none
+        unless the job names them."""
+        return () if self.device == "cuda" and job.drafts == "auto" else job.draft_sources
 
     def memory(self) -> int:
         """Return the bytes of memory that a CPU's engines may take, weights included."""
