@@ -17,9 +17,8 @@ if interpreter.is_wanted():
 import torch
 from torch import Tensor
 
-from batchinfer.engine.load import build as building
-from batchinfer.engine.load import dummy_steps
-from batchinfer.engine.load.build import LoadedWeights
+from batchinfer.engine.load import cache_fit, dummy_steps, settling
+from batchinfer.engine.load.build import LoadedWeights, load_weights
 from batchinfer.models import sources
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.foreign import source as foreign_source
@@ -60,11 +59,11 @@ def stand_in(replace: Replace, compiles: bool = True) -> None:
     """
     if DEVICE == "cuda":
         return
-    replace(building, "_device", lambda _: torch.device("cpu"))
+    replace(settling, "_device", lambda _: torch.device("cpu"))
     for module in (sources, foreign_source):
         replace(module, "choose_ops", _as_on_a_gpu)
-    replace(building, "GpuMeter", lambda _: NoMeter())
-    replace(building, "GpuRecorder", Taped)
+    replace(cache_fit, "GpuMeter", lambda _: NoMeter())
+    replace(cache_fit, "GpuRecorder", Taped)
     if not compiles:
         replace(dummy_steps, "sizes_between", lambda *_: [])
 
@@ -121,7 +120,7 @@ def triton_ops(model: Checkpoint, deterministic: bool = False) -> Any:
 def build(*arguments: Any) -> LoadedWeights:
     """Load a job's weights, as `load_weights` does, and without the steps that only compile kernels."""
     stand_in(setattr, compiles=False)
-    return building.load_weights(*arguments)
+    return load_weights(*arguments)
 
 
 def build_without_triton(*arguments: Any) -> LoadedWeights:

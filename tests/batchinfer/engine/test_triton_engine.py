@@ -482,7 +482,7 @@ def products_as_torch_has_them():
 def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(
     monkeypatch, products_as_torch_has_them
 ):
-    monkeypatch.setattr(build, "_fit", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
+    monkeypatch.setattr(build, "fit_cache", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
     gpus = gpus_config("none", False)
     build.load_model(replace(gpus, load=replace(gpus.load, device="cpu")))
     assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [True, True]
@@ -494,7 +494,7 @@ def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(
 def test_int8_weights_take_a_byte_each(monkeypatch):
     """What the report says of a model, and so what is left for the cache."""
     stand_in(monkeypatch.setattr)
-    monkeypatch.setattr(build, "_fit", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
+    monkeypatch.setattr(build, "fit_cache", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
     plain, quantised, fp8 = (
         build.load_model(gpus_config(q, False)).info.weight_bytes for q in ("none", "int8", "fp8")
     )
