@@ -18,6 +18,7 @@ class Choice:
 
     experts: Tensor  # (T, chosen) int64
     weights: Tensor  # (T, chosen) float32
+    counts: Tensor | None = None  # (experts,) int32: tokens of each, where they were counted on the way
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,11 +34,7 @@ def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
 
     Everything is float32. Which of equal experts is chosen is torch.topk's choice, as in transformers.
     """
-    if logits.dim() != 2 or logits.shape[1] != routing.experts:
-        raise ValueError(f"logits are {tuple(logits.shape)}, there are {routing.experts} experts")
-    if (correction is not None) != routing.corrected:
-        given = "no correction of the scores" if correction is None else "a correction of the scores"
-        raise ValueError(f"there is {given}, and corrected is {routing.corrected} in the routing")
+    check_logits(logits, routing, correction)
     logits = logits.float()
     if routing.scoring == "softmax_of_chosen":
         best, experts = logits.topk(routing.chosen)
@@ -48,6 +45,15 @@ def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
         preferred = _within_groups(preferred, routing)
     experts = preferred.topk(routing.chosen).indices
     return Choice(experts, _weighted(scores.gather(1, experts), routing))
+
+
+def check_logits(logits: Tensor, routing: Routing, correction: Tensor | None) -> None:
+    """Raises ValueError where shapes do not fit, or a correction is missing or there for nothing."""
+    if logits.dim() != 2 or logits.shape[1] != routing.experts:
+        raise ValueError(f"logits are {tuple(logits.shape)}, there are {routing.experts} experts")
+    if (correction is not None) != routing.corrected:
+        given = "no correction of the scores" if correction is None else "a correction of the scores"
+        raise ValueError(f"there is {given}, and corrected is {routing.corrected} in the routing")
 
 
 def sigmoid(x: Tensor) -> Tensor:

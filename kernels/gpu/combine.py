@@ -29,20 +29,24 @@ def _combine_kernel(
     tl.store(y_ptr + token * width + at, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def combine(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Combine rows as batchinfer_kernels.experts.combine_reference does. Sums run in the order of the choice: a token's
-    bits do not depend on other tokens. Rows of `made` may be strided."""
-    if made.dim() != 2 or order.shape != made.shape[:1] or weights.numel() != len(made) or weights.dim() != 2:
+def combine(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Combine rows as batchinfer_kernels.experts.combine_reference does; `places` (R,) int64 says where the row of
+    token × chosen + choice stands. Sums run in the order of the choice: a token's bits do not depend on other tokens.
+    Rows of `made` may be strided."""
+    if (
+        made.dim() != 2
+        or places.shape != made.shape[:1]
+        or weights.numel() != len(made)
+        or weights.dim() != 2
+    ):
         raise ValueError(
-            f"{tuple(made.shape)} results, an order of {tuple(order.shape)}, weights {tuple(weights.shape)}"
+            f"{tuple(made.shape)} results, places of {tuple(places.shape)}, weights {tuple(weights.shape)}"
         )
     check_same_dtype(made=made)
     unit_columns(made=made)
     tokens, chosen = weights.shape
     y = torch.empty(tokens, made.shape[1], dtype=made.dtype, device=made.device)
     if y.numel():
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
         block = min(BLOCK, next_power_of_2(y.shape[1]))
         grid = (tokens, cdiv(y.shape[1], block))
         _combine_kernel[grid](

@@ -71,15 +71,17 @@ def grouped_mxfp4_matmul(
     *,
     activation: Activation | None = None,
     from_rows: Tensor | None = None,
+    ends: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
     """Multiply as batchinfer_kernels.mxfp4.grouped_mxfp4_matmul_reference does. Rows of x may be strided.
 
-    `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. float32 is multiplied as it is,
-    without tensor cores. Raises ValueError when shapes or dtypes do not fit.
+    `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. `ends` as for
+    batchinfer_kernels.gpu.grouped_matmul. float32 is multiplied as it is, without tensor cores. Raises ValueError when
+    shapes or dtypes do not fit.
     """
     given = _Coded(weights.packed, weights.exponents, None, weights.inputs, GROUP)
-    return _launch(x, given, starts, bias, activation, from_rows, deterministic)
+    return _launch(x, given, starts, bias, activation, from_rows, ends, deterministic)
 
 
 def grouped_int4_matmul(
@@ -90,6 +92,7 @@ def grouped_int4_matmul(
     *,
     activation: Activation | None = None,
     from_rows: Tensor | None = None,
+    ends: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
     """Multiply as batchinfer_kernels.quantized_matmul.grouped_int4_matmul_reference does; else as
@@ -97,7 +100,7 @@ def grouped_int4_matmul(
     if weights.scales.dtype != x.dtype:
         raise ValueError(f"scales are {weights.scales.dtype}, x is {x.dtype}")
     given = _Coded(weights.packed, weights.scales, weights.zeros, weights.inputs, weights.group)
-    return _launch(x, given, starts, bias, activation, from_rows, deterministic)
+    return _launch(x, given, starts, bias, activation, from_rows, ends, deterministic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ def _launch(
     bias: Tensor | None,
     activation: Activation | None,
     from_rows: Tensor | None,
+    ends: Tensor | None,
     deterministic: bool,
 ) -> Tensor:
     _check(x, weights, starts, bias, activation)
@@ -149,7 +153,7 @@ def _launch(
     row_tiles = min(experts, rows) + max(0, rows - experts) // tiles.rows
     grouped_coded_matmul_kernel[(cdiv(outputs, tiles.outputs) * row_tiles,)](
         x, from_rows, words, weights.groups, weights.zeros, None if bias is None else bias.contiguous(),
-        y, starts, tile_ends(starts, tiles.rows),
+        y, starts, tile_ends(starts, tiles.rows, ends),
         experts, row_tiles, outputs, inputs, x.stride(0), words.stride(0), words.stride(1),
         weights.groups.stride(0), y.stride(0),
         EVEN=inputs % SPAN == 0, ACTIVATION=activation or "none", PRECISION="ieee" if wide else "tf32",

@@ -37,6 +37,7 @@ from batchinfer_kernels.gpu.matmul_core import (
 from batchinfer_kernels.gpu.matmul_tiles import Kind, Tiles, grouped_tiles
 from batchinfer_kernels.gpu.quantize_rows import quantize_groups_fp8, quantize_rows, quantize_rows_fp8
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
+from batchinfer_kernels.gpu.sort_by_expert import LEAST_HEIGHT
 from batchinfer_kernels.grouped_matmul import check_grouped_matmul
 
 
@@ -108,6 +109,7 @@ class _Operands:
     starts: Tensor
     rows: int
     from_rows: Tensor | None
+    ends: Tensor | None
     out_dtype: torch.dtype
     scales: Tensor | None
     row_scales: Tensor | None
@@ -126,12 +128,14 @@ def grouped_matmul(
     lines: Tensor | None = None,
     activation: Activation | None = None,
     from_rows: Tensor | None = None,
+    ends: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
     """Multiply as batchinfer_kernels.grouped_matmul.grouped_matmul_reference does. Rows of x may be strided.
 
-    `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. float32 is multiplied as it is,
-    without tensor cores. With codes of int8 results are always deterministic: sums of integers are exact. Raises
+    `from_rows` (R,) int64: row r is x[from_rows[r]], which is read where it stands. `ends`: where tiles end, as
+    batchinfer_kernels.gpu.sort_by_expert has them; they are computed if it is not given. float32 is multiplied as it
+    is, without tensor cores. With codes of int8 results are always deterministic: sums of integers are exact. Raises
     ValueError for codes of float8_e4m3fn where the GPU has no such format.
     """
     check_grouped_matmul(x, weight, starts, bias, scales, activation, lines)
@@ -149,7 +153,9 @@ def grouped_matmul(
         x, row_scales = _coded_rows(x, kind)
         row_scales = row_scales if from_rows is None else row_scales[from_rows]
     bias = None if bias is None else bias.contiguous()
-    given = _Operands(x, weight, starts, rows, from_rows, dtype, scales, row_scales, bias, activation, blocks)
+    given = _Operands(
+        x, weight, starts, rows, from_rows, ends, dtype, scales, row_scales, bias, activation, blocks
+    )
     return _launch(given, kind, deterministic)
 
 
@@ -194,7 +200,7 @@ def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
     tiles = grouped_tiles(kind, *sizes, deterministic, processors, aligned, span)
     # An expert with rows has at most one tile that is not full
     row_tiles = min(experts, given.rows) + max(0, given.rows - experts) // tiles.rows
-    ends = tile_ends(given.starts, tiles.rows)
+    ends = tile_ends(given.starts, tiles.rows, given.ends)
     grid = (cdiv(outputs, tiles.outputs) * row_tiles,)
     grouped_matmul_kernel[grid](
         **_arguments(given, tiles, y, ends), row_tiles=row_tiles, num_warps=tiles.warps,
@@ -203,8 +209,11 @@ def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
     return y
 
 
-def tile_ends(starts: Tensor, rows: int) -> Tensor:
-    """Return how many tiles of this many rows each expert and the ones before it have together."""
+def tile_ends(starts: Tensor, rows: int, ends: Tensor | None = None) -> Tensor:
+    """Return how many tiles of this many rows each expert and the ones before it have together: a line of `ends`, if
+    they are given, which have one for each number of rows that tiles have."""
+    if ends is not None:
+        return ends[(rows // LEAST_HEIGHT).bit_length() - 1]
     return (starts.diff().add_(rows - 1) // rows).cumsum(0)
 
 

@@ -279,7 +279,8 @@ def _ratios(
 ) -> str:
     pairs = [(a[0], b[0]) for a, b in zip(first, other, strict=True)]
     whole = statistics.median(
-        sum(a[name][0] for name in OPERATORS) / sum(b[name][0] for name in OPERATORS) for a, b in pairs
+        sum(a[name][0] for name in OPERATORS[1:]) / sum(b[name][0] for name in OPERATORS[1:])
+        for a, b in pairs
     )
     each = {
         name: statistics.median(a[name][0] / b[name][0] for a, b in pairs)

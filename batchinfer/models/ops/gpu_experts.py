@@ -8,14 +8,23 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.interface import Experts, ExpertWeights, HeadsLinear
-from batchinfer.models.ops.torch_ops import add_loads
-from batchinfer_kernels.experts import Choice, Groups, group_by_expert
+from batchinfer_kernels.experts import Choice
+from batchinfer_kernels.experts import choose_experts as choose_experts_reference
 from batchinfer_kernels.gated_activation import Activation
+from batchinfer_kernels.gpu.choose_experts import choose_experts, chooses
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.grouped_coded_matmul import grouped_int4_matmul, grouped_mxfp4_matmul
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
+from batchinfer_kernels.gpu.sort_by_expert import sort_by_expert
 from batchinfer_kernels.mxfp4 import packed_mxfp4
 from batchinfer_kernels.quantized_matmul import packed_int4_experts
+from batchinfer_kernels.routing import Routing
+
+
+def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> Choice:
+    """Choose experts in one kernel, where it knows the rule."""
+    chosen_by = choose_experts if chooses(routing) else choose_experts_reference
+    return chosen_by(logits, routing, correction)
 
 
 class CodedExperts(Experts):
@@ -38,14 +47,13 @@ class CodedExperts(Experts):
         self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        groups = _grouped(self.loads, choice, counted)
-        fixed, (into, back) = self._deterministic, self._biases
-        rows = groups.order // choice.experts.shape[1]
+        rows = sort_by_expert(choice, self.loads, counted)
+        options = {"ends": rows.ends, "deterministic": self._deterministic}
+        into, back = self._biases
         inner = self._gate_up(
-            x, groups.starts, into, activation=self._activation, from_rows=rows, deterministic=fixed
+            x, rows.starts, into, activation=self._activation, from_rows=rows.tokens, **options
         )
-        made = self._down(inner, groups.starts, back, deterministic=fixed)
-        return combine(made, groups.order, choice.weights)
+        return combine(self._down(inner, rows.starts, back, **options), rows.places, choice.weights)
 
 
 def _packed(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -56,16 +64,6 @@ def _packed(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]
         return lambda x, *more, **options: grouped_mxfp4_matmul(x, packed, *more, **options)
     coded = packed_int4_experts(weights.weight, weights.scales, weights.zeros, weights.group, dtype)
     return lambda x, *more, **options: grouped_int4_matmul(x, coded, *more, **options)
-
-
-def _grouped(loads: Tensor, choice: Choice, counted: Tensor | None) -> Groups:
-    """Sort rows by expert, and count them."""
-    groups = group_by_expert(choice.experts, len(loads))
-    if counted is None:
-        loads += groups.starts.diff()
-    else:
-        add_loads(loads, choice.experts, counted)
-    return groups
 
 
 class TritonExperts(Experts):
@@ -88,29 +86,31 @@ class TritonExperts(Experts):
         self.loads = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        groups = _grouped(self.loads, choice, counted)
+        rows = sort_by_expert(choice, self.loads, counted)
         (gate_up, scales), (down, down_scales) = self._gate_up, self._down
         inner = grouped_matmul(
             x,
             gate_up,
-            groups.starts,
+            rows.starts,
             self._biases[0],
             scales=scales,
             lines=self._lines[0],
             activation=self._activation,
-            from_rows=groups.order // choice.experts.shape[1],
+            from_rows=rows.tokens,
+            ends=rows.ends,
             deterministic=self._deterministic,
         )
         made = grouped_matmul(
             inner,
             down,
-            groups.starts,
+            rows.starts,
             self._biases[1],
             scales=down_scales,
             lines=self._lines[1],
+            ends=rows.ends,
             deterministic=self._deterministic,
         )
-        return combine(made, groups.order, choice.weights)
+        return combine(made, rows.places, choice.weights)
 
 
 class TritonHeads(HeadsLinear):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.flashinfer_prefill import FlashInferPrefill, PromptPages
-from batchinfer.models.ops.gpu_experts import CodedExperts, TritonExperts, TritonHeads
+from batchinfer.models.ops.gpu_experts import CodedExperts, TritonExperts, TritonHeads, choose
 from batchinfer.models.ops.gpu_linear import (
     Fp8Head,
     Fp8Linear,
@@ -53,6 +53,7 @@ from batchinfer.models.ops.interface import (
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.cost import Peaks
+from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import attention_plan
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM, moved
@@ -71,6 +72,7 @@ from batchinfer_kernels.gpu.rope_store import rope_store
 from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.prefix_groups import Ints
+from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import RowSampling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -186,6 +188,9 @@ class TritonOps(Ops):
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         kind = InvariantExact if self._shape.deterministic else LibraryExact
         return kind(weight, bias)
+
+    def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
+        return choose(logits, routing, correction)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
         fixed = self._shape.deterministic

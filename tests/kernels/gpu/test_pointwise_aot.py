@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from batchinfer_kernels.experts import Choice
+from batchinfer_kernels.gpu.choose_experts import choose_experts
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.copy_parts import copy_parts
 from batchinfer_kernels.gpu.gated_activation import gated_activation
@@ -18,7 +20,9 @@ from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.gpu.rms_norm import rms_norm
 from batchinfer_kernels.gpu.rope_store import rope, rope_store
 from batchinfer_kernels.gpu.sample import sample
+from batchinfer_kernels.gpu.sort_by_expert import sort_by_expert
 from batchinfer_kernels.mask import mask_words
+from batchinfer_kernels.routing import Routing
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
 from tests.kernels.gpu.pairs import each_first, every_pair
 from tests.kernels.gpu.sampling_cases import penalties_of, row_sampling
@@ -28,6 +32,12 @@ VOCAB = 151_936
 DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 CODES = (None, "int8", "float8_e4m3fn")
+ROUTINGS = (  # of Qwen3, GPT-OSS and DeepSeek-V3
+    Routing(128, 8, normalised=True),
+    Routing(32, 4, "softmax_of_chosen"),
+    Routing(256, 8, "sigmoid", True, 2.5, corrected=True, groups=8, chosen_groups=4, group_score="top_two"),
+    Routing(512, 10, normalised=True),
+)
 
 
 def zeros(dtype: str, *shape: int) -> torch.Tensor:
@@ -71,6 +81,17 @@ def launch_sample(dtype: str, vocab: int, drawn: bool) -> None:
 def launch_combine(dtype: str, tokens: int, chosen: int, width: int) -> None:
     made = zeros(dtype, tokens * chosen, width)
     combine(made, torch.arange(len(made)), torch.zeros(tokens, chosen))
+
+
+def launch_choose_experts(number: int) -> None:
+    routing = ROUTINGS[number]
+    correction = torch.zeros(routing.experts) if routing.corrected else None
+    choose_experts(torch.zeros(64, routing.experts), routing, correction)
+
+
+def launch_sort_by_expert(experts: int, counted: bool) -> None:
+    choice = Choice(torch.zeros(1024, 8).long(), torch.zeros(1024, 8), torch.zeros(experts).int())
+    sort_by_expert(choice, torch.zeros(experts).long(), torch.zeros(1024).bool() if counted else None)
 
 
 def launch_latent_attention(dtype: str, heads: int, rank: int, turned: int) -> None:
@@ -120,6 +141,8 @@ KINDS = {
     "log_probabilities": [Kind(("float32",), 2, loads=1), Kind(("bfloat16",), 2, loads=1)],
     "penalise": [Kind(("float32",)), Kind(("bfloat16",))],
     "sample": [Kind(("float32", VOCAB, True), 4, loads=1)],
+    "choose_experts": [Kind((number,)) for number in range(len(ROUTINGS))],
+    "sort_by_expert": [Kind((128, True)), Kind((256, False)), Kind((8, True))],
     "combine": [Kind(("bfloat16", 64, 8, 2048), loads=1, stores=1)],
     "latent_attention": [  # at the sizes of DeepSeek-V3
         Kind(("bfloat16", 128, 512, 64)),
