@@ -56,19 +56,20 @@ class StretchSource:
     """The files of a stretch's rows as another process gets them: by their descriptors, which it has by the same
     numbers.
 
-    `usable` is a file with one byte a row: whether the row needs no tokens.
+    `usable` is a file with one byte a row: whether the row needs no tokens. None: all do not that have a digest.
     """
 
     rows: int
     words: int
     order: int
     params: int
-    usable: int
+    usable: int | None
 
     @property
     def files(self) -> tuple[int, ...]:
         """Return the descriptors."""
-        return self.rows, self.words, self.order, self.params, self.usable
+        always = self.rows, self.words, self.order, self.params
+        return always if self.usable is None else (*always, self.usable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class _StretchRows:
         self.records: Records = np.frombuffer(mapped(source.rows), record_type(attempts))
         self._words = np.frombuffer(mapped(source.words), "<u8")
         self._order = np.frombuffer(mapped(source.order), ORDER_TYPE)
-        self._usable = np.frombuffer(mapped(source.usable), np.bool_)
+        self._usable = None if source.usable is None else np.frombuffer(mapped(source.usable), np.bool_)
         self.params = mapped(source.params)
 
     def find(self, words: NDArray[np.uint64]) -> Numbers:
@@ -141,7 +142,7 @@ class _StretchRows:
         rows = self._order[places].astype(np.int64)
         records = self.records
         same = (self._words[places] == words[:, 0]) & (records["rest"][rows] == words[:, 1])
-        same &= self._usable[rows] & words.any(axis=1)
+        same &= words.any(axis=1) & (True if self._usable is None else self._usable[rows])
         found[same] = rows[same]
         return found
 

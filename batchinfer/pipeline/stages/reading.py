@@ -14,6 +14,7 @@ from batchinfer.data.kept.files import remove_strays
 from batchinfer.data.results.openai import LINE_BYTES
 from batchinfer.data.results.partial import PARTIAL
 from batchinfer.data.results.reuse.answered import AnsweredRows
+from batchinfer.data.results.reuse.whole_rows import WholeRows
 from batchinfer.data.storage.remembered import write_strings
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.open_run import OpenRun
@@ -91,7 +92,8 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
         if state.parts_in_use() == [state.path]:
             remove_strays(state.kept, state.ops)
     answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")
-    return Keeping(state.kept, answered, run.notice, run.options.verify)
+    whole = WholeRows(state.kept, store.parts(), run.options.retry_errors, run.notice)
+    return Keeping(state.kept, answered, run.notice, run.options.verify, whole)
 
 
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:
