@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from batchinfer.core.errors import JobFileError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.content_free_row import check_rendered, content_free_row
 from batchinfer.data.index.duplicates import EqualRows
@@ -222,13 +223,12 @@ class Ingestion:
         """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
         self._start_over()
         files = self._inputs()
-        while (lacking := (yield from self._read(files))) is not None:
-            assert self._keeping is not None, "else all rows are read"
-            self._keeping = self._keeping.forgetting(lacking)
+        while (again := (yield from self._read(files))) is not None:
+            self._keeping = again
 
-    def _read(self, files: Sequence[InputFile]) -> Generator[IngestProgress, None, Sequence[bytes] | None]:
-        """Read the input. Where that is to be done again, return the keys of rows whose tokens are needed after all;
-        there are none where rows that were taken over are to be written again."""
+    def _read(self, files: Sequence[InputFile]) -> Generator[IngestProgress, None, Keeping | None]:
+        """Read the input. Where that is to be done again, return which rows are known then: because of some the tokens
+        are needed after all, the columns that they carry are of other types now, or it is needed which they have."""
         self._make_folders()
         reader = self._reader = self._opened(files)
         schema = reader.schema()
@@ -242,13 +242,24 @@ class Ingestion:
                 again = yield from self._write(reader, spec, columns, carried, kept)
                 if again is not None:
                     return again
-                if reader.complete:
-                    columns.check_all_seen(failed=self._rows.error_rows)
+                if reader.complete and (again := self._checked(columns)) is not None:
+                    return again
                 if carried is not None:
                     carried.finish(self._layout.passthrough)
             finally:
                 if carried is not None:
                     carried.close()
+        return None
+
+    def _checked(self, columns: Columns) -> Keeping | None:
+        """Check that rows had the columns that the job names. Of rows that were known that is not known. Raises
+        JobFileError."""
+        try:
+            columns.check_all_seen(failed=self._rows.error_rows)
+        except JobFileError:
+            if self._keeping is None or not self._rows.known_rows:
+                raise
+            return replace(self._keeping, anew=True)
         return None
 
     @property
@@ -319,7 +330,7 @@ class Ingestion:
         columns: Columns,
         carried: JsonSpool | TypedColumns | None,
         kept: KeptIndex | None,
-    ) -> Generator[IngestProgress, None, Sequence[bytes] | None]:
+    ) -> Generator[IngestProgress, None, Keeping | None]:
         """Write what workers make of the rows. Return as `_read` does."""
         job, taken = self._job, self._taken
         how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, taken
@@ -354,9 +365,12 @@ class Ingestion:
                 at = reader.bytes_total
                 yield IngestProgress(writer.rows, at, at, rows.prompts.keys_of_new_work())
             writer.commit()
+        if kept is None or self._keeping is None:
+            return None
         if carried is not None and not carried.fits:
-            return ()
-        return (kept.finish(reader, writer.parts, self._spill) or None) if kept else None
+            return self._keeping.forgetting(())
+        lacking = kept.finish(reader, writer.parts, self._spill)
+        return self._keeping.forgetting(lacking) if lacking else None
 
     def _index_columns(self, spec: RenderSpec) -> pa.Schema:
         reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None

@@ -29,7 +29,15 @@ from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.kept.chunks import KeptChunks, KeptReply, chunk_digest
 from batchinfer.data.kept.facts import StretchFacts
-from batchinfer.data.kept.files import KeptFile, KeptMarker, KeptStretch, opened, put_in_place, read_marker
+from batchinfer.data.kept.files import (
+    OF_ROWS,
+    KeptFile,
+    KeptMarker,
+    KeptStretch,
+    opened,
+    put_in_place,
+    read_marker,
+)
 from batchinfer.data.kept.rows import (
     SEVERAL,
     KeptSource,
@@ -67,7 +75,8 @@ class Keeping:
     """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which has
     that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and no digest
     that was computed before counts. `forgotten` are keys whose rows are prepared anew. `whole` tells, of rows of these
-    settings, which of these stretches, from the first one on, can be taken over whole; `in_pieces`: none is."""
+    settings, which of these stretches, from the first one on, can be taken over whole; `in_pieces`: none is. `anew`: no
+    row is known, whatever was kept."""
 
     kept: Path
     answered: Answered
@@ -76,6 +85,7 @@ class Keeping:
     whole: Callable[[str, Sequence[str]], Sequence[WholeStretch]] = _none_whole
     forgotten: tuple[bytes, ...] = ()
     in_pieces: bool = False
+    anew: bool = False
 
     def forgetting(self, keys: Sequence[bytes]) -> Keeping:
         """Return what prepares the rows with these keys, too, and takes over no stretch whole."""
@@ -115,7 +125,7 @@ def kept_index(keeping: Keeping, asked: Asked, ops: FileOps) -> Iterator[KeptInd
         last: _Last | None = None
         taken = NOTHING_TAKEN
         try:
-            marker = read_marker(keeping.kept)
+            marker = None if keeping.anew else read_marker(keeping.kept)
             if marker is not None and (marker.identity, marker.attempts) == (asked.identity, asked.attempts):
                 opening = (opened(keeping.kept, one, fresh=keeping.fresh) for one in marker.stretches)
                 files = [stack.enter_context(one) for one in opening]
@@ -194,8 +204,8 @@ class _Last:
         for number, files in enumerate(self._files):
             own = number - self._taken
             usable = None if own < 0 else stack.enter_context(_file_of(self._usable[own]))
-            rows, words, order = files["rows.bin"], files["words.bin"], files["order.bin"]
-            stretches.append(StretchSource(rows, words, order, files["params.bin"], usable))
+            rows, words, order, params, ids, ends = (files[name] for name in OF_ROWS)
+            stretches.append(StretchSource(rows, words, order, params, ids, ends, usable))
         return KeptSource(tuple(stretches), attempts)
 
     def find(self, digest: str) -> KeptReply | None:
@@ -404,13 +414,14 @@ class KeptIndex:
         digest, reply = self._digests.popleft(), self._replies.popleft()
         self._appended += 1
         records = self._records(writer, prompts)
+        records["has_id"] = rows.facts.ids.is_valid().to_numpy(zero_copy_only=False)
         self._note_facts(rows, records)
         if any(error.error_class == "resource" for error in prompts.errors.values()):
             digest, self._facts.plain = "", False  # another time the machine may allow it
         if reply is None:
             known = np.ones(len(rows), np.bool_)
             reply = packed(replace(rows, prompts=replace(prompts, tokens=_NO_TOKENS, known=known)))
-        writer.append(digest if prompts.digests else "", records, reply)
+        writer.append(digest if prompts.digests else "", records, rows.facts.ids, reply)
 
     def _note_facts(self, rows: PreparedRows, records: Records) -> None:
         """Add what is known of these rows together to what is known of the stretch."""

@@ -28,7 +28,8 @@ from batchinfer.data.storage.durable import Digest, FileOps, storage, write_json
 
 KEPT_FORMAT = 3
 MARKER, WHOLE = "kept.json", "whole.json"
-NAMES = ("rows.bin", "words.bin", "order.bin", "params.bin", "replies.bin", "chunks.jsonl", "facts.json")
+OF_ROWS = ("rows.bin", "words.bin", "order.bin", "params.bin", "ids.bin", "id_ends.bin")
+NAMES = (*OF_ROWS, "replies.bin", "chunks.jsonl", "facts.json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.data.kept.facts import StretchFacts
@@ -28,6 +29,7 @@ class KeptWriter:
         self._words: list[NDArray[np.uint64]] = []
         self._texts: dict[str, tuple[int, int]] = {}
         self._text_bytes = 0
+        self._files["id_ends.bin"].write(bytes(8))
 
     def texts(self, texts: Sequence[str]) -> NDArray[np.int64]:
         """Write texts of parameters or tools that are not written yet. Return where each is, and how long: (n, 2)."""
@@ -43,8 +45,14 @@ class KeptWriter:
         file.write(data)
         return place
 
-    def append(self, digest: str, records: Records, reply: bytes) -> None:
+    def append(self, digest: str, records: Records, ids: pa.StringArray, reply: bytes) -> None:
         """Write one chunk: its digest, or none where it must not be used again as a whole."""
+        if len(ids):
+            _, offsets, data = ids.buffers()
+            ends = np.frombuffer(offsets, np.int32)[ids.offset : ids.offset + len(ids) + 1].astype(np.int64)
+            texts = b"" if data is None else data[int(ends[0]) : int(ends[-1])].to_pybytes()
+            self._files["id_ends.bin"].write((ends[1:] - ends[0] + self._files["ids.bin"].tell()).tobytes())
+            self._files["ids.bin"].write(texts)
         self._words.append(records["word"].copy())
         self._files["rows.bin"].write(records.tobytes())
         replies = self._files["replies.bin"]

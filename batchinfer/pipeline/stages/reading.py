@@ -102,7 +102,7 @@ def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInpu
     try:
         for at in steps:
             run.progress.read(at.rows, at.bytes_read, at.bytes_total)
-            early.read(at.keys)
+            early.read(at.keys, last=at.bytes_read >= at.bytes_total)
             left_s = _left_s(run, at, time.monotonic() - began)
             if ingestion.is_final and early.waits_for(left_s):
                 return UnreadInput(ingestion, steps, at)

@@ -1,7 +1,7 @@
 """The files of the result that the job published last, as far as they are files of the next one, too.
 
-    .batchinfer-res/result_files.json    which result it was, the fingerprint, size, sha256 and rows of each of its files,
-                                         and which stretches of the kept index they are made of
+    .batchinfer-res/result_files.json    which result it was; of each of its files the fingerprint, size, sha256 and
+                                         rows; and which stretches of the kept index these rows are
 
 A file whose fingerprint is known is copied instead of made: its rows are neither joined nor written as Parquet again.
 Whoever looks at results may have changed or removed it, so what is copied counts by its bytes, whose sha256 is taken on
