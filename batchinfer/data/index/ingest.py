@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from batchinfer.core.errors import JobFileError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.content_free_row import check_rendered, content_free_row
 from batchinfer.data.index.duplicates import EqualRows
 from batchinfer.data.index.index import AnswerSchema, BestOf, Index, Layout, Stretches, index_schema
 from batchinfer.data.index.ingest_options import IngestOptions
-from batchinfer.data.index.keeping import Asked, Keeping, KeptIndex, kept_index
+from batchinfer.data.index.keeping import Keeping, KeptIndex, RowsToKnow, kept_index
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
-from batchinfer.data.index.taken import NOTHING_TAKEN
+from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.index.writer import IndexWriter, RowPlace, RowsSoFar
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
@@ -192,6 +191,7 @@ class Ingestion:
         self._writer: IndexWriter | None = None  # once there is a row
         self._kept: KeptIndex | None = None  # while rows are read, of which some may be known
         self._taken = NOTHING_TAKEN  # the first rows
+        self._columns: Columns | None = None  # once they are chosen
         self._refused = 0  # rows that became error rows because of the rows before them
         self._equal = EqualRows(
             self._spill,
@@ -217,7 +217,21 @@ class Ingestion:
         `cut`."""
         # The prompt without content comes last, and all labels are made of its answer
         whole = self._job.classify.content_free is None
-        return whole and (self._kept is None or not self._kept.may_need_tokens)
+        return whole and (self._kept is None or not (self._kept.may_need_tokens or self._may_read_again))
+
+    @property
+    def _may_read_again(self) -> bool:
+        """Whether rows that come later may show that known ones lack something: a column that the job names, or that
+        they carry with another type."""
+        if self._kept is None or self._reader is None or self._columns is None or not self._kept.knows:
+            return False
+        untyped = bool(self._job.carried) and self._reader.schema() is None
+        return bool(self._columns.unseen) or (untyped and self._taken.rows > 0)
+
+    @property
+    def taken(self) -> TakenRows:
+        """Return the first rows, which were taken over whole."""
+        return self._taken
 
     def steps(self) -> Generator[IngestProgress, None, None]:
         """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
@@ -233,6 +247,7 @@ class Ingestion:
         reader = self._reader = self._opened(files)
         schema = reader.schema()
         mode, columns = choose_prompts(self._job, self._tokenizer, schema, reader.shape)
+        self._columns = columns
         spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
         with self._known(spec, reader, schema) as kept:
             self._kept = kept
@@ -252,14 +267,12 @@ class Ingestion:
         return None
 
     def _checked(self, columns: Columns) -> Keeping | None:
-        """Check that rows had the columns that the job names. Of rows that were known that is not known. Raises
-        JobFileError."""
-        try:
-            columns.check_all_seen(failed=self._rows.error_rows)
-        except JobFileError:
-            if self._keeping is None or not self._rows.known_rows:
-                raise
+        """Check that rows had the columns that the job names. Which ones known rows had is not known: where they may be
+        missing, return that no row is to be known. Raises JobFileError."""
+        failed = self._rows.error_rows
+        if self._keeping is not None and self._rows.known_rows and columns.lacking(failed):
             return replace(self._keeping, anew=True)
+        columns.check_all_seen(failed)
         return None
 
     @property
@@ -395,7 +408,7 @@ class Ingestion:
         whole = job.input.limit is None and job.input.sql is None
         shape = f"{job.input.unique_ids} {self._index_columns(spec)} {schema}"
         taking = self._layout.index, self._layout.passthrough
-        asked = Asked(
+        asked = RowsToKnow(
             spec, material, shape, job.attempts, reader.files, whole, taking if self._may_take else None
         )
         return kept_index(self._keeping, asked, self._ops)
@@ -529,7 +542,7 @@ class Ingestion:
 
     @property
     def _stretches(self) -> Stretches | None:
-        """What can be taken over whole by the next run, once the rows are published."""
+        """Return what the next run can take over whole, once the rows are published."""
         kept = self._kept
         if kept is None or not self._may_take or self._equal.numbered or not kept.asked.whole:
             return None

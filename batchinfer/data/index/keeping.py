@@ -93,7 +93,7 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RowsToKnow:
     """The rows that are to be known: what decides what becomes of one (`spec`, `material`), what more decides what is
     written of it (`shape`), and of which files they are. `whole`: whole files and chunks may be used again; `taking`:
     whole stretches, too, as the first parts of an index, whose folders these are."""
@@ -108,17 +108,17 @@ class Asked:
 
     @property
     def identity(self) -> str:
-        """What the records of rows follow from."""
+        """Return what the records of rows follow from."""
         return _identity(self.spec, self.material)
 
     @property
     def whole_identity(self) -> str:
-        """What whole stretches follow from."""
+        """Return what whole stretches follow from."""
         return hashlib.sha256(f"{self.identity} {self.shape}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @contextmanager
-def kept_index(keeping: Keeping, asked: Asked, ops: FileOps) -> Iterator[KeptIndex]:
+def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[KeptIndex]:
     """Open what the last run kept, if it is of the same settings, and begin to write what is kept of this run. What
     cannot be read is told, and not used. Raises StorageError."""
     with ExitStack() as stack:
@@ -141,7 +141,7 @@ def kept_index(keeping: Keeping, asked: Asked, ops: FileOps) -> Iterator[KeptInd
 
 
 def _taken(
-    keeping: Keeping, asked: Asked, marker: KeptMarker, facts: Sequence[StretchFacts], ops: FileOps
+    keeping: Keeping, asked: RowsToKnow, marker: KeptMarker, facts: Sequence[StretchFacts], ops: FileOps
 ) -> TakenRows:
     """Take over the first stretches, as far as their files did not change and all of their rows are answered."""
     if keeping.fresh or keeping.in_pieces or not asked.whole or asked.taking is None:
@@ -284,7 +284,7 @@ class KeptIndex:
     def __init__(
         self,
         kept: Path,
-        asked: Asked,
+        asked: RowsToKnow,
         source: KeptSource,
         last: _Last | None,
         taken: TakenRows,
@@ -309,6 +309,11 @@ class KeptIndex:
         self._params: dict[str, tuple[bool, int | None, bool]] = {}
         # A row that comes later may equal one of a sampled answer that is known: see `finish`
         self.may_need_tokens = last is not None and last.has_samples
+
+    @property
+    def knows(self) -> bool:
+        """Whether the last run kept something that can be used."""
+        return self._last is not None
 
     @property
     def _stretches_taken(self) -> tuple[KeptStretch, ...]:
@@ -513,8 +518,8 @@ class KeptIndex:
 
     @property
     def stretches(self) -> tuple[tuple[str, int], ...]:
-        """The stretches that were written and can be taken over whole the next time, as far as they follow those that
-        were taken over now; and how many rows each has."""
+        """Return the stretches that were written and can be taken over whole the next time, as far as they follow those
+        that were taken over now; and how many rows each has."""
         found = []
         for one in self._written:
             if not one.facts.plain or len(one.stretch.files) < one.facts.files:

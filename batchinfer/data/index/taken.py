@@ -16,8 +16,8 @@ INDEX, CARRIED = "index", "carried"  # how the files of a stretch are called
 
 @dataclass(frozen=True, slots=True)
 class TakenStretch:
-    """What is taken over of a stretch: its parts of the index, those of what it carries, and the files with the places
-    of its answers and with the keys of those that are errors, all by names that are this run's."""
+    """A stretch is taken over with its parts of the index, those of what it carries, and the files with the places of
+    its answers and with the keys of those that are errors: all have names that are this run's."""
 
     stretch: WholeStretch
     facts: StretchFacts
@@ -35,37 +35,37 @@ class TakenRows:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Return how many rows there are."""
         return sum(one.stretch.rows for one in self.stretches)
 
     @property
     def errors(self) -> int:
-        """How many of them are error rows."""
+        """Return how many of them are error rows."""
         return sum(one.stretch.errors[0] for one in self.stretches)
 
     @property
     def retryable(self) -> int:
-        """How many of the error rows another run may cure."""
+        """Return how many of the error rows another run may cure."""
         return sum(one.stretch.errors[1] for one in self.stretches)
 
     @property
     def distinct(self) -> int:
-        """How many different keys they have."""
+        """Return how many different keys they have."""
         return self.stretches[-1].stretch.distinct if self.stretches else 0
 
     @property
     def parts(self) -> list[Path]:
-        """The parts of the index that have them."""
+        """Return the parts of the index that have them."""
         return [part for one in self.stretches for part in one.parts]
 
     @property
     def carried(self) -> list[Path]:
-        """The parts with the columns that they carry."""
+        """Return the parts with the columns that they carry."""
         return [part for one in self.stretches for part in one.carried]
 
     @property
     def facts(self) -> list[StretchFacts]:
-        """What is known of them together."""
+        """Return what is known of them together."""
         return [one.facts for one in self.stretches]
 
 

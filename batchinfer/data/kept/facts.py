@@ -1,4 +1,4 @@
-"""What an index knows of all rows of a stretch together, beside what it knows of each."""
+"""An index knows some things of all rows of a stretch together, beside what it knows of each."""
 
 from __future__ import annotations
 

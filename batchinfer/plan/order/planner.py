@@ -56,10 +56,8 @@ def plan_job(
 ) -> Plan:
     """Plan every distinct key of the index that the completion parts lack, once each.
 
-    `taken`: the first rows, which all have their answers.
-
     Of the keys of a row's `attempts`, only the first one counts whose completion is not invalid, or is missing. Those
-    that are `in_flight` are not planned.
+    that are `in_flight` are not planned. `taken`: the first rows, all of which have their answers.
 
     `beside`: parts with prompts that run, too, and are no rows of the job.
 
@@ -80,9 +78,7 @@ def plan_job(
         if completion_parts and attempts > 1:
             load_chosen(database, completion_parts, attempts)
         new = index_parts[len(taken.parts) :]
-        _load_wanted(database, new, attempts if completion_parts else 1, attempts)
-        if taken.rows:
-            database.execute(f"DELETE FROM wanted WHERE key IN (SELECT key FROM {parquet(taken.parts)})")
+        _load_wanted(database, new, attempts if completion_parts else 1, attempts, taken)
         if beside:
             _load_beside(database, beside)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
@@ -102,9 +98,10 @@ def plan_job(
         )
 
 
-def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int) -> None:
-    """Create the table `wanted`: the distinct keys of rows, of each row that of the attempt that it is at. `reached`:
-    the last one that a row may be at. With more than one the table `chosen` is loaded."""
+def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int, taken: TakenRows) -> None:
+    """Create the table `wanted`: the distinct keys of rows, of each row that of the attempt that it is at, without keys
+    of rows that were taken over. `reached`: the last one that a row may be at. With more than one the table `chosen` is
+    loaded."""
     database.execute(
         "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
         "expected_tokens INTEGER, users INTEGER, final_users INTEGER, longest INTEGER)"
@@ -113,6 +110,8 @@ def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: i
     if index:
         database.execute(f"INSERT INTO wanted {distinct_sql(index, reached, attempts)}")
         database.execute(f"INSERT INTO tally SELECT count(*), count(*) - count(key) FROM {parquet(index)}")
+    if taken.rows:
+        database.execute(f"DELETE FROM wanted WHERE key IN (SELECT key FROM {parquet(taken.parts)})")
 
 
 def _load_beside(database: Any, beside: Sequence[Path]) -> None:

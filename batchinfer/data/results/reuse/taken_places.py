@@ -1,4 +1,4 @@
-"""Where in the store the answers of rows stand that were taken over whole."""
+"""Answers of rows that were taken over whole are found in the store by their places."""
 
 from __future__ import annotations
 
