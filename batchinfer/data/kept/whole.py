@@ -35,7 +35,8 @@ _COPIED = 1 << 20  # bytes at once
 
 @dataclass(frozen=True, slots=True)
 class WholeStretch:
-    """A stretch is whole once it is known what became of its rows. `before`: the stretch that they stand behind, "" for the first one.
+    """A stretch is whole once it is known what became of its rows. `before`: the stretch that they stand behind, ""
+    for the first one.
 
     `files` are those of its folder, with their digests, in the order of the rows. The numbers of parts in its places
     are those of `store`, all of which it uses. `errors` are the rows that never became requests, `failed` those whose
