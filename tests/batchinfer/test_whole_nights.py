@@ -65,7 +65,7 @@ class Nights:
 
     def __init__(self, folder: Path, model: Path, **sections: Any) -> None:
         self.folder = folder
-        (folder / "in").mkdir()
+        (folder / "in").mkdir(parents=True)
         self.job = write_job(folder, model, **(FIELDS | sections))
         self.state = folder / "out/.batchinfer-res"
 
@@ -134,21 +134,21 @@ def test_a_stretch_is_read_again_once_something_of_it_is_missing(
     assert taken == [0, 20, 40, 40, 0, 20, 0]
 
 
-def test_an_error_that_was_answered_since_is_published(
+def test_an_error_that_another_job_has_answered_since_is_published(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both jobs use one store. The rows with the errors are taken over all the same."""
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "5")
-    nights = Nights(tmp_path, model, output=FIELDS["output"] | {"path": "out/res"})
-    nights.write("a", people(20))
-    failed = nights.run().row["rows_error"]
-    assert failed
-    nights.write("b", people(25)[20:])
-    nights.run()
+    cache = {"path": str(tmp_path / "store")}
+    one, other = (Nights(tmp_path / name, model, cache=cache) for name in ("one", "other"))
+    for nights in (one, other):
+        nights.write("a", people(20))
+        assert nights.run().row["rows_error"]
     monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
-    assert nights.run(replace(FAKE, retry_errors=True)).row["rows_error"] == 0
-    nights.write("c", people(30)[25:])
-    nights.check()
-    assert taken == [0, 20, 0, 25, 0]
+    assert other.run(replace(FAKE, retry_errors=True)).row["rows_error"] == 0
+    one.write("b", people(25)[20:])
+    one.check()
+    assert taken == [0, 0, 0, 20, 0]
 
 
 def test_stretches_stay_few_however_many_nights_add_a_file(
