@@ -35,6 +35,11 @@ class Peaks:
         integer = None if self.coded_ops_per_s is None else self.coded_ops_per_s / parts
         return Peaks(self.flops_per_s / parts, self.bytes_per_s / parts, integer)
 
+    def times(self, devices: int) -> Peaks:
+        """Return the peaks of several devices like this one together."""
+        integer = None if self.coded_ops_per_s is None else self.coded_ops_per_s * devices
+        return Peaks(self.flops_per_s * devices, self.bytes_per_s * devices, integer)
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

@@ -14,6 +14,7 @@ from typing import Protocol
 from batchinfer.engine.config import EngineConfig
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import Ended
+from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.messages import (
     Add,
     Configure,
@@ -26,7 +27,6 @@ from batchinfer.pipeline.workers.messages import (
     WorkerSpec,
 )
 from batchinfer.pipeline.workers.transport import PROCESSES, Link
-from batchinfer.pipeline.workers.worker import failure
 from tests import fake_engine
 
 

@@ -41,7 +41,7 @@ _FLOAT = ("norm", "embed_tokens", "lm_head", "gate.", "layers.0.self_attn.o_proj
 
 def make_mxfp4(folder: Path, plain: Path, **sizes: Any) -> PreTrainedModel:
     """A gpt-oss as OpenAI published it, and in `plain` the same dequantised by transformers' own function."""
-    model = make_checkpoint(plain, "gpt_oss", hidden_size=64, intermediate_size=32, **sizes)
+    model = make_checkpoint(plain, "gpt_oss", **{"hidden_size": 64, "intermediate_size": 32, **sizes})
     stored, generator = load_file(plain / SINGLE), torch.Generator().manual_seed(4)
     packed = {name: tensor for name, tensor in stored.items() if not _is_experts(name)}
     for name in filter(_is_experts, stored):

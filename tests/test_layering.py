@@ -118,6 +118,9 @@ MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
 CHILDREN = (
     "batchinfer.data.prompts.render_worker",
     "batchinfer.pipeline.workers.calibrator",
+    "batchinfer.pipeline.workers.endings",
+    "batchinfer.pipeline.workers.ranks.others",
+    "batchinfer.pipeline.workers.ranks.process",
     "batchinfer.pipeline.workers.worker",
     "batchinfer.machine.spawning",
 )

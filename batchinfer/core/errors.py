@@ -6,6 +6,7 @@
     ├── ErrorBudgetExceeded        65  more error rows than `on_error.max_error_rate` allows
     ├── InputMissing               66  the job file or an input file is missing, or a hub has no such model
     ├── Unavailable                69  the device, the store or a hub cannot be reached
+    │   └── CannotSplit            69  a model that cannot be divided among so many ranks
     ├── OutOfMemory                71  the device or the host has no memory left
     ├── OutputConflict             73  the result folder belongs to somebody else
     ├── StorageError               74  disk full or input/output error; the job can be resumed
@@ -69,6 +70,10 @@ class Unavailable(BatchInferError):
 
     exit_code = 69
     status = "unavailable"
+
+
+class CannotSplit(Unavailable):
+    """A model that cannot be divided among ranks as it was asked for; says what can be."""
 
 
 class OutOfMemory(BatchInferError):

@@ -6,8 +6,7 @@ No torch, no files: every room may import this.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -72,23 +71,37 @@ class Request:
     prompt: TokenIds  # (n,) int32, n >= 1
     params: SamplingParams
     shares_next: int = 0  # prompt tokens that the plan's next request begins with too; 0: unknown
+    draft: TokenIds | None = None  # (m,) int32, an answer that it may get; None: nobody knows of one
+    draws: bytes = b""  # 16 bytes or more: the key of its random draws, where that is not its own
 
     def __reduce__(self) -> Pickled:
         """Processes send each other millions: what `dataclasses` and numpy do of themselves takes several times as
         long."""
-        return _remade, (self.key, _data(self.prompt), *_BEHIND_PROMPT(self))
+        draft = None if self.draft is None else _data(self.draft)
+        more = (draft, self.draws) if self.draws else () if draft is None else (draft,)
+        return _remade, (self.key, _data(self.prompt), self.params, self.shares_next, *more)
 
-
-_BEHIND_PROMPT = attrgetter(*(field.name for field in fields(Request)[2:]))
+    @property
+    def draw_key(self) -> bytes:
+        """Return the 16 bytes that its random draws are made of, with the position of a token."""
+        return (self.draws or self.key)[:16]
 
 
 def _data(token_ids: TokenIds) -> bytes:
     return np.asarray(token_ids, np.int32).tobytes()
 
 
-def _remade(key: bytes, token_ids: bytes, *more: Any) -> Request:
-    """With an array that can be written to, as the one that was sent."""
-    return Request(key, np.frombuffer(bytearray(token_ids), np.int32), *more)
+def _remade(
+    key: bytes,
+    token_ids: bytes,
+    params: SamplingParams,
+    shares_next: int,
+    draft: bytes | None = None,
+    draws: bytes = b"",
+) -> Request:
+    """With arrays that can be written to, as those that were sent."""
+    drafted = None if draft is None else np.frombuffer(bytearray(draft), np.int32)
+    return Request(key, np.frombuffer(bytearray(token_ids), np.int32), params, shares_next, drafted, draws)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

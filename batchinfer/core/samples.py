@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 # between one layer's attention and the next one's; an operator at a time
 LaunchMode = Literal["full_graph", "piecewise_graph", "eager"]
 LAUNCH_MODES: tuple[LaunchMode, ...] = ("full_graph", "piecewise_graph", "eager")
-# Where drafts come from: a row's prompt and answer so far; other answers of the job
-DraftName = Literal["prompt", "answers"]
+# Where drafts come from: a row's prompt and answer so far; other answers of the job; the row's answer in the job's last
+# result; its answer by a smaller model
+DraftName = Literal["prompt", "answers", "earlier", "model"]
 ExpertTokens = Mapping[int, list[int]]  # layer → tokens that each of its experts was given
 
 
@@ -95,6 +96,10 @@ class StepSample:
     prompt_accepted: int = 0
     answers_drafted: int = 0
     answers_accepted: int = 0
+    earlier_drafted: int = 0
+    earlier_accepted: int = 0
+    model_drafted: int = 0
+    model_accepted: int = 0
     drafts_saved_s: float = 0.0  # what the step's tokens would have taken without drafts, less what it took
 
     @property

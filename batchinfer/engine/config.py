@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.samples import DraftName
+from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -94,6 +95,7 @@ class EngineInfo:
     capture_s: float | None = None  # capturing graphs, once the weights were loaded; None on a CPU
     graph_bytes: int | None = None  # of the GPU's memory, that these graphs took; None on a CPU
     free_bytes: int | None = None  # of the GPU's memory, left once the engine is ready; None on a CPU
+    division: Division = UNDIVIDED  # of its ranks; what is counted in bytes is one rank's
 
 
 # Part of every work key. Raise it when a change of operators may change a token, so that answers stored by the old

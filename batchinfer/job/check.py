@@ -122,7 +122,7 @@ def _input(section: Mapping[str, Any] | None) -> Iterator[Finding]:
 
 def _drafts(values: Mapping[str, Any]) -> Iterator[Finding]:
     task, drafts = values.get("task", "generate"), values.get("drafts")
-    if isinstance(drafts, list | tuple) and task != "generate":
+    if isinstance(drafts, list | tuple | dict) and task != "generate":
         message = f"names sources, and with task: {task} no answers are generated"
         yield Finding(("drafts",), message, "remove it")
     if isinstance(drafts, list | tuple) and len({str(name) for name in drafts}) < len(drafts):

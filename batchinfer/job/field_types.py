@@ -17,7 +17,6 @@ from pydantic import ValidationInfo as Info
 from batchinfer.core.exact_json import RepeatedName, read_exactly, written
 from batchinfer.core.hub import NoModel, locate_adapter, locate_model
 from batchinfer.core.plain_json import NotPlain, plain_json
-from batchinfer.core.samples import DraftName
 from batchinfer.core.sampling import (
     BOUNDS,
     DERIVED,
@@ -352,10 +351,13 @@ AdapterPath = Annotated[
 ]
 Whole = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Auto = Literal["auto"]
-DraftsFrom = Annotated[
-    Literal["auto", "off"] | Annotated[tuple[DraftName, ...], Field(min_length=1)],
-    Right(f"auto, off, or a list of {' and '.join(get_args(DraftName))}"),
-]
+DraftSource = Literal[
+    "prompt", "answers", "earlier"
+]  # those that jobs name; that of a model is there with it
+DraftSources = Annotated[tuple[DraftSource, ...], Field(min_length=1)]
+DRAFTS = Right(
+    f"auto, off, a list of any of {', '.join(get_args(DraftSource))}, or a section with the key model"
+)
 Name = Annotated[
     str,
     Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$"),

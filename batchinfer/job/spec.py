@@ -23,13 +23,15 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.job.check import check
 from batchinfer.job.embedding import EmbedSection
 from batchinfer.job.field_types import (
+    DRAFTS,
     AdapterPath,
     Auto,
     Bytes,
     Column,
     DeadlineText,
     Delimiter,
-    DraftsFrom,
+    DraftSource,
+    DraftSources,
     Encoding,
     JsonSchema,
     KvMemory,
@@ -108,6 +110,19 @@ class ModelSection(Section):
     )
     adapter_from_column: Column | None = Field(
         default=None, description="Column with the name of a row's adapter. null there: as adapter says."
+    )
+
+
+class DraftModelSection(Section):
+    """A smaller model that answers first, and whose answers are drafts."""
+
+    model: ModelPath = Field(
+        description="Folder of its checkpoint, a GGUF file, or the name of a model that batchinfer pull has "
+        "downloaded. Its tokens are those of the job's model."
+    )
+    quantization: AskedQuantization = Field(
+        default="auto",
+        description="How its linear layers are computed, as in model.quantization; int4 is rounded to nearest.",
     )
 
 
@@ -224,6 +239,12 @@ class EngineSection(Section):
         default="auto",
         description="Number of engines that share the work. auto: one for each GPU; one on a CPU.",
     )
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="Number of processes that compute each layer of an engine together."
+    )
+    pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="Number of processes among which the layers of an engine are divided."
+    )
     deterministic: bool = Field(
         default=False,
         description="Whether answers are the same to the bit whatever other rows run. A little slower.",
@@ -309,10 +330,11 @@ class Job(Section):
     engine: EngineSection = Field(
         default=EngineSection(), description="How the engine works; auto fits most machines."
     )
-    drafts: DraftsFrom = Field(
+    drafts: Annotated[Literal["auto", "off"] | DraftSources | DraftModelSection, DRAFTS] = Field(
         default="auto",
         description="Where tokens come from that are likely to follow, of which a step verifies several at once: the "
-        "row's own text (prompt), other answers (answers). auto: all of them, where it pays on a CPU; off: none.",
+        "row's own text (prompt), other answers (answers), its answer in the job's last result (earlier), a smaller "
+        "model's. auto: all of them but a model, where it pays on a CPU; off: none.",
     )
     on_error: OnErrorSection = Field(
         default=OnErrorSection(), description="How many error rows the job may have."
@@ -482,7 +504,20 @@ class Job(Section):
         """The sources of drafts; none where no answers are generated."""
         if self.task != "generate" or self.drafts == "off":
             return ()
-        return get_args(DraftName) if self.drafts == "auto" else self.drafts
+        if isinstance(self.drafts, DraftModelSection):
+            return "prompt", "answers", "model"
+        return get_args(DraftSource) if self.drafts == "auto" else self.drafts
+
+    @property
+    def drafting_job(self) -> Job | None:
+        """Return the job as the model runs it whose answers are drafts; None: there is none."""
+        drafts = self.drafts
+        if not isinstance(drafts, DraftModelSection):
+            return None
+        model = ModelSection(
+            path=drafts.model, dtype=self.model.dtype, quantization=drafts.quantization, calibration="off"
+        )
+        return self.model_copy(update={"model": model, "drafts": "auto"})
 
     def describe(self, defaults: bool = False) -> str:
         """Describe the job for people, one line per option; `defaults`: also options that have their default value."""

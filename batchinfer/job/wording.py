@@ -39,7 +39,9 @@ def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[
     """One finding a field, in people's words, however many complaints pydantic has about it."""
     groups: dict[Loc, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
-        groups.setdefault(_field_of(model, details["loc"]), []).append(details)
+        loc = _of_member(model, details["loc"], values)
+        if loc is not None:
+            groups.setdefault(_field_of(model, loc), []).append(details)
     return [_finding(model, loc, group, values) for loc, group in groups.items()]
 
 
@@ -74,6 +76,25 @@ def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     return next((one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
+def _may_be_value(model: type[BaseModel], name: str) -> bool:
+    """Whether a field that may be a section may be something else, too."""
+    members = get_args(model.model_fields[name].annotation) if name in model.model_fields else ()
+    return section_of(model, name) is not None and len({*members} - {types.NoneType}) > 1
+
+
+def _of_member(model: type[BaseModel], loc: Loc, values: Mapping[str, Any]) -> Loc | None:
+    """Return where a complaint is about a field that may be a section or a value; None where it is about what the field
+    was not meant to be."""
+    if len(loc) < 2 or not _may_be_value(model, str(loc[0])):
+        return loc
+    section = section_of(model, str(loc[0]))
+    assert section is not None, "a field that may be one"
+    meant = isinstance(values.get(str(loc[0])), dict)
+    if meant != (loc[1] == section.__name__):
+        return None
+    return (loc[0], *loc[2:]) if meant else loc[:1]
+
+
 def _field_of(model: type[BaseModel], loc: Loc) -> Loc:
     """`loc` without what pydantic adds below a field (members of a union, places in a list)."""
     current: type[BaseModel] | None = model
@@ -95,7 +116,7 @@ def _finding(
     kinds = {details["type"] for details in group}
     if "extra_forbidden" in kinds:
         return _unknown(model, owner, loc)
-    section = section_of(owner, str(loc[-1]))
+    section = None if _may_be_value(owner, str(loc[-1])) else section_of(owner, str(loc[-1]))
     expected = _keys(section) if section else right(options(owner)[str(loc[-1])])
     if "missing" in kinds:
         return Finding(loc, f"is missing; it must be {expected}")

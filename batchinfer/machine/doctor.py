@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -58,6 +59,7 @@ def _cpu(cache: Path) -> list[Fact]:
         Fact("matrix tiles", tiles_text(tile_grant())),
         Fact("memory", _size(here.memory_bytes)),
         Fact("cpu peaks", peaks_text(here)),
+        Fact("cpu products", products_text(here)),
         Fact("cpu steps", steps_text(here)),
     ]
 
@@ -99,6 +101,21 @@ def tiles_text(grant: Grant) -> str:
 def _peak_text(here: Hardware, dtype: str) -> str:
     by = here.peak_by.get(dtype)
     return f"{dtype} {_rate(here.peak_flops[dtype])}FLOP/s" + (f" by {by}" if by else "")
+
+
+def products_text(here: Hardware) -> str:
+    """One line: what torch's libraries and the compiled operators reach, in a large product and in a model's."""
+    if not here.products:
+        return "unknown: run `batchinfer doctor --measure`"
+    return "; ".join(
+        f"{dtype} {size} {_by_whom(rates)}"
+        for dtype, sizes in sorted(here.products.items())
+        for size, rates in sorted(sizes.items())
+    )
+
+
+def _by_whom(rates: Mapping[str, float]) -> str:
+    return ", ".join(f"{_rate(rate)}FLOP/s by {who}" for who, rate in sorted(rates.items(), reverse=True))
 
 
 def steps_text(here: Hardware) -> str:

@@ -30,6 +30,8 @@ from batchinfer_kernels.cost import Peaks
 
 Source = Literal["measured", "datasheet", "unknown"]
 PartTimes = Mapping[str, Mapping[str, float]]  # by arithmetic, e.g. `float32` or `bfloat16+int8`
+# FLOP/s of matrix products by dtype, by size (`large`, or those of a small model's `layers`) and by who multiplied
+ProductRates = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 CACHE_FORMAT = 1
 FIRST_WITH_FP8 = (8, 9)  # the first compute capability whose tensor cores know float8_e4m3fn
@@ -85,6 +87,8 @@ class Hardware:
     step_times: PartTimes = field(default_factory=dict)
     # Who reached a measured peak, by dtype: `torch` (its libraries) or `compiled` (the CPU operators); may lack dtypes
     peak_by: Mapping[str, str] = field(default_factory=dict)
+    # What each of them reached, the slower one, too; may lack dtypes and sizes
+    products: ProductRates = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -97,6 +101,7 @@ class Hardware:
         bandwidth: float,
         step_times: PartTimes | None = None,
         peak_by: Mapping[str, str] | None = None,
+        products: ProductRates | None = None,
     ) -> Hardware:
         """The same device with what was measured on it."""
         return replace(
@@ -106,6 +111,7 @@ class Hardware:
             source="measured",
             step_times=dict(step_times or {}),
             peak_by=dict(peak_by or {}),
+            products=dict(products or {}),
         )
 
     def step_time(self, dtype: str, quantization: str = "none") -> Mapping[str, float] | None:
@@ -174,7 +180,13 @@ def _bare_gpu(gpu: Gpu | None) -> Hardware:
 def _with_peaks(bare: Hardware, cache: Path) -> Hardware:
     measured = read_cache(cache).get(bare.key)
     if measured is not None:
-        return bare.measured(measured.peak_flops, measured.bandwidth, measured.step_times, measured.peak_by)
+        return bare.measured(
+            measured.peak_flops,
+            measured.bandwidth,
+            measured.step_times,
+            measured.peak_by,
+            measured.products,
+        )
     stated = datasheet(bare.name)
     if stated is not None:
         return replace(
@@ -200,6 +212,7 @@ class KeptPeaks:
     bandwidth: float  # bytes/s
     step_times: dict[str, dict[str, float]]  # by arithmetic; empty where they were not measured
     peak_by: dict[str, str]  # who reached the peak, by dtype; empty in a file from before that was kept
+    products: dict[str, dict[str, dict[str, float]]]  # likewise
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -207,6 +220,7 @@ class KeptPeaks:
             "bandwidth": self.bandwidth,
             "step_times": self.step_times,
             "peak_by": self.peak_by,
+            "products": self.products,
         }
 
 
@@ -246,7 +260,19 @@ def _parse_peaks(key: str, entry: Any) -> KeptPeaks:
     parsed = {
         name: {part: _number(key, value) for part, value in parts.items()} for name, parts in times.items()
     }
-    return KeptPeaks(flops, _positive(key, entry.get("bandwidth")), parsed, by)
+    products = _parse_products(key, entry.get("products", {}))
+    return KeptPeaks(flops, _positive(key, entry.get("bandwidth")), parsed, by, products)
+
+
+def _parse_products(key: str, found: Any) -> dict[str, dict[str, dict[str, float]]]:
+    sizes = list(found.values()) if isinstance(found, dict) else [None]
+    rates = [of for each in sizes for of in (each.values() if isinstance(each, dict) else [None])]
+    if not all(isinstance(of, dict) for of in rates):
+        raise ValueError(f"{key}: `products` is no object of objects of objects")
+    return {
+        dtype: {size: {by: _positive(key, rate) for by, rate in of.items()} for size, of in each.items()}
+        for dtype, each in found.items()
+    }
 
 
 def _number(key: str, value: Any) -> float:
@@ -271,7 +297,12 @@ def remember(hardware: Hardware, path: Path | None = None, *, now: datetime | No
     target = path or cache_path()
     entries = {key: kept.to_json() for key, kept in read_cache(target).items()}
     times = {name: dict(parts) for name, parts in hardware.step_times.items()}
-    entry = KeptPeaks(dict(hardware.peak_flops), hardware.bandwidth, times, dict(hardware.peak_by)).to_json()
+    products = {
+        dtype: {size: dict(rates) for size, rates in sizes.items()}
+        for dtype, sizes in hardware.products.items()
+    }
+    kept = KeptPeaks(dict(hardware.peak_flops), hardware.bandwidth, times, dict(hardware.peak_by), products)
+    entry = kept.to_json()
     entries[hardware.key] = entry | {"measured_at": (now or datetime.now(UTC)).isoformat(timespec="seconds")}
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")

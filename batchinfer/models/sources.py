@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
-from batchinfer.core.errors import Unavailable
-from batchinfer.models.adapters.factors import AdaptedWeights
+from batchinfer.core.errors import CannotSplit, Unavailable
+from batchinfer.models.adapters.factors import AdaptedWeights, PartOfLayers
 from batchinfer.models.adapters.merging import MergedWeights
 from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
 from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
@@ -21,6 +21,7 @@ from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
+from batchinfer.models.checkpoint.stored_parts import check_parts
 from batchinfer.models.checkpoint.weights import CheckpointWeights, Weights
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import pack_weights
@@ -28,7 +29,10 @@ from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import AdapterRoom, Ops
+from batchinfer.models.parallel.ranks import ALONE, Ranks
+from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
+from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
 from batchinfer_kernels.arithmetic import Device, KvCacheDtype, Quantization, WeightCodes
 from batchinfer_kernels.cost import ModelCost
@@ -54,8 +58,28 @@ class ModelSource:
     adapters: Mapping[str, StoredAdapter] = field(default_factory=dict)  # by fingerprint
     merged: StoredAdapter | None = None  # an adapter that all rows have, in the weights
     adapter_places: int | None = None  # how many adapters are on the device at a time; None: all
+    ranks: Ranks = ALONE  # with which it is computed; its spec and its weights are those of this rank's part
+    whole: ModelSpec | None = None  # the model that it is a part of; None: it is all of it
     # Its decode steps launch the same kernels each time, and never wait for the device
     can_be_captured: ClassVar[bool] = True
+
+    def part(self, ranks: Ranks) -> ModelSource:
+        """Return the part of a rank, whose weights `weights` reads already. Raises CannotSplit."""
+        place, merged = ranks.place, self.merged
+        if merged is not None and place.cuts:
+            raise CannotSplit(
+                "a DoRA is merged into whole rows of weights; only layers can be divided among ranks"
+            )
+        own = sharded(self.spec, place)
+        return replace(
+            self,
+            spec=own,
+            parameters=parameter_count(own),
+            adapters={name: each.of_layers(place.layers) for name, each in self.adapters.items()},
+            merged=None if merged is None else merged.of_layers(place.layers),
+            ranks=ranks,
+            whole=self.spec,
+        )
 
     @property
     def plain_attention(self) -> bool:
@@ -99,15 +123,25 @@ class ModelSource:
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
         with self.weights(*place) as own:
             stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
-            with AdaptedWeights(stored, self.spec, adapters, *kept) as adapted:
-                watched = WatchedWeights(SmoothedWeights(adapted, self.spec), self.spec)
+            with AdaptedWeights(stored, self.spec, adapters, *kept, self._part) as adapted:
+                watched = WatchedWeights(SmoothedWeights(adapted, self.spec, self.ranks.experts), self.spec)
                 # Looking for outliers takes passes over weights, which a run without codes need not wait for
                 weights = watched if rounded else adapted
-                packed = pack_weights(self.spec, weights, ops, arithmetic.device, len(adapters), room)
+                packed = pack_weights(
+                    self.spec, weights, ops, arithmetic.device, len(adapters), room, self.ranks
+                )
         warning = warning_of(watched.worst) if rounded else None
         if warning is not None:
             _log.warning("%s", warning)
         return partial(Decoder, packed)
+
+    @property
+    def _part(self) -> PartOfLayers | None:
+        place = self.ranks.place
+        if self.whole is None:
+            return None
+        layers = self.whole.layers if place.layers is None else self.whole.layers[slice(*place.layers)]
+        return PartOfLayers(layers, place)
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
         """Return what its steps cost."""
@@ -149,10 +183,12 @@ def checkpoint_source(
     quantization: Quantization = "none",
     adapters: Sequence[tuple[str, Path]] = (),
     adapter_places: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> Source:
     """Open a checkpoint folder as a model with such a cache and such weights, and with adapters: their fingerprints and
-    folders, and how many are on the device at a time. Raises what inspecting a checkpoint and an adapter raises, and
-    Unavailable for what the model cannot have.
+    folders, and how many are on the device at a time; or the part of it that a rank has. Raises what inspecting a
+    checkpoint and an adapter raises, Unavailable for what the model cannot have, and CannotSplit for a part that it
+    does not have.
     """
     checkpoint = open_checkpoint(path, _describe_here)
     checkpoint = checkpoint.held_for(quantization)
@@ -161,8 +197,15 @@ def checkpoint_source(
         found = {name: inspect_adapter(folder.name, folder, checkpoint) for name, folder in adapters}
         merged = next((adapter for adapter in found.values() if adapter.config.dora), None)
         beside = {name: adapter for name, adapter in found.items() if not adapter.config.dora}
-        weights = partial(CheckpointWeights, checkpoint)
-        return ModelSource(spec, checkpoint.parameters, weights, beside, merged, adapter_places)
+        place = ranks.place
+        weights = partial(CheckpointWeights, checkpoint, place=place)
+        whole = ModelSource(spec, checkpoint.parameters, weights, beside, merged, adapter_places)
+        if place.whole:
+            return whole
+        check_parts(checkpoint, place)
+        return whole.part(ranks)
+    if not ranks.place.whole:
+        raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     if adapters:
         raise Unavailable("a model that transformers' code computes is given no adapters; merge them into it")
     from batchinfer.models.foreign.source import ForeignSource  # slow to import, and not for our families

@@ -135,7 +135,7 @@ class RunReport:
     def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
         """The meter that the engines' samples go to; `setting`: theirs; `cost`: of the model that they ran."""
         self._setting = setting
-        self.note(replicas=setting.replicas)
+        self.note(replicas=setting.replicas, ranks=setting.division.ranks)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, setting.replicas))
         return self._meter
@@ -169,7 +169,8 @@ class RunReport:
         self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores)
         if infos:
             linear = {"linear": infos[0].linear} if infos[0].linear else {}
-            self.note(ops={"decoder": infos[0].ops} | linear, threads=sum(info.threads for info in infos))
+            threads = sum(info.threads * info.division.ranks for info in infos)
+            self.note(ops={"decoder": infos[0].ops} | linear, threads=threads)
             self.note(**_captured(infos))
 
     def _sum_up(self, meter: Meter) -> None:

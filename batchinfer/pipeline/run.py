@@ -18,6 +18,7 @@ from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.stages.answering import answer
 from batchinfer.pipeline.stages.answering_in_waves import answer_in_waves
 from batchinfer.pipeline.stages.calibrating import calibrated
+from batchinfer.pipeline.stages.drafting import drafts_of
 from batchinfer.pipeline.stages.earlier_result import earlier_result
 from batchinfer.pipeline.stages.planning import planned
 from batchinfer.pipeline.stages.publishing import publish_result, tidy, with_calibration, write_openai_file
@@ -77,7 +78,7 @@ def _answer(run: OpenRun, index: Index, store: CompletionStore) -> None:
     """Compute what the store lacks."""
     with planned(run, index, store) as work:
         if work.plan.to_run:
-            answer(run, work, index, store)
+            answer(run, work, index, store, drafts_of(run, work.plan, index, store))
         else:
             with run.report.timed("close_s"):
                 run.launch.end()

@@ -38,7 +38,7 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
     """
     import torch  # slow to import, and only this verb's business
 
-    from batchinfer.models.ops.peaks import measure_peaks
+    from batchinfer.models.ops.peaks import measure_layers, measure_peaks
 
     build_operators("cpu", notice)
     load = CoreLoad()
@@ -47,11 +47,13 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
         refuse_busy(load)  # before the measurement, too: it takes some seconds
     torch.set_num_threads(usable_cpus())
     found = measure_peaks("cpu")
+    layers = measure_layers(tuple(found.rates))
     here = detect("cpu").measured(found.peak_flops, found.bandwidth)
     times = dict(measured_step_times(here))
     if not although_busy:
         refuse_busy(load)
-    path = remember(here.measured(found.peak_flops, found.bandwidth, times, found.peak_by))
+    products = {dtype: {"large": found.rates[dtype], "layers": layers[dtype]} for dtype in found.rates}
+    path = remember(here.measured(found.peak_flops, found.bandwidth, times, found.peak_by, products))
     if nvidia_gpus() and torch.cuda.is_available():
         found = measure_peaks("cuda")
         gpu = Gpu(found.name or "unknown GPU", None)

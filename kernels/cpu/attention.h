@@ -154,6 +154,18 @@ INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const 
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) scores[r][c] = splat(0.0f);
     for (int64_t w = 0; w < dim / PAIR; w++) {
+#if FEW_REGISTERS
+        vi keys[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++) {
+            keys[c] = tile->k[c][w * stride];
+            if (fetch) __builtin_prefetch(ahead->k[w / run] + (w % run * COLUMNS + c) * stride, 0, TO_L2);
+        }
+        for (int r = 0; r < rows; r++) {
+            int32_t word;
+            memcpy(&word, q[r] + w * PAIR, 4);
+            for (int c = 0; c < COLUMNS; c++) scores[r][c] = DOT(scores[r][c], splat_word(word), keys[c]);
+        }
+#else
         for (int c = 0; c < COLUMNS; c++) {
             vi keys = tile->k[c][w * stride];
             if (fetch) __builtin_prefetch(ahead->k[w / run] + (w % run * COLUMNS + c) * stride, 0, TO_L2);
@@ -163,6 +175,7 @@ INLINE void NAME(score)(const NAME(Attention) *s, const NAME(Tile) *tile, const 
                 scores[r][c] = DOT(scores[r][c], splat_word(word), keys);
             }
         }
+#endif
     }
 }
 
@@ -179,6 +192,14 @@ INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, c
         const vi *values = tile->v[u] + from / LANES, *coming = ahead->v[u] + from / LANES;
         int64_t whole = tile->needed[u] / PAIR;
         for (int64_t w = 0; w < whole; w++, values += stride, coming += stride) {
+#if FEW_REGISTERS
+            for (int c = 0; fetch && c < columns; c++) __builtin_prefetch(coming + c, 0, TO_L2);
+            for (int r = 0; r < rows; r++) {
+                int32_t word;
+                memcpy(&word, work->p[r] + u * LANES + w * PAIR, 4);
+                for (int c = 0; c < columns; c++) total[r][c] = DOT(total[r][c], splat_word(word), values[c]);
+            }
+#else
             for (int c = 0; c < columns; c++) {
                 vi value = values[c];
                 if (fetch) __builtin_prefetch(coming + c, 0, TO_L2);
@@ -188,6 +209,7 @@ INLINE void NAME(add_values)(const NAME(Attention) *s, const NAME(Tile) *tile, c
                     total[r][c] = DOT(total[r][c], splat_word(word), value);
                 }
             }
+#endif
         }
         if (tile->needed[u] % PAIR) /* the other token of the word is not written: it may hold anything */
             for (int r = 0; r < rows; r++) {

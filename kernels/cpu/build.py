@@ -49,10 +49,11 @@ LOOK_S = 0.05  # how often to look whether another process has done building
 
 
 def load_library(
-    cache: Path | None = None, tiles: TileWay | None = None, sources: Sources = SOURCES
+    cache: Path | None = None, tiles: TileWay | None = None, sources: Sources | None = None
 ) -> ctypes.CDLL:
     """The compiled operators, built at first use and kept in `cache` by compiler, CPU, flags and source. `tiles`: what
-    products are computed in; None: the CPU's matrix tiles, if the system grants them. `sources`: of which library.
+    products are computed in; None: the CPU's matrix tiles, if the system grants them. `sources`: of which library, if
+    not of the one that SOURCES make.
 
     torch must have been imported: then both share one OpenMP runtime. Raises NoCompiler.
     """
@@ -67,7 +68,7 @@ def build_library(
     cache: Path | None = None,
     compilers: Compilers | None = None,
     tiles: TileWay | None = None,
-    sources: Sources = SOURCES,
+    sources: Sources | None = None,
 ) -> Path:
     """The file of the library, compiled if it is not there. Processes that build it at once wait for the first of them.
     Raises NoCompiler."""
@@ -76,7 +77,7 @@ def build_library(
         compilers = compilers or Compilers()
         with _alone(library, compilers):
             if not is_built(library):
-                _compile(library, compilers, _flags(tiles), sources)
+                _compile(library, compilers, _flags(tiles), sources or SOURCES)
     return library
 
 
@@ -88,9 +89,13 @@ def is_built(library: Path) -> bool:
         raise NoCompiler(f"{library} cannot be read: {error}") from error
 
 
-def library_path(cache: Path | None = None, tiles: TileWay | None = None, sources: Sources = SOURCES) -> Path:
+def library_path(
+    cache: Path | None = None, tiles: TileWay | None = None, sources: Sources | None = None
+) -> Path:
     """Where the library is kept, whether it is there or not. Raises NoCompiler."""
-    return (cache or cache_folder()) / f"ops-{_fingerprint(_compiler(), _flags(tiles), sources)}.so"
+    return (
+        cache or cache_folder()
+    ) / f"ops-{_fingerprint(_compiler(), _flags(tiles), sources or SOURCES)}.so"
 
 
 def cache_folder() -> Path:

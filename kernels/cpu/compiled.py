@@ -24,7 +24,15 @@ from batchinfer_kernels.cpu.low_rank import (
     without_adapter,
 )
 from batchinfer_kernels.cpu.memory import HugePages
-from batchinfer_kernels.cpu.packed import KINDS, Kind, PackedExperts, PackedWeight, is_gated, padded
+from batchinfer_kernels.cpu.packed import (
+    KINDS,
+    Kind,
+    PackedExperts,
+    PackedWeight,
+    codes_room,
+    is_gated,
+    padded,
+)
 from batchinfer_kernels.cpu.structures import (
     LOG2_E,
     AdaptedStructure,
@@ -263,7 +271,7 @@ class CompiledOperators(CachedOperators):
                 f"starts are {tuple(starts.shape)} {starts.dtype} for {weight.count} weights, {rows} rows"
             )
         y, blocks = x.new_empty(rows, weight.columns), torch.empty_like(starts)
-        codes = torch.empty(rows if weight.quantized else 0, padded(weight.inputs), dtype=torch.uint8)
+        codes = codes_room(rows if weight.quantized else 0, weight.inputs)
         wide, size = wide_room(x, weight)
         room = (blocks, y, codes, torch.empty(len(codes), dtype=torch.float32), wide, size)
         self._call("grouped_linear", x, x, weight.structure, starts, weight.count, *room, KINDS[weight.kind])
@@ -358,7 +366,7 @@ class CompiledOperators(CachedOperators):
         if not weight.quantized:
             self._call("linear", x, x, structure, y, rows, kind)
             return
-        codes = torch.empty(rows, padded(weight.inputs), dtype=torch.uint8)
+        codes = codes_room(rows, weight.inputs)
         row_scales = torch.empty(rows, dtype=torch.float32)
         self._call("quantized_linear", x, x, structure, y, codes, row_scales, rows, kind)
 

@@ -25,10 +25,10 @@ INLINE int NAME(in_tiles)(const Weight *first) { return first->starts ? TILES &&
 
 /* How the rows of an expert are cut up, whose weight is one like `first`. */
 INLINE Cut NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
-    int64_t bytes = first->inputs * (first->starts ? 1 : (int64_t)sizeof(REAL));
     int64_t rows = starts[expert + 1] - starts[expert];
     if (IN_SLICES && is_mxfp4(first)) return (Cut){starts[expert], rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
-    return cut_rows(starts[expert], rows, bytes, NAME(in_tiles)(first));
+    if (first->starts) return cut_codes(starts[expert], rows, first->inputs, first->group);
+    return cut_rows(starts[expert], rows, first->inputs * (int64_t)sizeof(REAL), IN_TILES);
 }
 
 /* Where the row blocks of each expert begin, the last one's end included: rows of two experts share no block. */

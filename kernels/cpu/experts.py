@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.cpu.packed import KINDS, PackedExperts, is_gated, padded
+from batchinfer_kernels.cpu.packed import KINDS, PackedExperts, codes_room, is_gated
 from batchinfer_kernels.cpu.structures import ExpertsStructure, Weight, address
 from batchinfer_kernels.experts import Choice
 
@@ -26,7 +26,7 @@ class ExpertsRoom:
         places = torch.empty(2 * (count + 1) + 2 * rows, dtype=torch.int64)
         widths = (gate_up.inputs, down.inputs, down.columns)
         rooms = [x.new_empty(rows, width) for width in widths]
-        codes = torch.empty(rows if gate_up.quantized else 0, padded(max(widths[:2])), dtype=torch.uint8)
+        codes = codes_room(rows if gate_up.quantized else 0, max(widths[:2]))
         scales = torch.empty(len(codes), dtype=torch.float32)
         wide, size = wide_room(x, gate_up, down)
         self._kept = (x, choice, loads, places, *rooms, codes, scales, wide)

@@ -21,17 +21,17 @@ INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_
             __builtin_prefetch(*ahead);
             *ahead += LINE;
         }
-        int32_t words[INT4_ROWS][2];
+        Four fours[INT4_ROWS][2];
         for (int r = 0; r < rows; r++) {
-            memcpy(words[r], x + r * stride + i * 8, 8);
+            memcpy(fours[r], x + r * stride + i * 8 * CODE_BYTES, sizeof fours[r]);
             if (zeroed)
                 for (int half = 0; half < 2; half++)
-                    codes[r] = dot_int8(codes[r], splat_word(words[r][half]), splat_word(0x01010101));
+                    codes[r] = dot_four(codes[r], fours[r][half], splat_word(0x01010101));
         }
         for (int c = 0; c < COLUMNS; c++) {
             vi low = low_codes(weight[c]), high = high_codes(weight[c]);
             for (int r = 0; r < rows; r++)
-                sums[r][c] = dot_int8(dot_int8(sums[r][c], splat_word(words[r][0]), low), splat_word(words[r][1]), high);
+                sums[r][c] = dot_four(dot_four(sums[r][c], fours[r][0], low), fours[r][1], high);
         }
     }
 }
@@ -39,8 +39,8 @@ INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_
 /* The results of `rows` (a constant) rows with one panel. */
 INLINE void NAME(int4_tile)(const uint8_t *x, const float *row_scales, const Weight *w, int64_t panel, const char *ahead,
                             vf result[][COLUMNS], const int rows, const int zeroed) {
-    int64_t stride = padded(w->inputs), all = (w->inputs + 7) / 8, per = w->group / 8, groups = (all + per - 1) / per;
-    const vi *weight = (const vi *)w->panels + panel * (stride / 8) * COLUMNS;
+    int64_t stride = codes_of(w->inputs), all = (w->inputs + 7) / 8, per = w->group / 8, groups = (all + per - 1) / per;
+    const vi *weight = (const vi *)w->panels + panel * (padded(w->inputs) / 8) * COLUMNS;
     const vf *scales = (const vf *)w->scales + panel * groups * COLUMNS, *zeros = NULL;
     if (zeroed) zeros = (const vf *)w->zeros + panel * groups * COLUMNS;
     vf total[INT4_ROWS][COLUMNS];
@@ -49,7 +49,7 @@ INLINE void NAME(int4_tile)(const uint8_t *x, const float *row_scales, const Wei
     for (int64_t first = 0; first < all; first += per, scales += COLUMNS, zeros += zeroed ? COLUMNS : 0) {
         int64_t pairs = all - first < per ? all - first : per;
         vi sums[INT4_ROWS][COLUMNS], codes[INT4_ROWS];
-        int4_group(x + first * 8, weight + first * COLUMNS, pairs, stride, &ahead, sums, codes, rows, zeroed);
+        int4_group(x + first * 8 * CODE_BYTES, weight + first * COLUMNS, pairs, stride, &ahead, sums, codes, rows, zeroed);
         for (int r = 0; r < rows; r++) {
             vf all_codes = splat(0.0f);
             if (zeroed) all_codes = __builtin_convertvector(codes[r] - (int32_t)(pairs * 8 * 128), vf);
@@ -67,6 +67,7 @@ INLINE void NAME(int4_tile)(const uint8_t *x, const float *row_scales, const Wei
 static void NAME(int4_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
                              Place at, int64_t kind) {
     int64_t bytes = padded(w->inputs), row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
+    int64_t stride = codes_of(w->inputs);
     int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
     const char *panel = (const char *)w->panels + at.panel * bytes / 8 * PANEL * 4;
     vf sums[ROWS][COLUMNS];
@@ -75,9 +76,9 @@ static void NAME(int4_block)(const uint8_t *codes, const float *row_scales, cons
 #define CASE(n) \
     case n: \
         if (w->zeros) \
-            NAME(int4_tile)(codes + (row + done) * bytes, row_scales + row + done, w, at.panel, ahead, sums + done, n, 1); \
+            NAME(int4_tile)(codes + (row + done) * stride, row_scales + row + done, w, at.panel, ahead, sums + done, n, 1); \
         else \
-            NAME(int4_tile)(codes + (row + done) * bytes, row_scales + row + done, w, at.panel, ahead, sums + done, n, 0); \
+            NAME(int4_tile)(codes + (row + done) * stride, row_scales + row + done, w, at.panel, ahead, sums + done, n, 0); \
         break;
         switch (rows - done < INT4_ROWS ? rows - done : INT4_ROWS) { CASE(1) CASE(2) CASE(3) }
 #undef CASE

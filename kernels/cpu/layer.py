@@ -11,7 +11,7 @@ from torch import Tensor
 from batchinfer_kernels.copy_parts import FIELDS
 from batchinfer_kernels.cpu.attention_plan import Items
 from batchinfer_kernels.cpu.low_rank import AdaptedRoom, PackedLowRank, check_adapted_rows
-from batchinfer_kernels.cpu.packed import KINDS, PackedWeight, padded
+from batchinfer_kernels.cpu.packed import KINDS, PackedWeight, codes_room
 from batchinfer_kernels.cpu.structures import (
     AdaptedStructure,
     Attention,
@@ -186,7 +186,7 @@ class _Tensors:
         attended = x.new_empty(2, tokens, sizes.q_heads * sizes.head_dim)
         widths = (layer.hidden, layer.weights.qkv.columns, layer.inner)
         inputs = max(layer.hidden, layer.inner, attended.shape[2])
-        codes = torch.empty(tokens, padded(inputs), dtype=torch.uint8)
+        codes = codes_room(tokens, inputs)
         scales = torch.empty(tokens, dtype=torch.float32)
         rooms = [x.new_empty(tokens, width) for width in widths]
         return cls(left, residual, attended, (*rooms, codes, scales))

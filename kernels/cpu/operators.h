@@ -6,6 +6,7 @@
 #include "tiles.h"
 #include "mmla.h"
 #include "panels.h"
+#include "codes.h"
 #include "tile_sums.h"
 #include "mmla_sums.h"
 #include "cache.h"

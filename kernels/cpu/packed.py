@@ -23,11 +23,17 @@ KINDS: dict[Kind, int] = {
 
 
 STEP_BYTES = 64  # of a row, which a product in tiles takes at once; as in panels.h
+MOST_CODE_BYTES = 2  # that a quantised activation takes; as in codes.h
 
 
 def padded(size: int) -> int:
-    """Return `size` bytes rounded up to whole steps: those of an output's inputs in a panel, and of a row of codes."""
+    """Return `size` bytes rounded up to whole steps: those of an output's inputs in a panel."""
     return -(-size // STEP_BYTES) * STEP_BYTES
+
+
+def codes_room(rows: int, inputs: int) -> Tensor:
+    """Return room for quantised rows, of as many bytes as they take on any CPU."""
+    return torch.empty(rows, MOST_CODE_BYTES * padded(inputs), dtype=torch.uint8)
 
 
 def is_gated(kind: Kind) -> bool:

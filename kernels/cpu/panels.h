@@ -150,11 +150,3 @@ static void put_greatest(vf results[ROWS][COLUMNS], uint64_t *greatest, int64_t 
     }
 }
 
-/* Four codes of `rows` (a constant) rows. */
-INLINE void add_codes(const uint8_t *x, const vi *weight, int64_t stride, vi sums[ROWS][COLUMNS], const int rows) {
-    for (int r = 0; r < rows; r++) {
-        int32_t word;
-        memcpy(&word, x + r * stride, 4);
-        for (int c = 0; c < COLUMNS; c++) sums[r][c] = dot_int8(sums[r][c], splat_word(word), weight[c]);
-    }
-}

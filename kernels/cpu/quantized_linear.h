@@ -22,19 +22,6 @@ INLINE float NAME(greatest_size)(const REAL *x, int64_t inputs) {
     return found;
 }
 
-/* Codes of twice LANES values, which `a` and `b` have in their lowest bytes. `past` (a constant): past the caches, where
- * streams.h allows it. */
-INLINE void NAME(put_codes)(uint8_t *codes, vi a, vi b, const int past) {
-    if (PAIR == 2) {
-        vi both = (a & 0xff) | (b << 8); /* a has the even values */
-        past ? stream_halves((uint16_t *)codes, both) : store_halves((uint16_t *)codes, both);
-    } else if (past) {
-        stream_bytes(codes, a), stream_bytes(codes + LANES, b);
-    } else {
-        store_bytes(codes, a), store_bytes(codes + LANES, b);
-    }
-}
-
 /* Codes of one row, its scale in return: no number where a value is none or infinite, and then codes mean nothing. */
 INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes, const int past) {
     float most = NAME(greatest_size)(x, inputs), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
@@ -43,13 +30,15 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes, c
     for (; i + 2 * LANES <= inputs; i += 2 * LANES) {
         Twin v = NAME(load_twin)(x + i);
         vi a = (vi)fused(v.a, splat(inverse), splat(shift)), b = (vi)fused(v.b, splat(inverse), splat(shift));
-        NAME(put_codes)(codes + i, a, b, past);
+        put_codes(codes + i * CODE_BYTES, a, b, PAIR == 2, past);
     }
     for (; i < inputs; i++) {
         float shifted = fused_one(LOAD(x[i]), inverse, shift);
-        memcpy(codes + i, &shifted, 1);
+        int32_t code;
+        memcpy(&code, &shifted, 4);
+        put_code(codes, i, code);
     }
-    memset(codes + inputs, 0x80, padded(inputs) - inputs);
+    for (; i < padded(inputs); i++) put_code(codes, i, 0x80);
     return most < INFINITY ? most / 127.0f : NAN;
 }
 
@@ -57,7 +46,7 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes, c
 INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, const int8_t *panel, const char *ahead,
                                  const int32_t *starts, const float *scales, int64_t inputs, vf result[ROWS][COLUMNS],
                                  const int rows) {
-    int64_t words = (inputs + 3) / 4, stride = padded(inputs);
+    int64_t words = (inputs + 3) / 4, stride = codes_of(inputs);
     vi sums[ROWS][COLUMNS];
     const vi *weight = (const vi *)panel;
     for (int r = 0; r < rows; r++)
@@ -65,9 +54,10 @@ INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, cons
     int64_t i = 0;
     for (; i + FETCHED <= words; ahead += LINE) {
         __builtin_prefetch(ahead);
-        for (int end = i + FETCHED; i < end; i++, weight += COLUMNS) add_codes(x + i * 4, weight, stride, sums, rows);
+        for (int end = i + FETCHED; i < end; i++, weight += COLUMNS)
+            add_codes(x + i * 4 * CODE_BYTES, weight, stride, sums, rows);
     }
-    for (; i < words; i++, weight += COLUMNS) add_codes(x + i * 4, weight, stride, sums, rows);
+    for (; i < words; i++, weight += COLUMNS) add_codes(x + i * 4 * CODE_BYTES, weight, stride, sums, rows);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++)
             result[r][c] = __builtin_convertvector(sums[r][c], vf) * (load_f32(scales + c * LANES) * row_scales[r]);
@@ -101,14 +91,25 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
     NAME(scale_sums)(sums, row_scales + row, w->starts + from, scales, rows);
 #else
     const char *ahead = ahead_of(panel, words, at.turn, more);
+#if WIDE_CODES
+    vf sums[CODE_ROWS][COLUMNS];
+    if (cut->height > ROWS) {
+        sum_widened(codes + row * codes_of(w->inputs), (const vi *)panel, words, codes_of(w->inputs), rows,
+                    more && !at.turn, (vi(*)[COLUMNS])sums);
+        NAME(scale_sums)(sums, row_scales + row, w->starts + from, scales, rows);
+        NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
+        return;
+    }
+#else
     vf sums[ROWS][COLUMNS];
+#endif
 #if MMLA_INT8
     mmla_sums((const char *)codes + row * bytes, bytes, panel, ahead, rows, sums, 1);
     NAME(scale_sums)(sums, row_scales + row, w->starts + from, scales, rows);
 #else
 #define CASE(n) \
     case n: \
-        NAME(quantized_tile)(codes + row * bytes, row_scales + row, (const int8_t *)panel, ahead, w->starts + from, scales, \
+        NAME(quantized_tile)(codes + row * codes_of(w->inputs), row_scales + row, (const int8_t *)panel, ahead, w->starts + from, scales, \
                              w->inputs, sums, n); \
         break;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
@@ -122,11 +123,11 @@ INLINE void NAME(quantize_rows)(const REAL *x, int64_t inputs, uint8_t *codes, f
                                 const int past) {
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < rows; row++)
-        row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * padded(inputs), past);
+        row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * codes_of(inputs), past);
 }
 
 TEAM void NAME(team_quantize)(const REAL *x, int64_t inputs, uint8_t *codes, float *row_scales, int64_t rows) {
-    if (streamed(codes, rows, padded(inputs))) {
+    if (streamed(codes, rows, codes_of(inputs))) {
         NAME(quantize_rows)(x, inputs, codes, row_scales, rows, 1);
         end_stream();
     } else {
@@ -140,7 +141,7 @@ TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, u
                                         int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
     const int in_tiles = TILES && !w->group;
-    const Cut cut = cut_rows(0, rows, w->inputs, in_tiles);
+    const Cut cut = cut_codes(0, rows, w->inputs, w->group);
     NAME(team_quantize)(x, w->inputs, codes, row_scales, rows);
     DONE(CODES);
     begin_tiles(&cut, in_tiles);

@@ -29,6 +29,11 @@
 #define COLUMNS 2
 #endif
 #define ROWS 6 /* rows of such a tile */
+#if COLUMNS == 2 /* sums leave 16 registers room for a vector of each column and a word of one row at a time */
+#define FEW_REGISTERS 1
+#else
+#define FEW_REGISTERS 0
+#endif
 #define PANEL (COLUMNS * LANES)
 #define LINE 64 /* bytes of a cache line */
 #define TO_L2 2 /* the cache that a prefetch is for */
@@ -50,7 +55,13 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES), aligned(2), may_alias
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_word(int32_t x) { return x - (vi){0}; }
-INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vf pick(vi mask, vf yes, vf no) { /* of a mask each lane of which is all ones or all zeros */
+#if LANES == 8
+    return (vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#else
+    return (vf)((mask & (vi)yes) | (~mask & (vi)no));
+#endif
+}
 
 /* a * b + c, rounded once where the CPU can. Nowhere else are a product and a sum rounded together: the flags forbid it,
  * because a compiler would be free to choose which of two products it fuses, and might choose otherwise for each number of
@@ -120,15 +131,29 @@ INLINE void store_bf16(bf16 *to, vf value) {
 INLINE void store_bytes(uint8_t *to, vi value) { /* each lane's lowest */
 #if LANES == 16
     _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)value));
+#elif LANES == 8
+    __m256i lowest = _mm256_shuffle_epi8((__m256i)value, _mm256_set1_epi32(0x0c080400));
+    __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1));
+    _mm_storel_epi64((__m128i *)to, both);
 #else
     typedef uint8_t vb __attribute__((vector_size(LANES), aligned(1), may_alias));
     *(vb *)to = __builtin_convertvector(value, vb);
 #endif
 }
 
+#if LANES == 8
+INLINE __m128i lower_halves(vi value) { /* of each lane */
+    const __m256i halves = _mm256_set1_epi64x(0x0d0c090805040100);
+    __m256i twice = _mm256_shuffle_epi8((__m256i)value, halves);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(twice, 0x08));
+}
+#endif
+
 INLINE void store_halves(uint16_t *to, vi value) { /* each lane's lower one */
 #if LANES == 16
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)value));
+#elif LANES == 8
+    _mm_storeu_si128((__m128i *)to, lower_halves(value));
 #else
     *(vh *)to = __builtin_convertvector(value, vh);
 #endif
@@ -147,6 +172,10 @@ INLINE Twin apart(Twin t) {
     __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
     return (Twin){(vf)_mm512_permutex2var_ps((__m512)t.a, even, (__m512)t.b),
                   (vf)_mm512_permutex2var_ps((__m512)t.a, odd, (__m512)t.b)};
+#elif LANES == 8
+    __m256d even = _mm256_castps_pd(_mm256_shuffle_ps((__m256)t.a, (__m256)t.b, 0x88));
+    __m256d odd = _mm256_castps_pd(_mm256_shuffle_ps((__m256)t.a, (__m256)t.b, 0xdd));
+    return (Twin){(vf)_mm256_permute4x64_pd(even, 0xd8), (vf)_mm256_permute4x64_pd(odd, 0xd8)};
 #else
     float values[2 * LANES], halves[2][LANES];
     memcpy(values, &t, sizeof t);
@@ -163,6 +192,9 @@ INLINE Twin in_order(Twin t) {
     __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     return (Twin){(vf)_mm512_permutex2var_ps((__m512)t.a, low, (__m512)t.b),
                   (vf)_mm512_permutex2var_ps((__m512)t.a, high, (__m512)t.b)};
+#elif LANES == 8
+    __m256 low = _mm256_unpacklo_ps((__m256)t.a, (__m256)t.b), high = _mm256_unpackhi_ps((__m256)t.a, (__m256)t.b);
+    return (Twin){(vf)_mm256_permute2f128_ps(low, high, 0x20), (vf)_mm256_permute2f128_ps(low, high, 0x31)};
 #else
     float values[2 * LANES];
     for (int i = 0; i < LANES; i++) values[2 * i] = t.a[i], values[2 * i + 1] = t.b[i];
@@ -242,6 +274,12 @@ INLINE vf dot_bf16(vf sum, vi a, vi b) {
 #endif
 }
 
+/* Signed bytes as integers of 16 bits, two a lane: the first and the third of each four, and the second and the fourth. */
+#if LANES == 8
+INLINE vi even_bytes(vi four) { return (vi)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)four, 8), 8); }
+INLINE vi odd_bytes(vi four) { return (vi)_mm256_srai_epi16((__m256i)four, 8); }
+#endif
+
 /* Four products of unsigned and signed bytes a lane, added exactly. */
 INLINE vi dot_int8(vi sum, vi a, vi b) {
 #if defined(__AVX512VNNI__) && LANES == 16
@@ -250,6 +288,10 @@ INLINE vi dot_int8(vi sum, vi a, vi b) {
     /* Signed only: a - 128 with b, and 128 times b, which is the same for all rows that meet b. */
     vi lowered = (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)(a ^ (int32_t)0x80808080), (int8x16_t)b);
     return lowered + ((vi)vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), (int8x16_t)b) << 1);
+#elif LANES == 8 /* its one instruction for bytes saturates */
+    __m256i even = _mm256_and_si256((__m256i)a, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16((__m256i)a, 8);
+    sum += (vi)_mm256_madd_epi16(even, (__m256i)even_bytes(b));
+    return sum + (vi)_mm256_madd_epi16(odd, (__m256i)odd_bytes(b));
 #else
     for (int shift = 0; shift < 32; shift += 8) sum += ((a >> shift) & 0xff) * ((b << (24 - shift)) >> 24);
     return sum;
@@ -303,10 +345,14 @@ INLINE vf exp2_bounded(vf x) {
     return (vf)_mm512_scalef_ps((__m512)exp2_fraction((vf)_mm512_sub_ps(t, whole)), whole);
 #else
     vi tiny = x < -126.0f;
-    vf t = pick(tiny, splat(-126.0f), pick(x > 126.0f, splat(126.0f), x)), shifted = t + 12582912.0f;
+#if LANES == 8 /* of a NaN and a bound, min and max take their second operand */
+    vf t = (vf)_mm256_max_ps(_mm256_set1_ps(-126.0f), _mm256_min_ps(_mm256_set1_ps(126.0f), (__m256)x));
+#else
+    vf t = pick(tiny, splat(-126.0f), pick(x > 126.0f, splat(126.0f), x));
+#endif
     /* adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits, and moves to the exponent's place */
-    vf p = exp2_fraction(t - (shifted - 12582912.0f));
-    return pick(tiny, splat(0.0f), (vf)((vi)p + ((vi)shifted << 23)));
+    vf shifted = t + 12582912.0f, p = exp2_fraction(t - (shifted - 12582912.0f));
+    return (vf)(~tiny & ((vi)p + ((vi)shifted << 23)));
 #endif
 }
 
@@ -388,6 +434,20 @@ INLINE void transpose(const int32_t *rows, int64_t stride, vi columns[LANES]) {
         columns[4 + i] = (vi)_mm512_shuffle_i32x4(two, four, 0x88);
         columns[12 + i] = (vi)_mm512_shuffle_i32x4(two, four, 0xdd);
     }
+#elif LANES == 8
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_si256((const __m256i *)(rows + i * stride));
+    for (int i = 0; i < 8; i += 2)
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+    for (int i = 0; i < 8; i += 4) /* a[4 r + j]: in each half h the column 4 h + j of the rows 4 r to 4 r + 3 */
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm256_unpacklo_epi64(b[i + j], b[i + j + 2]);
+            a[i + 2 * j + 1] = _mm256_unpackhi_epi64(b[i + j], b[i + j + 2]);
+        }
+    for (int j = 0; j < 4; j++) {
+        columns[j] = (vi)_mm256_permute2x128_si256(a[j], a[4 + j], 0x20);
+        columns[4 + j] = (vi)_mm256_permute2x128_si256(a[j], a[4 + j], 0x31);
+    }
 #else
     for (int i = 0; i < LANES; i++)
         for (int j = 0; j < LANES; j++) columns[j][i] = rows[i * stride + j];
@@ -399,14 +459,21 @@ INLINE void store_words(int32_t *to, vi words, int64_t count) {
 #if LANES == 16
     _mm512_mask_storeu_epi32(to, (__mmask16)((1u << count) - 1), (__m512i)words);
 #else
-    memcpy(to, &words, count * sizeof *to);
+    if (count == LANES)
+        *(vi *)to = words;
+    else
+        memcpy(to, &words, count * sizeof *to);
 #endif
 }
 
 INLINE float lane_sum(vf v) {
-#if LANES == 16 /* the same additions; GCC makes them of memory */
+#if LANES >= 8 /* the same additions; GCC makes them of memory */
+#if LANES == 16
     __m256 eight = _mm512_castps512_ps256((__m512)v);
     eight = _mm256_add_ps(eight, _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)v), 1)));
+#else
+    __m256 eight = (__m256)v;
+#endif
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
@@ -422,6 +489,8 @@ INLINE float lane_sum(vf v) {
 INLINE vf larger(vf a, vf b) {
 #if LANES == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return pick(a > b, a, b);
 #endif
@@ -430,6 +499,8 @@ INLINE vf larger(vf a, vf b) {
 INLINE vi larger_word(vi a, vi b) {
 #if LANES == 16
     return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif LANES == 8
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
 #else
     vi greater = a > b;
     return (greater & a) | (~greater & b);
@@ -439,6 +510,10 @@ INLINE vi larger_word(vi a, vi b) {
 INLINE int32_t largest_word(vi v) {
 #if LANES == 16
     return _mm512_reduce_max_epi32((__m512i)v);
+#elif LANES == 8
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 #else
     int32_t top = v[0];
     for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
@@ -450,6 +525,8 @@ INLINE int32_t largest_word(vi v) {
 INLINE int any_greater(vf v, float bound) {
 #if LANES == 16
     return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
+#elif LANES == 8
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)v, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
 #else
     vi greater = ~(v <= bound);
     int32_t any = 0;
@@ -462,6 +539,10 @@ INLINE int any_greater(vf v, float bound) {
 INLINE float lane_max(vf v) {
 #if LANES == 16
     return _mm512_reduce_max_ps((__m512)v);
+#elif LANES == 8
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 #else
     float part[LANES], top;
     memcpy(part, &v, sizeof part);

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
+import torch
+from ruamel.yaml import YAML
+from safetensors.torch import load_file, save_file
 
 from batchinfer.core.errors import BatchInferError, JobFileError
 from batchinfer.job import load_job
@@ -14,6 +20,8 @@ from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 
 REAL = RunOptions(waves_from_s=float("inf"))
 FLOAT32 = ("model.dtype", "float32")
+WEIGHTS = "model.safetensors"
+QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
 SOURCES: tuple[Any, ...] = (["prompt"], ["answers"], "auto")
 SCHEMA = {
     "type": "object",
@@ -64,7 +72,7 @@ def test_rows_are_those_of_a_job_without_drafts(tmp_path: Path, model: Path, kin
         assert table(path) == table(plain), drafts
         row = got.row
         names = ("prompt", "answers") if drafts == "auto" else drafts
-        other = {"prompt", "answers"} - {*names}
+        other = {"prompt", "answers", "earlier"} - {*names}
         assert sum(row[f"{name}_drafted"] for name in names) == row["drafted_tokens"]
         assert sum(row[f"{name}_drafted"] for name in other) == 0
         assert row["accepted_tokens"] <= row["drafted_tokens"]
@@ -73,6 +81,130 @@ def test_rows_are_those_of_a_job_without_drafts(tmp_path: Path, model: Path, kin
             assert row["steps"] <= wanted.row["steps"]
         if kind == "greedy":
             assert row["drafted_tokens"] > 0
+
+
+def changed(path: Path, rows: list[dict[str, Any]], **sections: Any) -> None:
+    """Give a job other rows and other sections."""
+    said = json.loads(path.read_text())
+    (path.parent / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    path.write_text(json.dumps(said | {name: said.get(name, {}) | one for name, one in sections.items()}))
+
+
+@pytest.mark.parametrize("waves", [False, True])
+def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
+    tmp_path: Path, model: Path, waves: bool
+) -> None:
+    """Rows have no ids, and stand elsewhere now."""
+    options = RunOptions(waves_from_s=0.0) if waves else REAL
+    path, off = (job(tmp_path / name, model, drafts) for name, drafts in (("a", ["earlier"]), ("b", "off")))
+    for one in (path, off):
+        assert run(one, options, FLOAT32, ("sampling.max_tokens", "30")).row["drafted_tokens"] == 0
+    later = [{"text": "a new row"}, *reversed(rows()), {"text": "and another one"}]
+    for one in (path, off):
+        changed(one, later, sampling={"max_tokens": 36})
+    got, wanted = (run(one, options, FLOAT32) for one in (path, off))
+    assert table(path) == table(off)
+    assert 0.9 * got.row["drafted_tokens"] < got.row["earlier_accepted"] == got.row["accepted_tokens"]
+    assert got.row["earlier_accepted"] > 0
+    assert got.row["steps"] < wanted.row["steps"]
+
+
+def test_a_row_is_drafted_by_the_last_answer_to_its_id(tmp_path: Path, model: Path) -> None:
+    first = [{"id": f"r{at}", **row} for at, row in enumerate(rows(6))]
+    given = {"input": {"path": "in.jsonl", "id": "id"}, "sampling": {"max_tokens": 20}}
+    path, off = (
+        job(tmp_path / name, model, drafts, **given) for name, drafts in (("a", "auto"), ("b", "off"))
+    )
+    later = [row | {"text": row["text"] + "."} for row in first[::-1]]
+    for one in (path, off):
+        changed(one, first)
+        run(one, REAL, FLOAT32)
+        changed(one, later)
+        run(one, REAL, FLOAT32)
+    assert table(path) == table(off)
+
+
+def test_new_rows_are_drafted_by_the_last_answers_of_others(tmp_path: Path) -> None:
+    """Nothing has answered yet in the second run. The quickstart's model writes texts that become its tokens again."""
+    orders = [json.loads(line) for line in (QUICKSTART / "data/orders.jsonl").read_bytes().splitlines()[:16]]
+    prompt = YAML(typ="safe").load(QUICKSTART / "job.yaml")["prompt"]
+    sections = {"prompt": prompt, "sampling": {"max_tokens": 48}}
+    path = job(tmp_path / "a", QUICKSTART / "model", ["answers", "earlier"], **sections)
+    changed(path, orders[:12])
+    run(path, REAL, FLOAT32)
+    changed(path, orders[12:13])
+    got = run(path, REAL, FLOAT32).row
+    assert got["answers_accepted"] > 0
+    assert got["steps"] < got["sampled_tokens"]
+
+
+def test_sampled_rows_and_rows_with_several_answers_have_no_earlier_ones(tmp_path: Path, model: Path) -> None:
+    for name, sampling in (("sampled", {"temperature": 1.0}), ("several", {"n": 2, "temperature": 1.0})):
+        path = job(tmp_path / name, model, ["earlier"], sampling={"max_tokens": 10, **sampling})
+        run(path, REAL, FLOAT32)
+        assert run(path, REAL, FLOAT32, ("sampling.max_tokens", "12")).row["drafted_tokens"] == 0
+
+
+def small(model: Path, folder: Path) -> Path:
+    """Make a model that is the other one with other weights, by a little: it answers alike, mostly."""
+    copied = Path(shutil.copytree(model, folder))
+    noise = torch.Generator().manual_seed(1)
+    weights = {
+        name: (one.float() * (1 + 2e-3 * torch.randn(one.shape, generator=noise))).to(one.dtype)
+        for name, one in load_file(copied / WEIGHTS).items()
+    }
+    save_file(weights, copied / WEIGHTS, {"format": "pt"})
+    return copied
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "penalised", "logprobs", "schema"])
+def test_rows_are_those_of_a_job_without_a_draft_model(tmp_path: Path, model: Path, kind: str) -> None:
+    plain = job(tmp_path / "off", model, "off", **JOBS[kind])
+    assert run(plain, REAL, FLOAT32).exit_code == 0
+    path = job(tmp_path / "model", model, {"model": str(small(model, tmp_path / "small"))}, **JOBS[kind])
+    got = run(path, REAL, FLOAT32)
+    assert (got.exit_code, table(path)) == (0, table(plain))
+    assert 0.6 * got.row["model_drafted"] < got.row["model_accepted"]
+    assert got.row["model_drafted"] > 0
+    assert 0 < got.row["draft_model_s"] < got.row["wall_s"]
+
+
+def test_a_draft_model_may_be_the_same_one_with_other_weights(tmp_path: Path, model: Path) -> None:
+    plain = job(tmp_path / "off", model, "off", sampling={"max_tokens": 40})
+    run(plain, REAL, FLOAT32)
+    path = job(
+        tmp_path / "int4", model, {"model": str(model), "quantization": "int4"}, sampling={"max_tokens": 40}
+    )
+    got = run(path, REAL, FLOAT32)
+    assert table(path) == table(plain)
+    assert got.row["model_drafted"] > 0
+    assert got.row["quantization"] == "none"
+
+
+def test_a_draft_models_greedy_answers_are_those_of_its_own_job(tmp_path: Path, model: Path) -> None:
+    """So each of the two jobs leaves the other one nothing to compute with that model."""
+    other, shared = small(model, tmp_path / "small"), {"path": str(tmp_path / "store")}
+    own = job(tmp_path / "own", other, "off", sampling={"max_tokens": 20}, cache=shared)
+    answered = run(own, REAL, FLOAT32).row["distinct_requests"]
+    both = job(tmp_path / "both", model, {"model": str(other)}, sampling={"max_tokens": 20}, cache=shared)
+    before = len(stored(tmp_path / "store"))
+    run(both, REAL, FLOAT32)
+    assert len(stored(tmp_path / "store")) == before + answered
+
+
+def stored(store: Path) -> list[Any]:
+    return duckdb.sql(f"SELECT DISTINCT key FROM read_parquet('{store}/part-*.parquet')").fetchall()
+
+
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, model: Path) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    said = json.loads((other / "tokenizer.json").read_text())
+    said["added_tokens"][-1]["content"] = "<|another|>"
+    (other / "tokenizer.json").write_text(json.dumps(said))
+    with pytest.raises(JobFileError, match=r"drafts\.model: .* has other tokens than the job's model"):
+        run(job(tmp_path / "job", model, {"model": str(other)}), REAL)
+    with pytest.raises(JobFileError, match=r"drafts\.model: "):
+        run(job(tmp_path / "gone", model, {"model": str(tmp_path / "nowhere")}), REAL)
 
 
 def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model: Path) -> None:
@@ -85,9 +217,15 @@ def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"drafts": "some"}, "auto, off, or a list"),
-        ({"drafts": ["prompt", "oracle"]}, "auto, off, or a list"),
-        ({"drafts": []}, "auto, off, or a list"),
+        ({"drafts": "some"}, "auto, off, a list of any of prompt, answers, earlier, or a section"),
+        ({"drafts": ["prompt", "oracle"]}, "auto, off, a list"),
+        ({"drafts": []}, "auto, off, a list"),
+        ({"drafts": {"modl": "small"}}, 'the section drafts has no key "modl" .did you mean model'),
+        (
+            {"drafts": {"model": "small", "quantization": "int3"}},
+            'found the text "int3"; it must be one of auto',
+        ),
+        ({"drafts": {"model": "small"}, "task": "embed"}, "no answers are generated"),
         ({"drafts": ["prompt", "prompt"]}, "names a source twice"),
         ({"drafts": ["prompt"], "task": "embed"}, "no answers are generated"),
     ],

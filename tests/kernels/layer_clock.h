@@ -6,6 +6,9 @@
 
 enum { BEGUN, INPUT_NORM, CODES, QKV, ROPE_STORE, ATTENTION, O, POST_NORM, GATE_UP, DOWN, OPERATORS };
 #define THREADS 64
+#ifndef CLOCK
+#define CLOCK CLOCK_MONOTONIC
+#endif
 #define SHARED __attribute__((weak)) /* by all units that this is included in */
 
 typedef struct {
@@ -16,7 +19,7 @@ SHARED Clock clocks[THREADS];
 
 static inline double now(void) {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(CLOCK, &t);
     return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 

@@ -282,6 +282,8 @@ class Ingestion:
 
     def cut(self) -> RowsSoFar:
         """Return the rows so far, which are still to be settled (`settle`). Raises StorageError."""
+        if self._kept is not None:
+            self._kept.drain()
         return self._rows.cut()
 
     def settle(self, rows: RowsSoFar) -> RowsSoFar:
@@ -409,7 +411,14 @@ class Ingestion:
         shape = f"{job.input.unique_ids} {self._index_columns(spec)} {schema}"
         taking = self._layout.index, self._layout.passthrough
         asked = RowsToKnow(
-            spec, material, shape, job.attempts, reader.files, whole, taking if self._may_take else None
+            spec,
+            material,
+            shape,
+            job.attempts,
+            reader.files,
+            self._layout.folder,
+            whole,
+            taking if self._may_take else None,
         )
         return kept_index(self._keeping, asked, self._ops)
 

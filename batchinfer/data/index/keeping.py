@@ -8,7 +8,6 @@ a row whose answer the store lacks is prepared anew, and so are error rows, unle
 from __future__ import annotations
 
 import hashlib
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.kept.chunks import KeptChunks, KeptReply, chunk_digest
+from batchinfer.data.kept.earlier import EarlierRows, earlier_rows
 from batchinfer.data.kept.facts import StretchFacts
 from batchinfer.data.kept.files import (
     OF_ROWS,
@@ -45,6 +45,7 @@ from batchinfer.data.kept.rows import (
     Records,
     StretchSource,
     attempt_names,
+    file_of,
     record_blocks,
     record_type,
     whole_file,
@@ -72,11 +73,12 @@ def _none_whole(_: str, __: Sequence[str]) -> Sequence[WholeStretch]:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which has
-    that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and no digest
-    that was computed before counts. `forgotten` are keys whose rows are prepared anew. `whole` tells, of rows of these
-    settings, which of these stretches, from the first one on, can be taken over whole; `in_pieces`: none is. `anew`: no
-    row is known, whatever was kept."""
+    """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which
+    has that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and no
+    digest that was computed before counts. `forgotten` are keys whose rows are prepared anew. `whole` tells, of rows
+    of these settings, which of these stretches, from the first one on, can be taken over whole; `in_pieces`: none is.
+    `anew`: no row is known, whatever was kept. `earlier`: of rows that an index of other settings had, it is noted
+    where they stood."""
 
     kept: Path
     answered: Answered
@@ -86,6 +88,7 @@ class Keeping:
     forgotten: tuple[bytes, ...] = ()
     in_pieces: bool = False
     anew: bool = False
+    earlier: bool = False
 
     def forgetting(self, keys: Sequence[bytes]) -> Keeping:
         """Return what prepares the rows with these keys, too, and takes over no stretch whole."""
@@ -95,14 +98,15 @@ class Keeping:
 @dataclass(frozen=True, slots=True)
 class RowsToKnow:
     """The rows that are to be known: what decides what becomes of one (`spec`, `material`), what more decides what is
-    written of it (`shape`), and of which files they are. `whole`: whole files and chunks may be used again; `taking`:
-    whole stretches, too, as the first parts of an index, whose folders these are."""
+    written of it (`shape`), of which files they are, and the folder of their index. `whole`: whole files and chunks
+    may be used again; `taking`: whole stretches, too, as the first parts of an index, whose folders these are."""
 
     spec: RenderSpec
     material: str
     shape: str
     attempts: int
     files: Sequence[InputFile]
+    folder: Path
     whole: bool
     taking: tuple[Path, Path] | None
 
@@ -124,6 +128,7 @@ def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[Ke
     with ExitStack() as stack:
         last: _Last | None = None
         taken = NOTHING_TAKEN
+        earlier: EarlierRows | None = None
         try:
             marker = None if keeping.anew else read_marker(keeping.kept)
             if marker is not None and (marker.identity, marker.attempts) == (asked.identity, asked.attempts):
@@ -132,10 +137,13 @@ def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[Ke
                 facts = [StretchFacts.from_json(whole_file(one["facts.json"])) for one in files]
                 first = _taken(keeping, asked, marker, facts, ops)
                 last, taken = _Last(marker, files, facts, keeping, len(first.stretches)), first
+            elif marker is not None and keeping.earlier:
+                noted = earlier_rows(keeping.kept, marker, _tokenizer(asked.spec), asked.folder, ops)
+                earlier = stack.enter_context(noted)
         except (ValueError, KeyError, TypeError, OSError) as error:
             keeping.notice(f"what the last run kept of its rows cannot be used, all are read anew: {error}")
         source = KeptSource((), asked.attempts) if last is None else last.source(stack, asked.attempts)
-        index = KeptIndex(keeping.kept, asked, source, last, taken, ops)
+        index = KeptIndex(keeping.kept, asked, source, last, taken, earlier, ops)
         stack.callback(index.close)
         yield index
 
@@ -168,6 +176,10 @@ def _identity(spec: RenderSpec, material: str) -> str:
         watched,
     )
     return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _tokenizer(spec: RenderSpec) -> str:
+    return hashlib.sha256(spec.definition.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class _Last:
@@ -203,7 +215,7 @@ class _Last:
         stretches = []
         for number, files in enumerate(self._files):
             own = number - self._taken
-            usable = None if own < 0 else stack.enter_context(_file_of(self._usable[own]))
+            usable = None if own < 0 else stack.enter_context(file_of(self._usable[own]))
             rows, words, order, params, ids, ends = (files[name] for name in OF_ROWS)
             stretches.append(StretchSource(rows, words, order, params, ids, ends, usable))
         return KeptSource(tuple(stretches), attempts)
@@ -225,15 +237,6 @@ class _Last:
             return None
         chunks = own.run(known.first_chunk, known.chunks)
         return None if chunks is None else (known.sha256, chunks)
-
-
-@contextmanager
-def _file_of(marks: Marks) -> Iterator[int]:
-    """Write marks to a file without a name, which is there within the block."""
-    with tempfile.TemporaryFile() as file:
-        file.write(marks.tobytes())
-        file.flush()
-        yield file.fileno()
 
 
 def _usable(files: Sequence[int], attempts: int, keeping: Keeping) -> tuple[list[Marks], list[Marks], bool]:
@@ -288,10 +291,12 @@ class KeptIndex:
         source: KeptSource,
         last: _Last | None,
         taken: TakenRows,
+        earlier: EarlierRows | None,
         ops: FileOps,
     ) -> None:
         self.spec, self.taken = replace(asked.spec, kept=source), taken
         self._kept, self.asked, self._last, self._ops = kept, asked, last, ops
+        self._earlier = earlier
         self._attempts, self._whole = asked.attempts, asked.whole
         self._began = time.time()
         self._digests: deque[str] = deque()  # of chunks that were given out
@@ -418,6 +423,8 @@ class KeptIndex:
         writer, prompts = self._writer, rows.prompts
         digest, reply = self._digests.popleft(), self._replies.popleft()
         self._appended += 1
+        if self._earlier is not None:
+            self._earlier.note(prompts.digests, len(rows))
         records = self._records(writer, prompts)
         records["has_id"] = rows.facts.ids.is_valid().to_numpy(zero_copy_only=False)
         self._note_facts(rows, records)
@@ -478,12 +485,19 @@ class KeptIndex:
             self._params[text] = params.greedy, params.logprobs, params.prompt_logprobs is not None
         return self._params[text]
 
+    def drain(self) -> None:
+        """Let others read what was noted so far of earlier rows. Raises StorageError."""
+        if self._earlier is not None:
+            self._earlier.drain()
+
     def finish(self, reader: Reader, parts: Sequence[Path], spill: Path) -> Sequence[bytes]:
         """Put what was kept of this run in the place of what the last one kept. `parts`: of the index of all rows.
         Return the keys of rows whose tokens are needed after all: then nothing is kept. Raises StorageError."""
         lacking = self._equal_samples(parts, spill) if self.may_need_tokens else ()
         if not lacking:
             self._commit(reader)
+            if self._earlier is not None:
+                self._earlier.commit()
         return lacking
 
     def _equal_samples(self, parts: Sequence[Path], spill: Path) -> Sequence[bytes]:
@@ -513,7 +527,8 @@ class KeptIndex:
             ]
             self._written[number] = replace(one, stretch=replace(one.stretch, files=tuple(files)))
         asked, stretches = self.asked, [one.stretch for one in self._written]
-        marker = KeptMarker(asked.identity, asked.attempts, (*self._stretches_taken, *stretches))
+        all_of_them = (*self._stretches_taken, *stretches)
+        marker = KeptMarker(asked.identity, asked.attempts, all_of_them, _tokenizer(asked.spec))
         put_in_place(self._kept, marker, self._ops)
 
     @property

@@ -71,6 +71,7 @@ class KeptMarker:
     identity: str
     attempts: int
     stretches: tuple[KeptStretch, ...]
+    tokenizer: str = ""  # a digest of what has cut the prompts into tokens; "": not known
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -83,6 +84,7 @@ class KeptMarker:
             "identity": self.identity,
             "attempts": self.attempts,
             "stretches": [one.to_json() for one in self.stretches],
+            "tokenizer": self.tokenizer,
         }
 
 
@@ -97,7 +99,8 @@ def read_marker(kept: Path) -> KeptMarker | None:
         if value["format"] != KEPT_FORMAT:
             return None
         stretches = tuple(KeptStretch.from_json(one) for one in value["stretches"])
-        return KeptMarker(str(value["identity"]), int(value["attempts"]), stretches)
+        tokenizer = str(value.get("tokenizer", ""))
+        return KeptMarker(str(value["identity"]), int(value["attempts"]), stretches, tokenizer)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not as it was written ({error!r})") from error
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +172,15 @@ class _StretchRows:
         same &= words.any(axis=1) & (True if self._usable is None else self._usable[rows])
         found[same] = rows[same]
         return found
+
+
+@contextmanager
+def file_of(marks: Marks) -> Iterator[int]:
+    """Write marks to a file without a name, which is there within the block."""
+    with tempfile.TemporaryFile() as file:
+        file.write(marks.tobytes())
+        file.flush()
+        yield file.fileno()
 
 
 def mapped(file: int) -> Any:

@@ -8,7 +8,7 @@ from batchinfer.engine.drafts.source import Proposal
 
 _PRIOR_TOKENS = 4.0  # what is believed before anything was verified counts as so many tokens
 _MOST_TOKENS = 400.0  # of so many the older ones count half
-_LEAST, _MOST = 0.02, 0.98
+_LEAST, _MOST = 0.02, 0.995
 
 
 @dataclass(slots=True)

@@ -21,11 +21,12 @@ from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.sequence import Sequence
 
 MOST_DRAFTS = 24  # of a row in a step
-SHARE = 0.05  # of a step's time, which looking for drafts takes at most
+SHARE = 0.05  # of the time that steps would take without drafts: looking for drafts takes no more
 _LONGEST_PAUSE = 32  # tokens, after a row's text turned out to have nothing to offer
 _SAVED_STEPS = 20  # of whose time the share may be spent at once
 _PENALISED_TOKENS = 1 << 16  # of the texts of a row's drafts together
 _MISSED = 1.1  # tokens that a row gets less where it waits: it misses a step
+_ENOUGH = 6.0  # tokens that are expected to be right: then no further source is asked
 _FADED = 0.002  # of what was measured, with each step
 
 
@@ -51,7 +52,8 @@ class _Row:
 
 
 class CostedDrafter:
-    """Proposes the drafts with which a step is expected to give the most tokens a second.
+    """Proposes the drafts with which a step is expected to give the most tokens a second. Sources are asked in their
+    order.
 
     `most_sampled`: rows of a step that are sampled, drafts included: each may have logits of its own.
 
@@ -136,7 +138,7 @@ class CostedDrafter:
             self._counts = {}
         self._times.measured(sample)
         self._acceptance.fade(_FADED)
-        share = SHARE * sample.duration_s
+        share = SHARE * (sample.duration_s + max(0.0, sample.drafts_saved_s))
         self._most_allowed_s = _SAVED_STEPS * share
         self._allowed_s = min(self._allowed_s + share, self._most_allowed_s)
         self._expected_prompt_tokens = sample.prefill_tokens if sample.waiting else 0
@@ -182,7 +184,7 @@ class CostedDrafter:
         """Return the most promising proposal for each row that has any."""
         began = self._clock()
         best: dict[Sequence, tuple[float, str, Proposal]] = {}
-        for row, name, proposal in self._proposals(rows):
+        for row, name, proposal in self._proposals(rows, lambda row: row in best and best[row][0] >= _ENOUGH):
             value = _expected(self._acceptance.rate(name, proposal), len(proposal.tokens))
             if row not in best or value > best[row][0]:
                 best[row] = (value, name, proposal)
@@ -210,15 +212,18 @@ class CostedDrafter:
             if count and not (self._looks_ahead and _expected(rate, count) < _MISSED)
         ]
 
-    def _proposals(self, rows: list[Sequence]) -> Iterator[tuple[Sequence, str, Proposal]]:
-        """Yield all that may follow each row."""
+    def _proposals(
+        self, rows: list[Sequence], enough: Callable[[Sequence], bool]
+    ) -> Iterator[tuple[Sequence, str, Proposal]]:
+        """Yield what may follow each row, until there is `enough`."""
         for row in rows:
             state = self._rows[row]
             if state.rest is not None:
                 yield row, state.source, state.rest
                 state.rest = None
         for source in self._sources:
-            for row, proposal in zip(rows, source.propose(rows, MOST_DRAFTS), strict=True):
+            asked = [row for row in rows if not enough(row)]
+            for row, proposal in zip(asked, source.propose(asked, MOST_DRAFTS), strict=True):
                 if proposal is not None:
                     yield row, source.name, proposal
 

@@ -33,8 +33,8 @@ class DraftSource(Protocol):
         """The name by which jobs and reports know it."""
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
-        """Return what may follow each of these sequences, at most so many tokens; None: nothing is known. No sequence
-        has drafts or placeholders."""
+        """Return what may follow each of these sequences, about so many tokens at most; None: nothing is known. No
+        sequence has drafts or placeholders."""
 
     def learn(self, text: array[int]) -> None:
         """Take a whole answer, of this engine with the LAST_WORDS of its prompt before it."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.drafter import CostedDrafter
+from batchinfer.engine.drafts.given_answer import GivenAnswer
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.source import DraftSource
@@ -14,8 +16,12 @@ from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.runner.runner import Runner
 from batchinfer_kernels.cost import Peaks
 
+# What knows most of a row comes first
 _SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {
-    source.name: source for source in (OwnText, OtherAnswers)
+    "earlier": partial(GivenAnswer, "earlier"),
+    "model": partial(GivenAnswer, "model"),
+    "prompt": OwnText,
+    "answers": OtherAnswers,
 }
 
 
@@ -34,4 +40,6 @@ def drafter_of(
         return None
     times = DraftedStepTimes(runner.cost, peaks)
     most = max(FEW_ROWS, max_num_seqs if runner.looks_ahead else 2 * max_num_seqs)
-    return CostedDrafter([_SOURCES[name]() for name in names], times, most, runner.looks_ahead)
+    return CostedDrafter(
+        [make() for name, make in _SOURCES.items() if name in names], times, most, runner.looks_ahead
+    )

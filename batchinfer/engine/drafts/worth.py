@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+_SHARES = 4  # a proposal is looked at for so many times its share of all drafts that there may be
+_LEAST_LOOKED_AT = 8  # tokens of it, whatever that is
 # A step with drafts has to give so many times the tokens a second of one without: what is believed of either is rough
 LEAST_GAIN = 1.03
 
@@ -27,9 +29,11 @@ def drafts_worth(
     A draft at place j of its proposal is right with probability rate^j, so that the likeliest drafts of all rows are
     the first ones of their proposals. Numbers of them are tried that grow by a half, and then those about the best.
     """
-    longest, most = int(lengths.max(initial=0)), min(most, int(lengths.sum()))
+    most = min(most, int(lengths.sum()))
     if most <= 0:
         return np.zeros(len(rates), np.int64)
+    longest = min(int(lengths.max()), max(_LEAST_LOOKED_AT, _SHARES * most // len(rates)))
+    most = min(most, int(np.minimum(lengths, longest).sum()))
     places = np.arange(1, longest + 1)
     chances = np.where(places <= lengths[:, None], rates[:, None] ** places, 0.0)
     order = np.argsort(-chances, axis=None, kind="stable")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.models.spec.spec import Caches, keeping, wrong_caches
@@ -84,6 +84,36 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
     fitting = [layout for layout in found if len(layout.groups) <= max(MOST_TABLES, len(kinds))]
     fitting.append(one_group(caches, block_size))
     return min(fitting, key=lambda at: _memory(at, longest) * (TABLE_WORTH + len(at.groups)))
+
+
+def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -> CacheLayout:
+    """Return the layout of some of a model's layers, from the first to before the second, which are numbered from 0 on.
+    It has the same groups, so that each block table of the whole model is one of theirs, and of a kind's layers as many
+    in each as in the others, so that a block is no deeper than it has to be: a group may have none. Its `windows` are
+    those of the whole model, whose steps are counted."""
+    first, end = layers
+    own = keeping(caches[first:end])
+    kept = {layer: group.keeps for group in layout.groups for layer in group.layers}
+    parts = dict[int, tuple[int, ...]]()
+    for kind in {group.keeps for group in layout.groups}:
+        numbers = [at for at, group in enumerate(layout.groups) if group.keeps == kind]
+        held = [layer for layer in own if kept[first + layer] == kind]
+        parts |= {at: tuple(held[turn :: len(numbers)]) for turn, at in enumerate(numbers)}
+    groups = tuple(
+        replace(group, layers=parts[at], windows=_read_windows(parts[at], caches[first:end]) or group.windows)
+        for at, group in enumerate(layout.groups)
+    )
+    return CacheLayout(layout.windows, groups, max(map(len, parts.values())), layout.block_size)
+
+
+def _read_windows(layers: tuple[int, ...], caches: Caches) -> frozenset[int | None]:
+    """Return the windows of the attention that reads the caches of these layers."""
+    sources = (
+        (layer if cache.shared is None else cache.shared, cache)
+        for layer, cache in enumerate(caches)
+        if cache
+    )
+    return frozenset(cache.window for source, cache in sources if source in layers)
 
 
 def _windows(caches: Caches) -> tuple[int | None, ...]:

@@ -150,6 +150,7 @@ def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
         cost=runner.cost,
         device=runner.device,
         state=StepState(adapters=runner.state.adapters),
+        in_group=runner.in_group,
     )
 
 

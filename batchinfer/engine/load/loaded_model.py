@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import EngineInfo
@@ -11,9 +11,11 @@ from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.runner import Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer_kernels.cost import Peaks
 
@@ -29,19 +31,37 @@ class LoadedModel:
     expert_loads: ExpertLoads
     masks: ConstraintMasks | None = None
     drafts: tuple[DraftName, ...] = ()  # the sources that may be asked, where peaks are known
+    turns: int = (
+        1  # engines that it is made for at a time, each with such limits, and with a part of the cache
+    )
+
+    @property
+    def runners(self) -> list[ModelRunner]:
+        """Make a runner for each of the engines that take turns."""
+        if self.turns == 1:
+            return [self.runner]
+        blocks, adapters = self.info.blocks // self.turns, self.runner.state.adapters
+        return [
+            replace(
+                self.runner,
+                caches=[cache.part(turn * blocks, (turn + 1) * blocks) for cache in self.runner.caches],
+                state=StepState(adapters=adapters),
+            )
+            for turn in range(self.turns)
+        ]
 
     def engine(
         self,
         peaks: Peaks | None = None,
         stop_streams: StopStreams | None = None,
-        runner: ModelRunner | None = None,
+        runner: Runner | None = None,
         drafter: Drafter | None = None,
     ) -> Engine:
         """Make an engine whose cache holds nothing yet. Only the newest one of a model may be stepped: they share
         the cache tensors. `runner` and `drafter` stand in for the model's own.
         """
         windows = self.runner.layout.sizes.windows
-        pool = BlockPool(self.info.blocks, self.info.block_size, len(windows))
+        pool = BlockPool(self.info.blocks // self.turns, self.info.block_size, len(windows))
         scheduler = Scheduler(self.limits, pool, windows=windows)
         limits = self.engine_limits
         runner = runner or self.runner

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.continuations import longest_sequence
@@ -43,6 +44,14 @@ class StepOutput:
     completions: list[Completion] = field(default_factory=list)
     requests: list[RequestSample] = field(default_factory=list)
     sample: StepSample | None = None
+
+
+class EngineLoad(NamedTuple):
+    """The rows and blocks that an engine has in work."""
+
+    running: int
+    waiting: int
+    blocks: int
 
 
 class Engine:
@@ -168,13 +177,23 @@ class Engine:
     def step(self) -> StepOutput:
         """schedule → run → post-process. Returns an empty output when there is nothing to do."""
         output, self._early = self._early, StepOutput()
-        if not self._in_flight:
-            self._launch()
-        if self._in_flight:
+        if self.begin():
             if self._runner.looks_ahead and self._scheduler.has_room():
                 self._launch()
             self._retire(self._in_flight.popleft(), output)
         return output
+
+    def begin(self) -> bool:
+        """Launch a step that `step` then finishes, unless one is in flight; whether one is."""
+        if not self._in_flight:
+            self._launch()
+        return bool(self._in_flight)
+
+    @property
+    def load(self) -> EngineLoad:
+        """Count what it has in work now."""
+        scheduler = self._scheduler
+        return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.used)
 
     def drain(self) -> Iterator[StepOutput]:
         """Step until every request is finished."""

@@ -31,7 +31,7 @@ from batchinfer.engine.runner.sampled import (
     states_of_chunks,
     tokens_of_chunks,
 )
-from batchinfer.engine.schedule.step_plan import States, StepPlan, TokenScores
+from batchinfer.engine.schedule.step_plan import SamplingPlan, States, StepPlan, TokenScores
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer.engine.tensors.device_tables import DeviceTables
@@ -136,7 +136,8 @@ class DeviceRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token."""
+        """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token, and in a group when
+        there is none for the step as a whole."""
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes = 0, 0, list[LaunchMode]()
@@ -147,7 +148,7 @@ class DeviceRunner(ModelRunner):
                 with lack_of_memory():
                     found, padding, mode = self._run(host)
             except torch.OutOfMemoryError:
-                if len(host.token_ids) == 1:
+                if len(host.token_ids) == 1 or self.in_group:  # other ranks would not know of micro-batches
                     raise
                 failed = True
             if failed:  # by now the error, whose traceback kept what the step held, is gone
@@ -186,6 +187,12 @@ class DeviceRunner(ModelRunner):
         ]
         found = (logprobs, masked, stated, len(scored))
         return DeviceRun(Download(tokens, *beside), padded, launch, plan, *found)
+
+    def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
+        """Launch the chunks: (hidden states of the rows that the plan names, how these are sampled, padded tokens)."""
+        host = self.state.batch(plan, self.layout)
+        hidden, padded, _ = self._forward(host)
+        return hidden, host.sampling, padded
 
     def _run(self, host: HostBatch) -> tuple[Sampled | None, int, LaunchMode]:
         """Run a step: (what was sampled, if anything was, padded tokens, and how it was launched)."""

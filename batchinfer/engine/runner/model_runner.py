@@ -99,6 +99,7 @@ class ModelRunner:
     device: torch.device
     wants: PlanWants = COMPUTES
     state: StepState = field(default_factory=StepState)
+    in_group: bool = False  # whether other ranks run the same steps, each a part of the model
 
     def give_adapters(self, numbers: Mapping[str, int]) -> None:
         """Have rows find the adapters of a model of ours, whose numbers these are by their fingerprints."""
@@ -133,13 +134,10 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Run the chunks, write their K and V, sample the rows that the plan names."""
-        batch = build_batch(self.state.batch(plan, self.layout), self.device)
-        self.state.tables.sent()
-        plans = self.plan_attention(batch.inputs)
-        hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
+        hidden, sampling, padded = self.forward(plan)
         if not plan.sampled_rows:
-            return RunnerOutput([], plans[0].padded_tokens, launch=self._launch)
-        sampled = self.next_tokens(hidden[batch.sampled_rows], batch.sampling)
+            return RunnerOutput([], padded, launch=self._launch)
+        sampled = self.next_tokens(hidden, sampling)
         masked, found, states, counts = sampled.masked, sampled.logprobs, sampled.states, plan.sampled_counts
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
         asked = states.of_rows(states.states.numpy(force=True)) if states else {}
@@ -148,13 +146,22 @@ class ModelRunner:
         barred = masked.of_rows(masked.barred.numpy(force=True)) if masked else {}
         return RunnerOutput(
             tokens,
-            plans[0].padded_tokens,
+            padded,
             logprobs_of_chunks(found.of_rows(*arrays), counts) if found else {},
             barred_of_chunks(barred, tokens, counts),
             self._launch,
             states_of_chunks([asked], plan),
             TokenScores.joined([scored] if scored else []),
         )
+
+    def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
+        """Run the chunks: (hidden states of the rows that the plan names, how these are sampled, padded tokens)."""
+        batch = build_batch(self.state.batch(plan, self.layout), self.device)
+        self.state.tables.sent()
+        plans = self.plan_attention(batch.inputs)
+        hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
+        rows = hidden[batch.sampled_rows] if plan.sampled_rows else hidden[:0]
+        return rows, batch.sampling, plans[0].padded_tokens
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
         """Make a plan for each cache group."""

@@ -68,7 +68,7 @@ class SamplingWriter:
             return DrawnRows(positions, None)
         self._fixed_sent = True
         params = [s.request.params for s in sequences]
-        keys = np.frombuffer(b"".join(s.request.key[:16] for s in sequences), "<i4").reshape(-1, 4)
+        keys = np.frombuffer(b"".join(s.request.draw_key for s in sequences), "<i4").reshape(-1, 4)
         fixed = (
             np.array([p.temperature for p in params], np.float32),
             np.array([max(p.top_k, 0) for p in params], np.int32),

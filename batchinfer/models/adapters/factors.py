@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,18 @@ from batchinfer.models.adapters.stored_adapter import ChangedModule, StoredAdapt
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, stretches_of
 from batchinfer.models.families.family import Part
+from batchinfer.models.parallel.cuts import WHOLE, ParameterCut, layer_cuts
+from batchinfer.models.parallel.place import RankPlace
 from batchinfer.models.spec.parameters import FACTOR_A, FACTOR_B
-from batchinfer.models.spec.spec import LinearSpec, ModelSpec
+from batchinfer.models.spec.spec import LayerSpec, LinearSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfLayers:
+    """The part of these layers of a model that a rank has, whose `place` it is."""
+
+    layers: Sequence[LayerSpec]
+    place: RankPlace
 
 
 class FactorFiles:
@@ -43,7 +53,8 @@ class FactorFiles:
 
 
 class AdaptedWeights(Weights):
-    """Hands on a model's weights with the factors of adapters, whose files are mapped while it is open."""
+    """Hands on a model's weights with the factors of adapters, whose files are mapped while it is open. Of a rank's
+    part of a model they are those of its outputs, or of its inputs."""
 
     def __init__(
         self,
@@ -52,8 +63,10 @@ class AdaptedWeights(Weights):
         adapters: Sequence[StoredAdapter],
         dtype: torch.dtype,
         device: torch.device | str,
+        part: PartOfLayers | None = None,
     ) -> None:
-        self._weights, self._spec, self._adapters = weights, spec, adapters
+        """`part`: what the spec is of layers of which other ranks have the rest; None: all."""
+        self._weights, self._spec, self._adapters, self._part = weights, spec, adapters, part
         self._dtype, self._device = dtype, device
         self._files = FactorFiles()
 
@@ -69,15 +82,22 @@ class AdaptedWeights(Weights):
 
     def layer(self, index: int) -> LayerWeights:
         found = dict(self._weights.layer(index))
-        for linear in self._spec.layers[index].linears:
+        for linear, cuts in self._linears(index):
             for number, modules in enumerate(changes(self._adapters, index, linear.name)):
                 if modules:
-                    a, b = self._factors(modules, linear)
+                    a, b = cut_factors(*self._factors(modules, linear), linear, cuts)
                     found[f"{linear.name}{FACTOR_A}{number}"], found[f"{linear.name}{FACTOR_B}{number}"] = (
                         a,
                         b,
                     )
         return found
+
+    def _linears(self, index: int) -> Iterator[tuple[LinearSpec, Mapping[str, ParameterCut]]]:
+        """Yield the products of a layer as the whole model has them, and what of their parts is here."""
+        own, part = self._spec.layers[index], self._part
+        whole = own if part is None else part.layers[index]
+        cuts = {} if part is None else layer_cuts(whole, own, part.place)
+        yield from ((linear, cuts) for linear in whole.linears)
 
     def _factors(self, modules: Sequence[ChangedModule], linear: LinearSpec) -> tuple[Tensor, Tensor]:
         """Return the modules' A above one another, (rank, in), and their B beside one another, each in the rows of its
@@ -94,6 +114,20 @@ class AdaptedWeights(Weights):
                 b[outputs.first : outputs.first + outputs.count, first:end] = rows_of(own, outputs.part)
             first = end
         return a, b.to(self._dtype).to(self._device)
+
+
+def cut_factors(
+    a: Tensor, b: Tensor, linear: LinearSpec, cuts: Mapping[str, ParameterCut]
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of the outputs and inputs that a rank has of a product. Where ranks have parts of the inputs,
+    B A x is the sum of what they give."""
+    rows, first = list[Tensor](), 0
+    for part, count in linear.parts:
+        start, end = cuts.get(part, WHOLE).outputs or (0, count)
+        rows.append(b[first + start : first + end])
+        first += count
+    inputs = cuts.get(linear.parts[0][0], WHOLE).inputs
+    return a if inputs is None else a[:, slice(*inputs)].contiguous(), torch.cat(rows)
 
 
 def rows_of(values: Tensor, part: Part | None) -> Tensor:

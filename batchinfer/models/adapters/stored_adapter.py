@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from batchinfer.core.errors import JobFileError, Mistake
@@ -72,6 +72,15 @@ class StoredAdapter:
         """Count the values of all factors."""
         modules = (module for modules in self.changed.values() for module in modules)
         return sum(module.rank * (module.a.info.shape[1] + module.b.info.shape[0]) for module in modules)
+
+    def of_layers(self, layers: tuple[int, int] | None) -> StoredAdapter:
+        """Return what it changes of the layers from the first to before the second, numbered from 0 on; None: of
+        all."""
+        if layers is None:
+            return self
+        first, end = layers
+        own = {(at - first, name): each for (at, name), each in self.changed.items() if first <= at < end}
+        return replace(self, changed=own)
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
         """Return a digest of what the adapter computes: the content of its weights, and how they are scaled. `cache`

@@ -10,8 +10,9 @@ from threading import Event, Thread
 
 from batchinfer.core.hub import GGUF
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
+from batchinfer.models.checkpoint.stored_parts import StoredPart, StoredParts, bytes_of, slices_of
 from batchinfer.models.files.safetensors_header import PREFIX_BYTES
+from batchinfer.models.parallel.place import EVERYTHING
 
 PIECE_BYTES = 512 << 10  # Linux reads no more of one request than the device's largest, or its read-ahead
 THREAD = "batchinfer-read-ahead"
@@ -31,8 +32,10 @@ class ReadAhead:
     reads them next finds them in memory. It ends when it is closed. A system without posix_fadvise reads nothing ahead.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, parts: StoredParts | None = None) -> None:
+        """`parts`: those of a rank; None: all."""
         self._checkpoint = checkpoint
+        self._parts = parts or StoredParts(checkpoint, EVERYTHING)
         self._starts: dict[Path, int] = {}
         self._stop = Event()
         self._thread: Thread | None = None
@@ -44,23 +47,22 @@ class ReadAhead:
 
     def tables(self) -> None:
         """Have the tables read, and then the first layer."""
-        checkpoint = self._checkpoint
-        self._begin(self._ranges(table_names(checkpoint.spec, checkpoint.prefixes).values()))
+        self._begin(self._ranges(self._parts.tables().values()))
         self.layer(-1)
 
     def layer(self, index: int) -> None:
         """Have the next layer read, if there is one, once all of this one was asked for."""
         self._join()
-        if index + 1 < len(self._checkpoint.spec.layers):
+        if index + 1 < len(self._parts.spec.layers):
             self._begin(self.ranges(index + 1))
 
     def ranges(self, index: int) -> Sequence[ByteRange]:
         """Return where a layer's tensors are, those that follow one another in a file as one."""
-        return self._ranges(layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes).values())
+        return self._ranges(self._parts.layer(index).values())
 
-    def _ranges(self, places: Iterable[StoredParameter]) -> Sequence[ByteRange]:
-        tensors = {name for place in places for name in self._stored(place)}
-        found = sorted((self._range(name) for name in tensors), key=lambda each: (each.file, each.start))
+    def _ranges(self, parts: Iterable[StoredPart]) -> Sequence[ByteRange]:
+        ranges = {each for part in parts for each in self._stored(part)}
+        found = sorted(ranges, key=lambda each: (each.file, each.start))
         joined: list[ByteRange] = []
         for each in found:
             if joined and (joined[-1].file, joined[-1].end) == (each.file, each.start):
@@ -69,17 +71,17 @@ class ReadAhead:
                 joined.append(each)
         return joined
 
-    def _stored(self, place: StoredParameter) -> Iterator[str]:
-        """Yield the names of the tensors that a parameter is read from."""
-        for name in place.rows or (place.tensor,):
-            packed = self._checkpoint.packed.get(name)
-            candidates = (name,) if packed is None else packed.stored
-            yield from (each for each in candidates if each in self._checkpoint.tensors)
-
-    def _range(self, name: str) -> ByteRange:
-        tensor = self._checkpoint.tensors[name]
-        start = self._data_start(tensor.file)
-        return ByteRange(tensor.file, start + tensor.info.start, start + tensor.info.end)
+    def _stored(self, part: StoredPart) -> Iterator[ByteRange]:
+        """Yield where a parameter is read from. A part of each line of a tensor is left to whoever reads it: the system
+        would read all of it ahead."""
+        for name in part.names:
+            if name not in self._checkpoint.tensors:
+                continue
+            tensor = self._checkpoint.tensors[name]
+            within = bytes_of(tensor.info, slices_of(part.slices, name, tensor.info.shape))
+            if within is not None:
+                start = self._data_start(tensor.file) + tensor.info.start
+                yield ByteRange(tensor.file, start + within[0], start + within[1])
 
     def _data_start(self, path: Path) -> int:
         """Return the byte of a file that the offsets of its tensors count from."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
+from batchinfer.models.parallel.alone import Alone
+from batchinfer.models.parallel.group import Group
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, FINAL_NORM
 from batchinfer.models.spec.spec import (
     SHARED,
@@ -32,14 +34,15 @@ _MULTIPLIED = ("silu", "gelu", "gelu_tanh")
 
 class SmoothedWeights(Weights):
     """Hands on a model's weights with smaller outliers, where products are computed in int8 that the checkpoint does
-    not store."""
+    not store. `ranks` have the experts that are not here: what all experts read becomes smaller by what is in all of
+    them."""
 
-    def __init__(self, weights: Weights, spec: ModelSpec) -> None:
-        self._weights, self._spec = weights, spec
+    def __init__(self, weights: Weights, spec: ModelSpec, ranks: Group | None = None) -> None:
+        self._weights, self._spec, self._ranks = weights, spec, ranks or Alone()
 
     def tables(self) -> Tables:
         tables, norm = self._weights.tables(), self._spec.final_norm
-        if norm is None or not _is_rounded(self._spec.head):
+        if norm is None or not self._spec.has_head or not _is_rounded(self._spec.head):
             return tables
         factors = factors_of(_sizes(tables.norms[FINAL_NORM], norm), _columns([tables.head]))
         if factors is None:
@@ -51,7 +54,10 @@ class SmoothedWeights(Weights):
         layer, weights = self._spec.layers[index], dict(self._weights.layer(index))
         linears = {linear.name: linear for linear in layer.linears}
         for name, readers in norm_readers(layer):
-            _smooth_norm(weights, name, layer.norms[name], [linears[reader] for reader in readers])
+            fed = layer.feed_forward
+            ranged = isinstance(fed, ExpertsSpec) and fed.held is not None and "experts.gate_up" in readers
+            among = self._ranks if ranged else Alone()
+            _smooth_norm(weights, name, layer.norms[name], [linears[reader] for reader in readers], among)
         for up, down in gated_halves(layer):
             _smooth_half(weights, linears[up], linears[down])
         return weights
@@ -105,11 +111,14 @@ def gated_halves(layer: LayerSpec) -> Iterator[tuple[str, str]]:
             yield start + half.first, start + "down"
 
 
-def _smooth_norm(weights: dict[str, Tensor], name: str, norm: NormSpec, readers: list[LinearSpec]) -> None:
-    """Divide a norm's weight, and multiply the columns of all that read it."""
+def _smooth_norm(
+    weights: dict[str, Tensor], name: str, norm: NormSpec, readers: list[LinearSpec], ranks: Group
+) -> None:
+    """Divide a norm's weight, and multiply the columns of all that read it, also at other ranks."""
     if not any(map(_is_rounded, readers)) or any(reader.stored for reader in readers):
         return
-    factors = factors_of(_sizes(weights[name], norm), _columns(weights[reader.name] for reader in readers))
+    columns = ranks.all_gather(_columns(weights[reader.name] for reader in readers)).amax(0)
+    factors = factors_of(_sizes(weights[name], norm), columns)
     if factors is not None:
         weights |= _divided(weights, name, norm, factors)
         weights |= {reader.name: _times(weights[reader.name], factors) for reader in readers}

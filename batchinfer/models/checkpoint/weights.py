@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,9 +17,13 @@ from torch import Tensor
 from batchinfer.core.hub import GGUF
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.read_ahead import ReadAhead
-from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
+from batchinfer.models.checkpoint.stored_parts import NO_SLICES, StoredPart, StoredParts, slices_of
+from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.families.family import Part
+from batchinfer.models.files.weight_files import StoredTensor
 from batchinfer.models.formats.gguf import read_stored
+from batchinfer.models.formats.packed_tensor import Codes, Slices
+from batchinfer.models.parallel.place import EVERYTHING, RankPlace
 from batchinfer.models.spec.parameters import (
     BIAS,
     CLASSIFIER,
@@ -92,16 +97,25 @@ class Weights(ABC):
 
 
 class CheckpointWeights(Weights):
-    """Weights out of safetensors files, mapped only while a layer is copied out of them, or of GGUF files."""
+    """Weights out of safetensors files, mapped only while a layer is copied out of them, or of GGUF files. Of a rank's
+    part of a model nothing else is read; layers are counted from its first one."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        place: RankPlace = EVERYTHING,
+    ) -> None:
+        """Raises CannotSplit where the checkpoint cannot be divided so."""
         self._checkpoint = checkpoint
+        self._parts = StoredParts(checkpoint, place)
         self._dtype = dtype
         self._device = device
         self._ahead: ReadAhead | None = None
 
     def __enter__(self) -> Self:
-        self._ahead = ReadAhead(self._checkpoint)
+        self._ahead = ReadAhead(self._checkpoint, self._parts)
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -112,37 +126,37 @@ class CheckpointWeights(Weights):
     def tables(self) -> Tables:
         if self._ahead is not None:
             self._ahead.tables()
-        checkpoint = self._checkpoint
-        names, stored = table_names(checkpoint.spec, checkpoint.prefixes), checkpoint.shapes
+        parts = self._parts.tables()
         with _OpenFiles(self._checkpoint) as files:
             found = {
                 name: self._copied(
-                    [files.parameter(place)], torch.float32 if name.startswith(CLASSIFIER) else self._dtype
+                    [files.parameter(part)], torch.float32 if name.startswith(CLASSIFIER) else self._dtype
                 )
-                for name, place in names.items()
-                if place.tensor in stored
+                for name, part in parts.items()
             }
+        spec = self._parts.spec
         # transformers ties two stored tables only when they are equal, whatever config.json says
         both = EMBEDDING in found and HEAD in found
-        if both and self._checkpoint.spec.tied and torch.equal(found[EMBEDDING], found[HEAD]):
+        if both and spec.tied and torch.equal(found[EMBEDDING], found[HEAD]):
             del found[HEAD]
+        if not spec.begins:  # its dtype and device are asked for
+            found[EMBEDDING] = torch.empty(0, spec.hidden, dtype=self._dtype, device=self._device)
         return Tables.of(found)
 
     def layer(self, index: int) -> LayerWeights:
         if self._ahead is not None:
             self._ahead.layer(index)
-        layer = self._checkpoint.spec.layers[index]
-        names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
+        layer, places = self._parts.spec.layers[index], self._parts.layer(index)
         with _OpenFiles(self._checkpoint) as files:
 
             def joined(parameters: Sequence[str]) -> Tensor:
-                found = [files.parameter(names[parameter]) for parameter in parameters]
+                found = [files.parameter(places[parameter]) for parameter in parameters]
                 return self._copied(found, torch.float32 if parameters[0] in layer.vectors else self._dtype)
 
             found = dict(fused(layer, joined))
             for linear in layer.linears:
                 if linear.stored_codes:
-                    parts = [files.coded(names[part]) for part, _ in linear.parts]
+                    parts = [files.coded(places[part]) for part, _ in linear.parts]
                     found |= self._coded(linear, parts)
             return found
 
@@ -212,60 +226,72 @@ class _OpenFiles:
         self._checkpoint = checkpoint
         self._stack = ExitStack()
         self._open: dict[Path, Any] = {}
-        self._last: tuple[tuple[str, int | None], Tensor] | None = None
+        self._last: tuple[object, Tensor] | None = None
+        self._last_codes: tuple[object, Codes] | None = None
 
     def __enter__(self) -> _OpenFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.clear()
-        self._last = None
+        self._last, self._last_codes = None, None
         self._stack.close()
 
-    def parameter(self, stored: StoredParameter) -> Tensor:
+    def parameter(self, part: StoredPart) -> Tensor:
         """Read a parameter as it is stored, or dequantised to float32."""
+        stored = part.stored
         if stored.rows:
-            return torch.stack([self._read(row) for row in stored.rows])
-        return _stretches(self._matrix(stored.tensor, stored.index), stored.part).flatten(0, 1)
+            found = torch.stack([self._read(row, None, part.slices) for row in stored.rows])
+        else:
+            found = _stretches(self._matrix(part), stored.part).flatten(0, 1)
+        return torch.zeros_like(found) if part.elsewhere else found
 
-    def coded(self, stored: StoredParameter) -> StoredCodes:
+    def coded(self, part: StoredPart) -> StoredCodes:
         """Read a parameter's quantised values as they are stored, of a tensor that `Checkpoint.as_stored` names."""
-        packed = self._checkpoint.packed[stored.tensor]
-        codes, form = packed.codes(self._read, stored.index), packed.form
+        stored, packed = part.stored, part.packed
+        assert packed is not None, "as_stored names packed tensors"
+        if self._last_codes is None or self._last_codes[0] != part.key:
+            self._last_codes = part.key, packed.codes(partial(self._read, slices=part.slices), stored.index)
+        codes, form = self._last_codes[1], packed.form
         place = stored.part and replace(stored.part, transposed=False)
 
-        def part(tensor: Tensor) -> Tensor:
+        def own(tensor: Tensor) -> Tensor:
             return _stretches(tensor, place).flatten(0, 1)
 
-        lines = part(torch.arange(len(codes.values), dtype=torch.int32) // codes.high)
+        lines = own(torch.arange(len(codes.values), dtype=torch.int32) // codes.high)
         # Of a part all scales of blocks are kept, which its lines choose from
         in_blocks = form is not None and form.scales == "block"
-        scales = codes.scales if in_blocks else part(codes.scales)
-        zeros = None if codes.zeros is None else part(codes.zeros)
-        return StoredCodes(part(codes.values), scales, lines, zeros)
+        scales = codes.scales if in_blocks else own(codes.scales)
+        zeros = None if codes.zeros is None else own(codes.zeros)
+        return StoredCodes(own(codes.values), scales, lines, zeros)
 
-    def _matrix(self, name: str, index: int | None) -> Tensor:
+    def _matrix(self, part: StoredPart) -> Tensor:
         """A tensor, or one of the matrices in it, dequantised where it is packed. One matrix at a time: a tensor may
         hold those of hundreds of experts. Kept until another is asked for, since it may hold several parameters."""
-        if self._last is None or self._last[0] != (name, index):
-            packed = self._checkpoint.packed.get(name)
-            if packed is None:
-                found = self._read(name, index)
-            elif packed.matrices or index is None:
-                found = packed.dequantized(self._read, index)
-            else:
-                found = packed.dequantized(self._read)[index]
-            self._last = (name, index), found
+        key = part.key
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._unpacked(part)
         return self._last[1]
 
-    def _read(self, name: str, index: int | None = None) -> Tensor:
+    def _unpacked(self, part: StoredPart) -> Tensor:
+        name, index, packed = part.stored.tensor, part.stored.index, part.packed
+        if packed is None:
+            return self._read(name, index, part.slices)
+        read = partial(self._read, slices=part.slices)
+        if packed.matrices or index is None:
+            return packed.dequantized(read, index)
+        return packed.dequantized(read)[index]
+
+    def _read(self, name: str, index: int | None = None, slices: Slices = NO_SLICES) -> Tensor:
         """A view of the mapped file, or what a GGUF file stores."""
         stored = self._checkpoint.tensors[name]
-        tensor = read_stored(stored) if stored.file.suffix == GGUF else self._mapped(stored.file, name)
+        tensor = read_stored(stored) if stored.file.suffix == GGUF else self._mapped(stored, name, slices)
         return tensor if index is None else tensor[index]
 
-    def _mapped(self, path: Path, name: str) -> Tensor:
+    def _mapped(self, stored: StoredTensor, name: str, slices: Slices) -> Tensor:
+        path = stored.file
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-        tensor: Tensor = self._open[path].get_tensor(name)
+        part = slices_of(slices, name, stored.info.shape)
+        tensor: Tensor = self._open[path].get_slice(name)[part] if part else self._open[path].get_tensor(name)
         return tensor

@@ -26,6 +26,8 @@ from batchinfer.models.ops.interface import (
     SparseWeight,
     Weight,
 )
+from batchinfer.models.parallel.ranks import ALONE, Ranks
+from batchinfer.models.parallel.summed import SUMMED, SummedLinear
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, LINES, SCALES, ZEROS, norm_parameters
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
@@ -125,20 +127,26 @@ def pack_layer(
     rope: RopeTable | None = None,
     adapters: int = 0,
     room: AdapterRoom | None = None,
+    ranks: Ranks = ALONE,
 ) -> LayerParts:
     """Pack the layer's weights as the operators want them. `rope`: None where it has no attention, or is not known
-    yet. `adapters`: how many there are, whose factors may be among the weights; `room`: as for pack_weights."""
+    yet. `adapters`: how many there are, whose factors may be among the weights; `room` and `ranks`: as for
+    pack_weights."""
     linears = {
         linear.name: _packed(ops, linear, weights)
         for linear in spec.linears
         if not (linear.experts or linear.heads)
     }
+    if ranks.tensor.size > 1:
+        linears |= {
+            name: SummedLinear(linear, ranks.tensor) for name, linear in linears.items() if name in SUMMED
+        }
     norms = [parameter for name, norm in spec.norms.items() for parameter in norm_parameters(name, norm)]
     return LayerParts(
         linears,
         {name: weights[name] for name in norms},
         rope,
-        pack_experts(ops, spec, weights),
+        pack_experts(ops, spec, weights, ranks),
         {name: weights[name] for name in spec.vectors},
         pack_latent_heads(ops, spec, weights),
         adapters=dict(_adapters(ops, spec, weights, adapters, room)),

@@ -24,6 +24,7 @@ from batchinfer.models.ops.interface import (
     RopeTable,
     finite_argmax,
 )
+from batchinfer.models.parallel.vocabulary import SplitEmbedding
 from batchinfer.models.spec.parameters import EMBEDDING_NORM, FINAL_NORM
 from batchinfer.models.spec.spec import ModelSpec, Rotation
 from batchinfer_kernels.low_rank import AdaptedRows
@@ -45,6 +46,7 @@ class Decoder:
         self.classifier, self._adapters = packed.classifier, packed.adapters
         self.adapter_places = packed.adapter_places
         self._changed = [each for layer in packed.layers for each in layer.adapters.values()]
+        self._split = None if spec.tokens is None else SplitEmbedding(ops, spec.tokens, packed.ranks.tensor)
         self._positions, distances = position_table(spec, packed.tables), None
         if packed.tables.distances is not None:
             distances = distance_table(packed.tables.distances, max_positions)
@@ -77,8 +79,11 @@ class Decoder:
         inputs: Sequence[AttentionInputs],
         caches: Sequence[LayerCache],
         plans: Sequence[AttentionPlan],
+        before: Tensor | None = None,
     ) -> Tensor:
-        """Run one step: token_ids (T,) int64 → hidden states (T, hidden) before the final norm.
+        """Run one step: token_ids (T,) int64 → hidden states (T, hidden) before the final norm. A model that does not
+        begin with the embedding takes the hidden states that the layers before it gave, `before`, in place of them;
+        they have the bits that they have within one model.
 
         Writes K and V of the step's tokens to `caches`, one for each layer with attention, which names its group:
         `inputs` and `plans`, which come from `ops.plan_attention`, have an element a group. Raises ValueError for a
@@ -88,7 +93,7 @@ class Decoder:
         if longest > self.max_positions:
             raise ValueError(f"a context of {longest} tokens, and {self.max_positions} positions")
         inputs = self._sorted(inputs)
-        x = self._embedded(token_ids, inputs[0])
+        x = self._embedded(token_ids, inputs[0]) if before is None else before
         residual: Tensor | None = None
         places = dict(zip(self._attending, caches, strict=True))
         for index, layer in enumerate(self._layers):
@@ -100,7 +105,11 @@ class Decoder:
         return x if residual is None else x + residual
 
     def forward_split_at_attention(
-        self, token_ids: Tensor, inputs: Sequence[AttentionInputs], caches: Sequence[LayerCache]
+        self,
+        token_ids: Tensor,
+        inputs: Sequence[AttentionInputs],
+        caches: Sequence[LayerCache],
+        before: Tensor | None = None,
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
         """Run `forward`, yielding before each layer's attention, whose result the caller computes and sends.
 
@@ -108,7 +117,7 @@ class Decoder:
         on the number of tokens alone. Not for operators that fuse layers.
         """
         inputs = self._sorted(inputs)
-        x = self._embedded(token_ids, inputs[0])
+        x = self._embedded(token_ids, inputs[0]) if before is None else before
         residual: Tensor | None = None
         places = dict(zip(self._attending, caches, strict=True))
         for index, layer in enumerate(self._layers):
@@ -144,7 +153,9 @@ class Decoder:
         return [replace(own, adapted=rows) for own in inputs]
 
     def _embedded(self, token_ids: Tensor, inputs: AttentionInputs) -> Tensor:
-        x = self._ops.embedding(token_ids, self._tables.embedding)
+        assert self.spec.begins, "it takes the hidden states of earlier layers"
+        table = self._tables.embedding
+        x = self._ops.embedding(token_ids, table) if self._split is None else self._split(token_ids, table)
         if self._multiplier != 1:
             x = x * self._multiplier
         if self._positions is not None:

@@ -6,6 +6,9 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.ops.interface import AttentionInputs, Experts, ExpertWeights, LayerParts, Ops
+from batchinfer.models.parallel.ranged_experts import RangedExperts
+from batchinfer.models.parallel.ranks import ALONE, Ranks
+from batchinfer.models.parallel.summed import SummedExperts
 from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, ZEROS
 from batchinfer.models.spec.spec import SHARED, ExpertsSpec, FeedForwardSpec, LayerSpec, LinearSpec
 from batchinfer_kernels.experts import sigmoid
@@ -42,14 +45,17 @@ def _expert_half(
     return routed + shared
 
 
-def pack_experts(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Experts | None:
-    """The experts of a layer that has some."""
+def pack_experts(ops: Ops, spec: LayerSpec, weights: LayerWeights, ranks: Ranks = ALONE) -> Experts | None:
+    """The experts of a layer that has some; with those of other ranks, if these have the others or their columns."""
     fed = spec.feed_forward
     if not isinstance(fed, ExpertsSpec):
         return None
     linears = {linear.name: linear for linear in spec.linears}
     into, back = (_of_experts(weights, linears[f"experts.{name}"]) for name in ("gate_up", "down"))
-    return ops.pack_experts(into, back, fed.activation)
+    experts = ops.pack_experts(into, back, fed.activation)
+    if fed.held is not None:
+        return RangedExperts(experts, ops, fed, ranks.experts, ranks.exact)
+    return experts if ranks.tensor.size == 1 else SummedExperts(experts, ranks.tensor)
 
 
 def _of_experts(weights: LayerWeights, linear: LinearSpec) -> ExpertWeights:

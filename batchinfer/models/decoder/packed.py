@@ -11,6 +11,8 @@ from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.decoder.classifier import Classifier
 from batchinfer.models.decoder.quantize import quantized_layer, quantized_weight
 from batchinfer.models.ops.interface import AdapterRoom, Head, LayerParts, Ops
+from batchinfer.models.parallel.ranks import ALONE, Ranks
+from batchinfer.models.parallel.vocabulary import SplitHead
 from batchinfer.models.spec.spec import ModelSpec
 
 
@@ -26,6 +28,7 @@ class PackedWeights:
     classifier: Classifier | None = None  # None: there is no classification head
     adapters: int = 0  # how many there are at a time
     adapter_places: int | None = None  # None: that many in all
+    ranks: Ranks = ALONE  # with which it is computed
 
 
 def pack_weights(
@@ -35,18 +38,21 @@ def pack_weights(
     device: torch.device | str,
     adapters: int = 0,
     room: AdapterRoom | None = None,
+    ranks: Ranks = ALONE,
 ) -> PackedWeights:
     """Pack the weights for `ops`, a layer at a time, with the factors of so many adapters, of which the device has
-    `room` for some at a time; None: for all."""
+    `room` for some at a time; None: for all. `ranks`: those that have the rest of the spec's layers."""
     tables = weights.tables()
-    head = ops.pack_head(quantized_weight(tables.head, spec.head_form)) if spec.causal else None
+    head = ops.pack_head(quantized_weight(tables.head, spec.head_form)) if spec.has_head else None
+    if head is not None and spec.tokens is not None:
+        head = SplitHead(head, spec.vocab, ranks.tensor)
     head_spec = spec.classifier
     classifier = None if head_spec is None else Classifier(ops, head_spec, tables.classifier)
     # or a head that was copied would be there twice while the layers are packed
     tables = replace(tables, head=tables.embedding)
     layers = tuple(
-        pack_layer(ops, layer, quantized_layer(layer, weights.layer(index)), None, adapters, room)
+        pack_layer(ops, layer, quantized_layer(layer, weights.layer(index)), None, adapters, room, ranks)
         for index, layer in enumerate(spec.layers)
     )
     places = None if room is None else room.places
-    return PackedWeights(spec, tables, head, layers, device, classifier, places or adapters, places)
+    return PackedWeights(spec, tables, head, layers, device, classifier, places or adapters, places, ranks)

@@ -4,20 +4,24 @@ scale and a zero for each group of inputs."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.formats.packed_tensor import (
+    ALL,
     Codes,
     PackedTensor,
     PackedTensors,
     QweightFormat,
     Read,
+    Slices,
+    Span,
     Stored,
     StoredFormat,
     int4_form,
     is_float,
+    slice_of,
     wrong_group,
 )
 from batchinfer_kernels.arithmetic import WeightForm
@@ -82,6 +86,16 @@ class AwqTensor(PackedTensor):
 
         values, scales, zeros = map(read, self.stored)
         return int4_codes(unpacked(values, BITS, ORDER).t(), scales.t(), unpacked(zeros, BITS, ORDER).t())
+
+    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        values, scales, zeros = self.stored
+        words, columns = slice_of(outputs, HELD, "outputs"), slice(*outputs)
+        one = self.group >= self.shape[1]  # group of all inputs
+        group = inputs[1] - inputs[0] if one else self.group
+        groups = ALL if one else slice_of(inputs, group, "inputs")
+        slices = {values: (slice(*inputs), words), scales: (groups, columns), zeros: (groups, words)}
+        shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
+        return replace(self, shape=shape, group=group), slices
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         from batchinfer.models.formats.codes import scaled, unpacked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.files.config_fields import shown
@@ -13,8 +13,11 @@ from batchinfer.models.formats.packed_tensor import (
     PackedTensor,
     PackedTensors,
     Read,
+    Slices,
+    Span,
     Stored,
     StoredFormat,
+    words_of,
 )
 from batchinfer_kernels.arithmetic import WeightForm
 
@@ -119,6 +122,22 @@ class Fp8Tensor(PackedTensor):
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         values, scales = map(read, self.stored)
         return fp8_values(values if index is None else values[index], scales, self.block)
+
+    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        of_matrix = (slice(*outputs), slice(*inputs))
+        shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
+        values, scales = self.stored
+        if self.block is None:
+            one = () if index is None else (slice(index, index + 1),)
+            return replace(self, shape=(*(1 for _ in one), *shape)), {values: (*one, *of_matrix)}
+        high, broad = self.block
+        if self.block == (1, self.shape[1]):
+            return replace(self, shape=shape, block=(1, shape[1])), {
+                values: of_matrix,
+                scales: (of_matrix[0],),
+            }
+        rows, columns = words_of(outputs, high, self.shape[0]), words_of(inputs, broad, self.shape[1])
+        return replace(self, shape=shape), {values: of_matrix, scales: (rows, columns)}
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
         values, scales = map(read, self.stored)

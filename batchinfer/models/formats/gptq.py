@@ -4,21 +4,27 @@ with a scale and a zero for each group of inputs."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from batchinfer.core.errors import CannotSplit
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.formats.packed_tensor import (
+    ALL,
     Codes,
     PackedTensor,
     PackedTensors,
     QweightFormat,
     Read,
+    Slices,
+    Span,
     Stored,
     StoredFormat,
     are_groups,
     int4_form,
     is_float,
+    slice_of,
+    words_of,
     wrong_group,
 )
 from batchinfer_kernels.arithmetic import WeightForm
@@ -118,6 +124,21 @@ class GptqTensor(PackedTensor):
         values, scales, zeros = (read(name) for name in self.stored[:3])
         offsets = unpacked(zeros, self.bits)[:, : self.shape[0]].float() + self.added
         return int4_codes(unpacked(values.t(), self.bits), scales.t(), offsets.t())
+
+    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        whole = inputs == (0, self.shape[1])
+        if self.ordered and not whole:
+            raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
+        held, columns = WORD_BITS // self.bits, slice(*outputs)
+        one = self.group >= self.shape[1]  # group of all inputs
+        group = inputs[1] - inputs[0] if one else self.group
+        groups = ALL if one or whole else slice_of(inputs, group, "inputs")
+        words = ALL if whole else slice_of(inputs, held, "inputs")
+        values, scales, zeros = self.stored[:3]
+        slices = {values: (words, columns), scales: (groups, columns)}
+        slices[zeros] = (groups, words_of(outputs, held, self.shape[0]))
+        shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
+        return replace(self, shape=shape, group=group), slices
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         from batchinfer.models.formats.codes import in_order, scaled, unpacked

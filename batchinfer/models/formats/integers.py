@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from batchinfer.core.errors import CannotSplit
 from batchinfer.models.formats.packed_tensor import (
+    ALL,
     Codes,
     PackedTensor,
     PackedTensors,
     Read,
     Shape,
+    Slices,
+    Span,
     Stored,
     are_groups,
     int4_form,
     is_float,
+    slice_of,
+    words_of,
 )
 from batchinfer_kernels.arithmetic import WeightForm
 
@@ -100,6 +107,21 @@ class PackedIntegers(PackedTensor):
         codes = unpacked(values, self.bits)[:, :inputs]
         return int4_codes(codes, _lines(scales, outputs).t(), found)
 
+    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        whole = inputs == (0, self.shape[1])
+        if self.ordered and not whole:
+            raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
+        held, rows = WORD_BITS // self.bits, slice(*outputs)
+        one = self.group >= self.shape[1]  # group of all inputs
+        group = inputs[1] - inputs[0] if one else self.group
+        groups = ALL if one or whole else slice_of(inputs, group, "inputs")
+        words = ALL if whole else slice_of(inputs, held, "inputs")
+        slices = {self.stored[0]: (rows, words), self.stored[1]: (rows, groups)}
+        if self.zeros:
+            slices[self.stored[3]] = (words_of(outputs, held, self.shape[0]), groups)
+        shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
+        return replace(self, shape=shape, group=group), slices
+
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         from batchinfer.models.formats.codes import scaled, unpacked
 
@@ -159,6 +181,17 @@ class Int8Tensor(PackedTensor):
     def codes(self, read: Read, index: int | None = None) -> Codes:
         values, scales = map(read, self.stored)
         return Codes(values, scales.float().reshape(-1))
+
+    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        rows, shape = slice(*outputs), (outputs[1] - outputs[0], inputs[1] - inputs[0])
+        if math.prod(self.scales) == 1:
+            return replace(self, shape=shape), {self.stored[0]: (rows, slice(*inputs))}
+        number = self.scales[1] if len(self.scales) > 1 else 1
+        groups = ALL if number == 1 else slice_of(inputs, self.shape[1] // number, "inputs")
+        held = number if groups == ALL else groups.stop - groups.start
+        lines = dict.fromkeys(self.stored[1:], (rows, groups))
+        scales = (shape[0], held)[: len(self.scales)]
+        return replace(self, shape=shape, scales=scales), {self.stored[0]: (rows, slice(*inputs)), **lines}
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         from batchinfer.models.formats.codes import scaled

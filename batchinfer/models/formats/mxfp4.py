@@ -4,7 +4,7 @@ Microscaling Formats")."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.formats.packed_tensor import (
@@ -12,8 +12,11 @@ from batchinfer.models.formats.packed_tensor import (
     PackedTensor,
     PackedTensors,
     Read,
+    Slices,
+    Span,
     Stored,
     StoredFormat,
+    slice_of,
 )
 from batchinfer_kernels.arithmetic import WeightForm
 
@@ -74,6 +77,12 @@ class Mxfp4Experts(PackedTensor):
         if index is not None:
             values, scales = values[index], scales[index]
         return Codes(values.flatten(-2), scales)
+
+    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        one = () if index is None else (slice(index, index + 1),)
+        part = (*one, slice(*outputs), slice_of(inputs, GROUP, "inputs"))
+        shape = (*(1 for _ in one), inputs[1] - inputs[0], outputs[1] - outputs[0])
+        return replace(self, shape=shape), dict.fromkeys(self.stored, part)
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         values, scales = map(read, self.stored)

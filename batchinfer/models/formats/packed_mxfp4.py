@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from batchinfer.models.formats.mxfp4 import GROUP, GROUP_BYTES, mxfp4_values
-from batchinfer.models.formats.packed_tensor import Codes, PackedTensor, PackedTensors, Read, Stored
+from batchinfer.models.formats.packed_tensor import (
+    Codes,
+    PackedTensor,
+    PackedTensors,
+    Read,
+    Slices,
+    Span,
+    Stored,
+    slice_of,
+)
 from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
@@ -38,6 +47,13 @@ class PackedMxfp4(PackedTensor):
     def codes(self, read: Read, index: int | None = None) -> Codes:
         values, scales = map(read, self.stored)
         return Codes(values, scales)
+
+    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        values, scales = self.stored
+        rows, groups = slice(*outputs), slice_of(inputs, GROUP, "inputs")
+        held = slice(groups.start * GROUP_BYTES, groups.stop * GROUP_BYTES)
+        shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
+        return replace(self, shape=shape), {values: (rows, held), scales: (rows, groups)}
 
     def dequantized(self, read: Read, index: int | None = None) -> Tensor:
         values, scales = map(read, self.stored)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from batchinfer.core.errors import CannotSplit
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, NAMED, StoredTensor
 from batchinfer_kernels.arithmetic import WeightForm
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 Read = Callable[[str], "Tensor"]
 Shape = tuple[int, ...]
 Stored = Mapping[str, StoredTensor]
+Span = tuple[int, int]  # from the first to before the second
+# Of the dimensions of stored tensors, by their names, those parts that are read; tensors of one value are read whole
+Slices = Mapping[str, tuple[slice, ...]]
+ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +82,12 @@ class PackedTensor(ABC):
         """Return the quantised values where there is a `form`, or with an index those of that matrix. Raises TypeError
         where there is none."""
         raise TypeError(f"weights of {self.format} have to be dequantised")
+
+    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        """Return the weight of these outputs and inputs alone, and the parts of the stored tensors that it is read of;
+        with an index the first matrix of it is that matrix. Raises CannotSplit where codes or scales lie across the
+        borders, or where parts of such tensors are not read."""
+        raise CannotSplit(f"weights of {self.format} are read as a whole, and cannot be divided among ranks")
 
 
 @dataclass(slots=True)
@@ -156,6 +167,23 @@ def int4_form(group: int, whole_zeros: bool = True) -> WeightForm | None:
     """Return the form of int4 in groups of so many inputs, if products can be computed of such groups."""
     fit = group > 0 and group % 8 == 0
     return WeightForm("int4", "group", stored=True, group=group, whole_zeros=whole_zeros) if fit else None
+
+
+def slice_of(span: Span, unit: int, what: str) -> slice:
+    """Return the places of a span whose `unit` values share one. Raises CannotSplit where it begins or ends within."""
+    first, end = span
+    if first % unit or end % unit:
+        raise CannotSplit(
+            f"{first} to {end} of its {what} are no whole groups of {unit}, of which each has a word or a scale"
+        )
+    return slice(first // unit, end // unit)
+
+
+def words_of(outputs: Span, held: int, count: int) -> slice:
+    """Return the words that hold the zeros of these of so many outputs; the last word may not be full."""
+    if outputs[1] < count:
+        return slice_of(outputs, held, "outputs")
+    return slice(slice_of((outputs[0], outputs[0]), held, "outputs").start, None)
 
 
 def is_float(tensor: StoredTensor) -> bool:

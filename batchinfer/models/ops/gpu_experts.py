@@ -21,6 +21,8 @@ from batchinfer_kernels.quantized_matmul import packed_int4_experts
 class CodedExperts(Experts):
     """Experts in MXFP4 or int4, widened in registers; sorted as TritonExperts'."""
 
+    skips = True
+
     def __init__(
         self,
         gate_up: ExpertWeights,
@@ -68,6 +70,8 @@ def _grouped(loads: Tensor, choice: Choice, counted: Tensor | None) -> Groups:
 
 class TritonExperts(Experts):
     """Sorted on the device, so that the host waits for nothing and a graph can replay it."""
+
+    skips = True
 
     def __init__(
         self,

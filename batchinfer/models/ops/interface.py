@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
 from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.copy_parts import copy_parts_reference
-from batchinfer_kernels.experts import Choice, choose_experts
+from batchinfer_kernels.experts import Choice, choose_experts, combine_reference
 from batchinfer_kernels.gated_activation import Activation, activation_reference
 from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
@@ -46,6 +46,12 @@ class LayerCache:
     def scales(self) -> tuple[Tensor, Tensor] | None:
         """The scales of quantised K and V; None: they are not quantised."""
         return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
+
+    def part(self, first: int, end: int) -> LayerCache:
+        """Return the blocks from `first` to before `end`, as a cache of their own."""
+        scales = [None if scale is None else scale[first:end] for scale in (self.k_scale, self.v_scale)]
+        k, v = self.k[first:end], self.v[first:end]
+        return replace(self, k=k, v=v, k_scale=scales[0], v_scale=scales[1])
 
     @property
     def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -283,9 +289,12 @@ class LatentHeads:
 
 class Experts(ABC):
     """The experts of a layer, with their weights in whatever layout the implementation likes best. `loads` (experts,)
-    int64 counts, in place, the tokens that each was given so far."""
+    int64 counts, in place, the tokens that each was given so far. Where it `skips`, the number behind the last expert
+    is that of none: such rows are not computed, what they give is undefined, and the host need not know which they are.
+    """
 
     loads: Tensor
+    skips: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
@@ -390,6 +399,12 @@ class Ops(ABC):
     @abstractmethod
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
         """Experts of gated feed-forward halves, gate above up."""
+
+    def combine(self, made: Tensor, weights: Tensor) -> Tensor:
+        """made: (T × chosen, N), the results of a token's experts in the order of its choice; weights: (T, chosen)
+        float32 → (T, N), with the bits that experts of these operators have. torch's own has them on every CPU: no
+        implementation contracts products and sums."""
+        return combine_reference(made, torch.arange(len(made), device=made.device), weights)
 
     @abstractmethod
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:

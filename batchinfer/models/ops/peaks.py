@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ STREAM_TRIES = 10
 FIRST_WITH_FP8 = (8, 9)  # the first compute capability whose tensor cores know float8_e4m3fn
 # M = N = K. At 790 TFLOP/s a 2048 GEMM takes 22 µs, not much above a launch; an 8192 one takes 1.4 ms.
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
+# Inputs and outputs of the products of a layer of `llama-135m`, the benchmark's model; layers that fill no cache; and
+# the rows of a step
+LAYER, LAYERS, LAYER_ROWS = ((576, 960), (576, 576), (576, 3072), (1536, 576)), 12, 128
+LAYER_TRIES = 5
 # At least 16 times the last-level cache of usual machines (32 MiB on two EPYC cores, 50 MiB on an H200)
 STREAM_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 
@@ -35,7 +40,9 @@ class MeasuredPeaks:
     read_bytes_per_s: float
     copy_bytes_per_s: float  # bytes read plus bytes written
     seconds: float
-    peak_by: dict[str, Multiplier] = field(default_factory=dict)  # who reached it, by dtype name
+    peak_by: dict[str, str] = field(default_factory=dict)  # which Multiplier reached it, by dtype name
+    # Operations a second of every Multiplier, by dtype name
+    rates: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def bandwidth(self) -> float:
@@ -69,11 +76,12 @@ def measure_peaks(
     began = time.perf_counter()
     m = size or GEMM_SIZE[where.type]
     with torch.inference_mode():
-        found = {name: _gemm_peak(where, name, m) for name in dtypes or dtypes_of(device)}
+        rates = {name: _gemm_rates(where, name, m) for name in dtypes or dtypes_of(device)}
         read, copy = _stream_peaks(where, stream_bytes or STREAM_BYTES[where.type])
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else None
-    flops, by = {n: peak for n, (peak, _) in found.items()}, {n: by for n, (_, by) in found.items()}
-    return MeasuredPeaks(name, flops, read, copy, time.perf_counter() - began, by)
+    by = {dtype: max(found, key=lambda who: found[who]) for dtype, found in rates.items()}
+    flops = {dtype: found[by[dtype]] for dtype, found in rates.items()}
+    return MeasuredPeaks(name, flops, read, copy, time.perf_counter() - began, by, rates)
 
 
 def _reachable(device: str) -> torch.device:
@@ -87,19 +95,44 @@ def _reachable(device: str) -> torch.device:
     return where
 
 
-def _gemm_peak(where: torch.device, dtype: str, size: int) -> tuple[float, Multiplier]:
-    """Return the rate of the fastest product, and which it is. Data is random, since zeros let a GPU clock higher."""
+def measure_layers(dtypes: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Operations a second of the products of a small model's layers on the CPU, by dtype and by who multiplies. A large
+    product says what a machine can do, these what is left of it where a model's sizes, and weights that come from
+    memory, are what they are."""
+    cpu = torch.device("cpu")
+    with torch.inference_mode():
+        return {dtype: _layer_rates(cpu, dtype) for dtype in dtypes}
+
+
+def _layer_rates(cpu: torch.device, dtype: str) -> dict[str, float]:
+    calls = dict[Multiplier, list[Callable[[], Tensor]]]()
+    generator = torch.Generator().manual_seed(0)
+    for inputs, outputs in LAYER * LAYERS:
+        x, weight = (_matrix(generator, dtype, rows, inputs) for rows in (LAYER_ROWS, outputs))
+        for by, call in products(x, weight):
+            calls.setdefault(by, []).append(call)
+    operations = 2 * LAYER_ROWS * LAYERS * sum(inputs * outputs for inputs, outputs in LAYER)
+    return {by: operations / _best(partial(_all, own), cpu, LAYER_TRIES) for by, own in calls.items()}
+
+
+def _all(calls: list[Callable[[], Tensor]]) -> None:
+    for call in calls:
+        call()
+
+
+def _gemm_rates(where: torch.device, dtype: str, size: int) -> dict[str, float]:
+    """Return the rate of everybody's product. Data is random, since zeros let a GPU clock higher."""
     generator = torch.Generator(device=where).manual_seed(0)
+    x, weight = (_matrix(generator, dtype, size, size) for _ in range(2))
+    return {by: 2 * size**3 / _best(call, where, GEMM_TRIES) for by, call in products(x, weight)}
+
+
+def _matrix(generator: torch.Generator, dtype: str, rows: int, columns: int) -> Tensor:
+    shape, where = (rows, columns), generator.device
     if dtype == "int8":
-        x, weight = (
-            torch.randint(-127, 128, (size, size), generator=generator, device=where, dtype=torch.int8)
-            for _ in range(2)
-        )
-    else:
-        kind = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
-        x, weight = (torch.randn(size, size, generator=generator, device=where).to(kind) for _ in range(2))
-    best, by = min((_best(call, where, GEMM_TRIES), by) for by, call in products(x, weight))
-    return 2 * size**3 / best, by
+        return torch.randint(-127, 128, shape, generator=generator, device=where, dtype=torch.int8)
+    kind = torch.float8_e4m3fn if dtype == "fp8" else getattr(torch, dtype)
+    return torch.randn(shape, generator=generator, device=where).to(kind)
 
 
 def _stream_peaks(where: torch.device, size: int) -> tuple[float, float]:
@@ -112,13 +145,13 @@ def _stream_peaks(where: torch.device, size: int) -> tuple[float, float]:
     return moved / read, 2 * moved / copy
 
 
-def _best(call: Callable[[], Tensor], where: torch.device, tries: int) -> float:
+def _best(call: Callable[[], object], where: torch.device, tries: int) -> float:
     """The shortest of `tries` calls in seconds, after one that is not counted."""
     _timed(call, where)
     return min(_timed(call, where) for _ in range(tries))
 
 
-def _timed(call: Callable[[], Tensor], where: torch.device) -> float:
+def _timed(call: Callable[[], object], where: torch.device) -> float:
     _wait(where)
     began = time.perf_counter()
     call()

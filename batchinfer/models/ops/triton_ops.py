@@ -57,6 +57,7 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import attention_plan
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM, moved
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
+from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.copy_parts import copy_parts
 from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.latent_attention import MAX_LATENT, latent_attention
@@ -191,6 +192,9 @@ class TritonOps(Ops):
         if gate_up.mxfp4 or gate_up.int4:
             return CodedExperts(gate_up, down, activation, fixed, self._shape.dtype)
         return TritonExperts(gate_up, down, activation, fixed)
+
+    def combine(self, made: Tensor, weights: Tensor) -> Tensor:
+        return combine(made, torch.arange(len(made), device=made.device), weights)
 
     def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
         """Pack a weight for our own kernel; None if the library multiplies it."""

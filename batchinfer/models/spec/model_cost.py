@@ -56,11 +56,11 @@ def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
     """Return the bytes of loaded weights, `parameters` values in all; a tied head counts once, unless it is quantised
     beside its embedding. `itemsize`: bytes of a value that is not quantised."""
     coded = [linear for linear in spec.linears() if linear.form is not None]
-    head = [spec.head] if spec.head_form is not None else []
+    head = [spec.head] if spec.head_form is not None and spec.has_head else []
     taken = sum(
         round(one.values * one.form.value_bytes(itemsize)) for one in (*coded, *head) if one.form is not None
     )
-    plain = parameters - sum(one.values for one in (*coded, *([] if spec.tied else head)))
+    plain = parameters - sum(one.values for one in (*coded, *([] if spec.tied and spec.begins else head)))
     return taken + plain * itemsize
 
 
@@ -72,8 +72,9 @@ def model_cost(spec: ModelSpec, itemsize: int, device: Device = "cpu") -> ModelC
         for operator in _layer_operators(layer, itemsize, device):
             known = summed.get(operator.name, OperatorCost(operator.name))
             summed[operator.name] = known + operator * times
+    embedding = Cost() if not spec.begins else _embedding(spec, itemsize)
     once = (
-        OperatorCost("embedding", token=_embedding(spec, itemsize)),
+        OperatorCost("embedding", token=embedding),
         _attention(spec, itemsize),
         OperatorCost("copy_parts", copied=_copying(spec, itemsize)),
         *_behind_layers(spec, itemsize),
@@ -83,7 +84,7 @@ def model_cost(spec: ModelSpec, itemsize: int, device: Device = "cpu") -> ModelC
         windows=spec.windows,
         parameters=sum(linear.values for linear in spec.linears()),
         active_parameters=sum(linear.active_values for linear in spec.linears()),
-        head_parameters=spec.head.values if spec.causal else 0,
+        head_parameters=spec.head.values if spec.has_head else 0,
         caches=tuple((cache.window, cache.token_bytes(itemsize)) for cache in keeping(spec.caches).values()),
         itemsize=itemsize,
         weight_itemsize=_value_bytes(spec, itemsize),
@@ -111,10 +112,10 @@ def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
 
 def _behind_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
     """Yield the costs of the operators that see only the rows that are asked for. An encoder has no head."""
-    norm = spec.final_norm
+    norm = spec.final_norm if spec.ends else None
     if norm is not None:
         yield _sampled("final_norm", lambda n: _norm(norm, n, itemsize, residual=True))
-    if spec.causal:
+    if spec.has_head:
         yield _sampled("lm_head", _linear(spec.head, itemsize))
         yield from _after_head(spec)
         yield _sampled("sample", lambda n: sample_cost(n, spec.vocab, itemsize))
@@ -123,9 +124,9 @@ def _behind_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
 def _after_head(spec: ModelSpec) -> Iterator[OperatorCost]:
     """Yield the costs of the operators on logits, which are float32."""
     if spec.logit_multiplier != 1:
-        yield _sampled("logit_multiplier", lambda n: scale_cost(n, spec.vocab, 4))
+        yield _sampled("logit_multiplier", lambda n: scale_cost(n, spec.rows, 4))
     if spec.logit_cap is not None:
-        yield _sampled("logit_cap", lambda n: cap_cost(n, spec.vocab))
+        yield _sampled("logit_cap", lambda n: cap_cost(n, spec.rows))
 
 
 def _layer_operators(layer: LayerSpec, itemsize: int, device: Device) -> Iterator[OperatorCost]:

@@ -43,12 +43,15 @@ def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
 
 def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
     """Return the shapes of the parameters before and after the layers, without a head that is the embedding."""
-    table: Shape = (spec.vocab, spec.hidden)
-    tables = {EMBEDDING: table} if spec.tied else {EMBEDDING: table, HEAD: table}
-    if spec.learned_positions:
+    table: Shape = (spec.rows, spec.hidden)
+    tables = {EMBEDDING: table} if spec.begins else {}
+    if spec.ends and not (spec.begins and spec.tied):
+        tables[HEAD] = table
+    if spec.learned_positions and spec.begins:
         first = 0 if spec.encoder is None else spec.encoder.first_position
         tables[POSITIONS] = (first + spec.max_positions, spec.hidden)
-    tables |= {} if spec.final_norm is None else norm_parameters(FINAL_NORM, spec.final_norm)
+    if spec.final_norm is not None and spec.ends:
+        tables |= norm_parameters(FINAL_NORM, spec.final_norm)
     return tables if spec.encoder is None else tables | _encoder_tables(spec, spec.encoder)
 
 

@@ -357,7 +357,8 @@ class ExpertsSpec:
     chooses by the logits of a router; their weighted results are added up (Shazeer et al., 2017).
 
     `shared`: what all tokens pass beside them, added to the rest; where it is `shared_gated`, it is multiplied with the
-    sigmoid of a number that is computed of each token.
+    sigmoid of a number that is computed of each token. `held`: the experts that are there, from the first to before the
+    second, where other ranks have the others; None: all.
     """
 
     routing: Routing
@@ -367,18 +368,28 @@ class ExpertsSpec:
     router_biased: bool = False
     shared: FeedForwardSpec | None = None
     shared_gated: bool = False
+    held: tuple[int, int] | None = None
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the experts that are there."""
+        return range(self.routing.experts) if self.held is None else range(*self.held)
+
+    @property
+    def chosen(self) -> int:
+        """How many of the experts that are there a token uses, about, and one at least."""
+        return max(1, self.routing.chosen * len(self.numbers) // self.routing.experts)
 
     def linears(self, hidden: int) -> Iterator[LinearSpec]:
         """Its products, in the order in which they run."""
-        count = self.routing.experts
-        numbers = range(count)
-        yield LinearSpec("router", hidden, (("router", count),), self.router_biased, exact=True)
+        numbers, routed = self.numbers, self.routing.experts
+        yield LinearSpec("router", hidden, (("router", routed),), self.router_biased, exact=True)
         into = tuple((f"expert.{e}.{name}", self.inner) for e in numbers for name in ("gate", "up"))
         first = LinearSpec("experts.gate_up", hidden, into, self.biased, self.activation, gated=True)
-        yield replace(first, experts=count, chosen=self.routing.chosen)
+        yield replace(first, experts=len(numbers), chosen=self.chosen)
         back = tuple((f"expert.{e}.down", hidden) for e in numbers)
         second = LinearSpec("experts.down", self.inner, back, self.biased)
-        yield replace(second, experts=count, chosen=self.routing.chosen)
+        yield replace(second, experts=len(numbers), chosen=self.chosen)
         if self.shared is not None:
             yield from self.shared.linears(hidden, SHARED)
         if self.shared_gated:
@@ -504,6 +515,10 @@ class ModelSpec:
 
     Embeddings and logits are multiplied with their multipliers, that of embeddings rounded to the run's dtype. With
     `learned_positions` an embedding of the position is added; with a `logit_cap` logits become cap * tanh(logit / cap).
+
+    Of a model that several ranks compute: `begins`, the embedding is here, and not at a rank with earlier layers;
+    `ends`: the last norm and the head are; `tokens`: those whose rows embedding and head have, from the first to before
+    the second; None: all.
     """
 
     family: str
@@ -522,6 +537,19 @@ class ModelSpec:
     learned_positions: bool = False
     encoder: EncoderSpec | None = None
     head_form: WeightForm | None = None
+    begins: bool = True
+    ends: bool = True
+    tokens: tuple[int, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows embedding and head have."""
+        return self.vocab if self.tokens is None else self.tokens[1] - self.tokens[0]
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it makes logits of tokens."""
+        return self.causal and self.ends
 
     @property
     def causal(self) -> bool:
@@ -572,7 +600,7 @@ class ModelSpec:
     @property
     def forms(self) -> frozenset[WeightForm]:
         """Return the forms in which its quantised weights lie."""
-        linears = (*self.linears(), *([self.head] if self.causal else []))
+        linears = (*self.linears(), *([self.head] if self.has_head else []))
         return frozenset(linear.form for linear in linears if linear.form is not None)
 
     @property
@@ -592,7 +620,7 @@ class ModelSpec:
 
     @property
     def head(self) -> LinearSpec:
-        return LinearSpec("lm_head", self.hidden, (("head", self.vocab),), form=self.head_form)
+        return LinearSpec("lm_head", self.hidden, (("head", self.rows),), form=self.head_form)
 
     def linears(self) -> Iterator[LinearSpec]:
         """Yield the linear layers of all layers, without the head."""

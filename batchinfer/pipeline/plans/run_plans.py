@@ -13,6 +13,7 @@ from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.plans.earlier_drafts import Given, without_drafts
 from batchinfer.pipeline.plans.snapshot import Snapshot
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.order.plan import Plan, PlanBatch
@@ -25,6 +26,7 @@ class Replanned:
 
     plan: Plan
     prompts: Prompts
+    given: Given = without_drafts  # gives its requests the answers that their rows had before
 
 
 class Source(Protocol):
@@ -106,4 +108,5 @@ class RunPlans:
         plan = found.plan
         self._pool.expect(plan.to_run - len(given))
         source.follows(found, known)
-        return planned_requests(plan, found.prompts, REQUEST_BATCH, self._run.setup.roots, without=given)
+        roots = self._run.setup.roots
+        return found.given(planned_requests(plan, found.prompts, REQUEST_BATCH, roots, without=given))

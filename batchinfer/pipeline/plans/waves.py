@@ -12,6 +12,7 @@ from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.results.planned_work import Announcement
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.plans.earlier_drafts import EarlierDrafts, without_drafts
 from batchinfer.pipeline.plans.reading_on import ReadingOn
 from batchinfer.pipeline.plans.run_plans import Replanned
 from batchinfer.pipeline.plans.snapshot import Snapshot
@@ -96,7 +97,9 @@ class Waves:
         if self._index is None and (not plan.to_run or self._is_too_spread(plan, known)):
             return None
         self._announcement.add(plan.path)
-        return Replanned(plan, tokens)
+        drafts, folder = EarlierDrafts.of(self._run, known.parts), self._reading.ingestion.folder
+        given = without_drafts if drafts is None or not plan.to_run else drafts.of_plan(plan, parts, folder)
+        return Replanned(plan, tokens, given)
 
     def follows(self, found: Replanned, known: Snapshot) -> None:
         """Take note that engines follow this plan from now on."""

@@ -16,6 +16,7 @@ from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.plans.earlier_drafts import Given, last_answers
 from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
 from batchinfer.pipeline.plans.run_plans import RunPlans
 from batchinfer.pipeline.stages.planning import PlannedRun
@@ -41,8 +42,9 @@ class Needs:
     index_parts: Callable[[], Sequence[Path]]  # of the rows that are planned by now
 
 
-def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionStore) -> None:
-    """Run the plan. After a signal, what runs may finish, and all that is finished is committed.
+def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionStore, given: Given) -> None:
+    """Run the plan, whose requests are given drafts. After a signal, what runs may finish, and all that is finished is
+    committed.
 
     Raises Interrupted after a signal, and what ended the engines.
     """
@@ -59,10 +61,12 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
         sources = [FurtherAttempts(run, index, collector, pool)]
         with RunPlans(run, store, collector, pool, sources) as plans:
             try:
-                _wait_until_ready(run, pool)
+                known = last_answers(run)
+                wait_until_ready(run, pool)
+                pool.learn(known)
                 _begin(run, plan, pool)
                 batches = planned_requests(plan, index.tokens, REQUEST_BATCH, run.setup.roots)
-                feed(run, batches, pool, collector, plans)
+                feed(run, given(batches), pool, collector, plans)
             finally:
                 store.commit()
                 facts = planned.revised.facts | ({} if planned.deadline is None else planned.deadline.facts)
@@ -101,7 +105,7 @@ def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
 def feed(run: OpenRun, batches: Batches, pool: ReplicaPool, collector: Collector, plans: RunPlans) -> None:
     """Have the engines run these requests, and those of the plans that follow."""
     with run.report.timed("engine_s"):
-        run_plan(batches, pool, collector, run.interrupts, partial(_tell_draining, run), plans)
+        run_plan(batches, pool, collector, run.interrupts, partial(tell_draining, run), plans)
 
 
 @contextmanager
@@ -146,7 +150,8 @@ def _engines(run: OpenRun, needs: Needs) -> ReplicaPool:
     )
 
 
-def _wait_until_ready(run: OpenRun, pool: ReplicaPool) -> None:
+def wait_until_ready(run: OpenRun, pool: ReplicaPool) -> None:
+    """Wait until an engine can work, or a signal comes."""
     while pool.info is None and run.interrupts.pending is None:
         pool.receive(0.1)
         run.progress.tick()
@@ -162,7 +167,8 @@ def _begin(run: OpenRun, plan: Plan, pool: ReplicaPool) -> None:
     )
 
 
-def _tell_draining(run: OpenRun, within_s: float) -> None:
+def tell_draining(run: OpenRun, within_s: float) -> None:
+    """Say that what runs may finish."""
     run.notice(
         f"stopping: rows being computed have up to {within_s:.0f} s to finish; press Ctrl-C again to stop at once"
     )

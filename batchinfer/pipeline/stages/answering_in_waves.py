@@ -14,6 +14,7 @@ from batchinfer.data.results.reuse.shared_answers import saved_tokens
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.collect import Collector
 from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.plans.earlier_drafts import last_answers
 from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
 from batchinfer.pipeline.plans.reading_on import ReadingOn
 from batchinfer.pipeline.plans.run_plans import Replanned, RunPlans
@@ -105,11 +106,13 @@ class _Answering:
     def _wait_until_ready(self) -> Batches:
         """Wait for the engines, and return what is planned meanwhile."""
         run, pool, found = self._run, self._pool, None
+        known = last_answers(run)
         while pool.info is None and run.interrupts.pending is None:
             pool.receive(0.1)
             run.progress.tick()
             run.operators.look()
             found = self._plans.next(found is None, found is None) or found
+        pool.learn(known)
         run.report.began(pool.infos)
         self._began = time.monotonic()
         if found is None:

@@ -25,7 +25,8 @@ class EarlyLoading:
         self._run, self._store = run, store
         self._lacking: LackingKeys | None = None  # once the first keys are read
         self._begins: bool | None = None  # whether rows may run before all are read; None: not known yet
-        self._waits = not is_another_at_work(store.path)  # for keys
+        # A draft model has the memory first
+        self._waits = run.setup.drafts is None and not is_another_at_work(store.path)  # for keys
         if self._waits and run.setup.setting.replicas == 1:
             self._open()
 

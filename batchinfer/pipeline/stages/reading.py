@@ -92,8 +92,9 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
         if state.parts_in_use() == [state.path]:
             remove_strays(state.kept, state.ops)
     answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")
+    earlier = "earlier" in run.setup.setting.draft_sources(run.job)
     whole = WholeRows(state.kept, store.parts(), run.options.retry_errors, run.notice)
-    return Keeping(state.kept, answered, run.notice, run.options.verify, whole)
+    return Keeping(state.kept, answered, run.notice, run.options.verify, whole, earlier=earlier)
 
 
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:

@@ -10,8 +10,8 @@ from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
 from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.machine.spawning import Child, receiving
 from batchinfer.models.calibration.loss import Loss
+from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.messages import Failed
-from batchinfer.pipeline.workers.worker import failure
 from batchinfer.pipeline.workers.worker_handle import error_of
 
 CALIBRATOR = "batchinfer.pipeline.workers.calibrator:serve"

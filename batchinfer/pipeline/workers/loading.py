@@ -6,9 +6,11 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from batchinfer.engine.ranks.seat import Seat
 from batchinfer.engine.schedule.constraints import ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.machine.spawning import receiving
@@ -22,42 +24,46 @@ from batchinfer.pipeline.workers.messages import (
     Pulse,
     WorkerSpec,
 )
+from batchinfer.pipeline.workers.ranks.others import OtherRanks, Parent
 
 T = TypeVar("T")
 
 
 class EngineLoading:
     """Makes the engine, in two steps: the second is taken when the parent knows what is to run. Until the engine is
-    made, nothing is received but what is waited for."""
+    made, nothing is received but what is waited for. Its other ranks are told the same."""
 
-    def __init__(self, spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
-        self._spec, self._connection, self._untimed_blocks = spec, connection, 0
+    def __init__(self, spec: WorkerSpec, parent: Parent, ranks: OtherRanks) -> None:
+        self._spec, self._connection, self._ranks, self._untimed_blocks = spec, parent, ranks, 0
 
     def engine(self) -> Any:
         """Make the engine. Raises EOFError when the parent is gone, or needs none."""
-        module, _, name = self._spec.factory.partition(":")
-        load_weights = getattr(importlib.import_module(module), name)
+        load_weights, ranks = imported(self._spec.factory), self._ranks
         self._received(Load)
+        ranks.tell(Load())
         stop_streams, constraints = _tokenizer_parts(self._spec)
-        weights = load_weights(self._spec.load, constraints, self._untimed)
+        if ranks.seat is None:
+            weights = load_weights(self._spec.load, constraints, self._untimed)
+        else:
+            weights = load_weights(self._spec.load, constraints, self._untimed, seat=ranks.seat)
+            ranks.await_loaded()
         self._connection.send(Loaded(time.perf_counter()))
-        return weights.engine(self._received(Configure).config, stop_streams, self._agreed)
+        configure = self._received(Configure)
+        ranks.tell(configure)
+        beside = () if ranks.seat is None else (ranks.tell,)
+        return weights.engine(configure.config, stop_streams, self._agreed, *beside)
 
     def _received(self, kind: type[T]) -> T:
-        with receiving():
-            message = self._connection.recv()
-        if not isinstance(message, kind):
-            raise EOFError(f"the parent sent {type(message).__name__} instead of {kind.__name__}")
-        return message
+        return received(self._connection.recv, kind)
 
     def _agreed(self, choose: Callable[[], str]) -> str:
         """Return the choice that all engines of this run share; the first engine that asks makes it."""
         self._connection.send(Ask())
-        answer = self._received(Answer)
-        if answer.chosen is not None:
-            return answer.chosen
-        chosen = choose()
-        self._connection.send(Chosen(chosen))
+        chosen = self._received(Answer).chosen
+        if chosen is None:
+            chosen = choose()
+            self._connection.send(Chosen(chosen))
+        self._ranks.tell(Answer(chosen))
         return chosen
 
     @contextmanager
@@ -71,6 +77,44 @@ class EngineLoading:
         finally:
             self._untimed_blocks -= 1
             self._connection.send(Pulse(untimed=self._untimed_blocks > 0))
+
+
+class RankLoading:
+    """Makes a rank's part of an engine, in the same steps."""
+
+    def __init__(self, spec: WorkerSpec, seat: Seat, connection: Connection[Any, Any]) -> None:
+        self._spec, self._seat, self._connection = spec, seat, connection
+
+    def follower(self) -> Any:
+        """Make what runs the steps. Raises EOFError when the leading rank is gone."""
+        load_weights, recv = imported(self._spec.factory), self._connection.recv
+        received(recv, Load)
+        weights = load_weights(self._spec.load, seat=self._seat)
+        self._connection.send(Loaded(time.perf_counter()))
+        config = replace(received(recv, Configure).config, load=self._spec.load)
+        return weights.follower(config, self._agreed)
+
+    def _agreed(self, choose: Callable[[], str]) -> str:
+        """Return what the leading rank has chosen."""
+        chosen = received(self._connection.recv, Answer).chosen
+        assert chosen is not None, "the leading rank has chosen"
+        return chosen
+
+
+def imported(factory: str) -> Callable[..., Any]:
+    """Return the function "module:function"."""
+    module, _, name = factory.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def received(recv: Callable[[], object], kind: type[T]) -> T:
+    """Return the next message, which is of that kind. Raises EOFError when who sends is gone, or sends another."""
+    with receiving():
+        message = recv()
+    if not isinstance(message, kind):
+        raise EOFError(f"{type(message).__name__} was sent instead of {kind.__name__}")
+    return message
 
 
 def _tokenizer_parts(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:

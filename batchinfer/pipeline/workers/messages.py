@@ -9,6 +9,7 @@ from pathlib import Path
 from batchinfer.core.request import Completion, Request, TokenIds
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
+from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 
 
@@ -29,6 +30,9 @@ class WorkerSpec:
     tokenizer: Path | None  # the folder whose tokenizer looks for stop strings and follows constraints
     factory: str = ENGINE
     place: EnginePlace = EnginePlace()
+    division: Division = UNDIVIDED
+    # How the other ranks load their parts of the same engine, from rank 1 on, where it has any
+    others: tuple[WorkerSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +125,12 @@ class Pulse:
 @dataclass(frozen=True, slots=True)
 class Failed:
     """A worker reports that it cannot go on. `exit_code` is one of the exception tree's; `detail` holds the
-    traceback."""
+    traceback. `died`: it has lost a process of its own, as the parent may lose a worker."""
 
     exit_code: int
     message: str
     detail: str
+    died: bool = False
 
 
 @dataclass(frozen=True, slots=True)

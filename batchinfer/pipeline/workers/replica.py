@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.machine.waiting import Waited
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
-from batchinfer.pipeline.workers.suspects import Group
+from batchinfer.pipeline.workers.suspects import RowGroup
 from batchinfer.pipeline.workers.transport import Transport
 from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 from batchinfer.plan.order.backlog import tokens_of
@@ -32,7 +33,7 @@ class Death:
 
     in_work: list[Request]
     waiting: list[Request]  # behind those in work
-    apart: Group | None  # those in work are of it, and ran with no others
+    apart: RowGroup | None  # those in work are of it, and ran with no others
     fresh: bool  # the process had finished nothing
     loaded: bool  # it had come to work
     restarts: int  # processes of the same engine that died before
@@ -60,7 +61,7 @@ class Replica:
         self._engine = number  # how many were started in the run before the present process
         self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
         self.restarts = 0
-        self.apart: Group | None = None  # what it runs with no other rows
+        self.apart: RowGroup | None = None  # what it runs with no other rows
         self.answered: Request | None = None  # the last row that it answered without an error
         self.accused: list[Request] = []  # died by themselves, and it has finished nothing since
         self.fruitless = 0  # deaths in a row between which it got next to nothing done
@@ -131,7 +132,7 @@ class Replica:
         if self._silence.seconds > limit_s:
             self.worker.give_up(limit_s)
 
-    def run_apart(self, group: Group) -> None:
+    def run_apart(self, group: RowGroup) -> None:
         """Hand out rows that are to run with no others; nothing else is unfinished."""
         self.apart = group
         self.submit(group.requests)
@@ -186,7 +187,11 @@ class Replica:
         return WorkDone(found, engine=self._engine, replica=self.number)
 
     def restart(self, engine: int) -> None:
-        """Start another process, the `engine`-th of the run."""
+        """Start another process, the `engine`-th of the run; with smaller steps where ranks that share a model had no
+        memory for them: none can run a step in parts by itself."""
+        crash = self.worker.crash
+        if self._spec.others and crash is not None and crash.kind is OutOfMemory:
+            self._config = smaller(self._config, self.info)
         self._past = self.activities
         self.restarts += 1
         self._engine = engine
@@ -199,3 +204,15 @@ class Replica:
         """End the process."""
         self.gone = True
         self.worker.close()
+
+
+def smaller(config: EngineConfig, info: EngineInfo | None) -> EngineConfig:
+    """Return the configuration with steps of half as many tokens and rows. `info`: the engine that it became; None: it
+    became none."""
+    if info is None:
+        return config
+    return replace(
+        config,
+        max_num_seqs=max(1, info.max_num_seqs // 2),
+        max_num_batched_tokens=max(1, info.max_num_batched_tokens // 2),
+    )

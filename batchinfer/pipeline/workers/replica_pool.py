@@ -11,14 +11,14 @@ from itertools import zip_longest
 from types import TracebackType
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.core.request import Request, Tokens
+from batchinfer.core.request import Request, TokenIds, Tokens
 from batchinfer.core.samples import ExpertTokens
 from batchinfer.engine.config import EngineConfig, EngineInfo, most_queued
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.replica import CODE, Death, Replica, WorkerActivity
-from batchinfer.pipeline.workers.suspects import Group, Suspects, proof_of
+from batchinfer.pipeline.workers.suspects import RowGroup, Suspects, proof_of
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 from batchinfer.pipeline.workers.worker_handle import OF_ONE, WorkerHandle
 from batchinfer.plan.order.backlog import Backlog, piece_rows
@@ -125,6 +125,13 @@ class ReplicaPool:
         """Whether there is an engine that could run more than it has."""
         return self.info is not None and self._next() is not None
 
+    def learn(self, answers: Sequence[TokenIds]) -> None:
+        """Tell the engines that can work of answers, where drafts may come from them."""
+        if self._shares_answers and answers:
+            for replica in self._live:
+                if replica.is_ready:
+                    replica.worker.learn(answers)
+
     def expect(self, rows: int) -> None:
         """Take note that so many rows are to come, in place of all that were to come before."""
         self._left = len(self._backlog) + max(0, rows)
@@ -229,7 +236,7 @@ class ReplicaPool:
                 if group is not None:
                     replica.run_apart(group)
 
-    def _group_for(self, replica: Replica) -> Group | None:
+    def _group_for(self, replica: Replica) -> RowGroup | None:
         """Return the rows that it is to run by itself; if it is doubted, first a row that was answered, so that it is
         not given up because of rows that kill."""
         answered = next((one.answered for one in self._replicas if one.answered is not None), None)

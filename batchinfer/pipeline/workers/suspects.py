@@ -10,20 +10,20 @@ from batchinfer.core.request import Request
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class RowGroup:
     """Rows that an engine runs with no others."""
 
     requests: list[Request]
-    twin: Group | None = None  # the other half of the group that died
+    twin: RowGroup | None = None  # the other half of the group that died
     died_in: int | None = None  # the engine that died of it, if it is one row
     is_proof: bool = False  # no row that waits: whoever answers it works
 
 
-def proof_of(answered: Request) -> Group:
+def proof_of(answered: Request) -> RowGroup:
     """Return a row that was answered, to be run by an engine that is doubted. Its key is another one: nobody takes its
     answer for the row's."""
     key = sha256(b"proof" + answered.key).digest()
-    return Group([replace(answered, key=key, shares_next=0)], is_proof=True)
+    return RowGroup([replace(answered, key=key, shares_next=0)], is_proof=True)
 
 
 class Suspects:
@@ -34,7 +34,7 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[Group] = []  # the last one is next: halves follow the group that they are of
+        self._waiting: list[RowGroup] = []  # the last one is next: halves follow the group that they are of
 
     def __len__(self) -> int:
         """Return how many groups wait."""
@@ -43,9 +43,9 @@ class Suspects:
     def add(self, requests: Sequence[Request]) -> None:
         """Add rows that were in work when an engine died, with others or not."""
         if requests:
-            self._waiting.append(Group([replace(request, shares_next=0) for request in requests]))
+            self._waiting.append(RowGroup([replace(request, shares_next=0) for request in requests]))
 
-    def take(self, one: bool = False, not_of: int | None = None) -> Group | None:
+    def take(self, one: bool = False, not_of: int | None = None) -> RowGroup | None:
         """Return the group to run next; if `one`, a single row, as far as possible from those that died last: rows that
         kill may be neighbours. A row of which the engine `not_of` died is left out."""
         fit = [group for group in self._waiting if not_of is None or group.died_in != not_of]
@@ -55,17 +55,17 @@ class Suspects:
         self._waiting.remove(group)
         if one and len(group.requests) > 1:
             self.add(group.requests[1:])
-            return Group(group.requests[:1])
+            return RowGroup(group.requests[:1])
         return group
 
     def died(self, requests: Sequence[Request], engine: int) -> None:
         """Take back the rows of a group that were unfinished when its engine died."""
         if len(requests) == 1:
-            self._waiting.append(Group(list(requests), died_in=engine))
+            self._waiting.append(RowGroup(list(requests), died_in=engine))
         else:
             self._halve(requests)
 
-    def finished(self, group: Group) -> None:
+    def finished(self, group: RowGroup) -> None:
         """Note that all rows of a group were answered."""
         twin = group.twin
         if twin in self._waiting and twin is not None and len(twin.requests) > 1:
@@ -74,6 +74,6 @@ class Suspects:
 
     def _halve(self, requests: Sequence[Request]) -> None:
         middle = len(requests) // 2
-        first, second = Group(list(requests[:middle])), Group(list(requests[middle:]))
+        first, second = RowGroup(list(requests[:middle])), RowGroup(list(requests[middle:]))
         first.twin, second.twin = second, first
         self._waiting += [second, first]

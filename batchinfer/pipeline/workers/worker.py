@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any
 
-from batchinfer.core.errors import BatchInferError, OutOfMemory
 from batchinfer.core.request import Request
 from batchinfer.engine.config import EngineInfo
 from batchinfer.machine.garbage import loaded_for_good
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
+from batchinfer.pipeline.workers.endings import failure, leave, settle
 from batchinfer.pipeline.workers.loading import EngineLoading
 from batchinfer.pipeline.workers.messages import (
     Add,
-    EnginePlace,
-    Failed,
     Finish,
     Learn,
     Left,
@@ -30,6 +26,7 @@ from batchinfer.pipeline.workers.messages import (
     WorkDone,
     WorkerSpec,
 )
+from batchinfer.pipeline.workers.ranks.others import OtherRanks, Parent
 from batchinfer.pipeline.workers.shared_cores import SharedCores
 from batchinfer_kernels.cpu.spinning import Spinning
 
@@ -41,52 +38,26 @@ PULSE_S = 5.0  # while requests are taken in, whose constraints are compiled
 
 def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
     """Entry point of the spawned process."""
+    parent = Parent(connection)
     try:
         settle(spec.place)
-        built = EngineLoading(spec, connection).engine()
-        worker = _Worker(built, connection)
-        with loaded_for_good():
-            worker.run()
+        _work(spec, parent)
         leave()
     except (BrokenPipeError, EOFError):
-        return  # the parent is gone, or wants no engine: nobody is left to tell
+        leave()  # the parent is gone, or wants no engine: nobody is left to tell
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
-        connection.send(failure(error))
+        parent.send(failure(error))
         raise SystemExit(1) from None
 
 
-def leave() -> NoReturn:
-    """End this process at once: the parent has heard everything. Torch and CUDA would take their time to tear down what
-    the system takes back anyway."""
-    os._exit(0)
-
-
-def settle(place: EnginePlace) -> None:
-    """Keep to the place, before anything is imported that starts threads or asks for GPUs. Raises OSError."""
-    if place.cores:
-        os.sched_setaffinity(0, place.cores)
-    if place.gpu is not None:
-        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its numbers are in CUDA's own order
-            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
-
-
-def failure(error: BaseException) -> Failed:
-    """Return what the parent hears of the error that ends the engine."""
-    detail = traceback.format_exc()
-    if isinstance(error, BatchInferError):
-        return Failed(error.exit_code, str(error), detail)
-    if _is_out_of_memory(error):
-        text = (
-            f"out of memory in the engine: {error}; lower engine.kv_memory or engine.max_num_batched_tokens"
-        )
-        return Failed(OutOfMemory.exit_code, text, detail)
-    return Failed(BatchInferError.exit_code, f"{type(error).__name__}: {error}", detail)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    named = type(error).__name__ == "OutOfMemoryError"
-    return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+def _work(spec: WorkerSpec, parent: Parent) -> None:
+    """Make the engine, with its other ranks, and work until the parent wants no more."""
+    ranks = OtherRanks(spec, parent)
+    with ranks.blamed():
+        built = EngineLoading(spec, parent, ranks).engine()
+        worker = _Worker(built, parent, ranks)
+        with loaded_for_good():
+            worker.run()
 
 
 def _shared_cores(info: EngineInfo) -> SharedCores | None:
@@ -99,16 +70,16 @@ def _shared_cores(info: EngineInfo) -> SharedCores | None:
 class _Worker:
     """A reader thread fills the inbox, so that a parent that sends never waits for a worker that sends."""
 
-    def __init__(self, built: Any, connection: Connection[Any, Any]) -> None:
+    def __init__(self, built: Any, parent: Parent, ranks: OtherRanks) -> None:
         """built: a BuiltEngine, or one of a test."""
-        self._connection = connection
+        self._connection, self._ranks = parent, ranks
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done, self._sent_at = WorkDone(), time.monotonic()
         self._cores = _shared_cores(info)
         self._leave_at: float | None = None
         threading.Thread(target=self._read, daemon=True, name="inbox").start()
-        connection.send(Ready(info))
+        parent.send(Ready(info))
 
     def run(self) -> None:
         """Work until told to finish, or until the parent is gone. When a step fails, what was finished before is
@@ -118,7 +89,9 @@ class _Worker:
         finally:
             self._send(force=True)
         others = self._cores.other_cores if self._cores else None
-        self._connection.send(Left(peak_memory(), others, self._read_loads()))
+        loads = self._read_loads()
+        self._ranks.finish()
+        self._connection.send(Left(peak_memory() + sum(self._ranks.peaks), others, loads))
 
     def _work(self) -> None:
         while self._leave_at is None or (self._engine.unfinished and time.monotonic() < self._leave_at):

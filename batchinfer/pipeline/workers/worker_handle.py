@@ -222,7 +222,7 @@ class WorkerHandle:
         failed = self._last_words()
         if failed is None:
             self.crash = self._crash()
-        elif self.info is not None and failed.exit_code in _AT_WORK:
+        elif failed.died or (self.info is not None and failed.exit_code in _AT_WORK):
             self.crash = _crash_of(failed)
         if self.crash is not None:
             raise self.crash.error()

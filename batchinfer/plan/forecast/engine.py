@@ -182,8 +182,9 @@ def _room(job: Job, setup: Setup, longest: int) -> _Room:
     layout = cache_layout([CacheSpec(1, 1, window=window) for window in cost.windows], block_size, longest)
     size = JobSize(longest, limits.max_num_seqs, limits.max_num_batched_tokens)
     on_gpu = setting.device == "cuda"
-    free = setting.hardware.memory_bytes if on_gpu else config.memory or setting.memory()
-    free = free or 1 << 62
+    each = setting.hardware.memory_bytes
+    of_gpus = each and each * setting.division.ranks
+    free = (of_gpus if on_gpu else config.memory or setting.memory()) or 1 << 62
     free -= setup.checkpoint.weight_bytes + setting.adapter_bytes
     panel = PANEL_BYTES if on_gpu and _widens(setup) and not setting.deterministic else 0
     blocks = cache_blocks(

@@ -69,6 +69,7 @@ class JobForecast:
     lengths: Lengths | None = None  # None: nothing is to run
     memory: Memory | None = None  # None: nor where the job does not fit
     forecast: EngineForecast | None = None
+    drafting: EngineForecast | None = None  # of the draft model, which answers first; None: there is none
     context: int = 0  # tokens of the longest row that there may be
     # rows that are longer, which become error rows; None: they are cut, and not counted
     rows_over: int | None = None
@@ -182,7 +183,20 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
     deadline = Deadline.of(known.job, now(), forecast)
     # of a sample they would count the sample's tokens
     findings = () if known.drawn else tuple(Linter(known.job, setup, known.index, scratch).findings())
-    return replace(found, memory=memory, forecast=forecast, deadline=deadline, findings=findings)
+    drafting = _of_drafts(known, setup)
+    return replace(
+        found, memory=memory, forecast=forecast, drafting=drafting, deadline=deadline, findings=findings
+    )
+
+
+def _of_drafts(known: _Planned, setup: Setup) -> EngineForecast | None:
+    """Forecast the draft model's answers to the same rows. Raises OutOfMemory where it does not fit."""
+    if setup.drafting is None or setup.drafts is None:
+        return None
+    engine = forecast_engine(setup.drafts.job, setup.drafting, known.plan)
+    if known.drawn is not None:
+        engine = replace(engine, multiple=known.drawn.times)
+    return engine.forecast(known.index.tokens, PLAN_MOST_S)
 
 
 def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRows | None) -> JobForecast:

@@ -88,6 +88,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "quantizations": [asdict(one) for one in found.quantizations],
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
+        "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
         "idle": None if found.idle is None else asdict(found.idle),
         "lint": [asdict(finding) for finding in found.findings],
         "deadline": None
@@ -181,6 +182,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         f"{memory.block_size} tokens)",
     )
     yield from _times(found.forecast, price_per_hour)
+    if found.drafting is not None and found.drafting.seconds is not None:
+        yield "drafts", f"{engine_text(found.drafting)}: the draft model's answers, before the engine's time"
     if found.idle is not None:
         yield "idle", _idle(found.idle)
     if found.deadline is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import INT32_MAX, SamplingParams
+from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.prompts.fits import with_reasoning
 from batchinfer.data.tokenizer.reasoning_styles import find_reasoning
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
@@ -34,3 +35,15 @@ def most_with_reasoning(most: int, params: SamplingParams, reasoning: Reasoning 
     """Return the most tokens of an answer of at most `most` tokens with its reasoning; None: it has no bound."""
     found = with_reasoning(most, params.thinking_budget, reasoning)
     return found if found < INT32_MAX else None
+
+
+def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
+    """Return the most tokens of an answer, where they are known. Raises JobFileError where the job's constraint has no
+    bound to fit."""
+    params = job.params()
+    if not job.sampling.fits or params.constraint is None:
+        return None
+    try:
+        return most_with_reasoning(most_tokens(params), params, reasoning)
+    except Unbounded as error:
+        raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None

@@ -19,7 +19,6 @@ from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import SchemaColumns
-from batchinfer.data.constraints.answer_bound import Unbounded, most_tokens
 from batchinfer.data.index.ingest_options import IngestOptions
 from batchinfer.data.input.reader import SampleSize, Strata
 from batchinfer.data.outputs.kind import OutputKind
@@ -31,10 +30,11 @@ from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware, nvidia_gpus
 from batchinfer.models.opening import StoredModel, open_checkpoint
+from batchinfer.plan.setup.draft_model import DraftModel, draft_model
 from batchinfer.plan.setup.ingest_workers import ingest_workers
-from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_followed, check_names
-from batchinfer.plan.setup.job_reasoning import most_with_reasoning
-from batchinfer.plan.setup.job_tokens import check_named_tokens
+from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_names
+from batchinfer.plan.setup.job_reasoning import most_answer_tokens
+from batchinfer.plan.setup.job_tokens import check_tokens
 from batchinfer.plan.setup.job_weights import job_weights
 from batchinfer.plan.setup.resolve import Setting, resolve
 
@@ -57,6 +57,7 @@ class Setup:
     embedding: Embedding | None = None  # its vectors; None: it makes none
     scoring: Scoring | None = None  # what it scores; None: nothing
     pairs: PairScoring | None = None  # how it scores pairs; None: none
+    drafts: DraftModel | None = None  # the model whose answers are drafts; None: there is none
     adapters: Mapping[str, str] = field(
         default_factory=dict
     )  # fingerprints, by the names that rows have for them
@@ -66,6 +67,23 @@ class Setup:
         """The content roots of requests to this model."""
         roots = self.checkpoint.spec.content_roots(self.setting.max_model_len)
         return dataclasses.replace(roots, adapted=bool(self.adapters))
+
+    @property
+    def drafting(self) -> Setup | None:
+        """Return the setup with which the draft model runs; None: there is none. Its answers are no columns, and no row
+        has an adapter."""
+        drafts = self.drafts
+        if drafts is None:
+            return None
+        return dataclasses.replace(
+            self,
+            checkpoint=drafts.checkpoint,
+            setting=drafts.setting,
+            tokenizer=drafts.tokenizer,
+            columns=None,
+            drafts=None,
+            adapters={},
+        )
 
     def ingest_options(
         self,
@@ -115,8 +133,7 @@ def check_setup(
     check_destination(state.results, job.name, replace, ours=state.has_published)
     state.check_writable()
     state.refuse_newer()
-    check_followed(job, tokenizer)
-    check_named_tokens(job, tokenizer, checkpoint.spec.vocab)
+    check_tokens(job, tokenizer, checkpoint.spec.vocab)
     kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
     whole = read.embedding is not None and read.embedding.pooling != "last"
     if whole or not checkpoint.spec.causal:
@@ -124,22 +141,19 @@ def check_setup(
     check_names(job, kind, read)
     columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
     said = read.reasoning, read.tool_calls, read.embedding, read.scoring, read.pairs
-    most = _most_tokens(job, read.reasoning)
+    most = most_answer_tokens(job, read.reasoning)
     return Setup(
-        checkpoint, setting, tokenizer, columns, kind, most, workers, *said, adapters=weights.adapters
+        checkpoint,
+        setting,
+        tokenizer,
+        columns,
+        kind,
+        most,
+        workers,
+        *said,
+        drafts=draft_model(job, tokenizer, state, hardware),
+        adapters=weights.adapters,
     )
-
-
-def _most_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
-    """Return the most tokens of an answer, where they are known. Raises JobFileError where the job's constraint has no
-    bound to fit."""
-    params = job.params()
-    if not job.sampling.fits or params.constraint is None:
-        return None
-    try:
-        return most_with_reasoning(most_tokens(params), params, reasoning)
-    except Unbounded as error:
-        raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
 
 
 def _check_device(job: Job) -> None:

@@ -10,8 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from batchinfer.core.errors import JobFileError, Mistake
+from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
+from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig, LoadConfig
+from batchinfer.engine.ranks.parts import check_division
+from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import (
@@ -72,7 +75,10 @@ class Setting:
     block_size: int | Literal["auto"] = "auto"
     tiles: bool = False  # whether this CPU grants its matrix tiles
     replicas: int = 1  # engines that share the work
-    gpus: tuple[str, ...] = ()  # one for each of several engines, as CUDA_VISIBLE_DEVICES names them
+    division: Division = UNDIVIDED  # of the ranks of each
+    gpus: tuple[
+        str, ...
+    ] = ()  # one for each of several ranks of all engines, as CUDA_VISIBLE_DEVICES names them
     arm: str = ""  # how an Arm CPU adds up; empty elsewhere
     kv_cache: KvCacheDtype = "auto"
     shares_prefixes: bool = True  # whether prompts may begin with what the cache has of others
@@ -86,7 +92,8 @@ class Setting:
     def for_rows(self, rows: int) -> Setting:
         """Return the setting with no more engines than there are rows."""
         replicas = max(1, min(self.replicas, rows))
-        return replace(self, replicas=replicas, gpus=self.gpus[:replicas] if replicas > 1 else ())
+        ranks = replicas * self.division.ranks
+        return replace(self, replicas=replicas, gpus=self.gpus[:ranks] if ranks > 1 else ())
 
     def without_sharing(self) -> Setting:
         """Return the setting of a job that needs the hidden states of more than the last token, or of an encoder: the
@@ -107,14 +114,17 @@ class Setting:
             "kv_cache_dtype": self.kv_cache,
             "deterministic": self.deterministic,
             "replicas": self.replicas,
+            "ranks": self.division.ranks,
         }
 
     @property
     def peaks(self) -> Peaks | None:
-        """The peaks of one engine's hardware in this arithmetic: of a GPU, or of its part of a CPU; None where they are
-        not known."""
+        """The peaks of one engine's hardware in this arithmetic: of a GPU for each of its ranks, or of its part of a
+        CPU; None where they are not known."""
         whole = self.hardware.peaks(self.dtype, self.quantization)
-        return whole if whole is None or self.device == "cuda" else whole.part(self.replicas)
+        if whole is None or (self.device == "cuda" and self.division.ranks == 1):
+            return whole
+        return whole.times(self.division.ranks) if self.device == "cuda" else whole.part(self.replicas)
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """Return what steps of the model cost, as it will lie in memory."""
@@ -201,12 +211,12 @@ class Setting:
 
     def load_config(self, job: Job) -> LoadConfig:
         """Return how the first engine loads its weights."""
-        threads = _chosen(job.engine.threads)
+        threads, processes = _chosen(job.engine.threads), self.replicas * self.division.ranks
         return LoadConfig(
             model=self.weights or job.model.path,
             dtype=self.dtype,
             device=self.device,
-            threads=threads if self.replicas == 1 else thread_shares(threads, self.replicas)[0],
+            threads=threads if processes == 1 else thread_shares(threads, processes)[0],
             quantization=self.quantization,
             deterministic=self.deterministic,
             tiles=self.tiles,
@@ -235,9 +245,13 @@ class Setting:
             memory=self.memory() // self.replicas if shared else None,
             peaks=self.peaks,
             logprobs=logprobs,
-            # whether they pay on a GPU was never measured
-            drafts=() if self.device == "cuda" and job.drafts == "auto" else job.draft_sources,
+            drafts=self.draft_sources(job),
         )
+
+    def draft_sources(self, job: Job) -> tuple[DraftName, ...]:
+        """Return where the engines' drafts come from. Whether they pay on a GPU was never measured: there are none
+        unless the job names them."""
+        return () if self.device == "cuda" and job.drafts == "auto" else job.draft_sources
 
     def memory(self) -> int:
         """Return the bytes of memory that a CPU's engines may take, weights included."""
@@ -265,6 +279,7 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
     quantization = resolved_quantization(job.model.quantization, checkpoint, place, dtype, hardware is None)
     if quantization == "stored-sparse" and job.engine.deterministic:
         quantization = "none"  # cuSPARSELt promises no bits
+    _refuse_division(job, checkpoint, device, quantization)
     replicas, gpus = _replicas(job, device, hardware is None)
     return Setting(
         device=device,
@@ -276,6 +291,7 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         block_size=job.engine.block_size,
         tiles=runs_in_tiles(device),
         replicas=replicas,
+        division=division_of(job),
         gpus=gpus,
         arm=arm_sums(dtype) if device == "cpu" else "",
         kv_cache=job.model.kv_cache_dtype,
@@ -284,27 +300,58 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
 
 
 def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:
-    """How many engines share the work, and on which GPUs; none are named for a single one, or for a machine elsewhere.
+    """How many engines share the work, and on which GPUs; none are named for a single rank, or for a machine elsewhere.
 
     Raises JobFileError for more than this machine has room for.
     """
-    asked = job.engine.data_parallel
-    if not here or (device == "cpu" and asked == "auto"):
+    asked, ranks = job.engine.data_parallel, division_of(job).ranks
+    if not here or (device == "cpu" and asked == "auto" and ranks == 1):
         return (1 if asked == "auto" else asked), ()
     gpus = usable_gpus() if device == "cuda" else []
-    wanted = max(1, len(gpus)) if asked == "auto" else asked
+    fitting = len(gpus) // ranks if device == "cuda" else 1
+    wanted = max(1, fitting) if asked == "auto" else asked
     room = len(gpus) if device == "cuda" else _most_threads(_chosen(job.engine.threads))
-    if wanted > max(1, room):
-        what = "GPUs" if device == "cuda" else "cores"
-        text = f"{wanted} engines need {wanted} {what}, but this process may use only {room}; lower it, or leave it out"
-        raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
+    if wanted * ranks > max(1, room):
+        what, each = "GPUs" if device == "cuda" else "cores", f" of {ranks} ranks each" if ranks > 1 else ""
+        key = "data_parallel" if wanted > 1 or ranks == 1 else _first_parallel(job)
+        who = f"{wanted} engines{each} need" if wanted > 1 or ranks == 1 else f"{ranks} ranks need"
+        text = (
+            f"{who} {wanted * ranks} {what}, but this process may use only {room}; lower it, or leave it out"
+        )
+        raise JobFileError(str(job.source), [Mistake(f"engine.{key}", text)])
     if wanted > 1 and device == "cuda" and job.engine.deterministic and several_kinds():
         text = (
             "with engine.deterministic all engines need GPUs of one kind, but this process may use several; unset "
             "CUDA_VISIBLE_DEVICES (then all GPUs of the first one's kind are used), or set engine.data_parallel: 1"
         )
         raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
-    return wanted, tuple(gpus[:wanted]) if wanted > 1 else ()
+    return wanted, tuple(gpus[: wanted * ranks]) if wanted * ranks > 1 else ()
+
+
+def division_of(job: Job) -> Division:
+    """Return how the job divides its model among ranks."""
+    return Division(job.engine.tensor_parallel_size, job.engine.pipeline_parallel_size)
+
+
+def _first_parallel(job: Job) -> str:
+    return "tensor_parallel_size" if job.engine.tensor_parallel_size > 1 else "pipeline_parallel_size"
+
+
+def _refuse_division(job: Job, checkpoint: StoredModel, device: Device, quantization: Quantization) -> None:
+    """Raise Unavailable for a division that keeps no bits where they are promised, or that cannot be."""
+    division = division_of(job)
+    if division.ranks > 1 and not isinstance(checkpoint, Checkpoint):
+        raise CannotSplit("a model that transformers' code computes is not divided among ranks")
+    if division.ranks > 1 and isinstance(checkpoint, Checkpoint):
+        check_division(checkpoint.spec.quantized(quantization).caching(job.model.kv_cache_dtype), division)
+    if division.stages > 1 and device == "cuda":
+        text = "stages run on a CPU alone as yet; use engine.tensor_parallel_size"
+        raise CannotSplit(f"engine.pipeline_parallel_size: {text}")
+    if job.engine.deterministic and job.engine.tensor_parallel_size > 1:
+        raise Unavailable(
+            "engine.deterministic promises the bits of one process, and ranks that compute each layer together "
+            "(engine.tensor_parallel_size) add up in another order; engine.pipeline_parallel_size keeps the bits"
+        )
 
 
 def thread_shares(threads: int | None, engines: int) -> list[int]:

@@ -42,8 +42,9 @@ from batchinfer.report.tables.formulas import (
 
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
-# activities; since 7 accuracy, confusion and calibration; since 8 drafts
-TABLE_FORMAT = 8
+# activities; since 7 accuracy, confusion and calibration; since 8 drafts;
+# since 9 those of earlier answers and of models
+TABLE_FORMAT = 9
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
@@ -76,7 +77,12 @@ _LAUNCHED = {
 _UNUSED_S = "(SELECT coalesce(max(wall_s) * $engines - sum(wall_s), 0) FROM walls)"
 
 
-_DRAFTED = {"prompt": "the row's own prompt and answer", "answers": "other answers of the job"}
+_DRAFTED = {
+    "prompt": "the row's own prompt and answer",
+    "answers": "other answers of the job",
+    "earlier": "the row's answer in the job's last result",
+    "model": "the row's answer by the model of `drafts.model`",
+}
 
 
 def _drafts(of_run: bool) -> Iterator[Column]:
@@ -186,6 +192,10 @@ RUN_COLUMNS: tuple[Column, ...] = (
     seconds(
         "calibration_s", "part of `other_s`: calibrating int4 weights; null if they were calibrated already"
     ),
+    seconds(
+        "draft_model_s",
+        "the answers of the model of `drafts.model`, part of `load_s` and `other_s`; null without one",
+    ),
     text("kv_cache_dtype", "`auto`: the KV cache kept values in `dtype`; `int8`, `fp8`: such codes"),
     Column(
         "deterministic",
@@ -195,6 +205,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     ),
     Column("ops", TEXTS, "", "operators that were chosen, for the `decoder` and for its `linear` layers"),
     count("replicas", "engines", "engines that shared the work; times of the run are means over them"),
+    count("ranks", "ranks", "processes, each with a part of the model, that were one engine together"),
     count("threads", "threads", "CPU threads of the operators, of all engines together"),
     real("other_cores", "cores", "CPU cores that other processes used while the engine ran, on average"),
     real(

@@ -39,7 +39,8 @@ def run_row(facts: RunRow, hardware: Hardware | None, measured: Measured | None)
 def _hardware_columns(hardware: Hardware, row: RunRow) -> RunRow:
     codes = codes_of(row["quantization"] or "none", hardware.device)
     stated, linear = datasheet(hardware.name), codes or row["dtype"] or ""
-    devices = 1 if hardware.device == "cpu" else row["replicas"] or 1  # engines on a CPU share it
+    # engines on a CPU share it
+    devices = 1 if hardware.device == "cpu" else (row["replicas"] or 1) * (row["ranks"] or 1)
     return {
         "device": hardware.device,
         "hardware": hardware.name,

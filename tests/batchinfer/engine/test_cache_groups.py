@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.engine.config import EngineConfig, LoadConfig
-from batchinfer.engine.kv.cache_layout import MOST_TABLES, CacheLayout, cache_layout, one_group
+from batchinfer.engine.kv.cache_layout import (
+    MOST_TABLES,
+    CacheLayout,
+    cache_layout,
+    one_group,
+    stage_layout,
+)
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.engine.load import build
@@ -191,3 +198,31 @@ def test_a_window_needs_less_memory_and_the_same_memory_holds_more_rows(monkeypa
     assert held.answers == wanted.answers
     assert max(s.running for s in held.steps) >= 2 * max(s.running for s in wanted.steps)
     assert sum(s.preemptions for s in held.steps) == 0
+
+
+@given(
+    st.lists(st.sampled_from([None, 16, 64]), min_size=2, max_size=14),
+    st.integers(1, 13),
+    st.sampled_from([100, 20]),
+)
+def test_stages_have_the_tables_of_the_whole(windows: list[int | None], border: int, longest: int) -> None:
+    """Each layer lies in a group of its kind, and a block of a stage is no deeper than it has to be."""
+    caches = [CacheSpec(2, 8, window=window) for window in windows]
+    layout = cache_layout(caches, 16, longest)
+    kind_of = {layer: group.keeps for group in layout.groups for layer in group.layers}
+    border = min(border, len(caches) - 1)
+    for first, end in ((0, border), (border, len(caches))):
+        stage = stage_layout(layout, caches, (first, end))
+        assert [group.keeps for group in stage.groups] == [group.keeps for group in layout.groups]
+        assert stage.sizes == layout.sizes
+        placed = [first + layer for group in stage.groups for layer in group.layers]
+        assert sorted(placed) == [*range(first, end)]
+        for group in stage.groups:
+            assert {kind_of[first + layer] for layer in group.layers} <= {group.keeps}
+            if group.layers:
+                assert group.windows == {windows[first + layer] for layer in group.layers}
+        tables, held = (
+            Counter(group.keeps for group in stage.groups),
+            Counter(map(kind_of.get, range(first, end))),
+        )
+        assert stage.depth == max(-(-held[kind] // tables[kind]) for kind in tables)

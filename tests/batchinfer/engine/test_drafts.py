@@ -16,6 +16,7 @@ from batchinfer.core.samples import StepSample
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.drafts.acceptance import Acceptance
 from batchinfer.engine.drafts.drafter import SHARE, CostedDrafter
+from batchinfer.engine.drafts.given_answer import MOST_GIVEN, goes_on
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText, follows
 from batchinfer.engine.drafts.source import Proposal
@@ -106,6 +107,43 @@ def test_other_answers_are_found_by_their_longest_stretch(answers: list[list[int
             assert found == Proposal(expected, stretch, found is not None and found.agreed)
             return
     assert found is None
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=200),
+    st.lists(st.integers(0, 3), max_size=6),
+    st.integers(0, 120),
+    st.integers(0, 120),
+)
+def test_a_given_answer_goes_on_behind_what_the_row_has_of_it(
+    draft: list[int], other: list[int], cut: int, more: int
+) -> None:
+    """The answer begins as the draft, then has other tokens in the place of some, and then is as the draft again."""
+    cut = min(cut, len(draft))
+    answer = [*draft[:cut], *other, *draft[cut + 2 : cut + 2 + more]]
+    found = goes_on(np.array(draft, np.int32), array("i", answer))
+    if answer == draft[: len(answer)]:
+        rest = draft[len(answer) : len(answer) + MOST_GIVEN]
+        if len(answer) >= 8 or not answer:
+            assert (found is None) == (not rest)
+            assert found is None or found.tokens == rest
+    if found is None or not answer:
+        return
+    places = range(found.matched, len(draft))
+    behind = [at for at in places if draft[at - found.matched : at] == answer[-found.matched :]]
+    assert found.tokens in [draft[at : at + MOST_GIVEN] for at in behind]
+    nearest = len(answer)
+    if nearest < len(draft):
+        same = next((n for n in range(nearest) if draft[nearest - 1 - n] != answer[-1 - n]), nearest)
+        assert found.matched >= min(same, 32)
+
+
+def test_a_given_answer_goes_on_behind_words_that_were_put_in_and_left_out() -> None:
+    draft = np.arange(100, 160, dtype=np.int32)
+    for answer in ([*range(100, 120), 1, 2, 3, *range(120, 123)], [*range(100, 120), *range(126, 129)]):
+        found = goes_on(draft, array("i", answer))
+        assert found is not None
+        assert found.tokens == [*range(answer[-1] + 1, 160)]
 
 
 class _Row:

@@ -74,6 +74,7 @@ def test_what_is_not_said_has_its_default(tmp_path: Path) -> None:
     )
     engine = job.engine.model_dump()
     assert (engine.pop("enable_prefix_caching"), engine.pop("deterministic")) == (True, False)
+    assert (engine.pop("tensor_parallel_size"), engine.pop("pipeline_parallel_size")) == (1, 1)
     assert set(engine.values()) == {"auto"}
     assert (job.on_error.max_error_rate, job.on_error.publish) == (0.01, False)
     assert (job.cache.path, job.cache.keep) == (None, 30)
@@ -96,7 +97,8 @@ sampling: {max_tokens: 9, min_tokens: 9, temperature: 1, top_p: 0.5, top_k: 3, m
   allowed_token_ids: [0, 11], bad_words: [no, "No"]}
 output: {path: out/r, columns: [k, b], rows_per_file: 10}
 engine: {device: cpu, max_num_seqs: 1, max_num_batched_tokens: 1, block_size: 16, kv_memory: 0.5,
-  enable_prefix_caching: false, threads: 2, deterministic: true}
+  enable_prefix_caching: false, threads: 2, deterministic: true, tensor_parallel_size: 2,
+  pipeline_parallel_size: 3}
 on_error: {max_error_rate: 1, publish: true}
 on_invalid: [{temperature: 2, seed: 5}, {max_tokens: 90}]
 cache: {path: shared, keep: 7}
@@ -108,6 +110,7 @@ commit: {rows: 1, seconds: 0.5}
     assert (job.input.id, job.input.limit, job.input.max_line_bytes) == ("k", 5, 1024)
     assert (job.model.path, job.model.max_model_len) == (tmp_path / "m", 4096)
     assert (job.model.quantization, job.engine.deterministic) == ("int8", True)
+    assert (job.engine.tensor_parallel_size, job.engine.pipeline_parallel_size) == (2, 3)
     assert job.sampling.params() == SamplingParams(
         9,
         9,

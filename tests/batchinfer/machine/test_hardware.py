@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.machine import hardware
-from batchinfer.machine.doctor import doctor, peaks_text, steps_text
+from batchinfer.machine.doctor import doctor, peaks_text, products_text, steps_text
 from batchinfer.machine.hardware import Gpu, Hardware, detect, read_cache, remember
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30)
@@ -32,7 +32,11 @@ def test_the_cpu_is_named_and_unknown_before_it_is_measured(tmp_path: Path) -> N
 def test_measured_peaks_come_back_for_the_same_machine_only(tmp_path: Path) -> None:
     cache = tmp_path / "deep" / "hardware.json"
     here = detect("cpu", cache=cache).measured(
-        {"float32": 1.5e11}, 4e10, {"float32+int8": {"rows": 1e-5}}, {"float32": "compiled"}
+        {"float32": 1.5e11},
+        4e10,
+        {"float32+int8": {"rows": 1e-5}},
+        {"float32": "compiled"},
+        {"float32": {"large": {"torch": 1.4e11, "compiled": 1.5e11}, "layers": {"torch": 8e10}}},
     )
     gpu = detect("cuda", gpu=H100, cache=cache).measured({"bfloat16": 7e14}, 3e12)
     assert remember(here, cache) == cache
@@ -49,6 +53,10 @@ def test_measured_peaks_come_back_for_the_same_machine_only(tmp_path: Path) -> N
     assert found.step_time("float32") is None
     assert found.peak_by == {"float32": "compiled"}
     assert "float32 150 GFLOP/s by compiled" in peaks_text(found)
+    assert found.products == here.products
+    said = "float32 large 140 GFLOP/s by torch, 150 GFLOP/s by compiled; float32 layers 80 GFLOP/s by torch"
+    assert products_text(found) == said
+    assert "doctor --measure" in products_text(detect("cuda", gpu=H100, cache=cache))
     assert detect("cuda", gpu=H100, cache=cache).peak_flops == {"bfloat16": 7e14}
     assert replace(here, cores=999).key not in read_cache(cache)
 
@@ -92,6 +100,11 @@ def test_a_gpu_that_is_not_there_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp
         '{"format": 1, "devices": {"cpu:x": {"peak_flops": {"float32": true}, "bandwidth": 1}}}',
         '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": Infinity}}}',
         '{"format": 1, "devices": {"cpu:x": {"peak_flops": {"float32": 1}}}}',
+        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1, "products": []}}}',
+        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1, "products": {"int8": 3}}}}',
+        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1, "products": {"a": {"b": 3}}}}}',
+        '{"format": 1, "devices": {"cpu:x": {"peak_flops": {}, "bandwidth": 1,'
+        ' "products": {"int8": {"large": {"torch": -1}}}}}}',
     ],
 )
 def test_a_damaged_cache_is_said_and_ignored(

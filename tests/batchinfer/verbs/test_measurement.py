@@ -22,7 +22,9 @@ from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from tests.batchinfer.engine.simulation import LLAMA_135M
 from tests.kernels.fake_compiler import fake_compiler
 
-FOUND = MeasuredPeaks(None, {"float32": 1e9}, 1e9, 1e9, 0.0)
+FOUND = MeasuredPeaks(
+    None, {"float32": 1e9}, 1e9, 1e9, 0.0, rates={"float32": {"torch": 9e8, "compiled": 1e9}}
+)
 
 
 def calibrated(dtype: str, quantization: str) -> Calibration:
@@ -61,6 +63,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "LOOK_S", 0.0)
     monkeypatch.setattr(measurement, "nvidia_gpus", list)
     monkeypatch.setattr(peaks, "measure_peaks", lambda _: FOUND)
+    monkeypatch.setattr(peaks, "measure_layers", lambda dtypes: {dtype: {"torch": 7e8} for dtype in dtypes})
     monkeypatch.setattr(measurement, "has_fast_bf16", lambda: False)
     monkeypatch.setattr(calibration, "calibrate", calibrated)
 
@@ -108,6 +111,8 @@ def test_what_steps_take_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "CoreLoad", lambda: Load(0.0, 0.0))
     measure_hardware()
     here = detect("cpu")
+    large, layers = {"torch": 9e8, "compiled": 1e9}, {"torch": 7e8}
+    assert here.products == {"float32": {"large": large, "layers": layers}}
     assert set(here.step_times) == {"float32"}
     assert here.step_time("float32", "int8") is None
     peaks, times = here.peaks("float32"), here.step_time("float32")

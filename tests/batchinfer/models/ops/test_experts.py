@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,9 +24,14 @@ from batchinfer.models.decoder.quantize import quantized_layer
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import AttentionInputs, LayerParts, Ops, RopeTable
 from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.parallel.alone import Alone
+from batchinfer.models.parallel.place import Portion
+from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.routing import Routing
+from tests.kernels.gpu.poison import poisoned
 from tests.model_costs import llama_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -141,8 +146,14 @@ def layer_of(spec: ExpertsSpec) -> tuple[LayerSpec, ModelSpec]:
 
 
 def packed(
-    name: str, kind: str, dtype: torch.dtype = torch.float32, quantization: Any = "none"
+    name: str,
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    quantization: Any = "none",
+    held: tuple[int, int] | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Ops, LayerSpec, LayerParts]:
+    """`held`: the experts that are there, of which other `ranks` have the others."""
     module, spec = CASES[name]
     layer, model = layer_of(spec)
     device, rope = device_of(kind), RopeTable(torch.ones(1, 8), torch.ones(1, 8))
@@ -151,10 +162,17 @@ def packed(
         key: values.to(device, torch.float32 if key in layer.vectors else dtype)
         for key, values in weights.items()
     }
+    if held is not None:
+        layer = replace(layer, feed_forward=replace(spec, held=held))
+        of_experts = {name: placed[name] for name in placed if name.startswith("experts.")}
+        split = {
+            name: each.view(spec.routing.experts, -1, *each.shape[1:]) for name, each in of_experts.items()
+        }
+        placed |= {name: each[slice(*held)].flatten(0, 1) for name, each in split.items()}
     ops = ops_of(kind, dtype)
     if quantization != "none":
         layer = layer.quantized(quantization)
-    return ops, layer, pack_layer(ops, layer, quantized_layer(layer, placed), rope)
+    return ops, layer, pack_layer(ops, layer, quantized_layer(layer, placed), rope, ranks=ranks)
 
 
 def inputs_of(tokens: int, device: str, padding: int | None = None) -> AttentionInputs:
@@ -194,6 +212,66 @@ def test_loads_are_the_tokens_of_each_expert_but_for_padding(kind: str) -> None:
     feed_forward(ops, layer, parts, x.to(device), inputs_of(9, device, padding=104))
     wanted += torch.bincount(chosen[[i for i in range(9) if i != 4]].flatten(), minlength=5)
     assert torch.equal(parts.experts.loads, wanted)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_ranks_with_ranges_of_experts_give_what_one_gives(kind: str, quantization: str, exact: bool) -> None:
+    """To the bit where results are added in the order of the choice; of other ranks' rows nothing is computed, and what
+    stands in their place is read by nobody."""
+    if kind == "torch" and quantization != "none":
+        return
+    dtype = torch.bfloat16 if quantization == "int4" and kind not in ("torch", "cpu") else torch.float32
+    ops, layer, parts = packed("gpt_oss", kind, dtype, quantization)
+    device = device_of(kind)
+    x = tokens_of(23, dtype).to(device)
+    choice = ops.choose_experts(parts.linears["router"](x), layer.feed_forward.routing)
+    assert parts.experts is not None
+    wanted = parts.experts(x, choice)
+
+    with poisoned():
+        given = [computed(kind, dtype, quantization, exact, rank, x, choice, Given())[1] for rank in range(3)]
+        total = given[0] + given[1] + given[2]  # of bytes, where it is exact
+        for rank in range(3):
+            found, _ = computed(kind, dtype, quantization, exact, rank, x, choice, Given(total))
+            assert (found - wanted).norm() < 0.01 * wanted.norm()
+            if exact and kind != "triton":  # whose tiles depend on how many experts there are
+                assert torch.equal(found, wanted)
+
+
+@dataclass
+class Given(Alone):
+    """Ranks one after the other, as the interpreter runs no two at once: notes what one gives to a sum, which is known
+    when it is asked for again."""
+
+    total: Tensor | None = None
+    x: Tensor | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.x = x.clone()
+        return x if self.total is None else self.total.clone()
+
+
+def computed(
+    kind: str,
+    dtype: torch.dtype,
+    quantization: str,
+    exact: bool,
+    rank: int,
+    x: Tensor,
+    choice: Choice,
+    group: Given,
+) -> tuple[Tensor, Tensor]:
+    """What a rank of three with two of gpt-oss's experts finds, and what it gives to the sum."""
+    ranks = Ranks(experts=group, exact=exact)
+    _, _, parts = packed("gpt_oss", kind, dtype, quantization, Portion(rank, 3).span(6), ranks)
+    assert parts.experts is not None
+    found = parts.experts(x, choice)
+    assert parts.experts.loads.sum() == choice.experts.numel()
+    assert group.x is not None
+    return found, group.x
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from itertools import count
 
 import pytest
 import torch
@@ -56,7 +58,29 @@ def test_a_peak_is_that_of_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peaks, "products", lambda *_, calls=calls: iter(calls))
         found = peaks.measure_peaks("cpu", ("float32",), size=64, stream_bytes=2**20)
         assert found.peak_by == {"float32": fastest}
-        assert found.peak_flops["float32"] > 2 * 64**3 / 0.01
+        assert found.peak_flops["float32"] > 2 * 64**3 / 0.01 > found.rates["float32"][slowest]
+        assert found.rates["float32"][fastest] == found.peak_flops["float32"]
+
+
+def test_the_products_of_layers_are_timed_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each weight once a turn: one that stays in a cache would be another product than a model's."""
+    seen, numbers = list[tuple[torch.Size, int]](), count()
+
+    def timed(x: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[str, Callable[[], None]]]:
+        number = next(numbers)
+        yield "torch", lambda: seen.append((x.shape + weight.shape, number))
+        yield "compiled", lambda: None
+
+    monkeypatch.setattr(peaks, "products", timed)
+    found = peaks.measure_layers(("float32", "int8"))
+    assert found.keys() == {"float32", "int8"}
+    assert all(rates.keys() == {"torch", "compiled"} for rates in found.values())
+    assert all(rates["torch"] > 0 for rates in found.values())
+    shapes = {shape for shape, _ in seen}
+    assert shapes == {(128, inputs, outputs, inputs) for inputs, outputs in peaks.LAYER}
+    weights = len(peaks.LAYER) * peaks.LAYERS * 2
+    assert len(set(seen)) == weights
+    assert len(seen) == weights * (1 + peaks.LAYER_TRIES)
 
 
 def test_without_a_compiler_the_peaks_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

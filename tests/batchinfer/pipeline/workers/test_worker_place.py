@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from batchinfer.machine.cpus import usable_cpus
+from batchinfer.pipeline.workers.endings import settle
 from batchinfer.pipeline.workers.messages import EnginePlace
-from batchinfer.pipeline.workers.worker import settle
 
 
 @pytest.fixture

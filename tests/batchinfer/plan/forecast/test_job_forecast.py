@@ -171,6 +171,16 @@ def test_answers_are_as_long_as_those_of_earlier_runs(
     assert "if they are as long as in 1 earlier run" in text(found)
 
 
+def test_a_draft_model_has_a_forecast_of_its_own(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+    found = planned(write_job(tmp_path, model, people(5), drafts={"model": str(model)}))
+    assert found.drafting.seconds > 0
+    assert "the draft model's answers, before the engine's time" in text(found)
+    assert forecast_json(found, None)["drafting"]["engine_s"] == found.drafting.seconds
+    plain = planned(write_job(tmp_path, model, people(5)))
+    assert forecast_json(plain, None)["drafting"] is None
+    assert plain.forecast.seconds == pytest.approx(found.forecast.seconds)
+
+
 def test_what_costs_money_and_time_is_said(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
     found = planned(write_job(tmp_path, model, people(5)))
     told = forecast_json(found, 7200.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.core.errors import JobFileError
+from batchinfer.core.errors import BatchInferError, CannotSplit, JobFileError, Unavailable
 from batchinfer.job import Job, load_job
 from batchinfer.machine import hardware as hardware_module
 from batchinfer.machine.hardware import Gpu, Hardware, hardware_called, multiplies_fp8, usable_gpus
@@ -522,6 +522,51 @@ def test_engines_on_a_cpu_divide_it(
     assert (config.kv_memory, config.memory) == (3 << 30, 30 << 30)
     assert setting.peaks == Peaks(2e12 / 3, 1e10)
     assert resolve(job_of(tmp_path, ("engine.device", "cpu")), checkpoint).replicas == 1
+
+
+def test_ranks_have_a_place_each(tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch) -> None:
+    """Those of an engine beside each other, on a CPU's cores or on GPUs; the engine has the peaks of all."""
+    cores = [(0,), (1,), (2,), (3,)]
+    machine.setattr("batchinfer.pipeline.workers.places.divided_cores", lambda parts: cores[:parts])
+    machine.setattr(resolving, "_most_threads", lambda _: 4)
+    divided = (("engine.data_parallel", "2"), ("engine.pipeline_parallel_size", "2"), ("engine.threads", "4"))
+    job = job_of(tmp_path, ("engine.device", "cpu"), ("model.dtype", "bfloat16"), *divided)
+    setting = resolve(job, checkpoint)
+    specs = worker_specs(job, setting, "a:b")
+    assert [[one.place.cores for one in (spec, *spec.others)] for spec in specs] == [cores[:2], cores[2:]]
+    assert {one.load.threads for spec in specs for one in (spec, *spec.others)} == {1}
+    assert {spec.division for spec in specs} == {setting.division}
+    assert setting.for_rows(1).replicas == 1
+    assert len(worker_specs(job, setting.for_rows(1), "a:b")[0].others) == 1
+    gpus = ("engine.device", "cuda"), ("model.dtype", "bfloat16")
+    on_gpus = job_of(tmp_path, *gpus, ("engine.tensor_parallel_size", "2"))
+    setting = resolve(on_gpus, checkpoint)
+    assert (setting.replicas, setting.gpus) == (1, ("0", "1"))  # of three
+    alone = GPU.peaks(setting.dtype)
+    assert alone is not None
+    assert setting.peaks == alone.times(2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal", "said"),
+    [
+        ({"tensor_parallel_size": 2, "deterministic": True}, Unavailable, "pipeline_parallel_size keeps the bits"),
+        ({"tensor_parallel_size": 3}, CannotSplit, r"can be divided among 1, 2"),
+        ({"pipeline_parallel_size": 5}, CannotSplit, r"engine.pipeline_parallel_size is \d+ at the most"),
+        ({"pipeline_parallel_size": 2, "device": "cuda"}, CannotSplit, "on a CPU alone"),
+        ({"tensor_parallel_size": 2, "data_parallel": 3}, JobFileError, "3 engines of 2 ranks each need 6 cores"),
+        ({"tensor_parallel_size": 2, "threads": 1}, JobFileError, "2 ranks need 2 cores"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_refused(
+    tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch,
+    settings: dict[str, Any], refusal: type[BatchInferError], said: str,
+) -> None:  # fmt: skip
+    machine.setattr(resolving, "usable_cpus", lambda: 4)
+    asked = {"device": "cpu", **settings}
+    job = job_of(tmp_path, *((f"engine.{name}", str(value).lower()) for name, value in asked.items()))
+    with pytest.raises(refusal, match=said):
+        resolve(job, checkpoint)
 
 
 def test_a_single_engine_has_the_machine_to_itself(tmp_path: Path, checkpoint: Checkpoint) -> None:

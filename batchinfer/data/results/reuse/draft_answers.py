@@ -1,0 +1,111 @@
+"""The answers of a draft model to the requests of a plan, as the completion store has them.
+
+draft-keys.parquet      beside the plan, in its order: seq, key, draft_key
+draft-answers.parquet   in the same order, as far as there are answers: seq, tokens
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.prompts.keys import WorkKeys, token_bytes
+from batchinfer.data.storage.duck import connection, parquet
+from batchinfer.data.storage.durable import FileOps
+from batchinfer.data.store.completion_store import write_table
+
+_KEYS = pa.schema([("seq", pa.int64()), ("key", pa.binary(32)), ("draft_key", pa.binary(32))])
+_ROWS_READ = 4096
+
+
+class DraftRequests:
+    """Makes of a request what the draft model is asked. `context` is that of its work keys; `longest`: the most tokens
+    of a sequence of its.
+
+    A greedy answer is the very one that a job with that model alone would give, and has its key. A sampled one draws
+    what the request itself will draw, so that the two agree where their models do.
+    """
+
+    def __init__(self, context: bytes, longest: int) -> None:
+        self._context, self._longest = context, longest
+
+    def of(self, request: Request) -> Request | None:
+        """Return the request to the draft model; None: it is too long for it."""
+        room = self._longest - len(request.prompt)
+        if room < 1:
+            return None
+        params = _plain(request.params)
+        if params.greedy:
+            key = _keys(self._context, params).key(token_bytes(request.prompt))
+        else:
+            key = hashlib.sha256(b"drawn as" + request.key + self._context).digest()
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        draws = b"" if params.greedy else request.key
+        return Request(key, request.prompt, params, request.shares_next, draws=draws)
+
+
+@lru_cache(maxsize=256)
+def _plain(params: SamplingParams) -> SamplingParams:
+    """Return the parameters of an answer of which nothing but its tokens is wanted."""
+    return replace(params, logprobs=None, prompt_logprobs=None, confidence=False, adapter="")
+
+
+@lru_cache(maxsize=256)
+def _keys(context: bytes, params: SamplingParams) -> WorkKeys:
+    return WorkKeys(context, params.to_json())
+
+
+def write_draft_keys(
+    plan: Path,
+    requests: Iterable[tuple[Sequence[int], Sequence[Request]]],
+    draft: DraftRequests,
+    ops: FileOps,
+) -> Path:
+    """Write the keys of what a plan's requests ask the draft model, which come as batches of their places in the plan
+    and themselves. Raises StorageError."""
+    path = plan.with_name("draft-keys.parquet")
+    rows = pa.RecordBatchReader.from_batches(_KEYS, _key_batches(requests, draft))
+    write_table(path, rows, ops)
+    return path
+
+
+def _key_batches(
+    requests: Iterable[tuple[Sequence[int], Sequence[Request]]], draft: DraftRequests
+) -> Iterator[pa.RecordBatch]:
+    for seqs, batch in requests:
+        asked = [(seq, one.key, draft.of(one)) for seq, one in zip(seqs, batch, strict=True)]
+        there = [(seq, key, one.key) for seq, key, one in asked if one is not None]
+        columns = zip(*there, strict=True) if there else ((), (), ())
+        arrays = [pa.array(values, field.type) for values, field in zip(columns, _KEYS, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, schema=_KEYS)
+
+
+def drafted_keys(keys: Path, parts: Sequence[Path], spill: Path) -> frozenset[bytes]:
+    """Return the keys of the requests that a plan's draft model has answered, or cannot. Raises StorageError,
+    OutOfMemory."""
+    if not parts:
+        return frozenset()
+    with connection(spill) as database:
+        stored = f"SELECT key AS draft_key FROM {parquet(parts)}"
+        found = database.sql(f"SELECT key FROM {parquet([keys])} SEMI JOIN ({stored}) USING (draft_key)")
+        return frozenset(found.to_arrow_table().column("key").to_pylist())
+
+
+def write_draft_answers(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> Path:
+    """Write the draft model's answers; return their file. Raises StorageError, OutOfMemory."""
+    path = keys.with_name("draft-answers.parquet")
+    with connection(spill) as database:
+        stored = f"SELECT key AS draft_key, token_ids FROM {parquet(parts)} WHERE error_code IS NULL"
+        found = database.sql(
+            f"SELECT DISTINCT ON (seq) seq, token_ids AS tokens FROM {parquet([keys])} "
+            f"JOIN ({stored}) USING (draft_key) ORDER BY seq"
+        )
+        write_table(path, found.to_arrow_reader(_ROWS_READ), ops)
+    return path

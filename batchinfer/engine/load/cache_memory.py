@@ -1,0 +1,81 @@
+"""The memory of the KV cache: how many blocks there is room for, and their allocation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from batchinfer.engine.config import EngineConfig
+from batchinfer.engine.kv.memory import JobSize, cache_blocks
+from batchinfer.engine.load.device_fit import CacheRoom
+from batchinfer.engine.ranks.joining import fewest
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
+from batchinfer.machine.memory import available_memory
+from batchinfer.models.ops.interface import LayerCache
+from batchinfer.models.parallel.group import Group
+from batchinfer.models.sources import Source
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """Sizes and allocates the KV cache of a runner, in the memory that is free when it is asked."""
+
+    config: EngineConfig
+    source: Source
+    runner: ModelRunner
+    limits: SchedulerConfig
+    dtype: torch.dtype
+    longest: int  # tokens of a sequence
+    group: Group
+    turns: int = 1  # engines that have a part of it each
+
+    @property
+    def block_bytes(self) -> int:
+        runner = self.runner
+        return block_bytes(runner.ops, self.source.spec.caches, runner.layout, self.dtype.itemsize)
+
+    def room(self) -> CacheRoom:
+        """Return what `fit` asks of the cache."""
+        least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
+        return CacheRoom(self._blocks, self._allocate, self.longest, least)
+
+    def _blocks(self, needed: int) -> int:
+        """How many blocks the cache gets on every rank, where steps need `needed` bytes; see `cache_blocks`. Ranks on a
+        CPU share its memory, and what the job gives to the cache."""
+        config, limits, device = self.config, self.limits, self.runner.device
+        free, memory, ranks = _free_bytes(device), config.kv_memory, self.group.size
+        if device.type == "cpu":
+            free //= ranks
+            memory = memory // ranks if isinstance(memory, int) else memory
+        if device.type == "cpu" and config.memory is not None:
+            weights = self.source.weight_bytes(self.runner.cost)
+            free = min(free, max(0, config.memory // ranks - weights))
+        if self.turns > 1:
+            free //= self.turns
+            memory = memory // self.turns if isinstance(memory, int) else memory
+        blocks = cache_blocks(
+            block_bytes=self.block_bytes,
+            tables=self.runner.layout.sizes,
+            job=JobSize(config.longest, limits.max_num_seqs, limits.max_num_batched_tokens),
+            memory=memory,
+            free=free,
+            kind=device.type,
+            needed=needed,
+        )
+        return self.turns * fewest(blocks, self.group, device)
+
+    def _allocate(self, blocks: int) -> list[LayerCache]:
+        runner = self.runner
+        return allocate_caches(
+            runner.ops, self.source.spec.caches, runner.layout, blocks, self.dtype, runner.device
+        )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Count the bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory()

@@ -1,0 +1,94 @@
+"""Makes an engine, or a rank's part of one, of a model that several ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from batchinfer.core.errors import CannotSplit
+from batchinfer.engine.config import LoadConfig
+from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout, stage_layout
+from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.loop.engine import Engine
+from batchinfer.engine.loop.turns import EngineTurns
+from batchinfer.engine.ranks.following import Follower
+from batchinfer.engine.ranks.joining import Company
+from batchinfer.engine.ranks.leading import LeadingRunner, RankStep
+from batchinfer.engine.ranks.parts import place_of
+from batchinfer.engine.ranks.staged_model import StagedModel
+from batchinfer.engine.runner.model_runner import Model
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.parallel.ranks import ALONE, Ranks
+from batchinfer.models.sources import ModelSource, Source, checkpoint_source
+from batchinfer_kernels.cost import ModelCost, Peaks
+
+Tell = Callable[[RankStep], None]
+AnyEngine = Engine | EngineTurns
+
+
+def source_of(config: LoadConfig, ranks: Ranks = ALONE) -> Source:
+    """Open the checkpoint, or the part of it that a rank has."""
+    return checkpoint_source(
+        config.model, config.kv_cache, config.quantization, config.adapters, config.adapter_places, ranks
+    )
+
+
+def part_of(whole: Source, config: LoadConfig, company: Company) -> Source:
+    """Return what this rank loads of a model. Raises CannotSplit."""
+    if not company.divided:
+        return whole
+    if not isinstance(whole, ModelSource):
+        raise CannotSplit("a model that transformers' code computes is not divided among ranks")
+    place = place_of(company.rank, company.division, whole.spec)
+    return source_of(config, Ranks(company.peers, company.peers, place=place))
+
+
+def in_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerConfig, int]:
+    """Return the limits of each of the engines that take turns, so that there is one for each stage, and how many these
+    are: no more than rows may run at once."""
+    turns = min(stages, limits.max_num_seqs)
+    return replace(limits, max_num_seqs=limits.max_num_seqs // turns), turns
+
+
+def layout_for(source: Source, block_size: int, longest: int) -> CacheLayout:
+    """Return the layout of the cache. Stages have the block tables of the whole model."""
+    if isinstance(source, ModelSource) and source.whole is not None:
+        layers, whole = source.ranks.place.layers, source.whole.caches
+        if layers is not None:
+            return stage_layout(cache_layout(whole, block_size, longest), whole, layers)
+    return cache_layout(source.spec.caches, block_size, longest)
+
+
+def leading_engine(
+    loaded: LoadedModel,
+    company: Company,
+    cost: ModelCost,
+    tell: Tell,
+    peaks: Peaks | None = None,
+    stop_streams: StopStreams | None = None,
+) -> AnyEngine:
+    """Make the engine of the rank that leads; several that take turns where there are several stages. cost: of the
+    whole model."""
+    staged = company.division.stages > 1
+    engines = [
+        loaded.engine(peaks, stop_streams, LeadingRunner(turn, runner, company.everyone, tell, cost, staged))
+        for turn, runner in enumerate(loaded.runners)
+    ]
+    return EngineTurns(engines) if staged else engines[0]
+
+
+def follower_of(loaded: LoadedModel, company: Company) -> Follower:
+    """Make what follows the leading rank."""
+    return Follower(loaded.runners, company.everyone, company.has_head)
+
+
+def staged(model: Model, company: Company, arithmetic: Arithmetic) -> Model:
+    """Return the model, where it is one of several stages with what connects it to the others."""
+    if company.division.stages == 1:
+        return model
+    assert isinstance(model, Decoder), "other models are not divided"
+    before, behind = (company.division.neighbour(company.rank, step) for step in (-1, 1))
+    return StagedModel(model, company.everyone, before, behind, arithmetic.dtype, arithmetic.device)

@@ -1,0 +1,85 @@
+"""How the ranks of an engine come together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C import _distributed_c10d as c10d
+
+from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
+from batchinfer.models.parallel.alone import Alone
+from batchinfer.models.parallel.group import Group
+from batchinfer.models.parallel.torch_group import TorchGroup
+
+# A rank that computes, or is stopped, keeps the others waiting: whoever watches the engine decides how long. One that
+# ends is noticed at once.
+_ENDLESS = timedelta(days=365)
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """All ranks of an engine, as one of them sees them: `everyone`, and the `peers` that compute the same layers."""
+
+    rank: int = 0
+    division: Division = UNDIVIDED
+    everyone: Group = field(default_factory=Alone)
+    peers: Group = field(default_factory=Alone)
+
+    @property
+    def divided(self) -> bool:
+        """Whether there are others."""
+        return self.division.ranks > 1
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the rank's layers are the last ones."""
+        return self.division.neighbour(self.rank, 1) is None
+
+
+def join(seat: Seat | None, device: torch.device) -> Company:
+    """Meet the other ranks, and return once all are there; None: there are no others. No group of torch's is made the
+    default of this process."""
+    if seat is None:
+        return Company()
+    rank, division = seat.rank, seat.division
+    store = c10d.FileStore(seat.meeting, division.ranks)
+    everyone: Group = _met(c10d.PrefixStore("everyone", store), rank, division.ranks, device)
+    peers = everyone if division.stages == 1 else Alone()
+    if division.stages > 1 and division.tensor > 1:
+        stage = c10d.PrefixStore(f"stage {division.stage(rank)}", store)
+        peers = _met(stage, division.tensor_rank(rank), division.tensor, device)
+    return Company(rank, division, everyone, peers)
+
+
+def _met(store: c10d.Store, rank: int, size: int, device: torch.device) -> TorchGroup:
+    processes = c10d.ProcessGroup(store, rank, size)
+    on_gpu = device.type == "cuda"
+    kind = c10d.ProcessGroup.BackendType.NCCL if on_gpu else c10d.ProcessGroup.BackendType.GLOO
+    processes._set_default_backend(kind)
+    backend = (_nccl if on_gpu else _gloo)(store, rank, size)
+    processes._register_backend(torch.device(device.type), kind, backend)
+    return TorchGroup(processes)
+
+
+def _gloo(store: c10d.Store, rank: int, size: int) -> Any:
+    """Return what speaks on CPUs, and listens on the loopback alone: gloo's own choice would be the host's name."""
+    made: Any = distributed.ProcessGroupGloo  # what its stubs say of options is not what it takes
+    options = made._Options()
+    options._devices = [made.create_device(hostname=_LOOPBACK)]
+    options._timeout = _ENDLESS
+    return made(store, rank, size, options)
+
+
+def _nccl(store: c10d.Store, rank: int, size: int) -> Any:
+    made: Any = distributed.ProcessGroupNCCL
+    return made(store, rank, size)
+
+
+def fewest(count: int, group: Group, device: torch.device) -> int:
+    """Return the least of all ranks' counts."""
+    return int(group.all_gather(torch.tensor([count], device=device)).min())

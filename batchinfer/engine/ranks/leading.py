@@ -1,0 +1,72 @@
+"""The rank that leads: it schedules and samples, and tells the others what to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from batchinfer.engine.kv.cache_layout import CacheLayout
+from batchinfer.engine.ranks.passing_on import pass_on
+from batchinfer.engine.ranks.pending_step import PendingStep
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.runner import Launched
+from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
+from batchinfer.models.parallel.group import Group
+from batchinfer_kernels.cost import ModelCost
+
+
+class RankStep(NamedTuple):
+    """A step of one of the engines that take turns on the ranks."""
+
+    turn: int
+    plan: StepPlan
+
+
+class LeadingRunner:
+    """Runs steps together with the other ranks, which get each plan before it is run here. Where the layers are divided
+    into stages, of which this rank has the last, a step is run here only when its results are asked for."""
+
+    def __init__(
+        self,
+        turn: int,
+        runner: ModelRunner,
+        group: Group,
+        tell: Callable[[RankStep], None],
+        cost: ModelCost,
+        staged: bool,
+    ) -> None:
+        """turn: which of the engines on these ranks it is for; cost: of the whole model, of which `runner` has a
+        part."""
+        self._turn, self._runner, self._group, self._tell = turn, runner, group, tell
+        self.cost, self._staged = cost, staged
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The cache groups, which are those of every rank."""
+        return self._runner.layout
+
+    @property
+    def wants(self) -> PlanWants:
+        """The parts of plans that every rank reads."""
+        return self._runner.wants
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the ranks' devices work while the next step is prepared."""
+        return self._runner.looks_ahead and not self._staged
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of a step: any number. A rank without memory for a step ends the group."""
+        return self._runner.most_tokens
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Have all ranks run the step."""
+        self._tell(RankStep(self._turn, plan))
+        return PendingStep(partial(self._run, plan)) if self._staged else self._run(plan)
+
+    def _run(self, plan: StepPlan) -> Launched:
+        launched = self._runner.launch(plan)
+        pass_on(self._runner, self._group, plan)
+        return launched

@@ -1,0 +1,68 @@
+"""The part of a model that each rank of an engine has. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+from batchinfer.core.errors import CannotSplit
+from batchinfer.engine.ranks.seat import Division
+from batchinfer.models.parallel.place import Portion, RankPlace, Span
+from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.spec.parameters import layer_parameters
+from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
+
+
+def place_of(rank: int, division: Division, spec: ModelSpec) -> RankPlace:
+    """Return the place of a rank in a model. Ranks have whole experts, where each has as many as the others. Raises
+    CannotSplit for more stages than it has layers."""
+    portion = Portion(division.tensor_rank(rank), division.tensor)
+    counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
+    even = bool(counts) and all(count % division.tensor == 0 for count in counts)
+    place = RankPlace(portion, portion if even and division.tensor > 1 else None)
+    if division.stages == 1:
+        return place
+    return replace(place, layers=stage_spans(spec, division.stages)[division.stage(rank)])
+
+
+def check_division(spec: ModelSpec, division: Division) -> None:
+    """Raise CannotSplit where the model cannot be divided so."""
+    for rank in range(division.ranks):
+        sharded(spec, place_of(rank, division, spec))
+
+
+def stage_spans(spec: ModelSpec, stages: int) -> list[Span]:
+    """Divide the layers so that the stage with the most weights has as few as can be; the last one has the head beside
+    its layers. Raises CannotSplit."""
+    if stages > len(spec.layers):
+        raise CannotSplit(
+            f"{len(spec.layers)} layers cannot be divided among {stages} stages; engine.pipeline_parallel_size is "
+            f"{len(spec.layers)} at the most"
+        )
+    ends = _ends(
+        [_values(spec, layer) for layer in range(len(spec.layers))], stages, spec.vocab * spec.hidden
+    )
+    return list(zip((0, *ends[:-1]), ends, strict=True))
+
+
+def _values(spec: ModelSpec, layer: int) -> int:
+    return sum(prod(shape) for shape in layer_parameters(spec.layers[layer]).values())
+
+
+def _ends(layers: list[int], stages: int, head: int) -> list[int]:
+    """Return where each stage ends, of as many layers as there are values."""
+
+    @cache
+    def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
+        """The weights of the largest of the last `left` stages, which begin with layer `first`; and where they end."""
+        if left == 1:
+            return sum(layers[first:]) + head, (len(layers),)
+        found = (
+            (max(sum(layers[first:end]), rest), (end, *ends))
+            for end in range(first + 1, len(layers) - left + 2)
+            for rest, ends in [best(end, left - 1)]
+        )
+        return min(found)
+
+    return list(best(0, stages)[1])

@@ -1,0 +1,56 @@
+"""The ranks of an engine, and the seat of each among them. No torch: the parent decides about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a model is divided among the ranks of an engine, which are as many as the product of these."""
+
+    tensor: int = 1  # ranks that compute each layer together
+    stages: int = 1  # parts of the layers, one behind the other
+
+    @property
+    def ranks(self) -> int:
+        """Count the ranks."""
+        return self.tensor * self.stages
+
+    def tensor_rank(self, rank: int) -> int:
+        """Return which of the ranks that compute each layer together this one is."""
+        return rank % self.tensor
+
+    def stage(self, rank: int) -> int:
+        """Return which of the parts of the layers it has. Rank 0 has the last one, behind which tokens are sampled."""
+        return (rank // self.tensor - 1) % self.stages
+
+    def neighbour(self, rank: int, step: int) -> int | None:
+        """Return the rank that has the stage before (-1) or behind (1), and the same part of its layers; None: there is
+        no such stage."""
+        stage = self.stage(rank) + step
+        if not 0 <= stage < self.stages:
+            return None
+        return (stage + 1) % self.stages * self.tensor + self.tensor_rank(rank)
+
+    def peers(self, rank: int) -> list[int]:
+        """Return the ranks that compute the same layers, this one included."""
+        first = rank - self.tensor_rank(rank)
+        return list(range(first, first + self.tensor))
+
+    def __str__(self) -> str:
+        parts = [f"tensor_parallel_size {self.tensor}"] * (self.tensor > 1)
+        parts += [f"pipeline_parallel_size {self.stages}"] * (self.stages > 1)
+        return " × ".join(parts) or "one rank"
+
+
+UNDIVIDED = Division()
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's seat says who it is, and where it meets the others."""
+
+    rank: int
+    division: Division
+    meeting: str  # the path of a file, empty at first, in which each writes where the others reach it

@@ -1,0 +1,91 @@
+"""Gives the requests of plans the answers that their rows had in the job's last result, as drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.core.request import Request, TokenIds
+from batchinfer.data.kept.earlier import earlier_places
+from batchinfer.data.results.published import intact
+from batchinfer.data.results.reuse.earlier_answers import LastResult
+from batchinfer.data.results.reuse.given_answers import GivenAnswers
+from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.plan.order.plan import Plan, PlanBatch
+
+_LEARNT = 1 << 19  # characters of the last answers that engines are told: about half of what they remember
+Batches = Iterator[tuple[PlanBatch, list[Request]]]
+Given = Callable[[Batches], Batches]
+
+
+def without_drafts(batches: Batches) -> Batches:
+    """Return the batches as they are."""
+    return batches
+
+
+def last_answers(run: OpenRun) -> list[TokenIds]:
+    """Return the last answers of the job's last result, for engines that take drafts from other answers; none where the
+    job does not take them from there."""
+    if not {"answers", "earlier"} <= {*run.setup.setting.draft_sources(run.job)}:
+        return []
+    result = _last_result(run)
+    texts = [] if result is None else result.last_texts(_LEARNT)
+    found = run.setup.tokenizer.rust.encode_batch(texts, add_special_tokens=False)
+    return [np.array(one.ids, np.int32) for one in found if one.ids]
+
+
+def _last_result(run: OpenRun) -> LastResult | None:
+    found = intact(run.state.results)
+    return None if found is None else LastResult.of(found.files)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierDrafts:
+    """The last result of a run's job, from which drafts are taken."""
+
+    run: OpenRun
+    result: LastResult
+    parts: Sequence[Path]  # of the store, whose answers are those of the result, and others
+
+    @classmethod
+    def of(cls, run: OpenRun, store_parts: Sequence[Path]) -> EarlierDrafts | None:
+        """Return what drafts can be taken from; None where the job has no such result, or takes none from it."""
+        if "earlier" not in run.setup.setting.draft_sources(run.job) or run.job.has_samples:
+            return None
+        result = _last_result(run)
+        return None if result is None else cls(run, result, store_parts)
+
+    def of_plan(self, plan: Plan, index_parts: Sequence[Path], folder: Path) -> Given:
+        """Look for the answers to what a plan runs; return what gives them to its requests. `folder` is that of the
+        index. Raises StorageError, OutOfMemory."""
+        state, places = self.run.state, earlier_places(folder)
+        where = plan.path, index_parts, places, self.parts, state.staging / "earlier", state.ops
+        answers = self.result.write_answers(*where)
+        return without_drafts if answers is None else partial(self._given, GivenAnswers(answers))
+
+    def _given(self, answers: GivenAnswers, batches: Batches) -> Batches:
+        for batch, requests in batches:
+            yield batch, self._with(requests, answers.of(batch.numbers("seq")))
+
+    def _with(self, requests: list[Request], answers: list[Mapping[str, Any] | None]) -> list[Request]:
+        """Give requests these answers. A text is encoded: where the model had cut it into other tokens, the draft
+        differs there, and goes on behind."""
+        texts = [answer["text"] for answer in answers if answer is not None and answer["text"]]
+        encoded = iter(self.run.setup.tokenizer.rust.encode_batch(texts, add_special_tokens=False))
+        given = []
+        for request, answer in zip(requests, answers, strict=True):
+            tokens = None if answer is None else next(encoded).ids if answer["text"] else answer["tokens"]
+            given.append(drafted(request, tokens))
+        return given
+
+
+def drafted(request: Request, tokens: Sequence[int] | None) -> Request:
+    """Give a request a draft, if there is one."""
+    if not tokens:
+        return request
+    return replace(request, draft=np.array(tokens[: request.params.max_tokens], np.int32))

@@ -1,0 +1,157 @@
+"""The drafts of a plan's requests: earlier answers, or those of a smaller model, which answers all of them first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from batchinfer.core.hub import short_name
+from batchinfer.core.request import Request
+from batchinfer.core.wording import counted
+from batchinfer.data.index.index import Index
+from batchinfer.data.results.reuse.draft_answers import (
+    DraftRequests,
+    drafted_keys,
+    write_draft_answers,
+    write_draft_keys,
+)
+from batchinfer.data.results.reuse.given_answers import GivenAnswers
+from batchinfer.data.store.completion_store import CompletionStore
+from batchinfer.engine.config import REQUEST_BATCH
+from batchinfer.pipeline.open_run import OpenRun
+from batchinfer.pipeline.plans.earlier_drafts import Batches, EarlierDrafts, Given, drafted, without_drafts
+from batchinfer.pipeline.stages.answering import (
+    Needs,
+    engines,
+    raise_pending,
+    tell_draining,
+    wait_until_ready,
+)
+from batchinfer.pipeline.workers.feed import run_plan
+from batchinfer.pipeline.workers.launch import Launch
+from batchinfer.pipeline.workers.messages import WorkDone
+from batchinfer.plan.forecast.run import forecast_run
+from batchinfer.plan.order.plan import Plan, PlanBatch
+from batchinfer.plan.order.requests import planned_requests
+from batchinfer.plan.setup.draft_model import DraftModel
+from batchinfer.plan.setup.work_context import work_context
+from batchinfer.report.progress import Progress
+from batchinfer.report.stopwatch import OTHER
+
+
+def drafts_of(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) -> Given:
+    """Return what gives the requests of a plan their drafts. A draft model answers them now. Raises Interrupted after a
+    signal, and what ended the engines."""
+    model = run.setup.drafts
+    if model is None:
+        drafts = EarlierDrafts.of(run, store.parts())
+        return without_drafts if drafts is None else drafts.of_plan(plan, index.index_parts, index.folder)
+    began = time.monotonic()
+    answers = _Drafting(run, model, plan, index, store).answers()
+    run.report.note(draft_model_s=time.monotonic() - began)
+    return partial(_given, GivenAnswers(answers))
+
+
+def _given(answers: GivenAnswers, batches: Batches) -> Batches:
+    """Give the requests of a plan the tokens that a draft model answered."""
+    for batch, requests in batches:
+        found = zip(requests, answers.of(batch.numbers("seq")), strict=True)
+        yield batch, [drafted(request, None if one is None else one["tokens"]) for request, one in found]
+
+
+class _Drafting:
+    """One run of a draft model over a plan: the job's engines start only when its own have ended."""
+
+    def __init__(
+        self, run: OpenRun, model: DraftModel, plan: Plan, index: Index, store: CompletionStore
+    ) -> None:
+        self._whole, self._plan, self._store, self._index = run, plan, store, index
+        self._spill = run.state.staging / "drafts"
+        setup = run.setup.drafting
+        assert setup is not None, "a draft model has a setup"
+        setup = replace(setup, setting=setup.setting.for_rows(plan.to_run))
+        self._run = replace(run, job=model.job, setup=setup, launch=Launch(run.options.transport))
+        context = work_context(setup, run.state, remember=True)
+        self._requests = DraftRequests(context, model.setting.max_model_len)
+
+    def answers(self) -> Path:
+        """Have the store hold the model's answers; return the file that has those of the plan."""
+        ops = self._run.state.ops
+        batches = ((batch.numbers("seq").tolist(), requests) for batch, requests in self._planned())
+        keys = write_draft_keys(self._plan.path, batches, self._requests, ops)
+        known = drafted_keys(keys, self._store.parts(), self._spill)
+        if len(known) < self._plan.to_run:
+            self._answer(known)
+        return write_draft_answers(keys, self._store.parts(), self._spill, ops)
+
+    def _planned(self, without: AbstractSet[bytes] = frozenset()) -> Batches:
+        roots = self._whole.setup.roots
+        return planned_requests(self._plan, self._index.tokens, REQUEST_BATCH, roots, without=without)
+
+    def _answer(self, known: AbstractSet[bytes]) -> None:
+        """Have the model answer all but what is known."""
+        run, plan = self._run, self._plan
+        name = short_name(run.job.model.path)
+        run.notice(f"drafts: {name} answers {counted(plan.to_run - len(known), 'request')} first")
+        if not known:
+            for line in forecast_run(run.job, run.setup, plan, self._index.tokens, settles=False).lines:
+                run.notice(f"drafts: {line}")
+        longest = min(plan.longest, run.setup.setting.max_model_len)
+        index_parts = self._index.index_parts
+        needs = Needs(run.setup.setting, longest, None, plan.to_run, lambda: index_parts)
+        sink = _Sink(self._store, run.progress)
+        with engines(run, needs) as pool:
+            try:
+                wait_until_ready(run, pool)
+                run.progress.running(
+                    rows=plan.to_run, prompt_tokens=plan.prompt_tokens, expected_tokens=plan.expected_tokens
+                )
+                with run.report.timed(OTHER):
+                    run_plan(self._asked(known), pool, sink, run.interrupts, partial(tell_draining, run))
+            finally:
+                self._store.commit()
+                pool.close()  # its memory is the job's model's
+        raise_pending(run, self._store)
+        run.progress.close()
+
+    def _asked(self, known: AbstractSet[bytes]) -> Batches:
+        for batch, requests in self._planned(known):
+            asked = [*map(self._requests.of, requests)]
+            yield batch, [one for one in asked if one is not None]
+
+
+class _Sink:
+    """Stores what a draft model answers."""
+
+    def __init__(self, store: CompletionStore, progress: Progress) -> None:
+        self._store, self._progress = store, progress
+        self._expected: dict[bytes, int] = {}
+
+    def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
+        """Expect the answers of these requests."""
+        self._expected |= {request.key: request.params.max_tokens for request in requests}
+
+    def take(self, done: WorkDone) -> None:
+        """Store the answers, and show how far the model is."""
+        self._store.append(done.completions)
+        for step in done.steps:
+            self._progress.step(step, done.engine)
+        for one in done.completions:
+            tokens = len(one.tokens.token_ids)
+            self._progress.finished(
+                expected_tokens=self._expected.pop(one.key), completion_tokens=tokens, engine=done.engine
+            )
+        self._store.maybe_commit()
+
+    def enough(self) -> bool:
+        """Never stop early: an answer that is missing is no error."""
+        return False
+
+    def tick(self) -> None:
+        """Commit and show progress, where these are due."""
+        self._store.maybe_commit()
+        self._progress.tick()

@@ -1,0 +1,44 @@
+"""How the processes of an engine begin and end."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import NoReturn
+
+from batchinfer.core.errors import BatchInferError, OutOfMemory
+from batchinfer.pipeline.workers.messages import EnginePlace, Failed
+
+
+def leave() -> NoReturn:
+    """End this process at once: the parent has heard everything. Torch and CUDA would take their time to tear down what
+    the system takes back anyway."""
+    os._exit(0)
+
+
+def settle(place: EnginePlace) -> None:
+    """Keep to the place, before anything is imported that starts threads or asks for GPUs. Raises OSError."""
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+    if place.gpu is not None:
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # else its numbers are in CUDA's own order
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
+
+
+def failure(error: BaseException) -> Failed:
+    """Return what the parent hears of the error that ends the engine."""
+    detail = traceback.format_exc()
+    if isinstance(error, BatchInferError):
+        return Failed(error.exit_code, str(error), detail)
+    if _is_out_of_memory(error):
+        text = (
+            f"out of memory in the engine: {error}; lower engine.kv_memory or engine.max_num_batched_tokens"
+        )
+        return Failed(OutOfMemory.exit_code, text, detail)
+    return Failed(BatchInferError.exit_code, f"{type(error).__name__}: {error}", detail)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    named = type(error).__name__ == "OutOfMemoryError"
+    return named or isinstance(error, MemoryError) or "can't allocate memory" in str(error)

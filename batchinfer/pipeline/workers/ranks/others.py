@@ -1,0 +1,158 @@
+"""The leading rank's end of the others of its engine: it starts them, tells them what to do, and ends with them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from batchinfer.core.errors import OutOfMemory, Unavailable
+from batchinfer.engine.ranks.seat import Seat
+from batchinfer.machine.spawning import Child, Ended, receiving
+from batchinfer.pipeline.workers.engine_entry import RANK
+from batchinfer.pipeline.workers.messages import Failed, Finish, Left, Loaded, WorkerSpec
+from batchinfer.pipeline.workers.ranks.meeting import Meeting
+
+_OTHERS_S = 0.5  # so long after one rank has ended the others are heard: one of them may know why
+_REAP_S = 5.0
+_LEAVE_S = 10.0  # ranks that were told to leave and have not by then are left to the system, which ends them
+
+
+class Parent:
+    """The way to the parent, on which one thread at a time sends."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+        self.recv = connection.recv
+
+    def send(self, message: object) -> None:
+        """Send a message. Raises BrokenPipeError when the parent is gone."""
+        with self._sending:
+            self._connection.send(message)
+
+
+class OtherRanks:
+    """The ranks from 1 on, a process each; as many as there are specifications, which may be none.
+
+    A rank that ends before it is told to ends the engine: its parts of the weights and of the cache are gone. This
+    process then tells the parent why and ends, whatever it is doing: it may wait for that rank for ever. The kernel
+    ends the other ranks with it.
+    """
+
+    def __init__(self, spec: WorkerSpec, parent: Parent) -> None:
+        """Start them: they import what they need, and wait to be told to load. Raises OSError."""
+        self._parent, self._size = parent, 1 + len(spec.others)
+        self._changed = threading.Condition()
+        self._loaded = 0
+        self.peaks: list[int] = []  # bytes that each that has left held at most
+        self.seat: Seat | None = None  # of this process; None: there are no other ranks
+        self._children: list[Child] = []
+        if not spec.others:
+            return
+        self._meeting = Meeting(spec.division)
+        self.seat = self._meeting.seat(0)
+        for rank, other in enumerate(spec.others, 1):
+            child = Child(RANK, other, self._meeting.seat(rank), files=self._meeting.files)
+            self._children.append(child)
+        threading.Thread(target=self._watch, daemon=True, name="ranks").start()
+
+    def tell(self, message: object) -> None:
+        """Send a message to all of them. Should one be gone, this process soon ends."""
+        for child in self._children:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                child.connection.send(message)
+
+    def await_loaded(self) -> None:
+        """Wait until all have loaded their weights."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loaded == len(self._children))
+        self._meeting.over()
+
+    def finish(self) -> None:
+        """Have them leave: nothing more is to be computed."""
+        self.tell(Finish(0))
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.peaks) == len(self._children), _LEAVE_S)
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Let an error that a lost rank may have caused be reported as that loss, if it is one."""
+        try:
+            yield
+        except (EOFError, BrokenPipeError):  # the parent is gone
+            raise
+        except Exception:
+            if self._children:
+                time.sleep(4 * _OTHERS_S)  # by then `_watch` has ended this process
+            raise
+
+    def _watch(self) -> None:
+        """Hear the ranks until one ends that was not to, or all have left."""
+        left: set[int] = set()
+        rank_of = {child.connection: rank for rank, child in enumerate(self._children, 1)}
+        while len(left) < len(rank_of):
+            for connection in wait([one for one, rank in rank_of.items() if rank not in left]):
+                rank = rank_of[connection]  # type: ignore[index]
+                message = _heard(self._children[rank - 1])
+                if isinstance(message, Loaded | Left):
+                    self._note(message)
+                    left |= {rank} if isinstance(message, Left) else set()
+                else:
+                    self._end(rank, message)
+
+    def _note(self, message: Loaded | Left) -> None:
+        with self._changed:
+            if isinstance(message, Left):
+                self.peaks.append(message.peak_rss)
+            else:
+                self._loaded += 1
+            self._changed.notify_all()
+
+    def _end(self, rank: int, failed: Failed | None) -> None:
+        """Tell the parent which rank is lost, and end this process."""
+        ends = [(rank, failed), *self._also_ended(rank)]
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._parent.send(min((self._told(*end) for end in ends), key=_rank_of_cause))
+        os._exit(1)
+
+    def _also_ended(self, first: int) -> Iterator[tuple[int, Failed | None]]:
+        """Yield what the ranks say that end now, too: when one is killed, the others find that it is gone."""
+        numbered = {child.connection: rank for rank, child in enumerate(self._children, 1) if rank != first}
+        time.sleep(_OTHERS_S)
+        for connection in wait([*numbered], 0) if numbered else ():
+            rank = numbered[connection]  # type: ignore[index]
+            message = _heard(self._children[rank - 1])
+            if message is None or isinstance(message, Failed):
+                yield rank, message
+
+    def _told(self, rank: int, failed: Failed | None) -> Failed:
+        """Return what the parent hears of the end of a rank."""
+        who = f"rank {rank} of {self._size}"
+        if failed is not None:
+            return replace(failed, message=f"{who}: {failed.message}")
+        ended = self._children[rank - 1].wait(_REAP_S)
+        return _death(f"{who} {'closed its connection' if ended is None else ended}", ended)
+
+
+def _death(what: str, ended: Ended | None) -> Failed:
+    memory = ended is not None and ended.out_of_memory
+    return Failed((OutOfMemory if memory else Unavailable).exit_code, what, "", died=True)
+
+
+def _rank_of_cause(failed: Failed) -> int:
+    """Sort causes before what they cause: that a rank was killed, that it lacked memory, any other error."""
+    return 0 if not failed.detail else 1 if failed.exit_code == OutOfMemory.exit_code else 2
+
+
+def _heard(child: Child) -> Any:
+    """Return the next message of a rank; None: it has ended."""
+    try:
+        with receiving():
+            return child.connection.recv()
+    except EOFError:
+        return None

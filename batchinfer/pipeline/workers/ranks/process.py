@@ -1,0 +1,42 @@
+"""The process of a rank that follows: it runs what the worker, the rank 0 of its engine, tells it to."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from batchinfer.engine.ranks.seat import Seat
+from batchinfer.machine.garbage import loaded_for_good
+from batchinfer.machine.memory import peak_memory
+from batchinfer.machine.spawning import receiving
+from batchinfer.pipeline.workers.endings import failure, leave, settle
+from batchinfer.pipeline.workers.loading import RankLoading
+from batchinfer.pipeline.workers.messages import Finish, Left, WorkerSpec
+
+
+def main(spec: WorkerSpec, seat: Seat, connection: Connection[Any, Any]) -> None:
+    """Entry point of the spawned process."""
+    try:
+        settle(spec.place)
+        follower = RankLoading(spec, seat, connection).follower()
+        with loaded_for_good():
+            _follow(follower, connection)
+    except EOFError:  # the leading rank is gone
+        leave()
+    except BaseException as error:  # noqa: BLE001 - whatever it was, the leading rank must hear of it
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.send(failure(error))
+        raise SystemExit(1) from None
+    leave()
+
+
+def _follow(follower: Any, connection: Connection[Any, Any]) -> None:
+    """Run each step that comes, until the engine has no more. follower: a Follower, or one of a test."""
+    while True:
+        with receiving():
+            message = connection.recv()
+        if isinstance(message, Finish):
+            connection.send(Left(peak_memory()))
+            return
+        follower.run(message)

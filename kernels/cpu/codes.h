@@ -1,0 +1,138 @@
+/* Codes of activations, unsigned with the zero point 128, as products with quantised weights read them: bytes, four a word,
+ * where the CPU multiplies bytes. AVX2 has one instruction for that, and it saturates. There a code takes 16 bits, and a
+ * word of four codes becomes two: the first and the third, and the second and the fourth, which are what a word of a weight
+ * gives by a shift or two. Sums are the same exact integers. */
+#if LANES == 8 && !TILES && !MMLA_INT8
+#define WIDE_CODES 1
+#define CODE_BYTES 2
+#else
+#define WIDE_CODES 0
+#define CODE_BYTES 1
+#endif
+
+/* Bytes of a row of codes. */
+INLINE int64_t codes_of(int64_t inputs) { return padded(inputs) * CODE_BYTES; }
+
+/* The code of one input, the lowest byte of `code`. */
+INLINE void put_code(uint8_t *codes, int64_t input, int32_t code) {
+    int64_t at = WIDE_CODES ? (input & ~(int64_t)3) + input % 2 * 2 + input % 4 / 2 : input;
+    codes[at * CODE_BYTES] = (uint8_t)code;
+    if (WIDE_CODES) codes[at * CODE_BYTES + 1] = 0;
+}
+
+/* Codes of twice LANES inputs, which `a` and `b` have in their lowest bytes: one after the other, or, `apart` (a constant),
+ * the even ones and the odd ones. `past` (a constant): past the caches, where streams.h allows it. */
+INLINE void put_codes(uint8_t *codes, vi a, vi b, const int apart, const int past) {
+#if WIDE_CODES
+    /* the lowest bytes of each four lanes, in the order of a row's codes where all four are of one stretch */
+    const __m256i bytes = _mm256_set1_epi64x((int64_t)(apart ? 0x800c800880048000 : 0x800c800480088000));
+    __m256i first = _mm256_shuffle_epi8((__m256i)a, bytes), second = _mm256_shuffle_epi8((__m256i)b, bytes), words;
+    if (apart)
+        words = _mm256_unpacklo_epi32(first, second);
+    else
+        words = _mm256_permute4x64_epi64(_mm256_unpacklo_epi64(first, second), 0xd8);
+    past ? stream_words(codes, (vi)words) : _mm256_storeu_si256((__m256i *)codes, words);
+#else
+    if (apart) {
+        vi both = (a & 0xff) | (b << 8);
+        past ? stream_halves((uint16_t *)codes, both) : store_halves((uint16_t *)codes, both);
+    } else if (past) {
+        stream_bytes(codes, a), stream_bytes(codes + LANES, b);
+    } else {
+        store_bytes(codes, a), store_bytes(codes + LANES, b);
+    }
+#endif
+}
+
+/* Four codes of a row. */
+typedef struct {
+    int32_t words[CODE_BYTES];
+} Four;
+
+INLINE vi dot_four(vi sum, Four codes, vi weight) {
+#if WIDE_CODES
+    sum = dot_int16(sum, splat_word(codes.words[0]), even_bytes(weight));
+    return dot_int16(sum, splat_word(codes.words[1]), odd_bytes(weight));
+#else
+    return dot_int8(sum, splat_word(codes.words[0]), weight);
+#endif
+}
+
+/* A word of four codes of `rows` (a constant) rows, which are `stride` bytes apart. */
+INLINE void add_codes(const uint8_t *x, const vi *weight, int64_t stride, vi sums[][COLUMNS], const int rows) {
+#if WIDE_CODES
+    for (int odd = 0; odd < 2; odd++) { /* one after the other: sums, halves of weights and one of codes fit the registers */
+        vi halves[COLUMNS];
+        for (int c = 0; c < COLUMNS; c++) halves[c] = odd ? odd_bytes(weight[c]) : even_bytes(weight[c]);
+        for (int r = 0; r < rows; r++) {
+            int32_t word;
+            memcpy(&word, x + r * stride + odd * 4, 4);
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] = dot_int16(sums[r][c], splat_word(word), halves[c]);
+        }
+    }
+#else
+    for (int r = 0; r < rows; r++) {
+        int32_t word;
+        memcpy(&word, x + r * stride, 4);
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = dot_int8(sums[r][c], splat_word(word), weight[c]);
+    }
+#endif
+}
+
+#if WIDE_CODES
+#define CODE_ROWS 48    /* rows that a slice of a panel meets once it is widened */
+#define CODE_SLICE 64   /* words of a panel: widened, of 8 KiB, they stay in an L1 of 32 */
+
+/* Each word of four of a weight as two, like a row's codes. `ahead`: what is fetched meanwhile, a line for each word. */
+INLINE void widen_codes(const vi *weight, int64_t words, const char *ahead, vi *to) {
+    for (int64_t i = 0; i < words; i++, weight += COLUMNS, to += 2 * COLUMNS) {
+        if (ahead) __builtin_prefetch(ahead + i * COLUMNS * sizeof *weight, 0, TO_L2);
+        for (int c = 0; c < COLUMNS; c++) to[c] = even_bytes(weight[c]), to[COLUMNS + c] = odd_bytes(weight[c]);
+    }
+}
+
+/* Widened words of `rows` (a constant) rows are added to their sums. */
+INLINE void add_widened(const uint8_t *x, const vi *weight, int64_t words, int64_t stride, vi (*to)[COLUMNS], const int rows) {
+    vi sums[ROWS][COLUMNS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] = to[r][c];
+    for (int64_t i = 0; i < words; i++, weight += COLUMNS)
+        for (int r = 0; r < rows; r++) {
+            int32_t word;
+            memcpy(&word, x + r * stride + i * 4, 4);
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] = dot_int16(sums[r][c], splat_word(word), weight[c]);
+        }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++) to[r][c] = sums[r][c];
+}
+
+/* Sums of up to CODE_ROWS rows with one panel, of `words` words each. `more`: the next panel, which follows, is fetched. */
+static void sum_widened(const uint8_t *x, const vi *panel, int64_t words, int64_t stride, int64_t rows, int more,
+                        vi (*sums)[COLUMNS]) {
+    vi wide[2 * CODE_SLICE * COLUMNS];
+    memset(sums, 0, rows * sizeof *sums);
+    for (int64_t i = 0; i < words; i += CODE_SLICE) {
+        int64_t count = words - i < CODE_SLICE ? words - i : CODE_SLICE;
+        widen_codes(panel + i * COLUMNS, count, more ? (const char *)(panel + (words + i) * COLUMNS) : NULL, wide);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const uint8_t *from = x + r * stride + i * 4 * CODE_BYTES;
+#define CASE(n) \
+    case n: add_widened(from, wide, 2 * count, stride, sums + r, n); break;
+            switch (rows - r < ROWS ? rows - r : ROWS) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+        }
+    }
+}
+#endif
+
+/* How rows of codes are cut up for a product with a weight. More than a block's are cut evenly where panels are widened. */
+INLINE Cut cut_codes(int64_t from, int64_t rows, int64_t inputs, int64_t group) {
+    Cut cut = cut_rows(from, rows, codes_of(inputs), TILES && !group);
+#if WIDE_CODES
+    if (!group && rows > ROWS) {
+        int64_t blocks = (rows + CODE_ROWS - 1) / CODE_ROWS, height = ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;
+        cut = (Cut){from, rows, height, (rows + height - 1) / height, CHUNK_BYTES / (height * codes_of(inputs)) + 1};
+    }
+#endif
+    return cut;
+}

@@ -1,0 +1,50 @@
+"""An engine of two ranks, the second of which is lost at a step: for the engine's factory in a test's job."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+AT = "DIES_AT"  # which step
+HOW = "DIES_HOW"  # the name of a signal; "memory": it raises MemoryError
+DIED = "DIED"  # a file, which is there once a rank was lost
+
+
+class DyingFollower:
+    """Runs steps up to one."""
+
+    def __init__(self, follower: Any) -> None:
+        self._follower, self._left = follower, int(os.environ[AT])
+
+    def run(self, step: Any) -> None:
+        """Run a step, or be lost."""
+        self._left -= 1
+        if self._left < 0 and not Path(os.environ[DIED]).exists():
+            Path(os.environ[DIED]).touch()
+            if os.environ[HOW] == "memory":
+                raise MemoryError("the rank was asked to have none")
+            os.kill(os.getpid(), getattr(signal, os.environ[HOW]))
+        self._follower.run(step)
+
+
+class DyingWeights:
+    """The weights of a rank that is lost."""
+
+    def __init__(self, weights: Any) -> None:
+        self._weights = weights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._weights, name)
+
+    def follower(self, *arguments: Any) -> DyingFollower:
+        """Make a follower as LoadedWeights does."""
+        return DyingFollower(self._weights.follower(*arguments))
+
+
+def build(*arguments: Any, **named: Any) -> DyingWeights:
+    """Load as batchinfer.engine.load.build.load_weights does."""
+    from batchinfer.engine.load import build as building
+
+    return DyingWeights(building.load_weights(*arguments, **named))

@@ -1,0 +1,109 @@
+"""The ranks of an engine: who has what, where they listen, and that a step of theirs is one of a single process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchinfer.core.errors import CannotSplit
+from batchinfer.engine.ranks.parts import check_division, place_of, stage_spans
+from batchinfer.engine.ranks.seat import Division
+from batchinfer.machine.spawning import Child
+from batchinfer.models.parallel.place import Portion, RankPlace
+from batchinfer.models.spec.parameters import layer_parameters
+from batchinfer.models.spec.spec import ExpertsSpec
+from batchinfer.pipeline.workers.ranks.meeting import Meeting
+from batchinfer_kernels.routing import Routing
+from tests.model_costs import llama_spec
+
+LISTENS = "0A"  # a state in /proc/net/tcp
+LOOPBACK = "0100007F"
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_each_rank_has_one_seat_and_neighbours_are_mutual(tensor: int, stages: int) -> None:
+    division = Division(tensor, stages)
+    every = range(division.ranks)
+    seats = {(division.stage(rank), division.tensor_rank(rank)) for rank in every}
+    assert seats == {(stage, part) for stage in range(stages) for part in range(tensor)}
+    assert division.stage(0) == stages - 1
+    for rank in every:
+        behind = division.neighbour(rank, 1)
+        if behind is None:
+            assert division.stage(rank) == stages - 1
+            continue
+        assert division.stage(behind) == division.stage(rank) + 1
+        assert division.tensor_rank(behind) == division.tensor_rank(rank)
+        assert division.neighbour(behind, -1) == rank
+
+
+def test_stages_cover_the_layers_in_order_and_the_one_with_the_head_has_fewer() -> None:
+    spec = llama_spec(12, 64, 128, 4, 2, 16, vocab=100)
+    for stages in (1, 2, 3, 5, 12):
+        spans = stage_spans(spec, stages)
+        assert [at for first, end in spans for at in range(first, end)] == list(range(12))
+        assert len(spans) == stages
+    layer = sum(map(prod, layer_parameters(spec.layers[0]).values()))
+    heavy = replace(spec, vocab=4 * layer // spec.hidden)  # the head weighs as much as four layers
+    assert stage_spans(heavy, 2) == [(0, 8), (8, 12)]
+    with pytest.raises(CannotSplit, match="12 at the most"):
+        stage_spans(spec, 13)
+
+
+def test_what_does_not_divide_is_refused_with_what_does() -> None:
+    spec = llama_spec(3, 64, 128, 4, 2, 16, vocab=100)
+    with pytest.raises(CannotSplit, match=r"can be divided among 1, 2"):
+        check_division(spec, Division(tensor=3))
+    check_division(spec, Division(tensor=2, stages=3))
+    assert place_of(0, Division(), spec).whole
+
+
+def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
+    spec = llama_spec(2, 64, 128, 4, 2, 16, vocab=100)
+    for count, experts in ((6, Portion(1, 2)), (5, None)):
+        routed = ExpertsSpec(Routing(count, 2), 128, "silu")
+        model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
+        assert place_of(1, Division(tensor=2), model) == RankPlace(Portion(1, 2), experts)
+        check_division(model, Division(tensor=2))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ranks_listen_on_the_loopback_alone() -> None:
+    meeting = Meeting(Division(tensor=2))
+    task = f"{__name__}:listening"
+    children = [Child(task, meeting.seat(rank), files=meeting.files) for rank in (0, 1)]
+    try:
+        found = [child.connection.recv() for child in children]
+    finally:
+        for child in children:
+            child.close()
+    assert all(found), "gloo listens somewhere"
+    assert {address for addresses in found for address in addresses} == {LOOPBACK}
+
+
+def listening(seat: object, connection: object) -> None:
+    """Meet the other rank, and tell on which addresses this process listens."""
+    import torch
+
+    from batchinfer.engine.ranks.joining import join
+
+    company = join(seat, torch.device("cpu"))  # type: ignore[arg-type]
+    company.everyone.all_reduce(torch.ones(1))
+    own = {
+        os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists() or path.is_symlink()
+    }
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENS and f"socket:[{fields[9]}]" in own:
+                found.append(fields[1].partition(":")[0])
+    connection.send(found)  # type: ignore[attr-defined]
+    connection.recv()  # type: ignore[attr-defined]

@@ -1,0 +1,194 @@
+"""What a rank reads of a checkpoint: its part, which is that of the whole, and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from batchinfer.core.errors import CannotSplit
+from batchinfer.models.checkpoint import weights as weights_module
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.checkpoint.read_ahead import ReadAhead
+from batchinfer.models.checkpoint.stored_parts import StoredParts, check_parts
+from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights
+from batchinfer.models.formats.mxfp4 import mxfp4_values
+from batchinfer.models.parallel.place import Portion, RankPlace
+from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.spec.parameters import LINES, SCALES, ZEROS, parameter_count
+from batchinfer.models.spec.spec import LinearSpec
+from batchinfer_kernels.arithmetic import STORED
+from tests.checkpoints import make_checkpoint
+from tests.packed_weights import make_fp8, make_mxfp4
+from tests.published_formats import PUBLISHED, SIZES, make_published
+
+
+class CountedFile:
+    """A safetensors file that counts the bytes that are taken of it."""
+
+    read: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, *place: Any, **how: Any) -> None:
+        self._file = safe_open(*place, **how)
+
+    def __enter__(self) -> CountedFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._file.__exit__(*details)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._noted(name, self._file.get_tensor(name))
+
+    def get_slice(self, name: str) -> CountedSlice:
+        return CountedSlice(self, name, self._file.get_slice(name))
+
+    def _noted(self, name: str, found: Tensor) -> Tensor:
+        self.read[name] += found.nbytes
+        return found
+
+
+class CountedSlice:
+    def __init__(self, file: CountedFile, name: str, inner: Any) -> None:
+        self._file, self._name, self._inner = file, name, inner
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        return self._file._noted(self._name, self._inner[part])
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    monkeypatch.setattr(CountedFile, "read", Counter())
+    monkeypatch.setattr(weights_module, "safe_open", CountedFile)
+    return CountedFile.read
+
+
+def read_all(checkpoint: Checkpoint, place: RankPlace) -> None:
+    weights = CheckpointWeights(checkpoint, torch.float32, "cpu", place)
+    weights.tables()
+    for index in range(len(sharded(checkpoint.spec, place).layers)):
+        weights.layer(index)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "gemma2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_rank_reads_its_parameters_and_nothing_else(
+    tmp_path: Path, family: str, experts: bool, read: Counter[str]
+) -> None:
+    make_checkpoint(tmp_path, family, num_key_value_heads=4)
+    checkpoint = inspect_checkpoint(tmp_path)
+    if experts and family not in ("mixtral", "gpt_oss"):
+        return
+    for rank in range(4):
+        share = Portion(rank, 4)
+        place = RankPlace(share, share if experts else None)
+        read.clear()
+        read_all(checkpoint, place)
+        assert sum(read.values()) <= 4 * parameter_count(sharded(checkpoint.spec, place))
+        if not rank:
+            assert sum(read.values()) == 4 * parameter_count(sharded(checkpoint.spec, place))
+
+
+def test_what_is_read_ahead_is_no_more_than_is_read(tmp_path: Path) -> None:
+    """Rows of tensors are; a part of each row is not."""
+    make_checkpoint(tmp_path, "llama", num_key_value_heads=4)
+    checkpoint = inspect_checkpoint(tmp_path)
+    parts = StoredParts(checkpoint, RankPlace(Portion(1, 4)))
+    found = {(each.start, each.end) for each in ReadAhead(checkpoint, parts).ranges(1)}
+    stored = checkpoint.tensors
+    names = ("q_proj", "k_proj", "v_proj")
+    whole = {name: stored[f"model.layers.1.self_attn.{name}.weight"].info for name in names}
+    ahead = sum(end - start for start, end in found)
+    norms = 2 * 48 * 4
+    gate = stored["model.layers.1.mlp.gate_proj.weight"].info.nbytes
+    assert ahead == sum(info.nbytes for info in whole.values()) // 4 + 2 * gate // 4 + norms
+
+
+# Formats whose stored tensors no rank reads a part of
+REFUSED = (
+    "gptq of 8 bits, desc_act, v2", "w8a16, actorder", "nvfp4", "nvfp4 of modelopt", "2:4 sparse", "sparse",
+    "2:4 sparse fp8", "nf4", "nf4, double", "fp4", "torchao int4", "torchao intx", "int8 of bitsandbytes",
+)  # fmt: skip
+FP8 = {"fp8 of blocks": "block", "fp8 of rows": "row", "fp8 of tensors": "tensor"}
+FORMS = ("mxfp4", *FP8, *PUBLISHED)
+
+
+def store(folder: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, Checkpoint]:
+    """A checkpoint stored so, and the same in floats."""
+    packed, plain = folder / "packed", folder / "plain"
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 128}
+    if form == "mxfp4":
+        make_mxfp4(packed, plain, intermediate_size=64)
+    elif form in FP8:
+        make_fp8(packed, plain, "llama", FP8[form], block=128, num_key_value_heads=2, **sizes)
+    else:
+        monkeypatch.setitem(cast(dict[str, Any], SIZES), "intermediate_size", 128)
+        if form == "awq":
+            monkeypatch.setitem(cast(dict[str, Any], PUBLISHED[form].sizes), "moe_intermediate_size", 64)
+        make_published(packed, plain, form)
+    return inspect_checkpoint(packed), inspect_checkpoint(plain)
+
+
+def values(weights: LayerWeights, linear: LinearSpec) -> Tensor:
+    """The values that a product's weight stands for."""
+    weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
+    if scales is None or linear.form is None:
+        return weight
+    if linear.form.codes == "mxfp4":
+        return mxfp4_values(weight.view(len(weight), -1, 16), scales)
+    wide, group = weight.float(), linear.form.group
+    if group:
+        zeros = weights.get(linear.name + ZEROS, torch.zeros_like(scales))
+        return (wide - zeros.repeat_interleave(group, 1)) * scales.repeat_interleave(group, 1)
+    if linear.form.scales == "block":
+        scales = scales[weights[linear.name + LINES].long()].repeat_interleave(128, 1)
+        return wide * scales[:, : wide.shape[1]]
+    return wide * scales[:, None]
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_part_of_a_stored_format_is_that_part_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, held: bool, read: Counter[str]
+) -> None:
+    """Dequantised, and in its codes."""
+    packed, plain = store(tmp_path, form, monkeypatch)
+    packed = packed.as_stored(frozenset(STORED)) if held else packed
+    if form in REFUSED:
+        with pytest.raises(CannotSplit):
+            check_parts(packed, RankPlace(Portion(0, 2)))
+        return
+    whole = Counter[str]()
+    for rank in range(2):
+        place = RankPlace(Portion(rank, 2))
+        check_parts(packed, place)
+        spec = sharded(packed.spec, place)
+        for index, layer in enumerate(spec.layers):
+            wanted = CheckpointWeights(plain, torch.float32, "cpu", place).layer(index)
+            read.clear()
+            found = CheckpointWeights(packed, torch.float32, "cpu", place).layer(index)
+            whole += read
+            for linear in layer.linears:
+                torch.testing.assert_close(values(found, linear), wanted[linear.name], rtol=1e-6, atol=1e-6)
+    for each in packed.packed.values():
+        assert (
+            whole[each.stored[0]] == packed.tensors[each.stored[0]].info.nbytes
+        )  # codes once, scales perhaps twice
+
+
+def test_a_group_that_lies_across_a_border_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """48 of 96 inputs are no groups of 32; what could be is said."""
+    make_published(tmp_path / "packed", tmp_path / "plain", "w4a16")
+    packed = inspect_checkpoint(tmp_path / "packed")
+    with pytest.raises(CannotSplit, match="0 to 48 of its inputs are no whole groups of 32"):
+        check_parts(packed, RankPlace(Portion(0, 2)))
+    with pytest.raises(CannotSplit, match=r"48 of 96 inputs of down .*among 1$"):
+        sharded(packed.as_stored(frozenset(STORED)).spec, RankPlace(Portion(0, 2)))

@@ -1,0 +1,259 @@
+"""An engine of several ranks: the rows of one process, whatever becomes of a rank, and no process that outlives it."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import BatchInferError, Unavailable
+from batchinfer.job import load_job
+from batchinfer.pipeline.options import RunOptions
+from batchinfer.pipeline.run import run_job
+from batchinfer.pipeline.workers import replica
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.plan.setup import resolve
+from batchinfer.report.progress import Progress
+from tests.batchinfer import dying_rank
+from tests.batchinfer.pipeline.test_pipeline import people, run, table, write_job
+from tests.batchinfer.test_replicas import report
+from tests.batchinfer.wrong_jobs import alive, children
+from tests.checkpoints import make_model_folder
+from tests.examples import first_of
+from tests.patience import PATIENCE_S, wait_until
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
+    pytest.mark.skipif(
+        len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
+    ),
+]
+FLOAT32 = ("model.dtype", "float32")
+TENSOR, STAGES = "engine.tensor_parallel_size", "engine.pipeline_parallel_size"
+REAL = RunOptions(waves_from_s=float("inf"))
+ROWS = 80
+LIVES_S = 3.5  # of a rank of this job, when nobody else uses the machine
+SILENT_S = 2.0
+
+
+def job(folder: Path, model: Path) -> Path:
+    """Prompts of many lengths, more than run at once, with a prefix that they share."""
+    folder.mkdir()
+    rows = [one | {"text": f"{one['text']} " * (1 + n % 7)} for n, one in enumerate(people(ROWS))]
+    sampling = {"max_tokens": 24, "ignore_eos": True}
+    return write_job(
+        folder, model, rows, sampling=sampling, engine={"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_children: None) -> list[dict[str, Any]]:
+    """What one process answers."""
+    path = job(tmp_path_factory.mktemp("alone") / "job", model)
+    run(path, REAL, FLOAT32)
+    return table(path)
+
+
+def ranks() -> list[int]:
+    """The processes of this one's ranks, of those that follow."""
+    found = []
+    for pid in children(os.getpid()):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if b"workers.ranks.process:main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return alive(found)
+
+
+@contextmanager
+def suffering(after_s: float, what: str) -> Iterator[list[int]]:
+    """Have the first rank that there is suffer, so long after it was started; yields those that did."""
+    struck: list[int] = []
+    over = threading.Event()
+
+    def strike() -> None:
+        while not over.is_set():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if found := ranks():
+                    over.wait(after_s)
+                    _strike(found[0], what)
+                    struck.append(found[0])
+                    return
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield struck
+    finally:
+        over.set()
+        thread.join(PATIENCE_S)
+
+
+def _strike(pid: int, what: str) -> None:
+    """Kill a process, stop it for longer than an engine may be silent, or let it have no more memory."""
+    if what == "memory":
+        resource.prlimit(pid, resource.RLIMIT_AS, (1, 1))
+        return
+    os.kill(pid, getattr(signal, what))
+    if what == "SIGSTOP":
+        time.sleep(2 * SILENT_S)  # one that loads may take its time, and goes on
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("division", first_of((
+    ({TENSOR: 2},), ({STAGES: 2},), ({TENSOR: 2, STAGES: 2},), ({TENSOR: 4},), ({STAGES: 3, "engine.max_num_seqs": 2},),
+), 3))  # fmt: skip
+def test_ranks_answer_as_one_process_does(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    division: dict[str, int],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)  # more ranks than there may be cores
+    path = job(tmp_path / "job", model)
+    row = run(path, REAL, FLOAT32, *((name, str(size)) for name, size in division.items())).row
+    assert table(path) == alone
+    ranks_of = division.get(TENSOR, 1) * division.get(STAGES, 1)
+    assert (row["exit_code"], row["ranks"], row["replicas"], row["worker_restarts"]) == (0, ranks_of, 1, 0)
+    steps = report(path, "steps")
+    assert {one["engine"] for one in steps} == {0}
+    assert [one["step"] for one in steps] == list(range(len(steps)))
+    assert ranks() == []
+
+
+@pytest.mark.parametrize("experts", first_of((4, 5), 1))
+def test_ranks_share_the_experts(tmp_path: Path, experts: int) -> None:
+    """2 whole ones each, or a half of each of 5."""
+    make_model_folder(tmp_path / "model", "mixtral", num_local_experts=experts)
+    found = []
+    for name, options in (("alone", ()), ("shared", ((TENSOR, "2"),))):
+        path = job(tmp_path / name, tmp_path / "model")
+        run(path, REAL, FLOAT32, *options)
+        found.append(table(path))
+    assert found[0] == found[1]
+
+
+def test_stages_have_the_block_tables_of_layers_with_windows_and_without(tmp_path: Path) -> None:
+    """Stages of 2 and of 3 of the layers, of which every other one sees 16 tokens: what it has left is freed in all."""
+    make_model_folder(tmp_path / "model", "gemma3_text", num_hidden_layers=5, sliding_window=16)
+    found = []
+    for name, options in (("alone", ()), ("staged", ((STAGES, "2"),))):
+        path = job(tmp_path / name, tmp_path / "model")
+        row = run(path, REAL, FLOAT32, *options).row
+        assert row["exit_code"] == 0
+        found.append(table(path))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("seed", "what"), first_of(
+    ((seed, what) for seed in range(21) for what in ("SIGKILL", "SIGSTOP", "memory")), 3
+))  # fmt: skip
+def test_a_rank_that_is_lost_costs_nothing(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    seed: int, what: str,
+) -> None:  # fmt: skip
+    """Killed, stopped, or without memory, at any moment of its life. A rank that has no memory to load in ends the run,
+    as the only process of an engine does; the same command goes on."""
+    monkeypatch.setattr(replica, "SILENT_S", SILENT_S)
+    path = job(tmp_path / "job", model)
+    after_s = random.Random(f"{what} {seed}").uniform(0, LIVES_S)
+    division = random.Random(seed).choice((TENSOR, STAGES))
+    try:
+        with suffering(after_s, what):
+            run(path, REAL, FLOAT32, (division, "2"))
+    except BatchInferError as error:
+        assert what == "memory", "every other loss is made good"
+        assert "rank 1 of 2" in str(error)
+        wait_until(lambda: not ranks())
+        run(path, REAL, FLOAT32, (division, "2"))
+    assert table(path) == alone
+    wait_until(lambda: not ranks())
+
+
+@pytest.mark.parametrize(("division", "how", "said"), first_of((
+    (TENSOR, "SIGKILL", "rank 1 of 2 was killed (signal 9, SIGKILL)"),
+    (STAGES, "SIGSTOP", "made no progress"),
+    (STAGES, "memory", "rank 1 of 2: out of memory"),
+    (STAGES, "SIGKILL", "rank 1 of 2 was killed (signal 9, SIGKILL)"),
+    (TENSOR, "SIGABRT", "rank 1 of 2 ended by signal 6 (SIGABRT)"),
+), 3))  # fmt: skip
+def test_the_engine_is_started_again_and_says_which_rank_was_lost(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    division: str, how: str, said: str,
+) -> None:  # fmt: skip
+    """After the rank's seventh step; where memory had run out, the next engine runs smaller steps."""
+    for name, value in (
+        (dying_rank.AT, "7"),
+        (dying_rank.HOW, how),
+        (dying_rank.DIED, str(tmp_path / "died")),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(replica, "SILENT_S", SILENT_S)
+    path, notices = job(tmp_path / "job", model), list[str]()
+    dying = replace(REAL, engine="tests.batchinfer.dying_rank:build")
+    settings = load_job(path, (FLOAT32, (division, "2")))
+    row = run_job(settings, dying, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append).row
+    assert (row["exit_code"], row["worker_restarts"]) == (0, 1)
+    assert table(path) == alone
+    assert any(said in notice for notice in notices)
+    steps = [one for one in report(path, "steps") if one["engine"] == 1]
+    tokens = max(one["prefill_tokens"] + one["decode_tokens"] for one in steps)
+    assert (tokens <= 32) == ("memory" in said or "SIGKILL" in said)  # as which the kernel's killer is taken
+    assert ranks() == []
+
+
+@pytest.mark.parametrize("division", first_of((TENSOR, STAGES), 2))
+def test_ranks_make_the_logits_that_are_asked_for(tmp_path: Path, model: Path, division: str) -> None:
+    """Of rows with masks and log-probabilities, of prompts, and of given continuations: each is a call of all ranks."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+    rows = people(12)
+    asked: dict[str, dict[str, Any]] = {
+        "guided": {"output": {"schema": schema}, "sampling": {"max_tokens": 16, "logprobs": 2}},
+        "penalised": {"sampling": {"max_tokens": 9, "frequency_penalty": 0.5, "prompt_logprobs": 1}},
+        "chosen": {"task": "classify", "classify": {"choices": [" yes", " no", " not at all"]}, "sampling": None},
+    }  # fmt: skip
+    for name, sections in asked.items():
+        found = []
+        for size in ("1", "2"):
+            folder = tmp_path / name / size
+            folder.mkdir(parents=True)
+            path = write_job(folder, model, rows, on_error={"max_error_rate": 1.0}, **sections)
+            assert run(path, REAL, FLOAT32, (division, size)).exit_code == 0
+            found.append([_rounded(row) for row in table(path)])
+        assert found[0] == found[1], name
+
+
+def _rounded(value: Any) -> Any:
+    """Sums over ranks differ in their last bits."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def test_bits_are_not_promised_where_sums_are_divided(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(Unavailable, match="tensor_parallel_size") as refused:
+        run(job(tmp_path / "job", model), REAL, (TENSOR, "2"), ("engine.deterministic", "true"))
+    assert refused.value.exit_code == 69
+
+
+def test_stages_keep_the_bits(tmp_path: Path, model: Path) -> None:
+    """Of sampled answers and log-probabilities, whatever runs beside a row."""
+    found = []
+    for number, stages in enumerate(("1", "2")):
+        path = job(tmp_path / str(number), model)
+        sampling = (("sampling.temperature", "1.2"), ("sampling.logprobs", "2"))
+        run(path, REAL, (STAGES, stages), ("engine.deterministic", "true"), *sampling)
+        found.append([file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))])
+    assert found[0] == found[1]

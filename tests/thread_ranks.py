@@ -1,0 +1,97 @@
+"""Ranks as threads of one process, which add up in memory: tests of what ranks compute need no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import Queue
+from threading import Barrier, BrokenBarrierError
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+PATIENCE = 60.0  # seconds for another rank
+
+
+@dataclass
+class _Meeting:
+    """What the ranks of a group share."""
+
+    size: int
+    given: dict[int, Tensor] = field(default_factory=dict)
+    mail: dict[tuple[int, int], Queue[Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = Barrier(self.size, timeout=PATIENCE)
+        self.mail = {(a, b): Queue() for a in range(self.size) for b in range(self.size)}
+
+
+@dataclass
+class ThreadGroup:
+    """A rank of a group; `sent` counts the bytes that it gave to sums and gathers."""
+
+    rank: int
+    meeting: _Meeting
+    sent: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.meeting.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Add up in the order of the ranks."""
+        found = self.all_gather(x)
+        total = found[0]
+        for part in found[1:]:
+            total = total + part
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks."""
+        self.sent += x.nbytes
+        self.meeting.given[self.rank] = x.clone()
+        self.meeting.barrier.wait()
+        found = torch.stack([self.meeting.given[rank] for rank in range(self.size)])
+        self.meeting.barrier.wait()
+        return found
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """Return that of the source."""
+        return self.all_gather(x)[source]
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Leave it for the other one."""
+        self.meeting.mail[self.rank, to].put(x.clone())
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Wait for it."""
+        return x.copy_(self.meeting.mail[source, self.rank].get(timeout=PATIENCE))
+
+
+def groups_of(size: int) -> list[ThreadGroup]:
+    """Make the ranks of a group."""
+    meeting = _Meeting(size)
+    return [ThreadGroup(rank, meeting) for rank in range(size)]
+
+
+def of_ranks(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], T]) -> list[T]:
+    """Do the work of all ranks at once; what each returned. Raises what the first failing one raised."""
+
+    def done(group: ThreadGroup) -> T:
+        torch.set_num_threads(1)
+        try:
+            return work(group)
+        except BaseException:
+            group.meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        found = [pool.submit(done, group) for group in groups]
+        errors = [error for one in found if (error := one.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, BrokenBarrierError):
+                raise error
+        return [one.result() for one in found]
