@@ -39,6 +39,7 @@ MODULES = (
 )
 MESSAGE_BYTES = 1 << 20
 ABOVE = 100  # descriptors that no test has
+MOST_DESCRIPTORS = 200  # of a child
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # of prctl
 
 
@@ -101,7 +102,7 @@ def serve(orders: socket.socket) -> None:
     for module in MODULES:
         importlib.import_module(module)
     while True:
-        data, descriptors, _, _ = socket.recv_fds(orders, MESSAGE_BYTES, 16)
+        data, descriptors, _, _ = socket.recv_fds(orders, MESSAGE_BYTES, MOST_DESCRIPTORS)
         if not data:
             return
         between = os.fork()

@@ -89,7 +89,7 @@ def _publish(run: OpenRun, context: bytes, index: Index, store: CompletionStore)
     with run.report.timed("publish_s"):
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
         spill, attempts = run.state.staging / "join", index.attempts
-        join = joined(index.index_parts, store.parts(), spill, attempts=attempts)
+        join = joined(index.index_parts, store.parts(), spill, attempts=attempts, taken=index.taken)
         refuse_to_publish(run, index, join)
         index, join = with_calibration(index, join, spill)
         return publish_result(run, context, index, store, join)

@@ -58,6 +58,16 @@ class EqualRows:
         self._settled = 0  # parts
         self._kept: list[Path] = []  # of rows that were given another key: their first one
 
+    def begins_behind(self, parts: int) -> None:
+        """Take the rows of so many parts, the first ones, as settled: none of them is another sample of an equal
+        row."""
+        self._settled, self._kept = parts, []
+
+    @property
+    def numbered(self) -> bool:
+        """Whether equal rows were given keys of their own."""
+        return bool(self._kept)
+
     def settle(self, parts: Sequence[Path], tokens: TokenStore) -> int:
         """Settle the rows of those of these parts, in row order, that were not here the last time. Return how many
         became error rows. Raises StorageError, OutOfMemory."""
@@ -76,7 +86,7 @@ class _Stretch:
         self.parts, self._spill, self._ops, self._threads = parts, spill, ops, threads
         rows = [pq.read_metadata(part).num_rows for part in parts]
         self._ends = np.cumsum(rows, dtype=np.int64)
-        self.first_row = sum(rows[:settled])
+        self.first_row, self.new_parts = sum(rows[:settled]), parts[settled:]
 
     def patch(self, query: str, change: Change) -> int:
         """Change the rows that a query finds, which are of this stretch; how many there were."""
@@ -111,12 +121,14 @@ class _Stretch:
 
 def _refuse_repeated_ids(new: _Stretch, input_row: str) -> int:
     """Turn every row whose custom_id an earlier row of the input has into an error row; how many became one."""
-    if not new.parts:
+    if not new.new_parts:
         return 0
     rows = (
         f"SELECT row_id, {input_row} AS own, custom_id, error_code FROM {parquet(new.parts)} "
         "WHERE custom_id IS NOT NULL"
     )
+    if new.first_row:  # mostly few rows are new: only their ids are looked for
+        rows += f" AND custom_id IN (SELECT custom_id FROM {parquet(new.new_parts)})"
     query = (
         "SELECT row_id, first FROM (SELECT row_id, own, error_code, min(own) OVER (PARTITION BY custom_id) AS first "
         f"FROM {_repeated(rows, 'custom_id')}) WHERE own > first AND error_code IS NULL"
@@ -136,7 +148,7 @@ def _number_equal_samples(
     keys of later attempts say so, too, where these are sampled. `earlier`: files like `kept`, which is written with the
     first keys of these rows; it is returned if there are some.
     """
-    if not new.parts:
+    if not new.new_parts:
         return []
     rows = f"SELECT row_id, key FROM {parquet(new.parts)} WHERE key IS NOT NULL AND NOT greedy"
     if earlier:

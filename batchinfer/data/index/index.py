@@ -24,6 +24,7 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
+from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.prompts.arguments.unread import unread_text
@@ -148,6 +149,14 @@ class BestOf(NamedTuple):
         return 1 if self.lists else self.published
 
 
+class Stretches(NamedTuple):
+    """The stretches of a kept index that have the rows of an index, behind those that were taken over: what they follow
+    from, and the folder and the rows of each. They can be taken over whole, too, once the rows are published."""
+
+    identity: str
+    rows: tuple[tuple[str, int], ...]
+
+
 @dataclass(frozen=True)
 class Index:
     """A complete index. Open it with `Index.open(folder)`."""
@@ -186,6 +195,9 @@ class Index:
     # The texts of which each answer is one, where the result has a column of confidence; (): that of `answers`' fields
     confidence: tuple[str, ...] | None = None
     prompt_logprobs: bool = False  # whether the result has a column for log-probabilities of prompts
+    # Its first rows, which have their answers; only of an index that was made a moment ago
+    taken: TakenRows = field(default=NOTHING_TAKEN, compare=False)
+    stretches: Stretches | None = field(default=None, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> Index:

@@ -23,11 +23,11 @@ import pyarrow as pa
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.content_free_row import check_rendered, content_free_row
 from batchinfer.data.index.duplicates import EqualRows
-from batchinfer.data.index.index import AnswerSchema, BestOf, Index, Layout, index_schema
+from batchinfer.data.index.index import AnswerSchema, BestOf, Index, Layout, Stretches, index_schema
 from batchinfer.data.index.ingest_options import IngestOptions
-from batchinfer.data.index.keeping import Keeping, KeptIndex, kept_index
+from batchinfer.data.index.keeping import Keeping, KeptIndex, RowsToKnow, kept_index
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
-from batchinfer.data.index.token_store import TokenStore
+from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.index.writer import IndexWriter, RowPlace, RowsSoFar
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
@@ -190,6 +190,8 @@ class Ingestion:
         self._reader: Reader | None = None
         self._writer: IndexWriter | None = None  # once there is a row
         self._kept: KeptIndex | None = None  # while rows are read, of which some may be known
+        self._taken = NOTHING_TAKEN  # the first rows
+        self._columns: Columns | None = None  # once they are chosen
         self._refused = 0  # rows that became error rows because of the rows before them
         self._equal = EqualRows(
             self._spill,
@@ -215,36 +217,63 @@ class Ingestion:
         `cut`."""
         # The prompt without content comes last, and all labels are made of its answer
         whole = self._job.classify.content_free is None
-        return whole and (self._kept is None or not self._kept.may_need_tokens)
+        return whole and (self._kept is None or not (self._kept.may_need_tokens or self._may_read_again))
+
+    @property
+    def _may_read_again(self) -> bool:
+        """Whether rows that come later may show that known ones lack something: a column that the job names, or that
+        they carry with another type."""
+        if self._kept is None or self._reader is None or self._columns is None or not self._kept.knows:
+            return False
+        untyped = bool(self._job.carried) and self._reader.schema() is None
+        return bool(self._columns.unseen) or (untyped and self._taken.rows > 0)
+
+    @property
+    def taken(self) -> TakenRows:
+        """Return the first rows, which were taken over whole."""
+        return self._taken
 
     def steps(self) -> Generator[IngestProgress, None, None]:
         """Read the input, a chunk a step. Close it to give up. Raises as `ingest` does."""
         self._start_over()
         files = self._inputs()
-        while lacking := (yield from self._read(files)):
-            assert self._keeping is not None, "else all rows have their tokens"
-            self._keeping = self._keeping.forgetting(lacking)
+        while (again := (yield from self._read(files))) is not None:
+            self._keeping = again
 
-    def _read(self, files: Sequence[InputFile]) -> Generator[IngestProgress, None, Sequence[bytes]]:
-        """Read the input. Return the keys of rows whose tokens are needed after all: then all is to be read again."""
+    def _read(self, files: Sequence[InputFile]) -> Generator[IngestProgress, None, Keeping | None]:
+        """Read the input. Where that is to be done again, return which rows are known then: because of some the tokens
+        are needed after all, the columns that they carry are of other types now, or it is needed which they have."""
         self._make_folders()
         reader = self._reader = self._opened(files)
         schema = reader.schema()
         mode, columns = choose_prompts(self._job, self._tokenizer, schema, reader.shape)
-        carried = self._carried(schema)
-        try:
-            spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
-            lacking = yield from self._write(reader, spec, columns, carried)
-            if lacking:
-                return lacking
-            if reader.complete:
-                columns.check_all_seen(failed=self._rows.error_rows)
-            if carried is not None:
-                carried.finish(self._layout.passthrough)
-        finally:
-            if carried is not None:
-                carried.close()
-        return ()
+        self._columns = columns
+        spec = self._worker_spec(columns, mode, schema, reader.values_are_text)
+        with self._known(spec, reader, schema) as kept:
+            self._kept = kept
+            self._taken = NOTHING_TAKEN if kept is None else kept.taken
+            carried = self._carried(schema)
+            try:
+                again = yield from self._write(reader, spec, columns, carried, kept)
+                if again is not None:
+                    return again
+                if reader.complete and (again := self._checked(columns)) is not None:
+                    return again
+                if carried is not None:
+                    carried.finish(self._layout.passthrough)
+            finally:
+                if carried is not None:
+                    carried.close()
+        return None
+
+    def _checked(self, columns: Columns) -> Keeping | None:
+        """Check that rows had the columns that the job names. Which ones known rows had is not known: where they may be
+        missing, return that no row is to be known. Raises JobFileError."""
+        failed = self._rows.error_rows
+        if self._keeping is not None and self._rows.known_rows and columns.lacking(failed):
+            return replace(self._keeping, anew=True)
+        columns.check_all_seen(failed)
+        return None
 
     @property
     def _rows(self) -> IndexWriter:
@@ -305,9 +334,9 @@ class Ingestion:
         if not names:
             return None
         if schema is None:
-            return JsonSpool(names, self._spool, self._ops)
+            return JsonSpool(names, self._spool, self._ops, self._taken)
         typed = pa.schema([(name, schema.field(name).type) for name in names])
-        return TypedColumns(typed, self._layout.passthrough, self._ops)
+        return TypedColumns(typed, self._layout.passthrough, self._ops, self._taken)
 
     def _write(
         self,
@@ -315,56 +344,90 @@ class Ingestion:
         spec: RenderSpec,
         columns: Columns,
         carried: JsonSpool | TypedColumns | None,
-    ) -> Generator[IngestProgress, None, Sequence[bytes]]:
-        """Write what workers make of the rows. Return the keys of rows whose tokens are needed after all."""
-        job, attempts, longest = self._job, self._job.attempts, self._options.max_model_len
+        kept: KeptIndex | None,
+    ) -> Generator[IngestProgress, None, Keeping | None]:
+        """Write what workers make of the rows. Return as `_read` does."""
+        job, taken = self._job, self._taken
+        how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, taken
+        writer = self._writer = IndexWriter(self._layout, *how)
+        self._equal.begins_behind(len(taken.parts))
+        for facts in taken.facts:
+            columns.add(facts.names, facts.found, facts.read)
+        workers = self._options.workers or usable_cpus()
+        wanted = _Wanted(_chunks(reader, columns.read, kept, carried), job.input.limit)
+        pool: RenderPool[InputChunk] = RenderPool(kept.spec if kept else spec, workers, self._happened)
+        with writer, pool:
+            if kept is not None and carried is None and kept.lacks_files(reader):
+                pool.expect()
+            for chunk, rows in pool.map(wanted.chunks()):
+                if kept is not None and kept.turns():
+                    writer.end_part()
+                    if carried is not None:
+                        carried.end_part()
+                columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
+                times = rows.prompts.answers(job.samples)
+                if carried is not None:
+                    carried.append(writer.rows, chunk, rows.facts, times)
+                writer.append(wanted.place(chunk, len(rows)), rows, times)
+                if kept is not None:
+                    kept.append(rows)
+                keys = rows.prompts.keys_of_new_work()
+                yield IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys)
+            row = content_free_row(job, columns.prompt)
+            for _, rows in pool.map([] if row is None else [(row, row, 1)]):
+                check_rendered(job, rows)
+                writer.beside(self._layout.content_free, rows)
+                at = reader.bytes_total
+                yield IngestProgress(writer.rows, at, at, rows.prompts.keys_of_new_work())
+            writer.commit()
+        if kept is None or self._keeping is None:
+            return None
+        if carried is not None and not carried.fits:
+            return self._keeping.forgetting(())
+        lacking = kept.finish(reader, writer.parts, self._spill)
+        return self._keeping.forgetting(lacking) if lacking else None
+
+    def _index_columns(self, spec: RenderSpec) -> pa.Schema:
         reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None
         labels = self._options.scoring is not None and self._options.scoring.own_labels
-        endpoints, several = spec.fields.endpoints, job.has_samples
-        index_columns = index_schema(endpoints, attempts, reasons, tools, labels, several)
-        how = longest, index_columns, self._ops, attempts
-        writer = self._writer = IndexWriter(self._layout, *how)
-        workers = self._options.workers or usable_cpus()
-        with self._known(spec) as kept:
-            self._kept = kept
-            wanted = _Wanted(_chunks(reader, columns.read, kept, carried), job.input.limit)
-            pool: RenderPool[InputChunk] = RenderPool(kept.spec if kept else spec, workers, self._happened)
-            with writer, pool:
-                if kept is not None and carried is None and kept.lacks_files(reader):
-                    pool.expect()
-                for chunk, rows in pool.map(wanted.chunks()):
-                    columns.add(rows.facts.names, rows.facts.found, rows.facts.read_rows)
-                    times = rows.prompts.answers(job.samples)
-                    if carried is not None:
-                        carried.append(writer.rows, chunk, rows.facts, times)
-                    writer.append(wanted.place(chunk, len(rows)), rows, times)
-                    if kept is not None:
-                        kept.append(rows)
-                    keys = rows.prompts.keys_of_new_work()
-                    yield IngestProgress(writer.rows, chunk.bytes_read, reader.bytes_total, keys)
-                row = content_free_row(job, columns.prompt)
-                for _, rows in pool.map([] if row is None else [(row, row, 1)]):
-                    check_rendered(job, rows)
-                    writer.beside(self._layout.content_free, rows)
-                    at = reader.bytes_total
-                    yield IngestProgress(writer.rows, at, at, rows.prompts.keys_of_new_work())
-                writer.commit()
-            return () if kept is None else kept.finish(reader, writer.parts, self._spill)
+        several = self._job.has_samples
+        return index_schema(spec.fields.endpoints, self._job.attempts, reasons, tools, labels, several)
 
-    def _known(self, spec: RenderSpec) -> AbstractContextManager[KeptIndex | None]:
+    def _known(
+        self, spec: RenderSpec, reader: Reader, schema: pa.Schema | None
+    ) -> AbstractContextManager[KeptIndex | None]:
         """Open what the last index knew, where that is asked for. Files and chunks of rows that a limit cuts off, or
         that a query gave, are not known as such."""
         # Samples of a row are told apart by their tokens, which known rows do not have
         if self._keeping is None or self._job.samples > 1:
             return nullcontext()
-        job, ops = self._job, self._ops
+        job = self._job
         settings = _settings(job, self._options, self._tokenizer)
         # which rows there are says nothing of what becomes of one
         for name in ("path", "sql", "limit", "unique_ids"):
             settings["job"]["input"].pop(name, None)
         material = json.dumps(settings, sort_keys=True)
         whole = job.input.limit is None and job.input.sql is None
-        return kept_index(self._keeping, spec, material, job.attempts, self._layout.folder, ops, whole=whole)
+        shape = f"{job.input.unique_ids} {self._index_columns(spec)} {schema}"
+        taking = self._layout.index, self._layout.passthrough
+        asked = RowsToKnow(
+            spec,
+            material,
+            shape,
+            job.attempts,
+            reader.files,
+            self._layout.folder,
+            whole,
+            taking if self._may_take else None,
+        )
+        return kept_index(self._keeping, asked, self._ops)
+
+    @property
+    def _may_take(self) -> bool:
+        """Whether leading rows may be taken over whole: those of which each has one answer, at its first attempt, and
+        which no other row calibrates."""
+        job = self._job
+        return job.attempts == 1 and not job.has_samples and job.classify.content_free is None
 
     def _worker_spec(
         self, columns: Columns, mode: Mode, schema: pa.Schema | None, values_are_text: bool
@@ -452,9 +515,7 @@ class Ingestion:
         """Complete the index of an input that was read to its end. Raises StorageError, OutOfMemory."""
         writer, reader, output = self._rows, self._reader, self._job.output
         assert reader is not None, "no step was taken yet"
-        tokens = TokenStore(self._layout.tokens)
-        read = RowsSoFar(tuple(writer.parts), writer.rows, writer.error_rows, writer.logprobs, tokens)
-        errors = self.settle(read).error_rows
+        errors = self.settle(writer.all_rows()).error_rows
         for rest in (self._spill, self._spool):
             if rest.exists():
                 shutil.rmtree(rest)
@@ -482,9 +543,19 @@ class Ingestion:
             self._best(),
             self._job.sampling.choice if output.confidence else None,
             writer.prompt_logprobs or self._job.sampling.asks_prompt_logprobs,
+            taken=self._taken,
+            stretches=self._stretches,
         )
         index.write_marker(self._ops)
         return index
+
+    @property
+    def _stretches(self) -> Stretches | None:
+        """Return what the next run can take over whole, once the rows are published."""
+        kept = self._kept
+        if kept is None or not self._may_take or self._equal.numbered or not kept.asked.whole:
+            return None
+        return Stretches(kept.asked.whole_identity, kept.stretches)
 
     def _best(self) -> BestOf | None:
         job, lists = self._job, not self._job.output.explode

@@ -22,12 +22,22 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.version import __version__
 from batchinfer.data.index.index import attempt_columns
+from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows, taken_over
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.kept.chunks import KeptChunks, KeptReply, chunk_digest
 from batchinfer.data.kept.earlier import EarlierRows, earlier_rows
-from batchinfer.data.kept.files import KeptFile, KeptMarker, opened, read_marker
+from batchinfer.data.kept.facts import StretchFacts
+from batchinfer.data.kept.files import (
+    OF_ROWS,
+    KeptFile,
+    KeptMarker,
+    KeptStretch,
+    opened,
+    put_in_place,
+    read_marker,
+)
 from batchinfer.data.kept.rows import (
     SEVERAL,
     KeptSource,
@@ -40,6 +50,8 @@ from batchinfer.data.kept.rows import (
     record_type,
     whole_file,
 )
+from batchinfer.data.kept.stretches import StretchCuts, unchanged_stretches, worth_taking
+from batchinfer.data.kept.whole import WholeStretch
 from batchinfer.data.kept.writer import KeptWriter
 from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared, PreparedRows
 from batchinfer.data.prompts.render_pool import ReadyChunk
@@ -55,58 +67,100 @@ _NO_TOKENS = np.zeros(0, np.int32)
 Answered = Callable[[Records, int], Marks]
 
 
+def _none_whole(_: str, __: Sequence[str]) -> Sequence[WholeStretch]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which has
-    that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and no digest
-    that was computed before counts. `forgotten` are keys whose rows are prepared anew. `earlier`: of rows that an index
-    of other settings had, it is noted where they stood."""
+    """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which
+    has that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and no
+    digest that was computed before counts. `forgotten` are keys whose rows are prepared anew. `whole` tells, of rows
+    of these settings, which of these stretches, from the first one on, can be taken over whole; `in_pieces`: none is.
+    `anew`: no row is known, whatever was kept. `earlier`: of rows that an index of other settings had, it is noted
+    where they stood."""
 
     kept: Path
     answered: Answered
     notice: Callable[[str], None]
     fresh: bool = False
+    whole: Callable[[str, Sequence[str]], Sequence[WholeStretch]] = _none_whole
     forgotten: tuple[bytes, ...] = ()
+    in_pieces: bool = False
+    anew: bool = False
     earlier: bool = False
 
     def forgetting(self, keys: Sequence[bytes]) -> Keeping:
-        """Return what prepares the rows with these keys, too."""
-        return replace(self, forgotten=(*self.forgotten, *keys))
+        """Return what prepares the rows with these keys, too, and takes over no stretch whole."""
+        return replace(self, forgotten=(*self.forgotten, *keys), in_pieces=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsToKnow:
+    """The rows that are to be known: what decides what becomes of one (`spec`, `material`), what more decides what is
+    written of it (`shape`), of which files they are, and the folder of their index. `whole`: whole files and chunks
+    may be used again; `taking`: whole stretches, too, as the first parts of an index, whose folders these are."""
+
+    spec: RenderSpec
+    material: str
+    shape: str
+    attempts: int
+    files: Sequence[InputFile]
+    folder: Path
+    whole: bool
+    taking: tuple[Path, Path] | None
+
+    @property
+    def identity(self) -> str:
+        """Return what the records of rows follow from."""
+        return _identity(self.spec, self.material)
+
+    @property
+    def whole_identity(self) -> str:
+        """Return what whole stretches follow from."""
+        return hashlib.sha256(f"{self.identity} {self.shape}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @contextmanager
-def kept_index(
-    keeping: Keeping,
-    spec: RenderSpec,
-    material: str,
-    attempts: int,
-    folder: Path,
-    ops: FileOps,
-    *,
-    whole: bool,
-) -> Iterator[KeptIndex]:
-    """Open what the last run kept, if it is of the same settings, and begin to write what is kept of this run.
-
-    `spec` and `material` decide what becomes of a row. `folder` is that of the index. `whole`: whole files and chunks
-    may be used again. What cannot be read is told, and not used.
-    """
-    identity = _identity(spec, material)
+def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[KeptIndex]:
+    """Open what the last run kept, if it is of the same settings, and begin to write what is kept of this run. What
+    cannot be read is told, and not used. Raises StorageError."""
     with ExitStack() as stack:
         last: _Last | None = None
+        taken = NOTHING_TAKEN
         earlier: EarlierRows | None = None
         try:
-            marker = read_marker(keeping.kept)
-            if marker is not None and marker.identity == identity and marker.attempts == attempts:
+            marker = None if keeping.anew else read_marker(keeping.kept)
+            if marker is not None and (marker.identity, marker.attempts) == (asked.identity, asked.attempts):
                 opening = (opened(keeping.kept, one, fresh=keeping.fresh) for one in marker.stretches)
-                last = _Last(marker, [stack.enter_context(one) for one in opening], keeping)
+                files = [stack.enter_context(one) for one in opening]
+                facts = [StretchFacts.from_json(whole_file(one["facts.json"])) for one in files]
+                first = _taken(keeping, asked, marker, facts, ops)
+                last, taken = _Last(marker, files, facts, keeping, len(first.stretches)), first
             elif marker is not None and keeping.earlier:
-                noted = earlier_rows(keeping.kept, marker, _tokenizer(spec), folder, ops)
+                noted = earlier_rows(keeping.kept, marker, _tokenizer(asked.spec), asked.folder, ops)
                 earlier = stack.enter_context(noted)
-        except (ValueError, OSError) as error:
+        except (ValueError, KeyError, TypeError, OSError) as error:
             keeping.notice(f"what the last run kept of its rows cannot be used, all are read anew: {error}")
-        source = KeptSource((), attempts) if last is None else last.source(stack, attempts)
-        writer = stack.enter_context(KeptWriter(keeping.kept, ops))
-        yield KeptIndex(replace(spec, kept=source), identity, attempts, last, writer, whole, earlier)
+        source = KeptSource((), asked.attempts) if last is None else last.source(stack, asked.attempts)
+        index = KeptIndex(keeping.kept, asked, source, last, taken, earlier, ops)
+        stack.callback(index.close)
+        yield index
+
+
+def _taken(
+    keeping: Keeping, asked: RowsToKnow, marker: KeptMarker, facts: Sequence[StretchFacts], ops: FileOps
+) -> TakenRows:
+    """Take over the first stretches, as far as their files did not change and all of their rows are answered."""
+    if keeping.fresh or keeping.in_pieces or not asked.whole or asked.taking is None:
+        return NOTHING_TAKEN
+    same = unchanged_stretches(marker.stretches, facts, asked.files)
+    known = keeping.whole(asked.whole_identity, marker.folders[:same])
+    sizes = [sum(file.file.size for file in one.files) for one in marker.stretches[: len(known)]]
+    rest = sum(file.size for file in asked.files) - sum(sizes)
+    most = worth_taking(sizes, rest)
+    chosen = [*zip(known, facts, strict=False)][:most]
+    return taken_over(keeping.kept, chosen, *asked.taking, ops, keeping.notice)
 
 
 def _identity(spec: RenderSpec, material: str) -> str:
@@ -129,28 +183,41 @@ def _tokenizer(spec: RenderSpec) -> str:
 
 
 class _Last:
-    """The chunks and files that the last run kept, and which of its rows can be used again."""
+    """The chunks and files that the last run kept, and which of its rows can be used again. All can of the first
+    `taken` stretches."""
 
-    def __init__(self, marker: KeptMarker, files: Sequence[Mapping[str, int]], keeping: Keeping) -> None:
-        self._files = files
-        rows = [one["rows.bin"] for one in files]
-        self._usable, errors, self.has_samples = _usable(rows, marker.attempts, keeping)
+    def __init__(
+        self,
+        marker: KeptMarker,
+        files: Sequence[Mapping[str, int]],
+        facts: Sequence[StretchFacts],
+        keeping: Keeping,
+        taken: int,
+    ) -> None:
+        self._files, self._taken = files, taken
+        rows = [one["rows.bin"] for one in files[taken:]]
+        self._usable, errors, samples = _usable(rows, marker.attempts, keeping)
+        self.has_samples = samples or any(one.sampled for one in facts[:taken])
+        lacking = [np.zeros(one.rows, np.bool_) for one in facts[:taken]]
+        lacking += [~(usable | bad) for usable, bad in zip(self._usable, errors, strict=True)]
         self._chunks: list[KeptChunks] = []
         self._of: dict[str, tuple[KeptFile, KeptChunks]] = {}
-        for stretch, own, usable, bad in zip(marker.stretches, files, self._usable, errors, strict=True):
+        for stretch, own, needs_tokens in zip(marker.stretches, files, lacking, strict=True):
             chunks = KeptChunks(whole_file(own["chunks.jsonl"]), own["replies.bin"])
-            chunks.choose(~(usable | bad))
+            chunks.choose(needs_tokens)
             self._chunks.append(chunks)
             if not keeping.fresh:
                 self._of |= {one.file.path: (one, chunks) for one in stretch.files}
+        self.stretches = marker.stretches[:taken]
 
     def source(self, stack: ExitStack, attempts: int) -> KeptSource:
         """Return the rows as workers get them, while the stack is open."""
         stretches = []
-        for files, marks in zip(self._files, self._usable, strict=True):
-            usable = stack.enter_context(file_of(marks))
-            rows, words, order = files["rows.bin"], files["words.bin"], files["order.bin"]
-            stretches.append(StretchSource(rows, words, order, files["params.bin"], usable))
+        for number, files in enumerate(self._files):
+            own = number - self._taken
+            usable = None if own < 0 else stack.enter_context(file_of(self._usable[own]))
+            rows, words, order, params, ids, ends = (files[name] for name in OF_ROWS)
+            stretches.append(StretchSource(rows, words, order, params, ids, ends, usable))
         return KeptSource(tuple(stretches), attempts)
 
     def find(self, digest: str) -> KeptReply | None:
@@ -175,6 +242,8 @@ class _Last:
 def _usable(files: Sequence[int], attempts: int, keeping: Keeping) -> tuple[list[Marks], list[Marks], bool]:
     """Return of each stretch which rows need no tokens, which are error rows, and whether some of the first are
     sampled. The first have their answers, and no other row had the same key of a sampled answer."""
+    if not files:
+        return [], [], False
     usable, errors, sampled = ([np.zeros(0, np.bool_)] for _ in range(3))
     words, ends = [np.zeros(0, np.uint64)], [0]
     for block in (block for file in files for block in _blocks_to_end(file, attempts, ends)):
@@ -201,29 +270,64 @@ def _blocks_to_end(file: int, attempts: int, ends: list[int]) -> Iterator[Record
     ends.append(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A stretch that was written, and which of the files that were read are its."""
+
+    stretch: KeptStretch
+    facts: StretchFacts
+    files: range
+    first_chunk: int
+
+
 class KeptIndex:
-    """Joins what the last run kept to what this one keeps. `spec` is that of workers that know the rows."""
+    """Joins what the last run kept to what this one keeps, a stretch after another. `spec` is that of workers that know
+    the rows, `taken` what was taken over whole."""
 
     def __init__(
         self,
-        spec: RenderSpec,
-        identity: str,
-        attempts: int,
+        kept: Path,
+        asked: RowsToKnow,
+        source: KeptSource,
         last: _Last | None,
-        writer: KeptWriter,
-        whole: bool,
+        taken: TakenRows,
         earlier: EarlierRows | None,
+        ops: FileOps,
     ) -> None:
-        self.spec, self._earlier = spec, earlier
-        self._identity, self._attempts, self._whole = identity, attempts, whole
-        self._last, self._writer, self._began = last, writer, time.time()
+        self.spec, self.taken = replace(asked.spec, kept=source), taken
+        self._kept, self.asked, self._last, self._ops = kept, asked, last, ops
+        self._earlier = earlier
+        self._attempts, self._whole = asked.attempts, asked.whole
+        self._began = time.time()
         self._digests: deque[str] = deque()  # of chunks that were given out
         self._replies: deque[bytes | None] = deque()
         self._files: list[tuple[InputFile, int]] = []  # and their first chunks
-        self._given = 0
-        self._greedy: dict[str, bool] = {}
+        self._given = self._appended = 0
+        self._cuts = StretchCuts(sum(file.size for file in asked.files))
+        self._writer: KeptWriter | None = None  # of the stretch that is being written, once it has a row
+        self._facts = StretchFacts()
+        self._first_chunk = self._first_file = 0  # of that stretch
+        self._written: list[_Written] = []
+        self._begins: deque[tuple[int, int]] = (
+            deque()
+        )  # the chunks and files with which other stretches begin
+        self._params: dict[str, tuple[bool, int | None, bool]] = {}
         # A row that comes later may equal one of a sampled answer that is known: see `finish`
         self.may_need_tokens = last is not None and last.has_samples
+
+    @property
+    def knows(self) -> bool:
+        """Whether the last run kept something that can be used."""
+        return self._last is not None
+
+    @property
+    def _stretches_taken(self) -> tuple[KeptStretch, ...]:
+        return () if self._last is None else self._last.stretches
+
+    def close(self) -> None:
+        """Give up what was not finished."""
+        if self._writer is not None:
+            self._writer.close()
 
     def lacks_files(self, reader: Reader) -> bool:
         """Whether files have rows that are surely new, behind others that are not read again."""
@@ -233,13 +337,19 @@ class KeptIndex:
         return any(last.is_new(file) for file in reader.files)
 
     def chunks(self, reader: Reader, columns: Sequence[str] | None, typed: bool) -> Iterator[InputChunk]:
-        """Yield the chunks of all files. `typed`: columns are carried that only the file has, with their types."""
-        before, reader.complete = 0, True
-        for file in reader.files:
+        """Yield the chunks of all files but those that were taken over. `typed`: columns are carried that only the file
+        has, with their types."""
+        reader.complete, reader_sha256 = True, reader.sha256
+        taken = [one for stretch in self._stretches_taken for one in stretch.files]
+        reader_sha256.update({one.file.path: one.sha256 for one in taken})
+        before = sum(one.file.size for one in taken)
+        for file in reader.files[len(taken) :]:
+            if self._whole and self._cuts.before(file.size):
+                self._begins.append((self._given, len(self._files)))
             self._files.append((file, self._given))
             known = None if self._last is None or typed or not self._whole else self._last.unchanged(file)
             if known is not None:
-                reader.sha256[file.path], chunks = known
+                reader_sha256[file.path], chunks = known
                 yield from self._replayed(file, before, chunks)
             else:
                 one = replace(reader, files=(file,))
@@ -286,35 +396,74 @@ class KeptIndex:
         self._replies.append(reply)
         self._given += 1
 
+    def turns(self) -> bool:
+        """Whether the next rows are the first of another stretch; the one before is finished. Raises StorageError."""
+        if not self._begins or self._begins[0][0] > self._appended:
+            return False
+        chunk, file = self._begins.popleft()
+        self._finish_stretch(file)
+        self._first_chunk = chunk
+        return True
+
+    def _finish_stretch(self, end: int) -> None:
+        """Finish the stretch that is being written, whose files are those before the number `end`."""
+        files = range(self._first_file, end)
+        self._first_file = end
+        if self._writer is not None:
+            self._facts.files = len(files)
+            digests = self._writer.finish(self._facts)
+            stretch = KeptStretch(self._writer.folder, digests, ())
+            self._written.append(_Written(stretch, self._facts, files, self._first_chunk))
+        self._writer, self._facts = None, StretchFacts()
+
     def append(self, rows: PreparedRows) -> None:
         """Keep the rows of the next chunk that was given out. Raises StorageError."""
+        if self._writer is None:
+            self._writer = KeptWriter(self._kept, self._ops)
+        writer, prompts = self._writer, rows.prompts
         digest, reply = self._digests.popleft(), self._replies.popleft()
-        prompts = rows.prompts
+        self._appended += 1
         if self._earlier is not None:
             self._earlier.note(prompts.digests, len(rows))
-        records = self._records(prompts)
+        records = self._records(writer, prompts)
+        records["has_id"] = rows.facts.ids.is_valid().to_numpy(zero_copy_only=False)
+        self._note_facts(rows, records)
         if any(error.error_class == "resource" for error in prompts.errors.values()):
-            digest = ""  # another time the machine may allow it
+            digest, self._facts.plain = "", False  # another time the machine may allow it
         if reply is None:
             known = np.ones(len(rows), np.bool_)
             reply = packed(replace(rows, prompts=replace(prompts, tokens=_NO_TOKENS, known=known)))
-        self._writer.append(digest if prompts.digests else "", records, reply)
+        writer.append(digest if prompts.digests else "", records, rows.facts.ids, reply)
 
-    def _records(self, prompts: Prepared) -> Records:
+    def _note_facts(self, rows: PreparedRows, records: Records) -> None:
+        """Add what is known of these rows together to what is known of the stretch."""
+        facts, prompts, params = self._facts, rows.prompts, [self._asks(text) for text in rows.prompts.params]
+        facts.rows += len(rows)
+        facts.read += rows.facts.read_rows
+        facts.tokens += int(prompts.counts.sum(dtype=np.int64))
+        facts.note_columns(rows.facts.names, rows.facts.found, rows.facts.kinds)
+        asked = [one[1] for one in params if one[1] is not None]
+        facts.logprobs = max(*asked, facts.logprobs or 0) if asked else facts.logprobs
+        facts.prompt_logprobs |= any(one[2] for one in params)
+        facts.tools |= bool(prompts.own_texts.texts)
+        facts.sampled |= bool(records["sampled"].any())
+        facts.plain &= not prompts.unread
+
+    def _records(self, writer: KeptWriter, prompts: Prepared) -> Records:
         records = np.zeros(len(prompts), record_type(self._attempts))
         if prompts.digests:
             words = np.frombuffer(prompts.digests, "<u8").reshape(-1, 2)
             records["word"], records["rest"] = words[:, 0], words[:, 1]
         records["count"], records["opening"] = prompts.counts, prompts.openings
-        places = self._writer.texts(prompts.params)
+        places = writer.texts(prompts.params)
         if not len(places):
             return records
         records["tools_at"] = -1
         if prompts.own_texts.texts:
             none = np.array([[-1, 0]], np.int64)
-            tools = np.vstack([none, self._writer.texts(prompts.own_texts.texts)])[prompts.own_texts.of]
+            tools = np.vstack([none, writer.texts(prompts.own_texts.texts)])[prompts.own_texts.of]
             records["tools_at"], records["tools_size"] = tools[:, 0], tools[:, 1]
-        greedy = np.array([self._is_greedy(text) for text in prompts.params], np.bool_)
+        greedy = np.array([self._asks(text)[0] for text in prompts.params], np.bool_)
         records["sampled"] = ~greedy[prompts.params_of] & (prompts.counts > 0)
         records["sampled"][prompts.answers(1) > 1] = SEVERAL
         work = [(prompts.params_of, prompts.max_tokens, prompts.keys)]
@@ -328,11 +477,13 @@ class KeptIndex:
             records[names[3]] = most
         return records
 
-    def _is_greedy(self, text: str) -> bool:
-        if text not in self._greedy:
-            self._greedy = self._greedy if len(self._greedy) < _TEXTS else {}
-            self._greedy[text] = SamplingParams.from_json(text).greedy
-        return self._greedy[text]
+    def _asks(self, text: str) -> tuple[bool, int | None, bool]:
+        """Return whether work with these parameters is greedy, and which log-probabilities it asks for."""
+        if text not in self._params:
+            self._params = self._params if len(self._params) < _TEXTS else {}
+            params = SamplingParams.from_json(text)
+            self._params[text] = params.greedy, params.logprobs, params.prompt_logprobs is not None
+        return self._params[text]
 
     def drain(self) -> None:
         """Let others read what was noted so far of earlier rows. Raises StorageError."""
@@ -362,13 +513,34 @@ class KeptIndex:
         return keys
 
     def _commit(self, reader: Reader) -> None:
-        firsts = [first for _, first in self._files]
-        files = [
-            KeptFile(file, reader.sha256[file.path], first, end - first)
-            for (file, first), end in zip(self._files, [*firsts[1:], self._given], strict=True)
-            if self._whole and file.path in reader.sha256 and self._shows_changes(file)
-        ]
-        self._writer.commit(self._identity, self._attempts, _tokenizer(self.spec), files)
+        self._finish_stretch(len(self._files))
+        firsts = [*(first for _, first in self._files), self._given]
+        for number, one in enumerate(self._written):
+            files = [
+                KeptFile(
+                    file, reader.sha256[file.path], firsts[at] - one.first_chunk, firsts[at + 1] - firsts[at]
+                )
+                for at in one.files
+                if self._whole
+                and (file := self._files[at][0]).path in reader.sha256
+                and self._shows_changes(file)
+            ]
+            self._written[number] = replace(one, stretch=replace(one.stretch, files=tuple(files)))
+        asked, stretches = self.asked, [one.stretch for one in self._written]
+        all_of_them = (*self._stretches_taken, *stretches)
+        marker = KeptMarker(asked.identity, asked.attempts, all_of_them, _tokenizer(asked.spec))
+        put_in_place(self._kept, marker, self._ops)
+
+    @property
+    def stretches(self) -> tuple[tuple[str, int], ...]:
+        """Return the stretches that were written and can be taken over whole the next time, as far as they follow those
+        that were taken over now; and how many rows each has."""
+        found = []
+        for one in self._written:
+            if not one.facts.plain or len(one.stretch.files) < one.facts.files:
+                break
+            found.append((one.stretch.folder, one.facts.rows))
+        return tuple(found)
 
     def _shows_changes(self, file: InputFile) -> bool:
         """Whether a change of the file since it was listed shows in its times, which have ticks."""

@@ -19,9 +19,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchinfer.data.index.even_batches import EvenBatches
+from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.typed_rows import blanked
 from batchinfer.data.prompts.row_facts import RowFacts
@@ -58,10 +60,17 @@ class Kinds:
 class JsonSpool:
     """Passthrough columns of JSONL rows, kept as JSON text until their types are known."""
 
-    def __init__(self, columns: Sequence[str], folder: Path, ops: FileOps) -> None:
+    def __init__(
+        self, columns: Sequence[str], folder: Path, ops: FileOps, taken: TakenRows = NOTHING_TAKEN
+    ) -> None:
+        """taken: the first rows, whose columns are there already."""
+        self._taken = taken
         self._columns = tuple(columns)
         self._ops = ops
         self._kinds = Kinds(columns)
+        for facts in taken.facts:
+            for name, kinds in zip(columns, facts.kinds, strict=True):
+                self._kinds.add(name, kinds)
         fields = [("row_id", pa.int64()), *((name, pa.string()) for name in columns)]
         self._schema = pa.schema(fields)
         self._writer = PartWriter(folder, self._schema, ops)
@@ -75,16 +84,31 @@ class JsonSpool:
         carried = (repeated(one, times) for one in facts.carried)
         self._even.append(pa.record_batch([ids, *carried], self._schema))
 
-    def finish(self, target: Path) -> tuple[list[Path], pa.Schema]:
-        """Write the typed parts to `target`: (parts, schema without row_id)."""
+    def end_part(self) -> None:
+        """Let the next rows begin another part. Raises StorageError."""
+        self._even.commit()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the columns of the rows that were taken over have the types of all rows."""
+        there = self._taken.carried
+        return not there or pq.read_schema(there[0]).remove_metadata().equals(self._full)
+
+    @property
+    def _full(self) -> pa.Schema:
+        typed = [(name, self._kinds.type_of(name)) for name in self._columns]
+        return pa.schema([("row_id", pa.int64()), *typed])
+
+    def finish(self, target: Path) -> None:
+        """Write the typed parts to `target`, one for each that was spooled. Raises StorageError."""
         with self._writer:
             spooled = self._even.commit()
-        schema = pa.schema([(name, self._kinds.type_of(name)) for name in self._columns])
-        full = pa.schema([("row_id", pa.int64()), *schema])
-        with PartWriter(target, full, self._ops) as writer:
-            for batch in parquet_batches(spooled, 1024):
-                writer.append(_typed(batch, full))
-            return writer.commit(), schema
+        full = self._full
+        with PartWriter(target, full, self._ops, before=self._taken.carried) as writer:
+            for part in spooled:
+                for batch in parquet_batches([part], 1024):
+                    writer.append(_typed(batch, full))
+                writer.commit()
 
     def close(self) -> None:
         """Give up what was not finished."""
@@ -125,10 +149,13 @@ def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
 class TypedColumns:
     """Passthrough columns that have types already: written as they are, those of CSV as the texts that were read."""
 
-    def __init__(self, schema: pa.Schema, target: Path, ops: FileOps) -> None:
+    def __init__(
+        self, schema: pa.Schema, target: Path, ops: FileOps, taken: TakenRows = NOTHING_TAKEN
+    ) -> None:
+        """taken: the first rows, whose columns are in `target` already."""
         self._schema = schema
         self._full = pa.schema([("row_id", pa.int64()), *schema])
-        self._writer = PartWriter(target, self._full, ops)
+        self._writer = PartWriter(target, self._full, ops, before=taken.carried)
         self._even = EvenBatches(self._writer, self._full)
 
     def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:
@@ -145,10 +172,19 @@ class TypedColumns:
         arrays = [ids, *(repeated(one, times) for one in own)]
         self._writer.append(pa.record_batch(arrays, self._full))
 
-    def finish(self, target: Path) -> tuple[list[Path], pa.Schema]:
-        """(parts, schema without row_id)."""
+    def end_part(self) -> None:
+        """Let the next rows begin another part. Raises StorageError."""
+        self._even.commit()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the columns of the rows that were taken over have the types of all rows: the files say these."""
+        return True
+
+    def finish(self, _: Path) -> None:
+        """Finish the parts. Raises StorageError."""
         with self._writer:
-            return self._even.commit(), self._schema
+            self._even.commit()
 
     def close(self) -> None:
         """Give up what was not finished."""

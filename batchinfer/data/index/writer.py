@@ -24,6 +24,7 @@ from batchinfer.data.index.index import (
     attempt_columns,
     unlike_columns,
 )
+from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.index.token_store import TokenStore, TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
@@ -65,23 +66,28 @@ class IndexWriter:
         schema: pa.Schema,
         ops: FileOps,
         attempts: int = 1,
+        taken: TakenRows = NOTHING_TAKEN,
     ) -> None:
-        """schema: of the index, see `index_schema`."""
-        self._max_model_len, self._schema, self._ops = max_model_len, schema, ops
+        """schema: of the index, see `index_schema`. taken: its first rows, which are there already."""
+        self._layout, self._max_model_len, self._schema, self._ops = layout, max_model_len, schema, ops
         self._at_once = max(1, BATCH_ROWS // attempts)
-        self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike_columns(attempts))
+        unlike = unlike_columns(attempts)
+        self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike, before=taken.parts)
         self._even = EvenBatches(self._parts, self._schema)
         self._tokens = TokenWriter(layout.tokens, ops)
-        self.rows = 0
-        self.input_rows = 0
+        self.rows = self.input_rows = taken.rows
         self.most_samples = 1  # of a row of the input
-        self.error_rows = 0
+        self.error_rows = taken.errors
         self.unread = UnreadArguments()
-        self.has_tools = False  # whether a row has any
-        self.total_tokens = 0  # of all prompts, also of those whose tokens are not there,
-        self.known_rows = 0  # which so many rows have
-        self.logprobs: int | None = None  # the most that a row asks for; None: no row asks
-        self.prompt_logprobs = False  # whether a row asks for those of its prompt
+        # Whether a row has any
+        self.has_tools = any(facts.tools for facts in taken.facts) and LABELS.name not in schema.names
+        # Of all prompts, also of those whose tokens are not there,
+        self.total_tokens = sum(facts.tokens for facts in taken.facts)
+        self.known_rows = taken.rows - taken.errors  # which so many rows have
+        asked = [facts.logprobs for facts in taken.facts if facts.logprobs is not None]
+        self.logprobs = max(asked) if asked else None  # the most that a row asks for; None: no row asks
+        # Whether a row asks for those of its prompt
+        self.prompt_logprobs = any(facts.prompt_logprobs for facts in taken.facts)
 
     def append(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> None:
         """Write the rows of one chunk, each of which becomes so many rows of the index."""
@@ -137,11 +143,20 @@ class IndexWriter:
             even.append(batch)
         even.commit()
 
+    def end_part(self) -> None:
+        """Let the next rows begin another part. Raises StorageError."""
+        self._even.commit()
+
     def cut(self) -> RowsSoFar:
         """End the part that is being written, and return what there is so far; the next rows begin another one. Raises
         StorageError."""
         parts = tuple(self._even.commit())
         return RowsSoFar(parts, self.rows, self.error_rows, self.logprobs, TokenStore(self._tokens.written()))
+
+    def all_rows(self) -> RowsSoFar:
+        """Return what was written, once it is on the disk."""
+        tokens = TokenStore(self._layout.tokens)
+        return RowsSoFar(tuple(self._parts.parts), self.rows, self.error_rows, self.logprobs, tokens)
 
     def commit(self) -> None:
         """Everything on disk. Raises StorageError."""

@@ -4,10 +4,10 @@ them, mostly to another process."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Self
+from typing import Any, Self, overload
 
 import pyarrow as pa
 
@@ -29,6 +29,27 @@ class ChunkSize:
 
 
 DEFAULT_SIZE = ChunkSize()
+
+
+class LazyRows(Sequence[Values | RowError]):
+    """Rows that are read one by one as somebody asks for them."""
+
+    def __init__(self, records: Sequence[Any], read: Callable[[Any], Values | RowError]) -> None:
+        self._records, self._read = records, read
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, at: int) -> Values | RowError: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> LazyRows: ...
+
+    def __getitem__(self, at: int | slice) -> Values | RowError | LazyRows:
+        if isinstance(at, slice):
+            return LazyRows(self._records[at], self._read)
+        return self._read(self._records[at])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +77,10 @@ class InputChunk(ABC):
 
     def digested(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
-    ) -> tuple[Iterable[Values | RowError], bytes]:
+    ) -> tuple[Sequence[Values | RowError], bytes]:
         """Return what `read` gives, and the rows' digests (`row_digests`): of a row that reads alike wherever it
-        stands. Without digests where there are none."""
-        return self.read(start, stop, values), b""
+        stands. Nothing where there are none."""
+        return (), b""
 
     def packed(self) -> tuple[Self, bytes]:
         """Return this chunk for another process: without what is large, and that."""

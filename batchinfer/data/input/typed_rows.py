@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -109,7 +109,7 @@ class TypedRows(InputChunk):
 
     def digested(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
-    ) -> tuple[Iterable[Values | RowError], bytes]:
+    ) -> tuple[Sequence[Values | RowError], bytes]:
         rows = list(self.read(start, stop, values))
         return rows, row_digests(map(_as_bytes, rows), "typed")
 

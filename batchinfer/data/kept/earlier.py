@@ -7,15 +7,14 @@ Nothing that was made of such a row is used again; but its last answer may be mu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from batchinfer.data.kept.files import KeptMarker, opened
-from batchinfer.data.kept.rows import KeptRows, KeptSource, Numbers, StretchSource, file_of, record_type
+from batchinfer.data.kept.files import OF_ROWS, KeptMarker, opened
+from batchinfer.data.kept.rows import KeptRows, KeptSource, Numbers, StretchSource
 from batchinfer.data.storage.durable import TEMPORARY, DurableFile, FileOps, storage
 
 # `row`: -1: there was none. `key`: zeros: there was none, or its tokens are those of another tokenizer
@@ -56,7 +55,7 @@ def earlier_rows(
     tokenizer. Raises ValueError for a damaged one, OSError, StorageError."""
     with ExitStack() as stack:
         files = [stack.enter_context(opened(kept, one)) for one in marker.stretches]
-        sources = tuple(_source(one, marker.attempts, stack) for one in files)
+        sources = tuple(map(_source, files))
         rows, file = KeptRows(KeptSource(sources, marker.attempts)), DurableFile(folder / _NAME, ops)
         stack.callback(file.close)
         yield EarlierRows(rows, file, marker.tokenizer == tokenizer)
@@ -76,10 +75,7 @@ def earlier_places(folder: Path) -> tuple[Numbers, list[bytes | None]]:
     return np.zeros(0, np.int64), []
 
 
-def _source(files: Mapping[str, int], attempts: int, stack: ExitStack) -> StretchSource:
+def _source(files: Mapping[str, int]) -> StretchSource:
     """Return the rows of a stretch, of which each may be found: whether its answer is stored does not matter."""
-    rows = os.fstat(files["rows.bin"]).st_size // record_type(attempts).itemsize
-    usable = stack.enter_context(file_of(np.ones(rows, np.bool_)))
-    return StretchSource(
-        files["rows.bin"], files["words.bin"], files["order.bin"], files["params.bin"], usable
-    )
+    rows, words, order, params, ids, ends = (files[name] for name in OF_ROWS)
+    return StretchSource(rows, words, order, params, ids, ends, None)

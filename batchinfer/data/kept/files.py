@@ -1,11 +1,12 @@
 """The folder of a kept index: its files, which are written durably, and the marker that names them with their digests.
 
     .batchinfer-res/kept/kept.json       the marker, written last
-    .batchinfer-res/kept/<random>/       the files of a stretch of the rows: see rows.py and chunks.py
+    .batchinfer-res/kept/<random>/       the files of a stretch of the rows: see rows.py, chunks.py and facts.py
+    .batchinfer-res/kept/whole.json      what of these is taken over whole: see whole.py
 
 There is one for each job, that of its last run. Whoever reads it has opened all its files before: another run of the
 job may put its own in place meanwhile. A stretch is the rows of some input files, one after the other. Its files never
-change, so that the next kept index may have it, too.
+change, so that the next kept index may have it, too; those of whole.py are added to them later.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import Digest, FileOps, storage, write_json
 
-KEPT_FORMAT = 2
-MARKER = "kept.json"
-NAMES = ("rows.bin", "words.bin", "order.bin", "params.bin", "replies.bin", "chunks.jsonl")
+KEPT_FORMAT = 3
+MARKER, WHOLE = "kept.json", "whole.json"
+OF_ROWS = ("rows.bin", "words.bin", "order.bin", "params.bin", "ids.bin", "id_ends.bin")
+NAMES = (*OF_ROWS, "replies.bin", "chunks.jsonl", "facts.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def put_in_place(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
     """Make these stretches the job's kept index, and remove those of the one before that are not among them. Runs of
     the job that end at the same time do so one after another: where another one has removed a stretch, its index
     stays. Raises StorageError."""
-    with _alone(kept):
+    with standing_alone(kept):
         try:
             before = read_marker(kept)
         except (ValueError, OSError):  # damaged: its files are found as those of killed runs are
@@ -154,7 +156,7 @@ def put_in_place(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
 
 
 @contextmanager
-def _alone(kept: Path) -> Iterator[None]:
+def standing_alone(kept: Path) -> Iterator[None]:
     """Hold back others that replace the marker: each reads the one before, and all write it by one temporary name."""
     with storage(kept, "lock"):
         fd = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
@@ -177,7 +179,7 @@ def remove_strays(kept: Path, ops: FileOps) -> None:
         marker = read_marker(kept)
     except (ValueError, OSError):
         marker = None
-    named = (MARKER, *marker.folders) if marker is not None else (MARKER,)
+    named = (MARKER, WHOLE, *marker.folders) if marker is not None else (MARKER,)
     for entry in sorted(kept.iterdir()):
         if entry.name not in named:
             _remove(entry, ops)

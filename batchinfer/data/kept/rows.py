@@ -4,6 +4,8 @@
     words.bin   the first 8 bytes of all digests, sorted
     order.bin   the number of the row of each of these
     params.bin  the texts of parameters and tools that the records point to, end to end
+    ids.bin     the rows' ids, end to end
+    id_ends.bin where each of these ends, behind a zero
 
 All are mapped into memory, and looked up many at a time: what is not looked at takes no memory.
 """
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.data.input.row_digest import DIGEST_BYTES
@@ -46,6 +50,7 @@ def record_type(attempts: int) -> np.dtype[np.void]:
     Where a row has no tools their size is 0. An error row has the count 0, and a digest
     of zeros: it is never found."""
     fields = [("word", "<u8"), ("rest", "<u8"), ("count", "<i4"), ("opening", "i1"), ("sampled", "i1")]
+    fields += [("has_id", "i1")]
     fields += [("tools_at", "<i8"), ("tools_size", "<i4")]
     for attempt in range(1, attempts + 1):
         names = attempt_names(attempt)
@@ -58,19 +63,22 @@ class StretchSource:
     """The files of a stretch's rows as another process gets them: by their descriptors, which it has by the same
     numbers.
 
-    `usable` is a file with one byte a row: whether the row needs no tokens.
+    `usable` is a file with one byte a row: whether the row needs no tokens. None: all do not that have a digest.
     """
 
     rows: int
     words: int
     order: int
     params: int
-    usable: int
+    ids: int
+    id_ends: int
+    usable: int | None
 
     @property
     def files(self) -> tuple[int, ...]:
         """Return the descriptors."""
-        return self.rows, self.words, self.order, self.params, self.usable
+        always = self.rows, self.words, self.order, self.params, self.ids, self.id_ends
+        return always if self.usable is None else (*always, self.usable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,16 @@ class KeptRows:
             found[mine] = taken
         return found
 
+    def ids(self, rows: Numbers) -> pa.StringArray:
+        """Return the ids of the rows with these numbers."""
+        which = np.searchsorted(self._firsts, rows, side="right") - 1
+        parts, places = [pa.array([], pa.string())], [np.empty(0, np.int64)]
+        for number in np.unique(which).tolist():
+            mine = np.flatnonzero(which == number)
+            parts.append(self._stretches[number].ids(rows[mine] - self._firsts[number]))
+            places.append(mine)
+        return pa.concat_arrays(parts).take(pa.array(np.argsort(np.concatenate(places))))
+
     def text(self, at: int, size: int) -> str:
         """Return the text of parameters, or of tools."""
         number = bisect_right(self._texts, at) - 1
@@ -131,8 +149,16 @@ class _StretchRows:
         self.records: Records = np.frombuffer(mapped(source.rows), record_type(attempts))
         self._words = np.frombuffer(mapped(source.words), "<u8")
         self._order = np.frombuffer(mapped(source.order), ORDER_TYPE)
-        self._usable = np.frombuffer(mapped(source.usable), np.bool_)
+        self._usable = None if source.usable is None else np.frombuffer(mapped(source.usable), np.bool_)
         self.params = mapped(source.params)
+        texts = [pa.py_buffer(mapped(source.id_ends)), pa.py_buffer(mapped(source.ids))]
+        self._ids = pa.LargeStringArray.from_buffers(len(self.records), *texts) if len(self.records) else None
+
+    def ids(self, rows: Numbers) -> pa.StringArray:
+        """Return the ids of the rows with these numbers."""
+        assert self._ids is not None, "there are no rows"
+        nulls = self.records["has_id"][rows] == 0
+        return pc.if_else(pa.array(nulls), None, self._ids.take(pa.array(rows)).cast(pa.string()))
 
     def find(self, words: NDArray[np.uint64]) -> Numbers:
         """Return the numbers of the usable rows with digests of these words, -1 where there is none."""
@@ -143,7 +169,7 @@ class _StretchRows:
         rows = self._order[places].astype(np.int64)
         records = self.records
         same = (self._words[places] == words[:, 0]) & (records["rest"][rows] == words[:, 1])
-        same &= self._usable[rows] & words.any(axis=1)
+        same &= words.any(axis=1) & (True if self._usable is None else self._usable[rows])
         found[same] = rows[same]
         return found
 

@@ -7,18 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.data.kept.files import (
-    NAMES,
-    KeptFile,
-    KeptMarker,
-    KeptStretch,
-    new_folder,
-    put_in_place,
-)
+from batchinfer.data.kept.facts import StretchFacts
+from batchinfer.data.kept.files import NAMES, new_folder
 from batchinfer.data.kept.rows import Records, sorted_words
-from batchinfer.data.storage.durable import DurableFile, FileOps
+from batchinfer.data.storage.durable import Digest, DurableFile, FileOps
 
 _AT_ONCE = 1 << 17  # numbers, of a megabyte
 # Texts of parameters and tools, and bytes of them; one that comes again after so many others is written again
@@ -26,16 +21,15 @@ _REMEMBERED, _REMEMBERED_BYTES = 4096, 64 << 20
 
 
 class KeptWriter:
-    """Use as a context manager; `commit` at the end, or nothing is kept."""
+    """`finish` at the end, or nothing is kept; `close` in any case."""
 
     def __init__(self, kept: Path, ops: FileOps) -> None:
-        self._kept, self._ops = kept, ops
         self._folder = new_folder(kept, ops)
         self._files = {name: DurableFile(self._folder / name, ops) for name in NAMES}
         self._words: list[NDArray[np.uint64]] = []
         self._texts: dict[str, tuple[int, int]] = {}
         self._text_bytes = 0
-        self.chunks = 0
+        self._files["id_ends.bin"].write(bytes(8))
 
     def texts(self, texts: Sequence[str]) -> NDArray[np.int64]:
         """Write texts of parameters or tools that are not written yet. Return where each is, and how long: (n, 2)."""
@@ -51,43 +45,38 @@ class KeptWriter:
         file.write(data)
         return place
 
-    def append(self, digest: str, records: Records, reply: bytes) -> None:
+    def append(self, digest: str, records: Records, ids: pa.StringArray, reply: bytes) -> None:
         """Write one chunk: its digest, or none where it must not be used again as a whole."""
+        if len(ids):
+            _, offsets, data = ids.buffers()
+            ends = np.frombuffer(offsets, np.int32)[ids.offset : ids.offset + len(ids) + 1].astype(np.int64)
+            texts = b"" if data is None else data[int(ends[0]) : int(ends[-1])].to_pybytes()
+            self._files["id_ends.bin"].write((ends[1:] - ends[0] + self._files["ids.bin"].tell()).tobytes())
+            self._files["ids.bin"].write(texts)
         self._words.append(records["word"].copy())
         self._files["rows.bin"].write(records.tobytes())
         replies = self._files["replies.bin"]
         line = [digest, len(records), replies.tell(), len(reply)]
         replies.write(reply)
         self._files["chunks.jsonl"].write(json.dumps(line).encode() + b"\n")
-        self.chunks += 1
 
     @property
     def folder(self) -> str:
         """Return the name of the stretch's folder."""
         return self._folder.name
 
-    def commit(
-        self,
-        identity: str,
-        attempts: int,
-        tokenizer: str,
-        files: Sequence[KeptFile],
-        before: Sequence[KeptStretch] = (),
-    ) -> None:
-        """Make this the job's kept index, behind the stretches `before`, in the place of the one before. Raises
+    def finish(self, facts: StretchFacts) -> dict[str, Digest]:
+        """Complete the files, and return their digests: they count once a marker names the stretch. Raises
         StorageError."""
         words, order = sorted_words(self._words)
         for name, numbers in (("words.bin", words), ("order.bin", order)):
             for start in range(0, len(numbers), _AT_ONCE):
                 self._files[name].write(numbers[start : start + _AT_ONCE].tobytes())
-        del words, order
-        digests = {name: file.commit() for name, file in self._files.items()}
-        new = KeptStretch(self._folder.name, digests, tuple(files))
-        put_in_place(self._kept, KeptMarker(identity, attempts, (*before, new), tokenizer), self._ops)
+        self._words = []
+        self._files["facts.json"].write(facts.to_json())
+        return {name: file.commit() for name, file in self._files.items()}
 
-    def __enter__(self) -> KeptWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Give up what was not finished."""
         for file in self._files.values():
             file.close()

@@ -137,8 +137,9 @@ class Preparer:
         work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
         held = _Drafts()
         rows, known = self._rows(chunk, piece)
-        index = -1
-        for index, row in self._reported(iter(rows)):
+        size = 0
+        for index, row in self._reported(rows, known):
+            size = index + 1
             facts.note(row)
             if isinstance(row, RowError):
                 work.errors[index] = row
@@ -150,11 +151,12 @@ class Preparer:
                 self._finish(held, work, piece.careful)
                 held = _Drafts()
         self._finish(held, work, piece.careful)
-        prompts = work.finished(index + 1)
-        if known is not None:
-            self._report(BULK)  # no row's fault, if the file of known rows cannot be read
-            known.fill(prompts, work.anew)
-        return PreparedRows(prompts, facts.finished())
+        prompts = work.finished(size if known is None else len(known.marks))
+        if known is None:
+            return PreparedRows(prompts, facts.finished())
+        self._report(BULK)  # no row's fault, if the file of known rows cannot be read
+        known.fill(prompts, work.anew)
+        return PreparedRows(prompts, known.facts(facts.finished()))
 
     def _rows(
         self, chunk: InputChunk, piece: RowPiece
@@ -164,13 +166,24 @@ class Preparer:
             return chunk.read(piece.start, piece.stop, self._fields.values), None
         self._report(BULK)
         rows, digests = chunk.digested(piece.start, piece.stop, self._fields.values)
-        return rows, KnownRows(self._kept, digests) if digests else None
+        if not digests:
+            return chunk.read(piece.start, piece.stop, self._fields.values), None
+        return rows, KnownRows(self._kept, digests, skips=self._fields.only_ids)
 
-    def _reported(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
-        """Number the rows. A row is at work from before it is read, as reading may take all memory, too."""
+    def _reported(
+        self, rows: Iterable[Values | RowError], known: KnownRows | None
+    ) -> Iterator[tuple[int, Values | RowError]]:
+        """Number the rows, and leave out those that are known and not read. A row is at work from before it is read, as
+        reading may take all memory, too."""
+        if known is not None and isinstance(rows, Sequence):
+            for index in known.read:
+                self._report(index)
+                yield index, rows[index]
+            return
+        each = iter(rows)
         for index in count():
             self._report(index)
-            row = next(rows, None)
+            row = next(each, None)
             if row is None:
                 return
             yield index, row

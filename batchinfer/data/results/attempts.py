@@ -53,21 +53,17 @@ def ranks_of(places: Numbers) -> Numbers:
     return (places >> _RANK_SHIFT) & 3
 
 
-def counted_attempts(
-    database: Any, index_parts: Sequence[Path], rows: int, attempts: int = 1
-) -> CountedAttempts:
-    """Find the completion of each row of an index. Its table `chosen` is loaded (`load_chosen`)."""
+def counted_attempts(database: Any, index: str, rows: int, attempts: int = 1) -> CountedAttempts:
+    """Find the completion of each row of an index, as SQL reads it. Its table `chosen` is loaded (`load_chosen`)."""
     places = np.full(rows, _NONE, np.int64)
-    _fill(
-        places, database, f"SELECT row_id, place FROM {parquet(index_parts)} i JOIN chosen c ON i.key = c.key"
-    )
+    _fill(places, database, f"SELECT row_id, place FROM {index} i JOIN chosen c ON i.key = c.key")
     if attempts == 1:
         return CountedAttempts(places, None, np.empty(0, np.int64))
     numbers, invalid, others = np.ones(rows, np.uint8), _invalid(places), list[Numbers]()
     for attempt in range(2, attempts + 1):
         here = np.full(rows, _NONE, np.int64)
         key = attempt_columns(attempt)[0]
-        source = f"{parquet(index_parts)} i LEFT JOIN chosen c ON i.{key} = c.key WHERE i.{key} IS NOT NULL"
+        source = f"{index} i LEFT JOIN chosen c ON i.{key} = c.key WHERE i.{key} IS NOT NULL"
         _fill(here, database, f"SELECT row_id, coalesce(place, {_MISSING}) FROM {source}")
         made = invalid & (here >= 0)
         counts = made & ((ranks_of(here) == 0) | (ranks_of(places) > 0))
@@ -88,16 +84,17 @@ def _fill(places: Numbers, database: Any, query: str) -> None:
         places[batch.column(0).to_numpy()] = batch.column(1).to_numpy()
 
 
-def load_chosen(database: Any, parts: Sequence[Path], attempts: int = 1) -> None:
+def load_chosen(database: Any, parts: Sequence[Path], attempts: int = 1, keys: str | None = None) -> None:
     """Create the table `chosen`: each key with the place of the one completion that counts, wherever else it stands.
-    With more attempts than one, that says whether it is invalid."""
+    With more attempts than one, that says whether it is invalid. `keys`: only those of these rows, as SQL reads
+    them."""
     place, columns = "min(place)", "key"
     if attempts > 1:
         place += f" + (arg_min(invalid, place)::BIGINT << {_INVALID_SHIFT})"
         columns += f", {INVALID} AS invalid"
-    database.execute(
-        f"CREATE TEMP TABLE chosen AS SELECT key, {place} AS place FROM ({placed(parts, columns)}) GROUP BY key"
-    )
+    wanted = "" if keys is None else f" WHERE key IN (SELECT key FROM {keys})"
+    source = f"({placed(parts, columns)}){wanted}"
+    database.execute(f"CREATE TEMP TABLE chosen AS SELECT key, {place} AS place FROM {source} GROUP BY key")
 
 
 def placed(parts: Sequence[Path], columns: str) -> str:

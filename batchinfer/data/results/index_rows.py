@@ -10,7 +10,8 @@ from typing import Protocol
 import pyarrow as pa
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.data.index.index import INPUT_ROW, LABELS, OPENING, SAMPLE, TOOLS, BestOf
+from batchinfer.data.index.index import INPUT_ROW, LABELS, OPENING, SAMPLE, TOOLS, BestOf, Stretches
+from batchinfer.data.index.taken import TakenRows
 from batchinfer.data.outputs.frame import HEAD, TAIL
 from batchinfer.data.outputs.kind import AskedOutputs
 from batchinfer.data.storage.parquet_rows import ParquetRows
@@ -60,6 +61,14 @@ class IndexView(AskedOutputs, Protocol):
     @property
     def rows(self) -> int:
         """Rows of the index, bad ones included."""
+
+    @property
+    def taken(self) -> TakenRows:
+        """Its first rows, which were taken over whole."""
+
+    @property
+    def stretches(self) -> Stretches | None:
+        """The stretches of the others, if they can be taken over the next time."""
 
 
 class IndexRows:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError
+from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.results.attempts import (
     PART_SHIFT,
     POSITION,
@@ -23,6 +24,7 @@ from batchinfer.data.results.attempts import (
     load_chosen,
     placed,
 )
+from batchinfer.data.results.reuse.taken_places import taken_places
 from batchinfer.data.storage.duck import Watched, connection, naming_errors, parquet
 
 ROW_IN_PART = (1 << PART_SHIFT) - 1
@@ -58,6 +60,11 @@ class Join:
     attempts: NDArray[np.uint8] | None = None
     # Positions of completions of other attempts
     others: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
+    # Rows whose completion is an error, ascending, and which of them are retryable
+    failed: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
+    again: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    # Whether all rows that were taken over have the completions that they had
+    as_taken: bool = True
 
     @property
     def missing(self) -> int:
@@ -104,12 +111,14 @@ def joined(
     spill: Path,
     *,
     attempts: int = 1,
+    taken: TakenRows = NOTHING_TAKEN,
     memory_limit: str | None = None,
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> Join:
     """Join the rows of an index with the completions of their keys, `attempts` of which a row may have. A row has no
-    completion while one of its attempts is still to be made.
+    completion while one of its attempts is still to be made. `taken`: the first rows, whose answers are known; only
+    those that are errors are looked up.
 
     Beside what it returns it takes `memory_limit`; what is larger goes to the folder `spill`. Raises StorageError,
     OutOfMemory. `watched`: see `duck.connection`.
@@ -117,22 +126,41 @@ def joined(
     parts = tuple(sorted(completion_parts))
     if not index_parts:
         return Join(parts, np.empty(0, np.int64), np.empty(0, np.int64), ErrorCounts(0, 0, 0, 0))
+    known = taken_places(taken, parts)
+    new = [*index_parts[len(taken.parts) :]]
     with connection(spill, memory_limit, threads, watched) as database:
-        bad = "key IS NULL"
-        ((rows, errors, retryable),) = database.execute(
-            f"SELECT count(*), count(*) FILTER ({bad}), count(*) FILTER ({bad} AND retryable) "
-            f"FROM {parquet(index_parts)}"
-        ).fetchall()
-        counted = _counted(database, index_parts, parts, rows, attempts, spill)
+        rows, errors, retryable = _numbers(database, new)
+        database.register("failed", pa.table({"row_id": known.failed, "key": known.keys}))
+        own = f"(SELECT row_id, key FROM {parquet(new)} UNION ALL SELECT * FROM failed)" if new else "failed"
+        source = own if taken.rows else parquet(new)
+        counted = _counted(database, source, parts, taken.rows + rows, attempts, spill, taken.rows > 0)
+    counted.places[: taken.rows] = known.laid_under(counted.places[: taken.rows])
     found = np.flatnonzero(counted.places >= 0)
     places, ranks = counted.places[found], counted.ranks[found]
+    bad = np.flatnonzero(ranks)
+    failed, again = found[bad], ranks[bad] == 2
     counts = ErrorCounts(
-        rows, errors, int(np.count_nonzero(ranks)), retryable + int(np.count_nonzero(ranks == 2))
+        taken.rows + rows,
+        taken.errors + errors,
+        len(failed),
+        taken.retryable + retryable + int(np.count_nonzero(again)),
     )
     del ranks
+    as_taken = known.is_still(counted.places[: taken.rows])
     places &= POSITION
     order = np.argsort(places)
-    return Join(parts, places[order], found[order], counts, counted.numbers, counted.others)
+    where = places[order], found[order]
+    return Join(parts, *where, counts, counted.numbers, counted.others, failed, again, as_taken)
+
+
+def _numbers(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
+    """Return how many rows an index has, how many of them are error rows, and how many of these are retryable."""
+    if not index:
+        return 0, 0, 0
+    bad = "key IS NULL"
+    counts = f"count(*), count(*) FILTER ({bad}), count(*) FILTER ({bad} AND retryable)"
+    ((rows, errors, retryable),) = database.execute(f"SELECT {counts} FROM {parquet(index)}").fetchall()
+    return int(rows), int(errors), int(retryable)
 
 
 def completion_of(
@@ -153,11 +181,18 @@ def completion_of(
 
 
 def _counted(
-    database: Any, index: Sequence[Path], parts: Sequence[Path], rows: int, attempts: int, spill: Path
+    database: Any,
+    index: str,
+    parts: Sequence[Path],
+    rows: int,
+    attempts: int,
+    spill: Path,
+    few: bool = False,
 ) -> CountedAttempts:
+    """Find the completions of rows, as SQL reads them; `few`: most of the store's are of others."""
     if not parts:
         return CountedAttempts(np.full(rows, -1, np.int64), None, np.empty(0, np.int64))
-    load_chosen(database, parts, attempts)
+    load_chosen(database, parts, attempts, index if few else None)
     with naming_errors(spill):
         return counted_attempts(database, index, rows, attempts)
 
@@ -176,7 +211,7 @@ def engine_errors(
         return []
     with connection(spill, memory_limit, threads) as database:
         ((rows,),) = database.execute(f"SELECT count(*) FROM {parquet(index_parts)}").fetchall()
-        counted = _counted(database, index_parts, completion_parts, rows, attempts, spill)
+        counted = _counted(database, parquet(index_parts), completion_parts, rows, attempts, spill)
         bad = np.flatnonzero((counted.places >= 0) & (counted.ranks > 0))
         places = counted.places[bad] & WITH_RANK
         database.register("bad", pa.table({"row_id": bad, "place": places}))

@@ -67,9 +67,10 @@ def publish(
     join.refuse_missing()
     stage = _fresh(state)
     threads = threads or min(usable_cpus(), MOST_THREADS)
-    prints = fingerprints(index, join, spec, threads)
+    earlier = EarlierFiles(state)
+    prints = fingerprints(index, join, spec, threads, earlier.fingerprints)
     staging = _Staging(index, join, spec, stage, threads, on_rows or (lambda rows: None))
-    files = staging.copied(prints, EarlierFiles(state))
+    files = staging.copied(prints.files, earlier)
     files += staging.made(detokenizer, {file.number for file in files}, state)
     files.sort(key=lambda file: file.number)
     written = sum(file.rows for file in files)
@@ -82,7 +83,7 @@ def publish(
     else:
         _put_in_place(stage, older, state)
     if remember:
-        remember_files(state, dict(zip(prints, files, strict=True)))
+        remember_files(state, prints, files)
     return manifest
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ class PartWriter:
     """Writes part-00000.parquet, part-00001.parquet, … with page checksums; each has PART_ROWS rows or fewer.
 
     Use as a context manager and call `commit()` at the end; without it the last part is given up. `unlike`: columns of
-    which hardly any two values are equal.
+    which hardly any two values are equal; `before`: the first parts, which are there already.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class PartWriter:
         ops: FileOps,
         part_rows: int = PART_ROWS,
         unlike: Collection[str] = (),
+        before: Sequence[Path] = (),
     ) -> None:
         self._folder = folder
         self._schema = schema
@@ -39,7 +40,7 @@ class PartWriter:
         self._rows_in_part = 0
         self._file: DurableFile | None = None
         self._writer: pq.ParquetWriter | None = None
-        self.parts: list[Path] = []
+        self.parts = [*before]
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Add rows; a batch is cut where a part is full."""

@@ -117,6 +117,7 @@ class Waves:
             ingestion.folder / f"plan-{self.count}",
             self._run.setup.roots,
             attempts=ingestion.job.attempts,
+            taken=ingestion.taken,
             in_flight=known.in_flight,
             begun=known.begun,
             more=self._index is None,

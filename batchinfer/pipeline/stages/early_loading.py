@@ -11,6 +11,8 @@ from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.pipeline.workers.places import worker_specs
 from batchinfer.plan.forecast.engine import fits
 
+_MANY = 200  # parts of a store, of which the keys are read in 0.2 s
+
 
 class EarlyLoading:
     """Watches the keys that are read, for one that the store lacks. What the engines get of the machine depends on
@@ -28,14 +30,20 @@ class EarlyLoading:
         if self._waits and run.setup.setting.replicas == 1:
             self._open()
 
-    def read(self, keys: bytes) -> None:
-        """Take the keys of rows that were read, 32 bytes each. Raises what keeps a single engine from loading."""
-        if self._waits and keys:
+    def read(self, keys: bytes, last: bool = False) -> None:
+        """Take the keys of rows that were read, 32 bytes each; `last`: there are no more. Raises what keeps a single
+        engine from loading."""
+        if self._waits and keys and not (last and self._is_large()):
             lacking = self._watched()
             lacking.look(keys)
             if lacking.enough:
                 self._load()
         self._run.launch.look()
+
+    def _is_large(self) -> bool:
+        """Whether a plan, which comes once all rows are read, says as soon what is lacking as the store's keys do that
+        nobody has looked at yet."""
+        return self._lacking is None and len(self._store.parts()) > _MANY
 
     def found(self, index: Index) -> None:
         """Look through an index that an earlier run has left: then no row is read."""

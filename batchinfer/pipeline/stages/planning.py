@@ -67,6 +67,7 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
             index.folder / folder,
             run.setup.roots,
             attempts=index.attempts,
+            taken=index.taken,
             beside=index.content_free_parts,
             retry_errors=run.options.retry_errors,
             threads=usable_cpus(),

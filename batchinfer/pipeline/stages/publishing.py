@@ -21,6 +21,7 @@ from batchinfer.data.results.openai import asked, write_openai
 from batchinfer.data.results.published import intact
 from batchinfer.data.results.published_inputs import identities, remember_inputs
 from batchinfer.data.results.publisher import publish
+from batchinfer.data.results.reuse.whole_rows import settle_whole
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.clean import clean_after_run, note_use
 from batchinfer.pipeline.open_run import OpenRun
@@ -49,6 +50,8 @@ def publish_result(
     )
     if not run.job.input.sql:
         remember_inputs(run.state.published, index.inputs, inputs, run.state.ops)
+    if run.options.limit is None:
+        _settle(run, index, join)
     same = older is not None and older.manifest.generation == manifest.generation
     changed = not same or run.report.metered
     if changed:
@@ -56,6 +59,14 @@ def publish_result(
             run.report.keep_keys(index.index_parts, join.attempts, index.row_ids)
             measure(run, manifest)
     return manifest, changed
+
+
+def _settle(run: OpenRun, index: Index, join: Join) -> None:
+    """Keep what the next run takes over whole. The results are published: a disk that fails now fails no run."""
+    try:
+        settle_whole(run.state.kept, index, join, run.state.ops)
+    except StorageError as error:
+        run.notice(f"the results are published, but the next run will look up all of its rows: {error}")
 
 
 def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join]:

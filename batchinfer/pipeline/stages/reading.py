@@ -14,6 +14,7 @@ from batchinfer.data.kept.files import remove_strays
 from batchinfer.data.results.openai import LINE_BYTES
 from batchinfer.data.results.partial import PARTIAL
 from batchinfer.data.results.reuse.answered import AnsweredRows
+from batchinfer.data.results.reuse.whole_rows import WholeRows
 from batchinfer.data.storage.remembered import write_strings
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.pipeline.open_run import OpenRun
@@ -92,7 +93,8 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
             remove_strays(state.kept, state.ops)
     answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")
     earlier = "earlier" in run.setup.setting.draft_sources(run.job)
-    return Keeping(state.kept, answered, run.notice, run.options.verify, earlier=earlier)
+    whole = WholeRows(state.kept, store.parts(), run.options.retry_errors, run.notice)
+    return Keeping(state.kept, answered, run.notice, run.options.verify, whole, earlier=earlier)
 
 
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:
@@ -101,7 +103,7 @@ def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInpu
     try:
         for at in steps:
             run.progress.read(at.rows, at.bytes_read, at.bytes_total)
-            early.read(at.keys)
+            early.read(at.keys, last=at.bytes_read >= at.bytes_total)
             left_s = _left_s(run, at, time.monotonic() - began)
             if ingestion.is_final and early.waits_for(left_s):
                 return UnreadInput(ingestion, steps, at)

@@ -18,6 +18,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import StorageError
 from batchinfer.core.prefix_forest import ROOT, Ints, PrefixForest
 from batchinfer.core.wording import counted
+from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.results.attempts import load_chosen
 from batchinfer.data.storage.duck import connection, naming_errors, parquet
 from batchinfer.data.storage.durable import storage
@@ -44,6 +45,7 @@ def plan_job(
     roots: ContentRoots,
     *,
     attempts: int = 1,
+    taken: TakenRows = NOTHING_TAKEN,
     beside: Sequence[Path] = (),
     in_flight: Sequence[bytes] = (),
     begun: Sequence[bytes] = (),
@@ -55,7 +57,7 @@ def plan_job(
     """Plan every distinct key of the index that the completion parts lack, once each.
 
     Of the keys of a row's `attempts`, only the first one counts whose completion is not invalid, or is missing. Those
-    that are `in_flight` are not planned.
+    that are `in_flight` are not planned. `taken`: the first rows, all of which have their answers.
 
     `beside`: parts with prompts that run, too, and are no rows of the job.
 
@@ -75,7 +77,8 @@ def plan_job(
     with connection(out_dir / "spill", memory_limit, threads) as database:
         if completion_parts and attempts > 1:
             load_chosen(database, completion_parts, attempts)
-        _load_wanted(database, index_parts, attempts if completion_parts else 1, attempts)
+        new = index_parts[len(taken.parts) :]
+        _load_wanted(database, new, attempts if completion_parts else 1, attempts, taken)
         if beside:
             _load_beside(database, beside)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
@@ -91,13 +94,14 @@ def plan_job(
             shared_prefix_tokens=shared.saved,
             again_tokens=shared.again,
             recurring=shared.recurring,
-            **_counts(database),
+            **_counts(database, taken),
         )
 
 
-def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int) -> None:
-    """Create the table `wanted`: the distinct keys of rows, of each row that of the attempt that it is at. `reached`:
-    the last one that a row may be at. With more than one the table `chosen` is loaded."""
+def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int, taken: TakenRows) -> None:
+    """Create the table `wanted`: the distinct keys of rows, of each row that of the attempt that it is at, without keys
+    of rows that were taken over. `reached`: the last one that a row may be at. With more than one the table `chosen` is
+    loaded."""
     database.execute(
         "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
         "expected_tokens INTEGER, users INTEGER, final_users INTEGER, longest INTEGER)"
@@ -106,6 +110,8 @@ def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: i
     if index:
         database.execute(f"INSERT INTO wanted {distinct_sql(index, reached, attempts)}")
         database.execute(f"INSERT INTO tally SELECT count(*), count(*) - count(key) FROM {parquet(index)}")
+    if taken.rows:
+        database.execute(f"DELETE FROM wanted WHERE key IN (SELECT key FROM {parquet(taken.parts)})")
 
 
 def _load_beside(database: Any, beside: Sequence[Path]) -> None:
@@ -128,7 +134,10 @@ def _load_work(
     database.execute("CREATE TEMP TABLE present(key BLOB)")
     if completions:
         usable = "WHERE error_code IS NULL OR retryable IS NOT TRUE" if retry_errors else ""
-        database.execute(f"INSERT INTO present SELECT DISTINCT key FROM {parquet(completions)} {usable}")
+        stored = f"(SELECT key FROM {parquet(completions)} {usable})"
+        database.execute(
+            f"INSERT INTO present SELECT DISTINCT key FROM {stored} SEMI JOIN wanted USING (key)"
+        )
     _load_keys(database, "flying", in_flight)
     _load_keys(database, "started", begun)
     database.execute("INSERT INTO present SELECT key FROM flying UNION ALL SELECT key FROM started")
@@ -221,7 +230,7 @@ def _ordered_sql() -> str:
     )
 
 
-def _counts(database: Any) -> dict[str, int]:
+def _counts(database: Any, taken: TakenRows) -> dict[str, int]:
     names = [
         "rows",
         "error_rows",
@@ -242,4 +251,12 @@ def _counts(database: Any) -> dict[str, int]:
         "FROM work WHERE begun IS NULL) "
         "SELECT t.r, t.e, w.n, t.r - t.e - w.u, w.n - k.n, k.n, k.p, k.o, k.l, k.u FROM t, w, k"
     ).fetchall()
-    return {name: int(value) for name, value in zip(names, values[0], strict=True)}
+    found = {name: int(value) for name, value in zip(names, values[0], strict=True)}
+    more = {
+        "rows": taken.rows,
+        "error_rows": taken.errors,
+        "distinct": taken.distinct,
+        "present": taken.distinct,
+    }
+    more["duplicates"] = taken.rows - taken.errors - taken.distinct
+    return {name: value + more.get(name, 0) for name, value in found.items()}

@@ -17,6 +17,7 @@ from batchinfer.core.request import Completion, RowError, Tokens
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.index.index import AnswerSchema, BestOf, index_schema
+from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.prompts.keys import token_bytes
 
@@ -68,6 +69,8 @@ class SmallIndex:
     best: BestOf | None = None
     scoring: None = None
     confidence: None = None
+    taken: TakenRows = NOTHING_TAKEN
+    stretches: None = None
 
     @property
     def tokens(self) -> TokenStore:

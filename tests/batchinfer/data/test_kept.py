@@ -5,7 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from batchinfer.data.kept.files import MARKER, read_marker
+from batchinfer.data.kept.facts import StretchFacts
+from batchinfer.data.kept.files import MARKER, KeptMarker, KeptStretch, put_in_place, read_marker
 from batchinfer.data.kept.writer import KeptWriter
 from batchinfer.data.storage.durable import FileOps
 
@@ -15,8 +16,9 @@ def test_runs_that_end_at_the_same_time_leave_one(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
 
     def commit(identity: str) -> None:
-        with KeptWriter(kept, FileOps()) as writer:
-            writer.commit(identity, 1, [])
+        writer = KeptWriter(kept, FileOps())
+        stretch = KeptStretch(writer.folder, writer.finish(StretchFacts()), ())
+        put_in_place(kept, KeptMarker(identity, 1, (stretch,)), FileOps())
 
     names = [f"run {number}" for number in range(64)]
     with ThreadPoolExecutor(8) as pool:

@@ -6,7 +6,7 @@ else a semicolon, else a tab, whichever it holds first in this order; names that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.core.request import RowError
-from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.chunk import InputChunk, LazyRows
 from batchinfer.data.input.format import TABS, unpacked_name
 from batchinfer.data.input.formats.csv_dialect import CsvDialect, detected_delimiter
 from batchinfer.data.input.formats.csv_records import CsvRecords, Found
@@ -156,11 +156,11 @@ class CsvLines(InputChunk):
 
     def digested(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
-    ) -> tuple[Iterable[Values | RowError], bytes]:
+    ) -> tuple[Sequence[Values | RowError], bytes]:
         found = list(islice(self._found() if self.records is None else self.records, start, stop))
         reading = ("csv", self.columns, self.kept, self.dialect, self.cap, self.encoding)
         records = (None if isinstance(record, RowError) else record for _, record in found)
-        return (self._row(number, record) for number, record in found), row_digests(records, reading)
+        return LazyRows(found, lambda one: self._row(*one)), row_digests(records, reading)
 
     def _found(self) -> Iterator[ReadRecord]:
         lines = LineBuffer(iter([self.data]), self.line)

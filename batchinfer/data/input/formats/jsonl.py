@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
 from batchinfer.core.errors import StorageError
 from batchinfer.core.request import RowError
-from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.chunk import InputChunk, LazyRows
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.json_text import parse_row
 from batchinfer.data.input.line_buffer import LineBuffer
@@ -82,12 +82,12 @@ class JsonLines(InputChunk):
 
     def digested(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
-    ) -> tuple[Iterable[Values | RowError], bytes]:
-        rows = self.read(start, stop, values)
+    ) -> tuple[Sequence[Values | RowError], bytes]:
         if self.too_long is not None:
-            return rows, b""
-        lines = (line for _, line in islice(self._lines(), start, stop))
-        return rows, row_digests(lines, ("jsonl", self.cap, self.encoding))
+            return (), b""
+        found = [*islice(self._lines(), start, stop)]
+        rows = LazyRows(found, lambda one: self._row(*one))
+        return rows, row_digests((line for _, line in found), ("jsonl", self.cap, self.encoding))
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(self.data.split(b"\n"), self.line):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.kept.rows import KeptRows, Numbers, Records, attempt_names
 from batchinfer.data.prompts.prepared.rows import KEY_TYPE, OwnTexts, Prepared, PreparedRungs
+from batchinfer.data.prompts.row_facts import RowFacts
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -18,10 +21,24 @@ Number = TypeVar("Number", bound=np.generic)
 class KnownRows:
     """The rows of one chunk: which of them are known, and the digests of all."""
 
-    def __init__(self, kept: KeptRows, digests: bytes) -> None:
+    def __init__(self, kept: KeptRows, digests: bytes, *, skips: bool) -> None:
+        """skips: known rows are not read, but for the first one, which shows what columns there are."""
         self._kept, self._digests = kept, digests
         self._places = kept.find(digests)
-        self.marks: list[bool] = (self._places >= 0).tolist()
+        known = self._places >= 0
+        self.marks: list[bool] = known.tolist()
+        self._skipped = known & skips
+        self._skipped[:1] = False
+        self.read: list[int] = np.flatnonzero(~self._skipped).tolist()
+
+    def facts(self, read: RowFacts) -> RowFacts:
+        """Return the facts of all rows. read: of those that were."""
+        if len(self.read) == len(self.marks):
+            return read
+        skipped = np.flatnonzero(self._skipped)
+        ids = pa.concat_arrays([read.ids, self._kept.ids(self._places[skipped])])
+        order = np.argsort(np.concatenate([np.array(self.read, np.int64), skipped]))
+        return replace(read, ids=ids.take(pa.array(order)), unread=[self.read[at] for at in read.unread])
 
     def fill(self, prompts: Prepared, nameless: Iterable[int]) -> None:
         """Put what is known into the prompts of the chunk, whose other rows were prepared. `nameless`: rows that are

@@ -1,6 +1,7 @@
 """The files of the result that the job published last, as far as they are files of the next one, too.
 
-    .batchinfer-res/result_files.json    which result it was, and by fingerprint the size, sha256 and rows of its files
+    .batchinfer-res/result_files.json    which result it was; of each of its files the fingerprint, size, sha256 and
+                                         rows; and which stretches of the kept index these rows are
 
 A file whose fingerprint is known is copied instead of made: its rows are neither joined nor written as Parquet again.
 Whoever looks at results may have changed or removed it, so what is copied counts by its bytes, whose sha256 is taken on
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
@@ -23,11 +24,12 @@ from pathlib import Path
 from batchinfer.core.errors import DamagedResult, OutputConflict, StorageError
 from batchinfer.data.results.manifest import read_manifest
 from batchinfer.data.results.result_files import StagedFile, staged_name
+from batchinfer.data.results.reuse.fingerprints import NO_FINGERPRINTS, Fingerprints
 from batchinfer.data.storage.durable import Digest, DurableFile, FileOps, write_json
 from batchinfer.data.storage.remembered import read_json
 from batchinfer.data.storage.state import StateFolder
 
-FORMAT = 1
+FORMAT = 2
 _READ_BYTES = 1 << 20
 
 
@@ -36,7 +38,7 @@ class EarlierFiles:
 
     def __init__(self, state: StateFolder) -> None:
         self._ops = state.ops
-        results, self._known = _read(state)
+        results, self._known, self.fingerprints = _read(state)
         self._published: dict[str, Path] = {}
         with suppress(DamagedResult, OutputConflict, StorageError):  # then all files are made
             manifest = None if results is None else read_manifest(results)
@@ -58,25 +60,35 @@ class EarlierFiles:
 Known = tuple[int, str, int, int, int]  # bytes, sha256, rows, errors, retryable ones
 
 
-def remember_files(state: StateFolder, files: Mapping[str, StagedFile]) -> None:
+def remember_files(state: StateFolder, prints: Fingerprints, files: Sequence[StagedFile]) -> None:
     """Remember the files of this result by their fingerprints: it is the job's last one now. Raises StorageError."""
-    listed = {fingerprint: astuple(file)[1:] for fingerprint, file in files.items()}
+    listed = [[one, *astuple(file)[1:]] for one, file in zip(prints.files, files, strict=True)]
     results = os.path.relpath(state.results, state.job.parent)
+    value = {"format": FORMAT, "results": results, "files": listed}
+    value |= {"maker": prints.maker, "stretches": [*prints.stretches]}
     with state.exclusively():  # runs for other dates use the same temporary name
-        write_json(state.result_files, {"format": FORMAT, "results": results, "files": listed}, state.ops)
+        write_json(state.result_files, value, state.ops)
 
 
-def _read(state: StateFolder) -> tuple[Path | None, dict[str, Known]]:
-    """Return the folder of the last result, and its files by fingerprint."""
+def _read(state: StateFolder) -> tuple[Path | None, dict[str, Known], Fingerprints]:
+    """Return the folder of the last result, its files by fingerprint, and these."""
     found: dict[str, Known] = {}
     match read_json(state.result_files):
-        case {"format": int(version), "results": str(results), "files": dict(files)} if version == FORMAT:
-            for fingerprint, entry in files.items():
+        case {
+            "format": int(version),
+            "results": str(results),
+            "files": list(files),
+            "maker": str(maker),
+            "stretches": list(stretches),
+        } if version == FORMAT:
+            for entry in files:
                 match entry:
-                    case [int(rows), int(size), str(sha256), int(errors), int(retryable)]:
+                    case [str(fingerprint), int(rows), int(size), str(sha256), int(errors), int(retryable)]:
                         found[fingerprint] = (size, sha256, rows, errors, retryable)
-            return state.job.parent / results, found
-    return None, found
+            prints = Fingerprints(tuple(found), maker, tuple(map(tuple, stretches)))
+            whole = len(found) == len(files)
+            return state.job.parent / results, found, prints if whole else NO_FINGERPRINTS
+    return None, found, NO_FINGERPRINTS
 
 
 class _AnotherFile(Exception):

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -31,13 +32,34 @@ WRITER_FORMAT = 1  # raise it when equal rows would give other bytes
 _NONE = -1  # the row has no stored answer
 
 
-def fingerprints(index: IndexView, join: Join, spec: PublishSpec, threads: int) -> list[str]:
-    """Return the fingerprint (hex) of each file of the result, in their order. Beside what `join` has, each row takes 8
-    bytes. Raises InputCorrupt for an index that is damaged."""
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """The fingerprints (hex) of the files of a result, in their order; a digest of what `maker` makes files of rows,
+    and the stretches that the first rows are of, each with its rows."""
+
+    files: tuple[str, ...]
+    maker: str
+    stretches: tuple[tuple[str, int], ...] = ()
+
+
+NO_FINGERPRINTS = Fingerprints((), "")
+
+
+def fingerprints(
+    index: IndexView, join: Join, spec: PublishSpec, threads: int, last: Fingerprints = NO_FINGERPRINTS
+) -> Fingerprints:
+    """Return those of a result. `last`: those of the result before, of which files are the same whose rows were taken
+    over. Beside what `join` has, each row takes 8 bytes. Raises InputCorrupt for an index that is damaged."""
     made = _Fingerprints(index, join, spec)
-    spans = spans_of(index.rows, indexed_rows(index.best, spec.rows_per_file), threads)
+    per_file = indexed_rows(index.best, spec.rows_per_file)
+    taken = tuple((one.stretch.folder, one.stretch.rows) for one in index.taken.stretches)
+    same = last.maker == made.maker and join.as_taken and last.stretches[: len(taken)] == taken
+    known = last.files[: index.taken.rows // per_file] if same else ()
+    spans = spans_of(index.rows, per_file, threads, range(len(known)))
     with ThreadPoolExecutor(threads, "fingerprint") as pool:
-        return [one for found in pool.map(made.of_span, spans) for one in found]
+        files = [*known, *(one for found in pool.map(made.of_span, spans) for one in found)]
+    new = () if index.stretches is None else index.stretches.rows
+    return Fingerprints(tuple(files), made.maker, (*taken, *new))
 
 
 class _Fingerprints:
@@ -49,6 +71,7 @@ class _Fingerprints:
         self._places: Numbers = np.full(index.rows, _NONE, np.int64)
         self._places[join.rows] = join.positions
         self._head = _maker(index, spec)
+        self.maker = hashlib.sha256(self._head).hexdigest()
         full, rest = divmod(self._per_file, BATCH_ROWS)
         self._sizes = [BATCH_ROWS] * full + [rest] * (rest > 0)
 

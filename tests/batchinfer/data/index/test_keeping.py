@@ -372,6 +372,43 @@ def test_a_column_that_no_row_has_any_more_is_told(tmp_path: Path) -> None:
         nights.ingest(jsonl(tmp_path, rows))
 
 
+@pytest.mark.parametrize("name", ["jsonl", pytest.param("csv", marks=pytest.mark.slow)])
+def test_known_rows_of_which_nothing_is_carried_are_not_read(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ids are kept; of each chunk one row shows which columns there are."""
+    nights, write = Nights(tmp_path, columns=(), unique_ids=True), FORMATS[name]
+    rows = people(40)
+    rows[8] |= {"id": None}
+    rows[9] |= {"id": 'Zoë " 漢字'}
+    rows[10] |= {"id": ""}
+    nights.ingest(write(tmp_path, rows))
+    rows[5] |= {"text": "changed"}
+    rows[7] |= {"id": "p3"}
+    del rows[20]
+    rows[30:30] = people(2, 100)
+    assert nights.check(write(tmp_path, rows)) == 37
+    assert nights.check(write(tmp_path, rows[::-1])) == 40
+
+
+def test_a_column_that_known_rows_have_not_is_told(tmp_path: Path) -> None:
+    """Which columns known rows had is not kept: they are read again before anything is said."""
+    nights = Nights(tmp_path, columns=(), prompt={"user": "{{ text }}"}, id="rare")
+    rows = people(9)
+    rows[4]["rare"] = 1
+    nights.ingest(jsonl(tmp_path, rows))
+    rows[0], rows[4] = rows[4], rows[0]
+    rows[1], rows[8] = rows[8], rows[1]
+    one = {"chunk": ChunkSize(lines=9)}
+    assert nights.check(jsonl(tmp_path, rows), **one) == 9
+    rows[0], rows[4] = rows[4], rows[0]
+    rows[8]["more"] = 77
+    assert nights.check(jsonl(tmp_path, rows), **one) == 0, "all were read again"
+    del rows[4]
+    with pytest.raises(JobFileError, match="no column 'rare'; it has: id, text, more"):
+        nights.ingest(jsonl(tmp_path, rows), **one)
+
+
 @pytest.mark.slow
 def test_rows_up_to_a_limit_are_known(tmp_path: Path) -> None:
     nights, path = Nights(tmp_path, limit=10), jsonl(tmp_path, people(30))

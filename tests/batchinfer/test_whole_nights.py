@@ -1,0 +1,250 @@
+"""Nights on which leading files did not change: their rows are taken over whole, and what is published is what a job
+without any state publishes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchinfer.data.index import keeping
+from batchinfer.data.index.keeping import KeptIndex
+from batchinfer.data.kept import stretches
+from batchinfer.data.results.verify import verify_result
+from batchinfer.data.storage import state
+from tests.batchinfer.data.storage.failing_ops import FailingOps
+from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
+from tests.patience import PATIENCE_S
+
+FIELDS: dict[str, Any] = {
+    "input": {"path": "in/*.jsonl", "id": "id", "unique_ids": True},
+    "output": {"path": "out/res", "columns": ["age"], "rows_per_file": 7},
+    "on_error": {"max_error_rate": 1.0},
+    "commit": {"rows": 8, "seconds": 60.0},
+}
+# Of the report: they are the same whatever was stored or taken over
+FIGURES = ("rows", "rows_ok", "rows_error", "distinct_requests", "duplicate_rows")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is a stretch, and need not lie for a while to show that it was changed."""
+    monkeypatch.setattr(keeping, "SETTLED_S", -1.0)
+    monkeypatch.setattr(stretches, "_BYTES", 1)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each run took over whole."""
+    found: list[int] = []
+    finish = KeptIndex.finish
+
+    def noted(self: KeptIndex, *args: Any) -> Any:
+        found.append(self.taken.rows)
+        return finish(self, *args)
+
+    monkeypatch.setattr(KeptIndex, "finish", noted)
+    return found
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Nights:
+    """A job over the files of a folder, run again and again."""
+
+    def __init__(self, folder: Path, model: Path, **sections: Any) -> None:
+        self.folder = folder
+        (folder / "in").mkdir(parents=True)
+        self.job = write_job(folder, model, **(FIELDS | sections))
+        self.state = folder / "out/.batchinfer-res"
+
+    def write(self, name: str, rows: Sequence[Any]) -> None:
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        (self.folder / f"in/{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    def run(self, options: Any = FAKE) -> Any:
+        return run(self.job, options)
+
+    def check(self) -> None:
+        """Run, and hold what was published against a run without state."""
+        report = self.run().row
+        found = self.published()
+        assert verify_result(self.folder / "out/res") == []
+        shutil.move(self.folder / "out", self.folder / "aside")
+        alone = self.run().row
+        fresh = self.published()
+        shutil.rmtree(self.folder / "out")
+        shutil.move(self.folder / "aside", self.folder / "out")
+        assert found == fresh
+        if report["distinct_requests"] is not None:  # else all was published already
+            assert [report[name] for name in FIGURES] == [alone[name] for name in FIGURES]
+
+    def published(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in sorted((self.folder / "out/res").iterdir())}
+
+
+def test_files_before_one_that_is_new_or_changed_are_taken_over(
+    tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "9")
+    nights, rows = Nights(tmp_path, model), people(60)
+    rows[4] = rows[3] | {"text": "somebody else"}  # its id is repeated
+    nights.write("a", [*rows[:10], "{not json"])
+    nights.write("b", [*rows[10:20], rows[11] | {"id": "again"}])
+    nights.run()
+    nights.write("c", [*rows[20:30], rows[2], rows[7] | {"id": "once more"}])
+    nights.check()
+    assert taken == [0, 22, 0]
+    nights.write("b", rows[10:21])
+    nights.check()
+    assert taken[3:] == [11, 0]
+    nights.write("c", [row | {"age": "old"} for row in rows[20:30]])
+    nights.check()
+    assert taken[-2:] == [0, 0], "the column has texts now, in all rows"
+
+
+def test_a_stretch_is_read_again_once_something_of_it_is_missing(
+    tmp_path: Path, model: Path, taken: list[int]
+) -> None:
+    """Answers that were cleaned away, and a damaged file: the rows before are taken over all the same."""
+    nights = Nights(tmp_path, model)
+    for name, first in (("a", 0), ("b", 20), ("c", 40)):
+        nights.write(name, people(60)[first : first + 20])
+        nights.run()
+    nights.write("d", people(70)[60:])
+    sorted((nights.state / "completions").glob("part-*.parquet"))[-1].unlink()
+    nights.check()
+    kept = json.loads((nights.state / "kept/whole.json").read_text())
+    folder = kept["stretches"][1]["folder"]
+    (part,) = (nights.state / "kept" / folder).glob("index-*")
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    nights.write("e", people(80)[70:])
+    nights.check()
+    assert taken == [0, 20, 40, 40, 0, 20, 0]
+
+
+def test_an_error_that_another_job_has_answered_since_is_published(
+    tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both jobs use one store. The rows with the errors are taken over all the same."""
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "5")
+    cache = {"path": str(tmp_path / "store")}
+    one, other = (Nights(tmp_path / name, model, cache=cache) for name in ("one", "other"))
+    for nights in (one, other):
+        nights.write("a", people(20))
+        assert nights.run().row["rows_error"]
+    monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
+    assert other.run(replace(FAKE, retry_errors=True)).row["rows_error"] == 0
+    one.write("b", people(25)[20:])
+    one.check()
+    assert taken == [0, 0, 0, 20, 0]
+
+
+def test_stretches_stay_few_however_many_nights_add_a_file(
+    tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stretches, "_MOST", 4)
+    monkeypatch.setattr(stretches, "_BYTES", 1 << 20)
+    nights = Nights(tmp_path, model)
+    for night in range(9):
+        nights.write(f"{night}", people(40)[4 * night : 4 * night + 4])
+        nights.run()
+        assert len(list((nights.state / "kept").iterdir())) <= 2 + 4 + 1
+    nights.write("9", people(40)[36:])
+    nights.check()
+    assert sum(taken[1:9]) > 4 * 16, "most rows are taken over on most nights"
+
+
+@pytest.mark.parametrize("step", [83, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_kill_at_any_operation_of_a_night_changes_no_byte(
+    tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Of one that takes rows over, publishes, and settles what the next one takes over."""
+    nights = Nights(tmp_path, model)
+    nights.write("a", people(20))
+    nights.write("b", people(30)[20:])
+    nights.run()
+    counting = FailingOps()
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "FileOps", lambda: counting)
+        nights.write("c", people(40)[30:])
+        nights.run()
+    assert {"link", "exchange"} <= {entry.split()[0] for entry in counting.log}
+    for number in range(counting.count - 1, 0, -step):
+        nights.write("c", [row | {"text": f"changed at {number}"} for row in people(40)[30:]])
+        command = [sys.executable, "-m", "tests.batchinfer.test_whole_nights", str(nights.job), str(number)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=PATIENCE_S)
+        assert done.returncode == -signal.SIGKILL, (counting.log[number], done.stderr)
+        nights.check()
+    assert {20, 30, 40}.intersection(taken[2:]), "some rows are still taken over"
+
+
+EDITS = st.lists(
+    st.tuples(st.sampled_from(["add", "remove", "change", "again", "repeat", "lose"]), st.integers(0, 30)),
+    max_size=3,
+)
+
+
+def edited(nights: Nights, files: dict[str, list[Any]], edits: Sequence[tuple[str, int]]) -> None:
+    """Change the input files, or remove answers."""
+    for what, where in edits:
+        name = sorted(files)[where % len(files)]
+        if what == "add":
+            files[f"{where:02d}"] = [row | {"id": f"new {where} {n}"} for n, row in enumerate(people(4))]
+            name = f"{where:02d}"
+        elif what == "remove" and len(files) > 1:
+            del files[name]
+            (nights.folder / f"in/{name}.jsonl").unlink()
+            continue
+        elif what == "change":
+            files[name] = [*files[name]]
+            files[name][where % len(files[name])] = {
+                "id": f"c{where}",
+                "text": f"changed {where}",
+                "age": 0.5,
+            }
+        elif what == "repeat":
+            files[name] = [*files[name], files[sorted(files)[0]][0]]
+        elif what == "lose":
+            parts = sorted((nights.state / "completions").glob("part-*.parquet"))
+            parts[where % len(parts)].unlink(missing_ok=True)
+        nights.write(name, files[name])
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(each=st.lists(EDITS, min_size=1, max_size=3), sampled=st.booleans())
+def test_any_nights(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, each: list[list[tuple[str, int]]], sampled: bool
+) -> None:
+    sampling = {"max_tokens": 8, "temperature": 0.8 if sampled else 0.0}
+    nights = Nights(tmp_path_factory.mktemp("nights"), model, sampling=sampling)
+    files: dict[str, list[Any]] = {f"{n:02d}": people(30)[n : n + 8] for n in (10, 0, 20)}
+    for name, rows in files.items():
+        nights.write(name, rows)
+    nights.run()
+    for edits in each:
+        edited(nights, files, edits)
+        nights.check()
+
+
+def main(job: Path, number: int) -> None:
+    """Run the job, and die at this operation."""
+    keeping.SETTLED_S, stretches._BYTES = -1.0, 1
+    state.FileOps = lambda: FailingOps(number)  # type: ignore[assignment,misc]
+    run(job)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
