@@ -14,8 +14,10 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
 from batchinfer.core.errors import BatchInferError, JobFileError
+from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
+from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 
 REAL = RunOptions(waves_from_s=float("inf"))
@@ -124,18 +126,24 @@ def test_a_row_is_drafted_by_the_last_answer_to_its_id(tmp_path: Path, model: Pa
     assert table(path) == table(off)
 
 
-def test_new_rows_are_drafted_by_the_last_answers_of_others(tmp_path: Path) -> None:
-    """Nothing has answered yet in the second run. The quickstart's model writes texts that become its tokens again."""
-    orders = [json.loads(line) for line in (QUICKSTART / "data/orders.jsonl").read_bytes().splitlines()[:16]]
+def test_engines_begin_with_the_last_answers_of_the_last_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quickstart's model writes texts that become its tokens again."""
+    orders = [json.loads(line) for line in (QUICKSTART / "data/orders.jsonl").read_bytes().splitlines()[:6]]
     prompt = YAML(typ="safe").load(QUICKSTART / "job.yaml")["prompt"]
-    sections = {"prompt": prompt, "sampling": {"max_tokens": 48}}
-    path = job(tmp_path / "a", QUICKSTART / "model", ["answers", "earlier"], **sections)
-    changed(path, orders[:12])
+    path = job(tmp_path / "a", QUICKSTART / "model", "auto", prompt=prompt, sampling={"max_tokens": 48})
+    told: list[list[str]] = []
+    decoded = Tokenizer.load(QUICKSTART / "model").decode_batch
+    monkeypatch.setattr(ReplicaPool, "learn", lambda _, answers: told.append(decoded(answers)))
+    changed(path, orders[:5])
     run(path, REAL, FLOAT32)
-    changed(path, orders[12:13])
-    got = run(path, REAL, FLOAT32).row
-    assert got["answers_accepted"] > 0
-    assert got["steps"] < got["sampled_tokens"]
+    before = [row["generated_text"] for row in table(path)]
+    changed(path, orders[5:])
+    run(path, REAL, FLOAT32)
+    assert told == [[], before]
+    run(path, REAL, FLOAT32, ("drafts", "[answers]"), ("sampling.max_tokens", "47"))
+    assert told[2:] == [[]], "a job that takes nothing from its last result"
 
 
 def test_sampled_rows_and_rows_with_several_answers_have_no_earlier_ones(tmp_path: Path, model: Path) -> None:

@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from batchinfer.data.kept.files import OF_ROWS, KeptMarker, opened
 from batchinfer.data.kept.rows import KeptRows, KeptSource, Numbers, StretchSource
@@ -20,6 +22,9 @@ from batchinfer.data.storage.durable import TEMPORARY, DurableFile, FileOps, sto
 # `row`: -1: there was none. `key`: zeros: there was none, or its tokens are those of another tokenizer
 _NOTE = np.dtype([("row", "<i8"), ("key", "V32")])
 _NAME = "earlier.bin"
+_ROWS_READ = 1 << 16
+# Rows by their places in the index: where they stood before, and their keys, null where a note has none
+PLACES = pa.schema([("row_id", pa.int64()), ("place", pa.int64()), ("key", pa.binary(32))])
 
 
 class EarlierRows:
@@ -61,18 +66,31 @@ def earlier_rows(
         yield EarlierRows(rows, file, marker.tokenizer == tokenizer)
 
 
-def earlier_places(folder: Path) -> tuple[Numbers, list[bytes | None]]:
-    """Return what was noted of the rows of an index, as far as they are read: the number that each had, -1 for none,
-    and the key. Raises StorageError."""
-    for path in (folder / _NAME, folder / (_NAME + TEMPORARY)):  # the second one while rows are read
-        if path.is_file():
-            with storage(path, "read"):
-                data = path.read_bytes()
+def earlier_places(folder: Path) -> pa.RecordBatchReader:
+    """Read what was noted of the rows of an index, as far as they are read: of those that stood somewhere in the last
+    index. Raises StorageError, in batches too."""
+    return pa.RecordBatchReader.from_batches(PLACES, _batches(folder))
+
+
+def _batches(folder: Path) -> Iterator[pa.RecordBatch]:
+    paths = (folder / _NAME, folder / (_NAME + TEMPORARY))  # the second one while rows are read
+    path = next((one for one in paths if one.is_file()), None)
+    if path is None:
+        return
+    with storage(path, "read"), path.open("rb") as file:
+        first = 0
+        while len(data := file.read(_ROWS_READ * _NOTE.itemsize)) >= _NOTE.itemsize:
             notes = np.frombuffer(data[: len(data) // _NOTE.itemsize * _NOTE.itemsize], _NOTE)
-            return np.ascontiguousarray(notes["row"]), [
-                key if any(key) else None for key in notes["key"].tolist()
-            ]
-    return np.zeros(0, np.int64), []
+            there = np.flatnonzero(notes["row"] >= 0)
+            yield _batch(first + there, notes[there])
+            first += len(notes)
+
+
+def _batch(rows: Numbers, notes: NDArray[np.void]) -> pa.RecordBatch:
+    keys = np.ascontiguousarray(notes["key"]).view(np.uint8).reshape(-1, _NOTE["key"].itemsize)
+    known = pa.py_buffer(np.packbits(keys.any(axis=1), bitorder="little"))
+    key = pa.Array.from_buffers(PLACES.field("key").type, len(rows), [known, pa.py_buffer(keys)])
+    return pa.record_batch([pa.array(rows), pa.array(notes["row"]), key], schema=PLACES)
 
 
 def _source(files: Mapping[str, int]) -> StretchSource:

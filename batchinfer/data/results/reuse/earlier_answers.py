@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.kept.rows import Numbers
 from batchinfer.data.storage.duck import connection, parquet
 from batchinfer.data.storage.durable import FileOps, storage
 from batchinfer.data.store.completion_store import write_table
@@ -65,7 +63,7 @@ class LastResult:
         self,
         plan: Path,
         index_parts: Sequence[Path],
-        places: tuple[Numbers, Sequence[bytes | None]],
+        places: pa.RecordBatchReader,
         store_parts: Sequence[Path],
         spill: Path,
         ops: FileOps,
@@ -73,20 +71,19 @@ class LastResult:
         """Write the answers for the requests of a plan, those that are greedy, and return the file; None where no row
         can be found. `places`: where each row of the index stood before, as `earlier_places` returns it. Raises
         StorageError, OutOfMemory."""
-        numbers, keys = places
-        stood = {"row_id": np.arange(len(numbers)), "place": numbers, "key": pa.array(keys, pa.binary(32))}
         stored = f"SELECT key, token_ids FROM {parquet(store_parts)} WHERE error_code IS NULL"
         path = plan.with_name("earlier.parquet")
         with connection(spill) as database:
-            database.register("stood", pa.table(stood))
+            database.register("places", places)
+            database.execute("CREATE TEMP TABLE stood AS FROM places")
             database.execute(f"CREATE TEMP VIEW stored AS {stored if store_parts else _NOTHING_STORED}")
             database.execute(
                 "CREATE TEMP TABLE wanted AS SELECT DISTINCT ON (seq) seq, row_id, custom_id, expected_tokens FROM "
                 f"(SELECT seq, key, expected_tokens FROM {parquet([plan])}) JOIN "
                 f"(SELECT key, row_id, custom_id FROM {parquet(index_parts)} WHERE greedy) USING (key)"
             )
-            ((ids,),) = database.execute("SELECT count(custom_id) FROM wanted").fetchall()
-            if not ids and not (numbers >= 0).any():
+            found = "SELECT (SELECT count(custom_id) FROM wanted), (SELECT count(*) FROM stood)"
+            if database.execute(found).fetchall() == [(0, 0)]:
                 return None
             database.execute(
                 f"CREATE TEMP VIEW result AS SELECT {', '.join(_COLUMNS)} FROM {parquet(self.files)} "
