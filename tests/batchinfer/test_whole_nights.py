@@ -218,7 +218,8 @@ def edited(nights: Nights, files: dict[str, list[Any]], edits: Sequence[tuple[st
             files[name] = [*files[name], files[sorted(files)[0]][0]]
         elif what == "lose":
             parts = sorted((nights.state / "completions").glob("part-*.parquet"))
-            parts[where % len(parts)].unlink(missing_ok=True)
+            for part in parts[where % max(1, len(parts)) :][:1]:
+                part.unlink()
         nights.write(name, files[name])
 
 
