@@ -517,7 +517,9 @@ class Job(Section):
         model = ModelSection(
             path=drafts.model, dtype=self.model.dtype, quantization=drafts.quantization, calibration="off"
         )
-        return self.model_copy(update={"model": model, "drafts": "auto"})
+        whole = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}  # what it is smaller for
+        engine = self.engine.model_copy(update=whole)
+        return self.model_copy(update={"model": model, "engine": engine, "drafts": "auto"})
 
     def describe(self, defaults: bool = False) -> str:
         """Describe the job for people, one line per option; `defaults`: also options that have their default value."""

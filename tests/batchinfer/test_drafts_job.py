@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pytest
 import torch
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
 from batchinfer.core.errors import BatchInferError, JobFileError
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
+from batchinfer.pipeline.plans import earlier_drafts
+from batchinfer.pipeline.plans.earlier_drafts import drafted
+from batchinfer.pipeline.stages import drafting
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
-from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
+from tests.batchinfer.pipeline.test_pipeline import no_engine, run, table, write_job
 
 REAL = RunOptions(waves_from_s=float("inf"))
 FLOAT32 = ("model.dtype", "float32")
@@ -111,9 +118,23 @@ def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
     assert got.row["steps"] < wanted.row["steps"]
 
 
-def test_a_row_is_drafted_by_the_last_answer_to_its_id(tmp_path: Path, model: Path) -> None:
+class Seen:
+    """Gives drafts, and remembers which."""
+
+    def __init__(self) -> None:
+        self.given: list[Sequence[int] | None] = []
+
+    def __call__(self, request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
+        self.given.append(tokens)
+        return drafted(request, tokens, vocab)
+
+
+def test_a_row_is_drafted_by_the_last_answer_to_its_id(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = [{"id": f"r{at}", **row} for at, row in enumerate(rows(6))]
     given = {"input": {"path": "in.jsonl", "id": "id"}, "sampling": {"max_tokens": 20}}
+    monkeypatch.setattr(earlier_drafts, "drafted", seen := Seen())
     path, off = (
         job(tmp_path / name, model, drafts, **given) for name, drafts in (("a", "auto"), ("b", "off"))
     )
@@ -124,6 +145,7 @@ def test_a_row_is_drafted_by_the_last_answer_to_its_id(tmp_path: Path, model: Pa
         changed(one, later)
         run(one, REAL, FLOAT32)
     assert table(path) == table(off)
+    assert sum(tokens is not None for tokens in seen.given) == 6, "each row has that of its id"
 
 
 def test_engines_begin_with_the_last_answers_of_the_last_result(
@@ -187,6 +209,29 @@ def test_a_draft_model_may_be_the_same_one_with_other_weights(tmp_path: Path, mo
     assert table(path) == table(plain)
     assert got.row["model_drafted"] > 0
     assert got.row["quantization"] == "none"
+
+
+def test_rows_that_ask_a_draft_model_the_same_ask_once_and_never_again(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows differ in what is reported of their tokens, or are too long for the draft model."""
+    other = small(model, tmp_path / "small")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    mixed = [{"text": text, "lp": lp} for text in ("one", "two", "word " * 80) for lp in (1, 2)]
+    sections = {"sampling": {"max_tokens": 20, "from_columns": {"logprobs": "lp"}}}
+    path = job(tmp_path / "job", model, {"model": str(other)}, **sections)
+    changed(path, mixed)
+    assert run(path, REAL, FLOAT32).exit_code == 0
+    monkeypatch.setattr(drafting, "engines", no_engine)
+    assert run(path, REAL, FLOAT32, ("model.kv_cache_dtype", "int8")).row["draft_model_s"] > 0
+
+
+def test_drafts_end_before_tokens_that_the_model_has_not() -> None:
+    request = Request(bytes(32), np.zeros(1, np.int32), SamplingParams(max_tokens=4))
+    for tokens, expected in (([1, 2, 300, 4], [1, 2]), ([300], None), ([1, 2, 3, 4, 5], [1, 2, 3, 4])):
+        draft = drafted(request, tokens, 300).draft
+        assert (None if draft is None else draft.tolist()) == expected
 
 
 def test_a_draft_models_greedy_answers_are_those_of_its_own_job(tmp_path: Path, model: Path) -> None:

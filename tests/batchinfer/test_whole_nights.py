@@ -166,7 +166,7 @@ def test_stretches_stay_few_however_many_nights_add_a_file(
     assert sum(taken[1:9]) > 4 * 16, "most rows are taken over on most nights"
 
 
-@pytest.mark.parametrize("step", [83, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [83, pytest.param(11, marks=pytest.mark.slow)])
 def test_a_kill_at_any_operation_of_a_night_changes_no_byte(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:

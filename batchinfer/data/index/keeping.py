@@ -77,8 +77,8 @@ class Keeping:
     has that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and no
     digest that was computed before counts. `forgotten` are keys whose rows are prepared anew. `whole` tells, of rows
     of these settings, which of these stretches, from the first one on, can be taken over whole; `in_pieces`: none is.
-    `anew`: no row is known, whatever was kept. `earlier`: of rows that an index of other settings had, it is noted
-    where they stood."""
+    `anew`: no row is known, whatever was kept. `earlier`: when the job's result was published, in Unix
+    time: of rows that an index of other settings had, it is noted where they stood; None: it is not."""
 
     kept: Path
     answered: Answered
@@ -88,7 +88,7 @@ class Keeping:
     forgotten: tuple[bytes, ...] = ()
     in_pieces: bool = False
     anew: bool = False
-    earlier: bool = False
+    earlier: float | None = None
 
     def forgetting(self, keys: Sequence[bytes]) -> Keeping:
         """Return what prepares the rows with these keys, too, and takes over no stretch whole."""
@@ -137,8 +137,10 @@ def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[Ke
                 facts = [StretchFacts.from_json(whole_file(one["facts.json"])) for one in files]
                 first = _taken(keeping, asked, marker, facts, ops)
                 last, taken = _Last(marker, files, facts, keeping, len(first.stretches)), first
-            elif marker is not None and keeping.earlier:
-                noted = earlier_rows(keeping.kept, marker, _tokenizer(asked.spec), asked.folder, ops)
+            elif marker is not None and keeping.earlier is not None:
+                noted = earlier_rows(
+                    keeping.kept, marker, keeping.earlier, _tokenizer(asked.spec), asked.folder, ops
+                )
                 earlier = stack.enter_context(noted)
         except (ValueError, KeyError, TypeError, OSError) as error:
             keeping.notice(f"what the last run kept of its rows cannot be used, all are read anew: {error}")

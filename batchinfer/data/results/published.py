@@ -9,6 +9,7 @@ from pathlib import Path
 from batchinfer.core.errors import DamagedResult
 from batchinfer.data.results.manifest import Manifest, ResultFile, damaged, read_manifest
 from batchinfer.data.storage.digests import FileDigests, file_digests
+from batchinfer.data.storage.durable import storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,16 @@ def published(folder: Path, *, fresh: bool = False) -> Published | None:
     for problem in file_problems(folder, manifest, fresh=fresh):
         raise damaged(problem.path, problem.message)
     return Published(manifest, tuple(folder / file.name for file in manifest.files))
+
+
+def last_published(marker: Path) -> float | None:
+    """Return when a job last published, by its state's marker of that, in Unix time; None: never. Raises
+    StorageError."""
+    with storage(marker, "look at"):
+        try:
+            return marker.stat().st_mtime
+        except FileNotFoundError:
+            return None
 
 
 def published_or_told(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.core.errors import OutOfMemory, StorageError
 from batchinfer.core.request import Request, TokenIds
 from batchinfer.data.kept.earlier import earlier_places
 from batchinfer.data.results.published import intact
@@ -36,7 +37,8 @@ def last_answers(run: OpenRun) -> list[TokenIds]:
     result = _last_result(run)
     texts = [] if result is None else result.last_texts(_LEARNT)
     found = run.setup.tokenizer.rust.encode_batch(texts, add_special_tokens=False)
-    return [np.array(one.ids, np.int32) for one in found if one.ids]
+    vocab = run.setup.checkpoint.spec.vocab
+    return [tokens for one in found if len(tokens := _below(one.ids, vocab))]
 
 
 def _last_result(run: OpenRun) -> LastResult | None:
@@ -62,10 +64,14 @@ class EarlierDrafts:
 
     def of_plan(self, plan: Plan, index_parts: Sequence[Path], folder: Path) -> Given:
         """Look for the answers to what a plan runs; return what gives them to its requests. `folder` is that of the
-        index. Raises StorageError, OutOfMemory."""
+        index. Where they cannot be looked for, a notice says so: the job needs none."""
         state, places = self.run.state, earlier_places(folder)
         where = plan.path, index_parts, places, self.parts, state.staging / "earlier", state.ops
-        answers = self.result.write_answers(*where)
+        try:
+            answers = self.result.write_answers(*where)
+        except (StorageError, OutOfMemory) as error:
+            self.run.notice(f"drafts: earlier answers cannot be looked for: {error}")
+            return without_drafts
         return without_drafts if answers is None else partial(self._given, GivenAnswers(answers))
 
     def _given(self, answers: GivenAnswers, batches: Batches) -> Batches:
@@ -80,12 +86,18 @@ class EarlierDrafts:
         given = []
         for request, answer in zip(requests, answers, strict=True):
             tokens = None if answer is None else next(encoded).ids if answer["text"] else answer["tokens"]
-            given.append(drafted(request, tokens))
+            given.append(drafted(request, tokens, self.run.setup.checkpoint.spec.vocab))
         return given
 
 
-def drafted(request: Request, tokens: Sequence[int] | None) -> Request:
-    """Give a request a draft, if there is one."""
-    if not tokens:
-        return request
-    return replace(request, draft=np.array(tokens[: request.params.max_tokens], np.int32))
+def drafted(request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
+    """Give a request a draft, if there is one, up to the first token that the model does not have."""
+    draft = _below((tokens or ())[: request.params.max_tokens], vocab)
+    return replace(request, draft=draft) if len(draft) else request
+
+
+def _below(tokens: Sequence[int], vocab: int) -> TokenIds:
+    """Return the tokens before the first one that is not below `vocab`."""
+    found = np.array(tokens, np.int32)
+    beyond = np.flatnonzero(found >= vocab)
+    return found[: beyond[0]] if len(beyond) else found

@@ -12,7 +12,7 @@ from batchinfer.data.index.token_store import TokenStore
 from batchinfer.data.results.planned_work import Announcement
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.open_run import OpenRun
-from batchinfer.pipeline.plans.earlier_drafts import EarlierDrafts, without_drafts
+from batchinfer.pipeline.plans.earlier_drafts import EarlierDrafts, Given, without_drafts
 from batchinfer.pipeline.plans.reading_on import ReadingOn
 from batchinfer.pipeline.plans.run_plans import Replanned
 from batchinfer.pipeline.plans.snapshot import Snapshot
@@ -92,13 +92,12 @@ class Waves:
             # what was begun is gone on with: its order stays as it is
             settles = not known.requests
             self.forecast = forecast_run(self._run.job, self._run.setup, plan, tokens, settles)
-        self._parts, ended = parts, time.monotonic()
+        self._parts, given = parts, self._given(plan, known)
+        ended = time.monotonic()
         self._took_s, self._not_before = ended - began, ended + PAUSE * (ended - began)
         if self._index is None and (not plan.to_run or self._is_too_spread(plan, known)):
             return None
         self._announcement.add(plan.path)
-        drafts, folder = EarlierDrafts.of(self._run, known.parts), self._reading.ingestion.folder
-        given = without_drafts if drafts is None or not plan.to_run else drafts.of_plan(plan, parts, folder)
         return Replanned(plan, tokens, given)
 
     def follows(self, found: Replanned, known: Snapshot) -> None:
@@ -123,6 +122,12 @@ class Waves:
             more=self._index is None,
             threads=usable_cpus(),
         )
+
+    def _given(self, plan: Plan, known: Snapshot) -> Given:
+        """Return what gives the requests of a plan their drafts."""
+        drafts = EarlierDrafts.of(self._run, known.parts) if plan.to_run else None
+        folder = self._reading.ingestion.folder
+        return without_drafts if drafts is None else drafts.of_plan(plan, self._parts, folder)
 
     def _waits(self) -> bool:
         """Whether engines wait for all rows; the first time a line says why."""

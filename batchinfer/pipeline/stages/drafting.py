@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,12 @@ from batchinfer.core.hub import short_name
 from batchinfer.core.request import Request
 from batchinfer.core.wording import counted
 from batchinfer.data.index.index import Index
+from batchinfer.data.outputs.kind import Receiver
 from batchinfer.data.results.reuse.draft_answers import (
     DraftRequests,
-    drafted_keys,
     write_draft_answers,
     write_draft_keys,
+    write_lacking,
 )
 from batchinfer.data.results.reuse.given_answers import GivenAnswers
 from batchinfer.data.store.completion_store import CompletionStore
@@ -53,14 +53,17 @@ def drafts_of(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) ->
     began = time.monotonic()
     answers = _Drafting(run, model, plan, index, store).answers()
     run.report.note(draft_model_s=time.monotonic() - began)
-    return partial(_given, GivenAnswers(answers))
+    return partial(_given, GivenAnswers(answers), run.setup.checkpoint.spec.vocab)
 
 
-def _given(answers: GivenAnswers, batches: Batches) -> Batches:
+def _given(answers: GivenAnswers, vocab: int, batches: Batches) -> Batches:
     """Give the requests of a plan the tokens that a draft model answered."""
     for batch, requests in batches:
         found = zip(requests, answers.of(batch.numbers("seq")), strict=True)
-        yield batch, [drafted(request, None if one is None else one["tokens"]) for request, one in found]
+        yield (
+            batch,
+            [drafted(request, None if one is None else one["tokens"], vocab) for request, one in found],
+        )
 
 
 class _Drafting:
@@ -76,68 +79,79 @@ class _Drafting:
         setup = replace(setup, setting=setup.setting.for_rows(plan.to_run))
         self._run = replace(run, job=model.job, setup=setup, launch=Launch(run.options.transport))
         context = work_context(setup, run.state, remember=True)
-        self._requests = DraftRequests(context, model.setting.max_model_len)
+        self._requests = DraftRequests(context, model.setting.max_model_len, model.checkpoint.spec.vocab)
 
     def answers(self) -> Path:
         """Have the store hold the model's answers; return the file that has those of the plan."""
         ops = self._run.state.ops
         batches = ((batch.numbers("seq").tolist(), requests) for batch, requests in self._planned())
         keys = write_draft_keys(self._plan.path, batches, self._requests, ops)
-        known = drafted_keys(keys, self._store.parts(), self._spill)
-        if len(known) < self._plan.to_run:
-            self._answer(known)
+        lacking, count = write_lacking(keys, self._store.parts(), self._spill, ops)
+        if count:
+            self._answer(lacking, count)
         return write_draft_answers(keys, self._store.parts(), self._spill, ops)
 
-    def _planned(self, without: AbstractSet[bytes] = frozenset()) -> Batches:
-        roots = self._whole.setup.roots
-        return planned_requests(self._plan, self._index.tokens, REQUEST_BATCH, roots, without=without)
+    def _planned(self) -> Batches:
+        return planned_requests(self._plan, self._index.tokens, REQUEST_BATCH, self._whole.setup.roots)
 
-    def _answer(self, known: AbstractSet[bytes]) -> None:
-        """Have the model answer all but what is known."""
+    def _answer(self, lacking: Path, count: int) -> None:
+        """Have the model answer what is lacking."""
         run, plan = self._run, self._plan
         name = short_name(run.job.model.path)
-        run.notice(f"drafts: {name} answers {counted(plan.to_run - len(known), 'request')} first")
-        if not known:
+        run.notice(f"drafts: {name} answers {counted(count, 'request')} first")
+        share = count / plan.to_run
+        if share == 1:
             for line in forecast_run(run.job, run.setup, plan, self._index.tokens, settles=False).lines:
                 run.notice(f"drafts: {line}")
         longest = min(plan.longest, run.setup.setting.max_model_len)
         index_parts = self._index.index_parts
-        needs = Needs(run.setup.setting, longest, None, plan.to_run, lambda: index_parts)
-        sink = _Sink(self._store, run.progress)
+        needs = Needs(run.setup.setting, longest, None, count, lambda: index_parts)
+        receiver = run.setup.output.receiver(None, run.setup.tokenizer)
+        sink = _Sink(self._store, run.progress, receiver)
         with engines(run, needs) as pool:
             try:
                 wait_until_ready(run, pool)
                 run.progress.running(
-                    rows=plan.to_run, prompt_tokens=plan.prompt_tokens, expected_tokens=plan.expected_tokens
+                    rows=count,
+                    prompt_tokens=round(share * plan.prompt_tokens),
+                    expected_tokens=round(share * plan.expected_tokens),
                 )
                 with run.report.timed(OTHER):
-                    run_plan(self._asked(known), pool, sink, run.interrupts, partial(tell_draining, run))
+                    run_plan(self._asked(lacking), pool, sink, run.interrupts, partial(tell_draining, run))
             finally:
                 self._store.commit()
                 pool.close()  # its memory is the job's model's
         raise_pending(run, self._store)
         run.progress.close()
 
-    def _asked(self, known: AbstractSet[bytes]) -> Batches:
-        for batch, requests in self._planned(known):
-            asked = [*map(self._requests.of, requests)]
-            yield batch, [one for one in asked if one is not None]
+    def _asked(self, lacking: Path) -> Batches:
+        """Yield what the model is asked. A request whose next one it is not asked shares nothing with that."""
+        wanted = GivenAnswers(lacking)
+        for batch, requests in self._planned():
+            is_asked = [one is not None for one in wanted.of(batch.numbers("seq"))]
+            asked = []
+            for at, request in enumerate(requests):
+                one = self._requests.of(request) if is_asked[at] else None
+                if one is not None:
+                    asked.append(one if all(is_asked[at : at + 2]) else replace(one, shares_next=0))
+            yield batch, asked
 
 
 class _Sink:
     """Stores what a draft model answers."""
 
-    def __init__(self, store: CompletionStore, progress: Progress) -> None:
-        self._store, self._progress = store, progress
+    def __init__(self, store: CompletionStore, progress: Progress, receiver: Receiver) -> None:
+        self._store, self._progress, self._receiver = store, progress, receiver
         self._expected: dict[bytes, int] = {}
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """Expect the answers of these requests."""
+        self._receiver.planned(requests)
         self._expected |= {request.key: request.params.max_tokens for request in requests}
 
     def take(self, done: WorkDone) -> None:
         """Store the answers, and show how far the model is."""
-        self._store.append(done.completions)
+        self._store.append(self._receiver.received(done.completions))
         for step in done.steps:
             self._progress.step(step, done.engine)
         for one in done.completions:

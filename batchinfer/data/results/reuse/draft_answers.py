@@ -1,7 +1,6 @@
 """The answers of a draft model to the requests of a plan, as the completion store has them.
 
-draft-keys.parquet      beside the plan, in its order: seq, key, draft_key
-draft-answers.parquet   in the same order, as far as there are answers: seq, tokens
+Their files lie beside the plan and are in its order, by `seq`.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from batchinfer.data.storage.duck import connection, parquet
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.store.completion_store import write_table
 
-_KEYS = pa.schema([("seq", pa.int64()), ("key", pa.binary(32)), ("draft_key", pa.binary(32))])
+_KEYS = pa.schema([("seq", pa.int64()), ("draft_key", pa.binary(32))])
 _ROWS_READ = 4096
 
 
 class DraftRequests:
     """Makes of a request what the draft model is asked. `context` is that of its work keys; `longest`: the most tokens
-    of a sequence of its.
+    of a sequence of its; `vocab`: its tokens are below that.
 
     A greedy answer is the very one that a job with that model alone would give, and has its key. A sampled one draws
     what the request itself will draw, so that the two agree where their models do.
     """
 
-    def __init__(self, context: bytes, longest: int) -> None:
-        self._context, self._longest = context, longest
+    def __init__(self, context: bytes, longest: int, vocab: int) -> None:
+        self._context, self._longest, self._vocab = context, longest, vocab
 
     def of(self, request: Request) -> Request | None:
-        """Return the request to the draft model; None: it is too long for it."""
+        """Return the request to the draft model; None: it is too long for it, or has tokens that it has not."""
         room = self._longest - len(request.prompt)
-        if room < 1:
+        if room < 1 or request.prompt.max() >= self._vocab or _largest(request.params) >= self._vocab:
             return None
         params = _plain(request.params)
         if params.greedy:
@@ -55,6 +54,12 @@ class DraftRequests:
 def _plain(params: SamplingParams) -> SamplingParams:
     """Return the parameters of an answer of which nothing but its tokens is wanted."""
     return replace(params, logprobs=None, prompt_logprobs=None, confidence=False, adapter="")
+
+
+@lru_cache(maxsize=256)
+def _largest(params: SamplingParams) -> int:
+    """Return the largest token id that the parameters name."""
+    return max((*(token for token, _ in params.logit_bias), *params.allowed_token_ids), default=0)
 
 
 @lru_cache(maxsize=256)
@@ -80,22 +85,23 @@ def _key_batches(
     requests: Iterable[tuple[Sequence[int], Sequence[Request]]], draft: DraftRequests
 ) -> Iterator[pa.RecordBatch]:
     for seqs, batch in requests:
-        asked = [(seq, one.key, draft.of(one)) for seq, one in zip(seqs, batch, strict=True)]
-        there = [(seq, key, one.key) for seq, key, one in asked if one is not None]
-        columns = zip(*there, strict=True) if there else ((), (), ())
+        asked = zip(seqs, map(draft.of, batch), strict=True)
+        there = [(seq, one.key) for seq, one in asked if one is not None]
+        columns = zip(*there, strict=True) if there else ((), ())
         arrays = [pa.array(values, field.type) for values, field in zip(columns, _KEYS, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, schema=_KEYS)
 
 
-def drafted_keys(keys: Path, parts: Sequence[Path], spill: Path) -> frozenset[bytes]:
-    """Return the keys of the requests that a plan's draft model has answered, or cannot. Raises StorageError,
-    OutOfMemory."""
-    if not parts:
-        return frozenset()
+def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> tuple[Path, int]:
+    """Write which requests of the plan the draft model has to be asked, each question once; return the file, and how
+    many they are. Raises StorageError, OutOfMemory."""
+    path = keys.with_name("draft-lacking.parquet")
+    stored = f"ANTI JOIN (SELECT key AS draft_key FROM {parquet(parts)}) USING (draft_key)" if parts else ""
+    lacking = f"SELECT min(seq) AS seq FROM {parquet([keys])} {stored} GROUP BY draft_key ORDER BY seq"
     with connection(spill) as database:
-        stored = f"SELECT key AS draft_key FROM {parquet(parts)}"
-        found = database.sql(f"SELECT key FROM {parquet([keys])} SEMI JOIN ({stored}) USING (draft_key)")
-        return frozenset(found.to_arrow_table().column("key").to_pylist())
+        write_table(path, database.sql(lacking).to_arrow_reader(_ROWS_READ), ops)
+        ((rows,),) = database.execute(f"SELECT count(*) FROM {parquet([path])}").fetchall()
+    return path, int(rows)
 
 
 def write_draft_answers(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> Path:
