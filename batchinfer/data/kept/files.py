@@ -139,6 +139,8 @@ def put_in_place(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
     """Make these stretches the job's kept index, and remove those of the one before that are not among them. Runs of
     the job that end at the same time do so one after another: where another one has removed a stretch, its index
     stays. Raises StorageError."""
+    with storage(kept, "create"):
+        ops.mkdir(kept, 0o700)  # an input without rows has no stretch
     with standing_alone(kept):
         try:
             before = read_marker(kept)
