@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.formats.packed_tensor import (
-    ALL,
     Codes,
     PackedTensor,
     PackedTensors,
@@ -19,6 +18,7 @@ from batchinfer.models.formats.packed_tensor import (
     Span,
     Stored,
     StoredFormat,
+    cut_inputs,
     int4_form,
     is_float,
     slice_of,
@@ -90,10 +90,8 @@ class AwqTensor(PackedTensor):
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
         values, scales, zeros = self.stored
         words, columns = slice_of(outputs, HELD, "outputs"), slice(*outputs)
-        one = self.group >= self.shape[1]  # group of all inputs
-        group = inputs[1] - inputs[0] if one else self.group
-        groups = ALL if one else slice_of(inputs, group, "inputs")
-        slices = {values: (slice(*inputs), words), scales: (groups, columns), zeros: (groups, words)}
+        group, groups, lines = cut_inputs(inputs, self.shape[1], self.group, 1)
+        slices = {values: (lines, words), scales: (groups, columns), zeros: (groups, words)}
         shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
         return replace(self, shape=shape, group=group), slices
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from batchinfer.core.errors import CannotSplit
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.formats.packed_tensor import (
-    ALL,
     Codes,
     PackedTensor,
     PackedTensors,
@@ -21,9 +20,9 @@ from batchinfer.models.formats.packed_tensor import (
     Stored,
     StoredFormat,
     are_groups,
+    cut_inputs,
     int4_form,
     is_float,
-    slice_of,
     words_of,
     wrong_group,
 )
@@ -126,14 +125,10 @@ class GptqTensor(PackedTensor):
         return int4_codes(unpacked(values.t(), self.bits), scales.t(), offsets.t())
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        whole = inputs == (0, self.shape[1])
-        if self.ordered and not whole:
+        if self.ordered and inputs != (0, self.shape[1]):
             raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
         held, columns = WORD_BITS // self.bits, slice(*outputs)
-        one = self.group >= self.shape[1]  # group of all inputs
-        group = inputs[1] - inputs[0] if one else self.group
-        groups = ALL if one or whole else slice_of(inputs, group, "inputs")
-        words = ALL if whole else slice_of(inputs, held, "inputs")
+        group, groups, words = cut_inputs(inputs, self.shape[1], self.group, held)
         values, scales, zeros = self.stored[:3]
         slices = {values: (words, columns), scales: (groups, columns)}
         slices[zeros] = (groups, words_of(outputs, held, self.shape[0]))

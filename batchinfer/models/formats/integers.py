@@ -19,6 +19,7 @@ from batchinfer.models.formats.packed_tensor import (
     Span,
     Stored,
     are_groups,
+    cut_inputs,
     int4_form,
     is_float,
     slice_of,
@@ -108,14 +109,10 @@ class PackedIntegers(PackedTensor):
         return int4_codes(codes, _lines(scales, outputs).t(), found)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        whole = inputs == (0, self.shape[1])
-        if self.ordered and not whole:
+        if self.ordered and inputs != (0, self.shape[1]):
             raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
         held, rows = WORD_BITS // self.bits, slice(*outputs)
-        one = self.group >= self.shape[1]  # group of all inputs
-        group = inputs[1] - inputs[0] if one else self.group
-        groups = ALL if one or whole else slice_of(inputs, group, "inputs")
-        words = ALL if whole else slice_of(inputs, held, "inputs")
+        group, groups, words = cut_inputs(inputs, self.shape[1], self.group, held)
         slices = {self.stored[0]: (rows, words), self.stored[1]: (rows, groups)}
         if self.zeros:
             slices[self.stored[3]] = (words_of(outputs, held, self.shape[0]), groups)

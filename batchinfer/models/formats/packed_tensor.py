@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from batchinfer.core.errors import CannotSplit
 from batchinfer.models.files.config_fields import shown
@@ -177,6 +177,23 @@ def slice_of(span: Span, unit: int, what: str) -> slice:
             f"{first} to {end} of its {what} are no whole groups of {unit}, of which each has a word or a scale"
         )
     return slice(first // unit, end // unit)
+
+
+class InputCut(NamedTuple):
+    """A cut along the inputs: those that then share a scale, and the places of the scales and of the words."""
+
+    group: int
+    groups: slice
+    words: slice
+
+
+def cut_inputs(inputs: Span, count: int, group: int, held: int) -> InputCut:
+    """Cut these of `count` inputs out, of which `group` share a scale and `held` a word. One scale of all inputs is
+    that of any of them. Raises CannotSplit where a scale or a word would be divided."""
+    one, whole = group >= count, inputs == (0, count)
+    group = inputs[1] - inputs[0] if one else group
+    groups = ALL if one or whole else slice_of(inputs, group, "inputs")
+    return InputCut(group, groups, ALL if whole else slice_of(inputs, held, "inputs"))
 
 
 def words_of(outputs: Span, held: int, count: int) -> slice:
