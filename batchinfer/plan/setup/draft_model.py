@@ -40,7 +40,8 @@ def draft_model(
         other = Tokenizer.load(drafting.model.path)
     except JobFileError as error:
         found = [replace(one, where=_WHERE) if one.where == "model.path" else one for one in error.mistakes]
-        raise JobFileError(error.path, found) from error
+        with job.located():
+            raise JobFileError(str(job.source), found) from error
     if _tokens(other) != _tokens(tokenizer):
         raise job.mistake(
             _WHERE,

@@ -54,7 +54,7 @@ class LastResult:
                     found = file.read_row_group(group, ["generated_text"]).column(0).drop_null().to_pylist()
                     while found and characters > 0:
                         texts.append(found.pop())
-                        characters -= len(texts[-1])
+                        characters -= 1 + len(texts[-1])
                     if characters <= 0:
                         return texts[::-1]
         return texts[::-1]
