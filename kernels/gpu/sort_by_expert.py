@@ -72,13 +72,15 @@ def _sort_kernel(
 
 def sort_by_expert(choice: Choice, loads: Tensor, counted: Tensor | None = None) -> ExpertRows:
     """Sort each token's choices, and add how many each expert has to `loads` (experts,) int64; with `counted` (T,) bool
-    those of these tokens alone. The choice's experts have to be below the number of loads."""
+    those of these tokens alone. The choice's experts have to be below the number of loads; where it comes without
+    counts, one may be that number: no expert, whose row is none of those that are sorted, and has the place 0."""
     experts, count = choice.experts.contiguous(), len(loads)
     rows, device = experts.numel(), experts.device
     counts = _counts(experts, count) if choice.counts is None else choice.counts
     if counts.shape != loads.shape:
         raise ValueError(f"{tuple(counts.shape)} counts of experts, and loads of {tuple(loads.shape)}")
-    tokens, places = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+    make = torch.zeros if choice.counts is None else torch.empty  # what no expert has is not written
+    tokens, places = (make(rows, dtype=torch.int64, device=device) for _ in range(2))
     starts = torch.empty(count + 1, dtype=torch.int64, device=device)
     ends = torch.empty(HEIGHTS, count, dtype=torch.int64, device=device)
     _sort_kernel[(count,)](
@@ -91,4 +93,5 @@ def sort_by_expert(choice: Choice, loads: Tensor, counted: Tensor | None = None)
 
 def _counts(experts: Tensor, count: int) -> Tensor:
     ones = torch.ones_like(experts, dtype=torch.int32).flatten()
-    return torch.zeros(count, dtype=torch.int32, device=experts.device).index_add_(0, experts.flatten(), ones)
+    counts = torch.zeros(count + 1, dtype=torch.int32, device=experts.device)
+    return counts.index_add_(0, experts.flatten(), ones)[:count]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.cpu.packed import KINDS
+from batchinfer_kernels.cpu.packed import KINDS, codes_room
 from batchinfer_kernels.cpu.structures import Heads, RotationStructure
 from tests.kernels.c_units import HERE, compiler
 
@@ -70,7 +70,7 @@ def gate(rows: int, width: int) -> Timed:
 
 
 def quantize(rows: int, width: int) -> Timed:
-    x, codes = torch.randn(rows, width).bfloat16(), torch.empty(rows, width, dtype=torch.uint8)
+    x, codes = torch.randn(rows, width).bfloat16(), codes_room(rows, width)
     scales = torch.empty(rows)
 
     def arguments(count: int) -> tuple[Any, ...]:

@@ -89,7 +89,7 @@ static void check_linear(int64_t rows, int64_t outputs, int64_t inputs, int kind
 
 /* To the bit: the codes, their exact sums, and the two roundings after them. */
 static void check_quantized(int64_t rows, int64_t outputs, int64_t inputs) {
-    int64_t columns = packed_columns(outputs, 0), room = padded(inputs), order[columns];
+    int64_t columns = packed_columns(outputs, 0), room = codes_of(inputs), order[columns];
     REAL *x = draws(rows * inputs), *y = zeros(rows * outputs * sizeof(REAL)), *wanted = zeros(rows * outputs * sizeof(REAL));
     int8_t *codes = zeros(outputs * inputs), *panels = zeros(columns * padded(inputs));
     int32_t *starts = zeros(columns * 4);
