@@ -67,12 +67,23 @@ def test_equals_torch(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
     x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
     got = compiled.linear(x, compiled.pack_linear(weight, bias, kind))
-    wanted = wide(x, weight, bias)
+    product = wanted = wide(x, weight, bias)
     if kind in GATES:
-        wanted = gated_activation_reference(wanted.to(dtype), GATES[kind])
+        wanted = gated_activation_reference(product.to(dtype), GATES[kind])
     assert got.dtype == (torch.float32 if kind == "float" else dtype)
+    if kind in GATES and dtype == torch.float32:
+        apart = summed_apart(x, weight, bias)
+        assert (got - wanted).abs().le(gated_apart(product.float(), apart, wanted)).all()
+        return
     tolerance = TOLERANCE[torch.float32 if kind == "float" else dtype]
     torch.testing.assert_close(got, wanted.to(got.dtype), **tolerance)
+
+
+def summed_apart(x, weight, bias):
+    """Return how far a float32 product may be from the exact one: each of its terms is rounded at most as often as there
+    are additions (Higham, Accuracy and Stability of Numerical Algorithms, 3.1)."""
+    size = x.abs() @ weight.abs().T + (0.0 if bias is None else bias.abs())
+    return (x.shape[1] + 2) * torch.finfo(torch.float32).eps * size
 
 
 def rounded_apart(y, bias):

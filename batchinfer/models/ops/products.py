@@ -66,7 +66,7 @@ def _fp8_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     """x Wᵀ of int8 values, in float32. oneDNN is fast on unsigned activations only, so 128 is added to them."""
-    packed = torch.ops.onednn.qlinear_prepack(weight.t(), list(x.shape))
+    packed = torch.ops.onednn.qlinear_prepack(weight, list(x.shape))
     raised = (x.to(torch.int16) + 128).to(torch.uint8)
     scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
     operands = (raised, 1.0, 128, packed, scales, zeros, None)

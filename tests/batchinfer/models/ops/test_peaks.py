@@ -35,12 +35,13 @@ def test_what_is_timed_is_a_matrix_product(dtype: torch.dtype) -> None:
         torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=0.1, rtol=0.02)
 
 
-def test_what_is_timed_in_int8_is_a_matrix_product_too() -> None:
+@pytest.mark.parametrize("outputs", [48, 64])
+def test_what_is_timed_in_int8_is_a_matrix_product_too(outputs: int) -> None:
     torch.manual_seed(0)
     x = torch.randint(-127, 128, (32, 64), dtype=torch.int8)
     x[:, 0] = 127  # the scale of each row is 1
     # CPUs without VNNI add two products in 16 bits, which larger weights would overflow: oneDNN documents it
-    weight = torch.randint(-64, 65, (64, 64), dtype=torch.int8)
+    weight = torch.randint(-64, 65, (outputs, 64), dtype=torch.int8)
     with torch.inference_mode():
         found = {by: call() for by, call in products.products(x, weight)}
     assert "compiled" in found
