@@ -80,8 +80,8 @@ def test_equals_torch(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
 
 
 def summed_apart(x, weight, bias):
-    """Return how far a float32 product may be from the exact one: each of its terms is rounded at most as often as there
-    are additions (Higham, Accuracy and Stability of Numerical Algorithms, 3.1)."""
+    """Return how far a float32 product may be from the exact one: each of its terms is rounded at most as often as
+    there are additions (Higham, Accuracy and Stability of Numerical Algorithms, 3.1)."""
     size = x.abs() @ weight.abs().T + (0.0 if bias is None else bias.abs())
     return (x.shape[1] + 2) * torch.finfo(torch.float32).eps * size
 
