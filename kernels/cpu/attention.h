@@ -22,10 +22,10 @@
 #define FIXED (CODES && PAIR == 2 && !ATTENTION_TILES)
 #if FIXED /* the weights of a tile before they become integers */
 #define WEIGHT float
-#define STORE_WEIGHTS store_f32
+#define STORE_WEIGHTS store_two_f32
 #else
 #define WEIGHT REAL
-#define STORE_WEIGHTS STOREV
+#define STORE_WEIGHTS STORE_TWO
 #endif
 
 typedef struct {
@@ -276,18 +276,13 @@ INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) 
         }
     }
     if (top == -INFINITY) { /* nothing is seen so far, behind a window or after the query, or nothing but NaN */
-        for (int c = 0; c < COLUMNS; c++) {
-            vf e = pick(scores[c] != scores[c], scores[c], splat(0.0f));
-            STORE_WEIGHTS(p + c * LANES, NAME(scaled)(tile, e, c));
-            added += e;
-        }
-        store_f32(mass, added);
-        return 1.0f;
+        for (int c = 0; c < COLUMNS; c++) scores[c] = pick(scores[c] != scores[c], scores[c], splat(0.0f));
+    } else {
+        for (int c = 0; c < COLUMNS; c++) scores[c] = EXP2(fused(scores[c], splat(scale), splat(-top * scale)));
     }
-    for (int c = 0; c < COLUMNS; c++) {
-        vf e = EXP2(fused(scores[c], splat(scale), splat(-top * scale)));
-        STORE_WEIGHTS(p + c * LANES, NAME(scaled)(tile, e, c));
-        added += e;
+    for (int c = 0; c < COLUMNS; c += 2) {
+        STORE_WEIGHTS(p + c * LANES, NAME(scaled)(tile, scores[c], c), NAME(scaled)(tile, scores[c + 1], c + 1));
+        added += scores[c], added += scores[c + 1];
     }
     store_f32(mass, added);
     return shrink;
@@ -385,7 +380,7 @@ INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int3
 
 /* One item for one KV head; the first tile of the next job is fetched on the way. */
 INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const NAME(Job) *next, int64_t dim) {
-    NAME(Work) work;
+    ON_LINES NAME(Work) work;
     NAME(Tile) tile, ahead;
 #if CODES
     NAME(Scales) scales;
@@ -397,7 +392,7 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
     int64_t rows = item->rows * (s->q_heads / s->kv_heads);
     NAME(take_up)(s, item, job->head, &work);
 #if ATTENTION_TILES
-    NAME(Room) room;
+    ON_LINES NAME(Room) room;
     NAME(take_room)(s, &work, rows, dim, &room);
 #endif
     int32_t first_position = PASSED, last = 0;
@@ -427,7 +422,7 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
         NAME(widen_tile)(s, &tile, &ahead, dim, &widened);
 #endif
 #if ATTENTION_TILES
-        NAME(attend_tiles)(s, &tile, &ahead, &work, &room, rows, dim);
+        NAME(attend_tiles)(s, &tile, &ahead, &work, &room, rows, dim, !CODES && at + 1 < end);
 #else
         for (int64_t first = 0; first < rows; first += ROWS)
 #define CASE(n) \

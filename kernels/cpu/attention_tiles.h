@@ -14,11 +14,12 @@
 
 typedef struct {
     REAL q[MOST_ROWS * MAX_DIM]; /* rows of whole steps, 0 where the head ends before */
-    float scores[TILE_ROWS][PANEL];
+    float scores[2][TILE_ROWS][PANEL]; /* of the tile of rows that is weighed, and of the next one */
     REAL p[TILE_ROWS][TILE_KEYS];
     int32_t v[TILE_KEYS / PAIR * MAX_DIM];  /* rows of dim_pad */
     int32_t k_end[STEP_WORDS][PANEL]; /* the head's words beyond its whole steps */
     int64_t width, height; /* of a row of q; of a tile */
+    int64_t turn, scored;  /* which scores are weighed next, and whether they are there */
 } NAME(Room);
 
 /* Tiles of this height, for this item alone: so that `attend` is the same text as without tiles. */
@@ -45,6 +46,7 @@ INLINE void NAME(copy_queries)(const NAME(Work) *work, int64_t rows, int64_t dim
 ONCE void NAME(take_room)(const NAME(Attention) *s, NAME(Work) *work, int64_t rows, int64_t dim, NAME(Room) *room) {
     NAME(shape_rows)(room, rows);
     NAME(copy_queries)(work, rows, dim, room);
+    room->turn = room->scored = 0;
     memset(room->p, 0, sizeof room->p);
     memset(room->v + PANEL / PAIR * s->dim_pad, 0, (TILE_KEYS - PANEL) / PAIR * s->dim_pad * sizeof *room->v);
     if (room->width > dim) memset(room->k_end, 0, sizeof room->k_end);
@@ -54,11 +56,25 @@ ONCE void NAME(take_room)(const NAME(Attention) *s, NAME(Work) *work, int64_t ro
     }
 }
 
-/* V of one unit, `needed` places of it; that of the unit ahead is fetched on the way. */
-INLINE void NAME(copy_unit)(const vi *from, const vi *ahead, int64_t needed, int64_t coming, vi *to, int64_t stride) {
-    for (int64_t w = 0; w < LANES / PAIR; w++, from += stride, ahead += stride, to += stride) {
+/* Lines of K ahead, which are fetched a few at a time: those of all units, in the order of their addresses. */
+typedef struct {
+    const vi *at;
+    int64_t stride, left; /* vectors from one to the next; how many are left of the unit */
+} NAME(Keys);
+
+INLINE void NAME(fetch_keys)(NAME(Keys) *keys, int64_t count) {
+    for (; keys->left && count; keys->left--, count--, keys->at += keys->stride) __builtin_prefetch(keys->at, 0, TO_L2);
+}
+
+/* V of one unit, `needed` places of it; that of the unit ahead is fetched on the way, and its K: in one go they would queue
+ * up for the few misses that a core can have open. */
+INLINE void NAME(copy_unit)(const vi *from, const vi *ahead, int64_t needed, int64_t coming, vi *to, int64_t stride,
+                            NAME(Keys) keys) {
+    int64_t turns = LANES / PAIR, share = (keys.left + turns - 1) / turns;
+    for (int64_t w = 0; w < turns; w++, from += stride, ahead += stride, to += stride) {
         int32_t kept = needed - w * PAIR >= PAIR ? -1 : needed - w * PAIR > 0 ? 0xffff : 0;
         for (int64_t d = 0; w * PAIR < coming && d < stride; d++) __builtin_prefetch(ahead + d, 0, TO_L2);
+        NAME(fetch_keys)(&keys, share);
         if (kept == -1)
             for (int64_t d = 0; d < stride; d++) to[d] = from[d];
         else if (kept)
@@ -68,11 +84,14 @@ INLINE void NAME(copy_unit)(const vi *from, const vi *ahead, int64_t needed, int
     }
 }
 
-ONCE void NAME(copy_values)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Room) *room) {
+ONCE void NAME(copy_values)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, int64_t dim,
+                            NAME(Room) *room) {
     int64_t stride = s->dim_pad / LANES;
-    for (int c = 0; c < COLUMNS; c++)
+    for (int c = 0; c < COLUMNS; c++) {
+        NAME(Keys) keys = {ahead->k[c], NAME(key_stride)(s), CODES ? 0 : dim / PAIR};
         NAME(copy_unit)(tile->v[c], ahead->v[c], tile->needed[c], CODES ? 0 : ahead->needed[c],
-                        (vi *)room->v + c * (LANES / PAIR) * stride, stride);
+                        (vi *)room->v + c * (LANES / PAIR) * stride, stride, keys);
+    }
 }
 
 /* What is left of the keys behind the whole steps. */
@@ -96,9 +115,9 @@ INLINE void NAME(score_step)(const REAL *q, int64_t width, const void *const *ke
     tile_dot_bf16(3, 4, 7);
 }
 
-/* Scores of a tile of rows with a tile of keys. With `fetch` (a constant) the keys ahead are fetched. */
-INLINE void NAME(score_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, const REAL *q,
-                             int64_t dim, NAME(Room) *room, const int fetch) {
+/* Scores of a tile of rows with a tile of keys. */
+INLINE void NAME(score_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, const REAL *q, int64_t dim,
+                             NAME(Room) *room, float (*scores)[PANEL]) {
     int64_t words = dim / PAIR, stride = NAME(key_stride)(s), w = 0;
     const void *keys[COLUMNS];
     tile_zero(0);
@@ -108,22 +127,18 @@ INLINE void NAME(score_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, c
         tile_zero(3);
     }
     for (; w + STEP_WORDS <= words; w += STEP_WORDS) {
-        for (int c = 0; c < COLUMNS; c++) {
-            keys[c] = tile->k[c] + w * stride;
-            for (int i = 0; fetch && i < STEP_WORDS; i++)
-                __builtin_prefetch(ahead->k[c] + (w + i) * stride, 0, TO_L2);
-        }
+        for (int c = 0; c < COLUMNS; c++) keys[c] = tile->k[c] + w * stride;
         NAME(score_step)(q + w * PAIR, room->width, keys, stride * LANES * 4);
     }
     if (w < words) {
         for (int c = 0; c < COLUMNS; c++) keys[c] = room->k_end[0] + c * LANES;
         NAME(score_step)(q + w * PAIR, room->width, keys, PANEL * 4);
     }
-    tile_store(0, room->scores[0], PANEL * 4);
-    tile_store(1, room->scores[0] + LANES, PANEL * 4);
+    tile_store(0, scores[0], PANEL * 4);
+    tile_store(1, scores[0] + LANES, PANEL * 4);
     if (COLUMNS == 4) {
-        tile_store(2, room->scores[0] + 2 * LANES, PANEL * 4);
-        tile_store(3, room->scores[0] + 3 * LANES, PANEL * 4);
+        tile_store(2, scores[0] + 2 * LANES, PANEL * 4);
+        tile_store(3, scores[0] + 3 * LANES, PANEL * 4);
     }
 }
 
@@ -145,30 +160,49 @@ INLINE void NAME(add_columns)(const NAME(Attention) *s, const NAME(Room) *room, 
     if (two) tile_store(1, sum + LANES, stride);
 }
 
-/* A tile of rows, `count` of them somebody's, with a tile of keys. */
-INLINE void NAME(attend_tile)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
-                              NAME(Room) *room, int64_t first, int64_t count, int64_t dim) {
-    const REAL *q = room->q + first * room->width;
+/* The scores of a tile of rows become weights, and its sums are scaled by what its maxima rose. */
+INLINE void NAME(weigh_rows)(const NAME(Attention) *s, const NAME(Tile) *tile, NAME(Work) *work, NAME(Room) *room,
+                             int64_t first, int64_t count) {
+    for (int64_t r = 0; r < count; r++) {
+        float *sum = work->sum + (first + r) * s->dim_pad;
+        float shrink = NAME(weigh)(s, (vf *)room->scores[room->turn][r], tile, work, first + r, room->p[r]);
+        for (int64_t d = 0; shrink != 1.0f && d < s->dim_pad; d += LANES)
+            store_f32(sum + d, load_f32(sum + d) * shrink);
+    }
+}
+
+INLINE void NAME(add_tile)(const NAME(Attention) *s, NAME(Work) *work, const NAME(Room) *room, int64_t first, int64_t dim) {
     float *sum = work->sum + first * s->dim_pad;
     int64_t from = 0;
-    if (first)
-        NAME(score_tile)(s, tile, ahead, q, dim, room, 0);
-    else
-        NAME(score_tile)(s, tile, ahead, q, dim, room, !CODES);
-    for (int64_t r = 0; r < count; r++) {
-        int64_t at = first + r;
-        float shrink = NAME(weigh)(s, (vf *)room->scores[r], tile, work, at, room->p[r]);
-        for (int64_t d = 0; shrink != 1.0f && d < s->dim_pad; d += LANES)
-            store_f32(sum + r * s->dim_pad + d, load_f32(sum + r * s->dim_pad + d) * shrink);
-    }
     for (; from + LANES < dim; from += 2 * LANES) NAME(add_columns)(s, room, sum + from, room->v + from, 1);
     if (from < dim) NAME(add_columns)(s, room, sum + from, room->v + from, 0);
 }
 
+/* The scores that are weighed next: of the rows from `first` on, which stand at the beginning where `keys` are others. */
+INLINE void NAME(score_next)(const NAME(Attention) *s, const NAME(Tile) *keys, NAME(Room) *room, int64_t first, int64_t dim) {
+    if (!first) NAME(copy_key_ends)(s, keys, dim, room);
+    NAME(score_tile)(s, keys, room->q + first * room->width, dim, room, room->scores[!room->turn]);
+}
+
+/* All rows with a tile of keys. Before a tile of rows multiplies its weights with V, the scores of the next one are asked
+ * for, of the tile of keys ahead after the last one if this item has it (`more`): so tiles are multiplied while vectors
+ * take exponentials. */
 INLINE void NAME(attend_tiles)(const NAME(Attention) *s, const NAME(Tile) *tile, const NAME(Tile) *ahead, NAME(Work) *work,
-                               NAME(Room) *room, int64_t rows, int64_t dim) {
-    NAME(copy_values)(s, tile, ahead, room);
-    NAME(copy_key_ends)(s, tile, dim, room);
-    for (int64_t first = 0; first < rows; first += room->height)
-        NAME(attend_tile)(s, tile, ahead, work, room, first, rows - first < room->height ? rows - first : room->height, dim);
+                               NAME(Room) *room, int64_t rows, int64_t dim, int more) {
+    if (!room->scored) {
+        NAME(score_next)(s, tile, room, 0, dim);
+        room->turn = !room->turn;
+    }
+    NAME(copy_values)(s, tile, ahead, dim, room);
+    for (int64_t first = 0; first < rows; first += room->height) {
+        int64_t next = first + room->height, count = next < rows ? room->height : rows - first;
+        NAME(weigh_rows)(s, tile, work, room, first, count);
+        if (next < rows)
+            NAME(score_next)(s, tile, room, next, dim);
+        else if (more)
+            NAME(score_next)(s, ahead, room, 0, dim);
+        NAME(add_tile)(s, work, room, first, dim);
+        room->turn = !room->turn;
+    }
+    room->scored = more;
 }

@@ -7,6 +7,7 @@
 #define STORE bf16_store
 #define LOADV load_bf16
 #define STOREV store_bf16
+#define STORE_TWO store_two_bf16
 #define ROUNDV round_bf16
 #define DOT dot_bf16
 #define EXP2 exp2_coarse

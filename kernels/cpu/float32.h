@@ -7,6 +7,7 @@
 #define STORE(x) (x)
 #define LOADV load_f32
 #define STOREV store_f32
+#define STORE_TWO store_two_f32
 #define ROUNDV round_f32
 #define DOT dot_f32
 #define EXP2 exp2_bounded

@@ -139,7 +139,8 @@ INLINE void NAME(panel_block)(const REAL *x, const Weight *w, const char *panel,
     int64_t inputs = w->inputs, bytes = inputs * (int64_t)sizeof(REAL);
     int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
 #if IN_TILES
-    vf room[2 * TILE_ROWS][COLUMNS], (*sums)[COLUMNS] = room + tile_sums((const char *)x, bytes, cut, panel, at, more, 0, room);
+    ON_LINES vf room[2 * TILE_ROWS][COLUMNS];
+    vf (*sums)[COLUMNS] = room + tile_sums((const char *)x, bytes, cut, panel, at, more, 0, room);
 #else
     const char *ahead = ahead_of(panel, words_of(bytes), at.turn, more);
     vf sums[ROWS][COLUMNS];

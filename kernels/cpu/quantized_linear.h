@@ -87,7 +87,8 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
     const char *panel = (const char *)w->panels + from * words * 4;
     const float *scales = w->scales + from;
 #if TILES
-    vf room[2 * TILE_ROWS][COLUMNS], (*sums)[COLUMNS] = room + tile_sums((const char *)codes, bytes, cut, panel, at, more, 1, room);
+    ON_LINES vf room[2 * TILE_ROWS][COLUMNS];
+    vf (*sums)[COLUMNS] = room + tile_sums((const char *)codes, bytes, cut, panel, at, more, 1, room);
     NAME(scale_sums)(sums, row_scales + row, w->starts + from, scales, rows);
 #else
     const char *ahead = ahead_of(panel, words, at.turn, more);

@@ -37,6 +37,7 @@
 #define PANEL (COLUMNS * LANES)
 #define LINE 64 /* bytes of a cache line */
 #define TO_L2 2 /* the cache that a prefetch is for */
+#define ON_LINES __attribute__((aligned(LINE))) /* what lies across two lines is read and written in two goes */
 #define INLINE static inline __attribute__((always_inline))
 /* What all threads of a team call together: compiled once for all callers, those in other units where it is OF_UNITS. */
 #if defined(__clang__)
@@ -125,6 +126,17 @@ INLINE void store_bf16(bf16 *to, vf value) {
     vi bits = (vi)value;
     vi rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (bits & 0x7fffffff) > 0x7f800000;
     *(vh *)to = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), vh);
+#endif
+}
+
+/* Two vectors, one behind the other. */
+INLINE void store_two_f32(float *to, vf a, vf b) { store_f32(to, a), store_f32(to + LANES, b); }
+INLINE void store_two_bf16(bf16 *to, vf a, vf b) {
+#if defined(__AVX512BF16__) && LANES == 16
+    __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    memcpy(to, &both, sizeof both);
+#else
+    store_bf16(to, a), store_bf16(to + LANES, b);
 #endif
 }
 
@@ -358,12 +370,11 @@ INLINE vf exp2_bounded(vf x) {
 
 /* 2^x for x <= 100, relative error below 1e-4: for results that are rounded to bfloat16, which is 20 times coarser. */
 INLINE vf exp2_coarse(vf x) {
-#if LANES == 16
-    __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x); /* x where that is no number */
-    __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    vf f = (vf)_mm512_sub_ps(t, whole), p = fused(splat(0.05517167f), f, splat(0.24261112f));
+#if LANES == 16 && defined(__AVX512DQ__) /* what is left of infinity is 0 */
+    vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vf p = fused(splat(0.05517167f), f, splat(0.24261112f));
     p = fused(p, f, splat(0.69326099f));
-    return (vf)_mm512_scalef_ps((__m512)fused(p, f, splat(0.99992807f)), whole);
+    return (vf)_mm512_scalef_ps((__m512)fused(p, f, splat(0.99992807f)), (__m512)(x - f));
 #else
     return exp2_bounded(x);
 #endif
