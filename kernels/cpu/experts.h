@@ -64,6 +64,8 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
 #endif
     int64_t panels = panels_of(first->outputs, is_gated(kind)), height = 0; /* that tiles are configured for */
     const int in_tiles = NAME(in_tiles)(first);
+    Waiting waiting;
+    begin_waiting(&waiting);
     if (first->starts) NAME(team_quantize)(x, first->inputs, codes, row_scales, starts[experts]);
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < blocks[experts] * panels; at++) {
@@ -77,7 +79,7 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
         Place here = place(at - blocks[e] * panels, &cut, panels);
         if (cut.height != height) begin_tiles(&cut, in_tiles), height = cut.height;
         if (first->starts)
-            NAME(quantized_block)(codes, row_scales, &weight, y, &cut, here, kind);
+            NAME(quantized_block)(codes, row_scales, &weight, y, &cut, here, &waiting, kind);
 #if IN_SLICES
         else if (is_mxfp4(first))
             NAME(widened_block)(x, &weight, y, &cut, here, kind);
@@ -86,12 +88,13 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
             if (widened != e * panels + here.panel)
                 NAME(widen_groups)(&weight, here.panel, 0, weight.inputs / MXFP4_GROUP, (int32_t *)wide);
             widened = e * panels + here.panel;
-            NAME(panel_block)(x, &weight, wide, 0, y, &cut, here, kind);
+            NAME(panel_block)(x, &weight, wide, 0, y, &cut, here, &waiting, kind);
         }
 #endif
         else
-            NAME(linear_block)(x, &weight, y, &cut, here, kind);
+            NAME(linear_block)(x, &weight, y, &cut, here, &waiting, kind);
     }
+    NAME(end_waiting)(&waiting);
     end_tiles(in_tiles);
 #pragma omp barrier
 }

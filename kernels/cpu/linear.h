@@ -103,6 +103,35 @@ INLINE void NAME(put_block)(vf (*sums)[COLUMNS], const Weight *w, void *y, int64
                   rows - r < ROWS ? rows - r : ROWS);
 }
 
+/* What integer sums of `rows` rows that began at 0 stand for. */
+INLINE void NAME(scale_sums)(vf (*sums)[COLUMNS], const float *row_scales, const int32_t *starts, const float *scales,
+                             int64_t rows) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++)
+            sums[r][c] = __builtin_convertvector((vi)sums[r][c] + ((const vi *)starts)[c], vf) *
+                         (load_f32(scales + c * LANES) * row_scales[r]);
+}
+
+#if TILES
+/* Write `rows` rows of the block that waits, or what is left of it. */
+static void NAME(put_waiting)(Waiting *b, int64_t rows) {
+    int64_t count = rows < b->left ? rows : b->left, from = b->panel * PANEL;
+    if (b->row_scales)
+        NAME(scale_sums)(b->sums, b->row_scales + b->row, b->weight.starts + from, b->weight.scales + from, count);
+    NAME(put_block)(b->sums, &b->weight, b->y, b->row, count, b->panel, b->kind);
+    b->sums += count, b->row += count, b->left -= count;
+}
+#endif
+
+/* A thread's last block of a product is written. */
+INLINE void NAME(end_waiting)(Waiting *waiting) {
+#if TILES
+    if (waiting->left) NAME(put_waiting)(waiting, waiting->left);
+#else
+    (void)waiting;
+#endif
+}
+
 /* One word of `rows` (a constant) rows. */
 INLINE void NAME(add_word)(const REAL *x, const vi *weight, int64_t inputs, vf sums[ROWS][COLUMNS], const int rows) {
     for (int r = 0; r < rows; r++) {
@@ -135,15 +164,16 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, const char *ahea
 
 /* A block of rows with a panel of w, which stands at `panel`; `more`: whether the next one follows it there. */
 INLINE void NAME(panel_block)(const REAL *x, const Weight *w, const char *panel, int more, void *y, const Cut *cut,
-                              Place at, int64_t kind) {
+                              Place at, Waiting *waiting, int64_t kind) {
     int64_t inputs = w->inputs, bytes = inputs * (int64_t)sizeof(REAL);
     int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
 #if IN_TILES
-    ON_LINES vf room[2 * TILE_ROWS][COLUMNS];
-    vf (*sums)[COLUMNS] = room + tile_sums((const char *)x, bytes, cut, panel, at, more, 0, room);
+    vf (*sums)[COLUMNS] = tile_sums((const char *)x, bytes, cut, panel, at, more, waiting, NAME(put_waiting), 0);
+    let_wait(waiting, sums, w, y, row, rows, at.panel, kind, NULL);
 #else
     const char *ahead = ahead_of(panel, words_of(bytes), at.turn, more);
     vf sums[ROWS][COLUMNS];
+    (void)waiting;
 #if BY_MMLA
     mmla_sums((const char *)(x + row * inputs), bytes, panel, ahead, rows, sums, 0);
 #else
@@ -152,24 +182,29 @@ INLINE void NAME(panel_block)(const REAL *x, const Weight *w, const char *panel,
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 #endif
-#endif
     NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
+#endif
 }
 
-INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cut *cut, Place at, int64_t kind) {
+INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cut *cut, Place at, Waiting *waiting,
+                               int64_t kind) {
     int64_t words = words_of(w->inputs * (int64_t)sizeof(REAL));
     int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
-    NAME(panel_block)(x, w, (const char *)w->panels + at.panel * words * PANEL * 4, more, y, cut, at, kind);
+    const char *panel = (const char *)w->panels + at.panel * words * PANEL * 4;
+    NAME(panel_block)(x, w, panel, more, y, cut, at, waiting, kind);
 }
 
 /* As `team_linear`, and no thread waits for the others' results. */
 TEAM void NAME(team_linear_unawaited)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
     const Cut cut = cut_rows(0, rows, w->inputs * (int64_t)sizeof(REAL), IN_TILES);
+    Waiting waiting;
+    begin_waiting(&waiting);
     begin_tiles(&cut, IN_TILES);
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < cut.blocks * panels; at++)
-        NAME(linear_block)(x, w, y, &cut, place(at, &cut, panels), kind);
+        NAME(linear_block)(x, w, y, &cut, place(at, &cut, panels), &waiting, kind);
+    NAME(end_waiting)(&waiting);
     end_tiles(IN_TILES);
 }
 

@@ -63,20 +63,11 @@ INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, cons
             result[r][c] = __builtin_convertvector(sums[r][c], vf) * (load_f32(scales + c * LANES) * row_scales[r]);
 }
 
-/* What integer sums of `rows` rows that began at 0 stand for. */
-INLINE void NAME(scale_sums)(vf (*sums)[COLUMNS], const float *row_scales, const int32_t *starts, const float *scales,
-                             int64_t rows) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int c = 0; c < COLUMNS; c++)
-            sums[r][c] = __builtin_convertvector((vi)sums[r][c] + ((const vi *)starts)[c], vf) *
-                         (load_f32(scales + c * LANES) * row_scales[r]);
-}
-
 #include "int4_linear.h"
 
 /* As `linear_block`, of rows that were quantised: `codes` (rows, inputs padded) and `row_scales` (rows,). */
 INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
-                                  Place at, int64_t kind) {
+                                  Place at, Waiting *waiting, int64_t kind) {
     if (w->group) {
         NAME(int4_block)(codes, row_scales, w, y, cut, at, kind);
         return;
@@ -87,10 +78,11 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
     const char *panel = (const char *)w->panels + from * words * 4;
     const float *scales = w->scales + from;
 #if TILES
-    ON_LINES vf room[2 * TILE_ROWS][COLUMNS];
-    vf (*sums)[COLUMNS] = room + tile_sums((const char *)codes, bytes, cut, panel, at, more, 1, room);
-    NAME(scale_sums)(sums, row_scales + row, w->starts + from, scales, rows);
+    vf (*sums)[COLUMNS] = tile_sums((const char *)codes, bytes, cut, panel, at, more, waiting, NAME(put_waiting), 1);
+    (void)scales;
+    let_wait(waiting, sums, w, y, row, rows, at.panel, kind, row_scales);
 #else
+    (void)waiting;
     const char *ahead = ahead_of(panel, words, at.turn, more);
 #if WIDE_CODES
     vf sums[CODE_ROWS][COLUMNS];
@@ -116,8 +108,8 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
 #endif
-#endif
     NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
+#endif
 }
 
 INLINE void NAME(quantize_rows)(const REAL *x, int64_t inputs, uint8_t *codes, float *row_scales, int64_t rows,
@@ -145,10 +137,13 @@ TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, u
     const Cut cut = cut_codes(0, rows, w->inputs, w->group);
     NAME(team_quantize)(x, w->inputs, codes, row_scales, rows);
     DONE(CODES);
+    Waiting waiting;
+    begin_waiting(&waiting);
     begin_tiles(&cut, in_tiles);
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < cut.blocks * panels; at++)
-        NAME(quantized_block)(codes, row_scales, w, y, &cut, place(at, &cut, panels), kind);
+        NAME(quantized_block)(codes, row_scales, w, y, &cut, place(at, &cut, panels), &waiting, kind);
+    NAME(end_waiting)(&waiting);
     end_tiles(in_tiles);
 #pragma omp barrier
 }

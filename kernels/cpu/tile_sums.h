@@ -14,6 +14,18 @@
 enum { TWO, ONE, ONE_WIDE }; /* tiles of rows: two or one with ACROSS of columns, or one with four */
 
 #if TILES
+/* A block whose results wait to be written: while the tiles of the next block are multiplied, vectors scale, activate and
+ * round the rows of this one. A thread has one at a time, and none before its first block. */
+typedef struct {
+    ON_LINES vf rooms[2][2 * TILE_ROWS][COLUMNS]; /* where it is, and where the next one is summed */
+    vf (*sums)[COLUMNS];                          /* of its first row that is not written */
+    int64_t turn, row, left, panel, kind;
+    Weight weight;
+    void *y;
+    const float *row_scales; /* where its sums are those of codes */
+} Waiting;
+typedef void (*PutWaiting)(Waiting *, int64_t); /* writes some rows of it */
+
 /* What a block fetches of the panel after its own: a part for each of the blocks that meet the panel, some lines a step. */
 typedef struct {
     const char *at, *end;
@@ -61,9 +73,11 @@ INLINE void add_step(const char *first, const char *second, int64_t stride, cons
     }
 }
 
-/* Sums of rows from `first` and from `second` on with the columns of one pass. */
+/* Sums of rows from `first` and from `second` on with the columns of one pass. After each step `share` rows of the block
+ * that waits are written. */
 INLINE void sum_columns(const char *first, const char *second, const char tails[2][TILE_ROWS][TILE_BYTES], int64_t bytes,
-                        const char *weight, Fetch *fetch, const int form, const int codes) {
+                        const char *weight, Fetch *fetch, Waiting *waiting, int64_t share, PutWaiting put, const int form,
+                        const int codes) {
     tile_zero(0);
     tile_zero(1);
     tile_zero(2);
@@ -71,6 +85,7 @@ INLINE void sum_columns(const char *first, const char *second, const char tails[
     for (int64_t i = 0; i < bytes / STEP; i++, weight += 16 * PANEL * 4) {
         fetch_lines(fetch);
         add_step(first + i * STEP, second + i * STEP, bytes, weight, form, codes);
+        if (waiting->left) put(waiting, share);
     }
     if (bytes % STEP) add_step(tails[0][0], tails[1][0], TILE_BYTES, weight, form, codes);
 }
@@ -82,16 +97,19 @@ INLINE void copy_tails(const char *x, int64_t bytes, int64_t height, char tails[
     for (int64_t row = 0; row < height; row++) memcpy(tails[row], x + (row + 1) * bytes - tail, tail);
 }
 
-/* Sums of a block of rows of x, of `bytes` each, with a panel, into rows of `room`; in return the block's first of them.
- * `codes` (a constant): x are codes, and sums integers. */
-INLINE int64_t tile_sums(const char *x, int64_t bytes, const Cut *cut, const char *panel, Place at, int more,
-                         const int codes, vf room[2 * TILE_ROWS][COLUMNS]) {
+/* Sums of a block of rows of x, of `bytes` each, with a panel; in return its first row. The block that waits is written by
+ * `put` on the way. `codes` (a constant): x are codes, and sums integers. */
+INLINE vf (*tile_sums(const char *x, int64_t bytes, const Cut *cut, const char *panel, Place at, int more, Waiting *waiting,
+                      PutWaiting put, const int codes))[COLUMNS] {
     int64_t height = cut->height / 2, block = at.block * cut->height, last = cut->rows - height;
     int64_t start = block < last ? block : last, next = block + height < last ? block + height : last;
     int two = block + height < cut->rows, tiles = two || !WIDE ? ACROSS : 4; /* of columns, in a pass */
     const char *first = x + (cut->from + start) * bytes, *second = x + (cut->from + next) * bytes;
+    int64_t passes = PANEL / (tiles * TILE_COLUMNS), steps = bytes / STEP * passes;
+    int64_t share = steps ? (waiting->left + steps - 1) / steps : 0;
     char tails[2][TILE_ROWS][TILE_BYTES];
-    Fetch fetch = fetch_for(panel, bytes, at, more, PANEL / (tiles * TILE_COLUMNS));
+    vf (*room)[COLUMNS] = waiting->rooms[waiting->turn];
+    Fetch fetch = fetch_for(panel, bytes, at, more, passes);
     if (bytes % STEP) {
         copy_tails(first, bytes, height, tails[0]);
         if (two) copy_tails(second, bytes, height, tails[1]);
@@ -99,16 +117,31 @@ INLINE int64_t tile_sums(const char *x, int64_t bytes, const Cut *cut, const cha
     for (int64_t column = 0; column < PANEL; column += tiles * TILE_COLUMNS) {
         float *sums = (float *)room + column, *others = two ? sums + (next - start) * PANEL : sums + 2 * TILE_COLUMNS;
         if (two)
-            sum_columns(first, second, tails, bytes, panel + column * 4, &fetch, TWO, codes);
+            sum_columns(first, second, tails, bytes, panel + column * 4, &fetch, waiting, share, put, TWO, codes);
         else
-            sum_columns(first, first, tails, bytes, panel + column * 4, &fetch, WIDE ? ONE_WIDE : ONE, codes);
+            sum_columns(first, first, tails, bytes, panel + column * 4, &fetch, waiting, share, put,
+                        WIDE ? ONE_WIDE : ONE, codes);
         tile_store(0, sums, PANEL * 4);
         if (ACROSS == 2) tile_store(1, sums + TILE_COLUMNS, PANEL * 4);
         if (two || WIDE) tile_store(2, others, PANEL * 4);
         if ((two && ACROSS == 2) || WIDE) tile_store(3, others + TILE_COLUMNS, PANEL * 4);
     }
-    return block - start;
+    if (waiting->left) put(waiting, waiting->left);
+    return room + (block - start);
 }
+
+/* The block waits from now on. */
+INLINE void let_wait(Waiting *waiting, vf (*sums)[COLUMNS], const Weight *weight, void *y, int64_t row, int64_t rows,
+                     int64_t panel, int64_t kind, const float *row_scales) {
+    waiting->sums = sums, waiting->weight = *weight, waiting->y = y, waiting->row = row, waiting->left = rows;
+    waiting->panel = panel, waiting->kind = kind, waiting->row_scales = row_scales, waiting->turn = !waiting->turn;
+}
+INLINE void begin_waiting(Waiting *waiting) { waiting->turn = waiting->left = 0; }
+#else
+typedef struct {
+    char none;
+} Waiting;
+INLINE void begin_waiting(Waiting *waiting) { (void)waiting; }
 #endif
 
 /* Every thread of a team, before blocks of this height and after them. */
