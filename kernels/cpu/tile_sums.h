@@ -26,6 +26,19 @@ typedef struct {
 } Waiting;
 typedef void (*PutWaiting)(Waiting *, int64_t); /* writes some rows of it */
 
+/* Rows that are written evenly over steps: after each one as many as are due. */
+typedef struct {
+    int64_t rows, steps, owed; /* rows in all, steps in all; rows times steps that are not paid off */
+} Pace;
+
+INLINE int64_t rows_due(Pace *pace) {
+    pace->owed += pace->rows;
+    if (pace->owed < pace->steps) return 0;
+    int64_t due = pace->owed / pace->steps;
+    pace->owed -= due * pace->steps;
+    return due;
+}
+
 /* What a block fetches of the panel after its own: a part for each of the blocks that meet the panel, some lines a step. */
 typedef struct {
     const char *at, *end;
@@ -73,10 +86,10 @@ INLINE void add_step(const char *first, const char *second, int64_t stride, cons
     }
 }
 
-/* Sums of rows from `first` and from `second` on with the columns of one pass. After each step `share` rows of the block
- * that waits are written. */
+/* Sums of rows from `first` and from `second` on with the columns of one pass. After a step those rows of the block
+ * that waits are written which are due. */
 INLINE void sum_columns(const char *first, const char *second, const char tails[2][TILE_ROWS][TILE_BYTES], int64_t bytes,
-                        const char *weight, Fetch *fetch, Waiting *waiting, int64_t share, PutWaiting put, const int form,
+                        const char *weight, Fetch *fetch, Waiting *waiting, Pace *pace, PutWaiting put, const int form,
                         const int codes) {
     tile_zero(0);
     tile_zero(1);
@@ -85,7 +98,8 @@ INLINE void sum_columns(const char *first, const char *second, const char tails[
     for (int64_t i = 0; i < bytes / STEP; i++, weight += 16 * PANEL * 4) {
         fetch_lines(fetch);
         add_step(first + i * STEP, second + i * STEP, bytes, weight, form, codes);
-        if (waiting->left) put(waiting, share);
+        int64_t due = rows_due(pace);
+        if (due) put(waiting, due);
     }
     if (bytes % STEP) add_step(tails[0][0], tails[1][0], TILE_BYTES, weight, form, codes);
 }
@@ -105,8 +119,8 @@ INLINE vf (*tile_sums(const char *x, int64_t bytes, const Cut *cut, const char *
     int64_t start = block < last ? block : last, next = block + height < last ? block + height : last;
     int two = block + height < cut->rows, tiles = two || !WIDE ? ACROSS : 4; /* of columns, in a pass */
     const char *first = x + (cut->from + start) * bytes, *second = x + (cut->from + next) * bytes;
-    int64_t passes = PANEL / (tiles * TILE_COLUMNS), steps = bytes / STEP * passes;
-    int64_t share = steps ? (waiting->left + steps - 1) / steps : 0;
+    int64_t passes = PANEL / (tiles * TILE_COLUMNS);
+    Pace pace = {waiting->left, bytes / STEP * passes, 0};
     char tails[2][TILE_ROWS][TILE_BYTES];
     vf (*room)[COLUMNS] = waiting->rooms[waiting->turn];
     Fetch fetch = fetch_for(panel, bytes, at, more, passes);
@@ -117,9 +131,9 @@ INLINE vf (*tile_sums(const char *x, int64_t bytes, const Cut *cut, const char *
     for (int64_t column = 0; column < PANEL; column += tiles * TILE_COLUMNS) {
         float *sums = (float *)room + column, *others = two ? sums + (next - start) * PANEL : sums + 2 * TILE_COLUMNS;
         if (two)
-            sum_columns(first, second, tails, bytes, panel + column * 4, &fetch, waiting, share, put, TWO, codes);
+            sum_columns(first, second, tails, bytes, panel + column * 4, &fetch, waiting, &pace, put, TWO, codes);
         else
-            sum_columns(first, first, tails, bytes, panel + column * 4, &fetch, waiting, share, put,
+            sum_columns(first, first, tails, bytes, panel + column * 4, &fetch, waiting, &pace, put,
                         WIDE ? ONE_WIDE : ONE, codes);
         tile_store(0, sums, PANEL * 4);
         if (ACROSS == 2) tile_store(1, sums + TILE_COLUMNS, PANEL * 4);
