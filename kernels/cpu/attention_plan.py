@@ -20,7 +20,7 @@ from batchinfer_kernels.cpu.structures import PlanStructure, address
 from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
 
-MAX_ROWS = 48  # as MOST_ROWS in operators.h
+MAX_ROWS = 48  # the least that MOST_ROWS in operators.h is
 TO_THE_END = -1
 # Keeping a row's state costs about as much as passing over half a tile.
 LEAST_SHARED_TILES = 2
@@ -51,7 +51,7 @@ class Items:
     level_ends: Tensor  # (levels,) int64
     levels: int
     rows: Tensor  # (R, 2) int64: token of the step, position; items name stretches of it
-    group: int  # query heads a KV head: an item's rows times these are at most MAX_ROWS
+    group: int  # query heads a KV head
     last_seen: Tensor | None = None  # (R,) int64: the last position that each row sees; None: its own
 
     def structure(self, tables: Tensor, group: int) -> PlanStructure:
@@ -70,11 +70,13 @@ def attention_items(
     group: int,
     tables: NDArray[np.int32] | None = None,
     pages: CachePages | None = None,
+    most_rows: int = MAX_ROWS,
 ) -> Items:
     """Items of a step of S sequences; `group` query heads share a KV head.
 
     With `tables` (S, blocks) and `pages`, few queries pass over shared blocks together. The longest items come
-    first, so that no thread is left alone with one at the end. Raises ValueError for a group larger than MAX_ROWS.
+    first, so that no thread is left alone with one at the end. `most_rows`: queries times `group` that an item may
+    have, as the operators say. Raises ValueError for a group larger than MAX_ROWS.
     """
     if group > MAX_ROWS:
         raise ValueError(f"{group} query heads share a KV head; at most {MAX_ROWS} may")
@@ -88,7 +90,7 @@ def attention_items(
     tokens = np.arange(int(lens.sum()))
     row_of = np.repeat(np.arange(len(lens)), lens)
     rows = np.stack((tokens, tokens - (ends - contexts)[row_of]), 1)
-    most = max(1, MAX_ROWS // group)
+    most = max(1, most_rows // group)
     levels = max((shared.level + 1 for shared in groups), default=0)
     found = [_own_items(lens, ends - lens, depth[:, 0], most)]
     found_level = [depth[found[0][:, 2], 1]]
@@ -100,10 +102,10 @@ def attention_items(
     return _ordered(np.concatenate(found), np.concatenate(found_level), rows, levels, group)
 
 
-def whole_items(lens: Sequence[int], group: int) -> Items:
+def whole_items(lens: Sequence[int], group: int, most_rows: int = MAX_ROWS) -> Items:
     """Return the items of a step of whole sequences of these lengths, whose tokens see one another, also later ones.
     Raises as `attention_items` does."""
-    planned = attention_items(lens, lens, group)
+    planned = attention_items(lens, lens, group, most_rows=most_rows)
     last = np.repeat(np.asarray(lens, np.int64) - 1, lens)
     return replace(planned, last_seen=torch.from_numpy(last))
 

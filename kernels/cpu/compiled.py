@@ -72,6 +72,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 _COMMON: dict[str, tuple[list[Any], Any]] = {
     "has_tiles": ([], _LONG),
     "lanes": ([], _LONG),
+    "most_rows": ([], _LONG),
     "packed_columns": ([_LONG, _LONG], _LONG),
     "packed_order": ([_LONG, _LONG, _POINTER], None),
     "pack_codes": ([_POINTER] + [_LONG] * 3 + [_POINTER] * 2, None),
@@ -97,6 +98,8 @@ class CompiledOperators(CachedOperators):
         library = load_library(cache, tiles)
         self._common = {name: function_of(library, name, *types) for name, types in _COMMON.items()}
         self.has_tiles = bool(self._common["has_tiles"]())
+        # queries times the query heads of a KV head, that an item of attention may have
+        self.most_rows = int(self._common["most_rows"]())
         self._pages = HugePages()
         lanes, tile = int(self._common["lanes"]()), int(self._common["packed_columns"](1, 0))
         functions = {

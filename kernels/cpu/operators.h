@@ -13,7 +13,9 @@
 #include "plan.h"
 
 #define MAX_DIM 256
-#define MOST_ROWS 48 /* queries of one KV head that pass over a tile of keys together: with it they fit an L1 of 32 KiB */
+/* Queries of one KV head that pass over a tile of keys together: with it they fit an L1 of 32 KiB. In tiles the keys' values
+ * are copied once for all of them, which pays for more: 96 take 7 to 9% less time than 48, 144 no less. */
+#define MOST_ROWS (TILES ? 96 : 48)
 #define PASSED INT32_MAX
 #define AHEAD 2 /* tokens between fetching the places of K and V and writing them */
 #define LEAST_TURNED 4 /* tokens whose keys are turned into the cache's order as a square */

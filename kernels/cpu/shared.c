@@ -2,6 +2,7 @@
 #include "operators.h"
 
 int64_t lanes(void) { return LANES; }
+int64_t most_rows(void) { return MOST_ROWS; }
 
 /* Whether products are computed in matrix tiles. */
 int64_t has_tiles(void) { return TILES; }

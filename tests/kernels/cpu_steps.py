@@ -45,13 +45,16 @@ class Step:
         (k, k_scale), (v, v_scale) = coded(self.k, code_dtype), coded(self.v, code_dtype)
         return replace(self, q=self.q.to(dtype), k=k, v=v, scales=(k_scale, v_scale))
 
-    def attend(self, compiled: CompiledOperators, window=None, share=True, causal=True, **rules) -> Tensor:
+    def attend(
+        self, compiled: CompiledOperators, window=None, share=True, causal=True, most_rows=None, **rules
+    ) -> Tensor:
         size, group = self.k.shape[2], self.q.shape[1] // self.k.shape[1]
         pages = (self.table.numpy(), compiled.pages(size)) if share else ()
+        most = {"most_rows": most_rows or compiled.most_rows}
         if causal:
-            items, scales = attention_items(self.queries, self.contexts, group, *pages), None
+            items, scales = attention_items(self.queries, self.contexts, group, *pages, **most), None
         else:
-            items, scales = whole_items(self.queries, group), None
+            items, scales = whole_items(self.queries, group, **most), None
         if self.scales is None:
             k, v = laid_out(compiled, self.k, self.v)
         else:

@@ -175,7 +175,8 @@ class Step:
         slots = (
             (tables[:, positions[: lens[0]] // BLOCK] * BLOCK + positions[: lens[0]] % BLOCK).flatten().long()
         )
-        items = attention_items(lens, contexts, m.q_heads // m.kv_heads)
+        most = self._compiled.most_rows
+        items = attention_items(lens, contexts, m.q_heads // m.kv_heads, most_rows=most)
         shape = self._compiled.cache_shape(m.kv_heads, BLOCK, m.dim)
         self._caches = [zeros_in_huge_pages((2, len(order), *shape), m.dtype) for _ in layers]
         self._x = torch.randn(rows, m.hidden).to(m.dtype)

@@ -176,6 +176,16 @@ def test_queries_and_weights_of_any_size_are_as_exact_with_codes(dtype):
     torch.testing.assert_close(step.attend(COMPILED), step.reference(), **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("way", ["none", "emulated"])
+def test_how_many_rows_make_an_item_changes_no_bit(way, dtype, codes):
+    compiled = operators(way, codes=True)
+    step = poisoned_step(11, 9, 3, 64, 16, [(40, 100), (1, 90), (33, 33)]).to(dtype, codes=codes)
+    found = [step.attend(compiled, most_rows=rows) for rows in (3, 48, compiled.most_rows)]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 def test_two_levels_are_found():
     compiled, step = operators(), tree_step(0, 1, 1, 64, 16, 4, [16, 16], own=1)
     items = attention_items(step.queries, step.contexts, 1, step.table.numpy(), compiled.pages(16))

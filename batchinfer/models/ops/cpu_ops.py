@@ -73,6 +73,7 @@ class CpuOps(TorchOps):
         self._compiled, self._latent = compiled, latent
         self._group = _slice(group) if latent else group
         self._dtype = dtype
+        self._most_rows = MAX_ROWS if latent else compiled.most_rows
 
     @staticmethod
     def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
@@ -214,17 +215,19 @@ class CpuOps(TorchOps):
         before = beside if isinstance(beside, ItemPlan) else None
         queries, contexts = inputs.query_lens, inputs.context_lens
         if not self._causal:
-            return ItemPlan(inputs, whole_items(queries, self._group), before)
+            return ItemPlan(inputs, whole_items(queries, self._group, self._most_rows), before)
         if inputs.whole:
             tables, compiled = inputs.block_tables.numpy(), self._compiled
             pages = (
                 compiled.latent_pages(block_size, self._dtype) if self._latent else compiled.pages(block_size)
             )
-            return ItemPlan(inputs, attention_items(queries, contexts, self._group, tables, pages), before)
+            items = attention_items(queries, contexts, self._group, tables, pages, self._most_rows)
+            return ItemPlan(inputs, items, before)
         # Tables of a window do not show what sequences share: entries that it has left are alike in all of them
         if before is not None and not before.inputs.whole:
             return ItemPlan(inputs, before.items, before)
-        return ItemPlan(inputs, attention_items(queries, contexts, self._group), before)
+        items = attention_items(queries, contexts, self._group, most_rows=self._most_rows)
+        return ItemPlan(inputs, items, before)
 
     def attention(
         self,
