@@ -85,3 +85,7 @@ static void NAME(int4_block)(const uint8_t *codes, const float *row_scales, cons
     }
     NAME(put_block)(sums, w, y, row, rows, at.panel, kind);
 }
+
+#if TILES
+#include "int4_tiles.h"
+#endif

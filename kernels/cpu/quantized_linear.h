@@ -138,6 +138,13 @@ TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, u
     NAME(team_quantize)(x, w->inputs, codes, row_scales, rows);
     DONE(CODES);
     Waiting waiting;
+#if TILES
+    if (int4_in_tiles(rows, w->group)) {
+        NAME(team_int4_tiles)(codes, row_scales, w, y, rows, kind);
+#pragma omp barrier
+        return;
+    }
+#endif
     begin_waiting(&waiting);
     begin_tiles(&cut, in_tiles);
 #pragma omp for schedule(guided, 1) nowait

@@ -1,0 +1,156 @@
+/* Products with int4 weights in matrix tiles; included once a dtype, by int4_linear.h. A group's words are widened to codes
+ * of a byte once for all tiles of rows of a block; its exact sums are then scaled and added as there, in the same order: the
+ * bits are those of the vectors, so that the number of rows may decide. */
+#define INT4_TILES 4       /* of rows in a block: a group is widened once for all of them */
+#define MOST_INT4_GROUP 128 /* inputs; of larger groups a product is in vectors */
+
+INLINE int64_t int4_step(int64_t group) { return group % 64 == 0 ? 64 : 32; } /* bytes of a row that a product takes */
+
+/* Whether a product of so many rows is in tiles: from where on it takes less time (measured on a CPU of 2026: groups of 32
+ * from 12 rows on, of 64 from 8, of 128 from 7). */
+INLINE int int4_in_tiles(int64_t rows, int64_t group) {
+    return group && group % 32 == 0 && group <= MOST_INT4_GROUP && rows >= (group < 64 ? 12 : 7);
+}
+
+/* Tiles of equal height, INT4_TILES a block. */
+INLINE Cut cut_int4(int64_t from, int64_t rows, int64_t bytes) {
+    int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = INT4_TILES * ((rows + tiles - 1) / tiles);
+    return (Cut){from, rows, height, (rows + height - 1) / height, CHUNK_BYTES / (height * bytes) + 1};
+}
+
+INLINE void begin_int4_tiles(const Cut *cut, int64_t group) {
+    TileShapes shapes = {0};
+    int64_t height = cut->height / INT4_TILES, step = int4_step(group);
+    for (int i = 0; i < 4; i++) shape_sum(&shapes, i, height, TILE_COLUMNS);
+    for (int i = 4; i < 6; i++) shape_tile(&shapes, i, height, step);
+    for (int i = 6; i < 8; i++) shape_tile(&shapes, i, step / 4, TILE_COLUMNS * 4);
+    tiles_configure(&shapes);
+}
+
+/* A block's rows, and what becomes of them. */
+typedef struct {
+    ON_LINES vf total[INT4_TILES][TILE_ROWS][COLUMNS];
+    vi sums[2][TILE_ROWS][COLUMNS];        /* of two tiles of rows with a group */
+    vi of_codes[2][TILE_ROWS][16 / LANES]; /* the sums of the rows' codes, in every lane */
+    vi wide[MOST_INT4_GROUP / 4][COLUMNS], ones[16][16 / LANES];
+    const uint8_t *x[INT4_TILES]; /* each tile's first row */
+    int64_t tiles, height, stride;
+} Int4Room;
+
+/* `words` words of a column, which is an even number. */
+INLINE void widen_int4(const vi *weight, int64_t words, vi (*wide)[COLUMNS]) {
+    for (int64_t i = 0; i < words; i += 2, weight += COLUMNS)
+        for (int c = 0; c < COLUMNS; c++) {
+            wide[i][c] = low_codes(weight[c]);
+            wide[i + 1][c] = high_codes(weight[c]);
+        }
+}
+
+/* Sums of two tiles of rows, or twice the same, with what is widened of a group, and of their codes. */
+INLINE void sum_int4(Int4Room *room, const uint8_t *first, const uint8_t *second, int64_t bytes, int64_t step,
+                     const int zeroed) {
+    for (int64_t column = 0; column < PANEL; column += ACROSS * TILE_COLUMNS) {
+        int32_t *sums = (int32_t *)room->sums[0] + column, *others = (int32_t *)room->sums[1] + column;
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
+        for (int64_t at = 0; at < bytes; at += step)
+            add_step((const char *)first + at, (const char *)second + at, room->stride,
+                     (const char *)room->wide[at / 4] + column * 4, TWO, 1);
+        tile_store(0, sums, PANEL * 4);
+        tile_store(2, others, PANEL * 4);
+        if (ACROSS == 2) tile_store(1, sums + TILE_COLUMNS, PANEL * 4);
+        if (ACROSS == 2) tile_store(3, others + TILE_COLUMNS, PANEL * 4);
+    }
+    if (!zeroed) return;
+    tile_zero(0);
+    tile_zero(1);
+    tile_load(6, room->ones, 64);
+    for (int64_t at = 0; at < bytes; at += step) {
+        tile_load(4, first + at, room->stride);
+        tile_dot_int8(0, 4, 6);
+        tile_load(5, second + at, room->stride);
+        tile_dot_int8(1, 5, 6);
+    }
+    tile_store(0, room->of_codes[0], 64);
+    tile_store(1, room->of_codes[1], 64);
+}
+
+/* What the exact sums of a tile of rows with a group of `bytes` inputs stand for is added. */
+INLINE void NAME(add_int4)(vf (*total)[COLUMNS], vi (*sums)[COLUMNS], vi (*of_codes)[16 / LANES], const vf *scales,
+                           const vf *zeros, int64_t bytes, int64_t rows, const int zeroed) {
+    for (int64_t r = 0; r < rows; r++) {
+        vf all_codes = splat(0.0f);
+        if (zeroed) all_codes = __builtin_convertvector(of_codes[r][0] - (int32_t)(bytes * 128), vf);
+        for (int c = 0; c < COLUMNS; c++) {
+            total[r][c] = fused(__builtin_convertvector(sums[r][c], vf), scales[c], total[r][c]);
+            if (zeroed) total[r][c] = fused(all_codes, zeros[c], total[r][c]);
+        }
+    }
+}
+
+/* Tiles of the block's rows; where the last one has too few it begins earlier, in rows of the tile before. */
+INLINE void NAME(begin_int4_block)(Int4Room *room, const uint8_t *codes, const Weight *w, const Cut *cut, Place at) {
+    const vf *starts = (const vf *)w->starts + at.panel * COLUMNS;
+    int64_t first = at.block * cut->height, left = rows_of(cut, at.block);
+    room->height = cut->height / INT4_TILES, room->stride = codes_of(w->inputs);
+    room->tiles = (left + room->height - 1) / room->height;
+    memset(room->ones, 1, sizeof room->ones);
+    for (int64_t t = 0; t < room->tiles; t++) {
+        int64_t row = first + t * room->height, last = cut->rows - room->height;
+        room->x[t] = codes + (cut->from + (row < last ? row : last)) * room->stride;
+        for (int64_t r = 0; r < room->height; r++)
+            for (int c = 0; c < COLUMNS; c++) room->total[t][r][c] = starts[c];
+    }
+}
+
+/* All tiles of the block with a group, whose inputs begin at `from`. */
+INLINE void NAME(int4_tiles_group)(Int4Room *room, const Weight *w, int64_t panel, int64_t from, const int zeroed) {
+    int64_t left = padded(w->inputs) - from, bytes = left < w->group ? left : w->group;
+    int64_t groups = (w->inputs + w->group - 1) / w->group, at = (panel * groups + from / w->group) * COLUMNS;
+    const vf *scales = (const vf *)w->scales + at, *zeros = zeroed ? (const vf *)w->zeros + at : NULL;
+    widen_int4((const vi *)w->panels + (panel * (padded(w->inputs) / 8) + from / 8) * COLUMNS, bytes / 4, room->wide);
+    for (int64_t t = 0; t < room->tiles; t += 2) {
+        int64_t second = t + 1 < room->tiles ? t + 1 : t;
+        sum_int4(room, room->x[t] + from, room->x[second] + from, bytes, int4_step(w->group), zeroed);
+        for (int64_t i = t; i <= second; i++)
+            NAME(add_int4)(room->total[i], room->sums[i - t], room->of_codes[i - t], scales, zeros, bytes, room->height, zeroed);
+    }
+}
+
+/* As `int4_block`. */
+static void NAME(int4_tiles_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
+                                   Place at, int64_t kind) {
+    Int4Room room;
+    int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
+    int64_t size = padded(w->inputs) / 8 * PANEL * 4, groups = (w->inputs + w->group - 1) / w->group;
+    const char *ahead = (const char *)w->panels + (at.panel + more) * size + size * at.turn / at.turns / LINE * LINE;
+    NAME(begin_int4_block)(&room, codes, w, cut, at);
+    for (int64_t g = 0; g < groups; g++) {
+        for (int64_t i = 0; more && i < size / at.turns / groups; i += LINE, ahead += LINE) __builtin_prefetch(ahead, 0, TO_L2);
+        if (w->zeros)
+            NAME(int4_tiles_group)(&room, w, at.panel, g * w->group, 1);
+        else
+            NAME(int4_tiles_group)(&room, w, at.panel, g * w->group, 0);
+    }
+    for (int64_t t = 0; t < room.tiles; t++) {
+        int64_t row = cut->from + at.block * cut->height + t * room.height, end = cut->from + cut->rows;
+        int64_t rows = end - row < room.height ? end - row : room.height, skipped = room.height - rows;
+        for (int64_t r = skipped; r < room.height; r++)
+            for (int c = 0; c < COLUMNS; c++) room.total[t][r][c] *= row_scales[row + r - skipped];
+        NAME(put_block)(room.total[t] + skipped, w, y, row, rows, at.panel, kind);
+    }
+}
+
+/* As `team_quantized_linear`, once rows are codes. */
+TEAM void NAME(team_int4_tiles)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, int64_t rows,
+                                int64_t kind) {
+    int64_t panels = panels_of(w->outputs, is_gated(kind));
+    const Cut cut = cut_int4(0, rows, codes_of(w->inputs));
+    begin_int4_tiles(&cut, w->group);
+#pragma omp for schedule(guided, 1) nowait
+    for (int64_t at = 0; at < cut.blocks * panels; at++)
+        NAME(int4_tiles_block)(codes, row_scales, w, y, &cut, place(at, &cut, panels), kind);
+    end_tiles(1);
+}
