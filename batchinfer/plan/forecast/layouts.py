@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.errors import CannotSplit, OutOfMemory
 from batchinfer.core.wording import size
-from batchinfer.engine.ranks.parts import check_division, place_of
+from batchinfer.engine.ranks.parts import check_division, check_stored, place_of
 from batchinfer.engine.ranks.seat import Division
 from batchinfer.job import Job
 from batchinfer.machine.devices import Devices
@@ -114,6 +114,7 @@ def _candidate(
     whole = checkpoint.spec.quantized(setting.quantization).caching(setting.kv_cache)
     try:
         check_division(whole, division)
+        check_stored(checkpoint, division)
         portion = place_of(0, division, whole).experts
         layout = replace(layout, experts=1 if portion is None else portion.size)
         engine = forecast_engine(job, replace(setup, setting=setting), plan, devices, learns=False)
