@@ -41,6 +41,7 @@ from batchinfer.engine.loop.engine import EngineLimits
 from batchinfer.engine.ranks.following import Follower
 from batchinfer.engine.ranks.joining import Company, join
 from batchinfer.engine.ranks.seat import Seat
+from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import scheduler_config
@@ -60,6 +61,7 @@ class BuiltEngine:
     engine: AnyEngine
     info: EngineInfo
     read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
+    wait: StageWait  # of this process, for ranks of other stages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +93,7 @@ class LoadedWeights:
             engine: AnyEngine = loaded.engine(config.peaks, stop_streams)
         else:
             engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
-        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read)
+        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self.company.wait)
 
     def follower(self, config: EngineConfig, agreed: Agreed) -> Follower:
         """Make what follows the leading rank, whose choices `agreed` returns; raises as `model` does."""

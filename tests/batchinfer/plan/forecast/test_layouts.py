@@ -19,15 +19,21 @@ from batchinfer.engine.ranks.seat import Division
 from batchinfer.job import load_job
 from batchinfer.machine.devices import devices_called
 from batchinfer.machine.hardware import hardware_called
+from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast import layouts as module
 from batchinfer.plan.forecast.engine import ForecastEngine, simulated_engine
 from batchinfer.plan.forecast.layouts import LayoutForecast, candidates
+from batchinfer.plan.forecast.text import forecast_json
 from batchinfer.plan.setup.job_setup import check_setup
 from batchinfer.plan.simulation.simulator import simulate
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
+from tests.batchinfer.pipeline.test_pipeline import run as run_job
 from tests.batchinfer.plan.forecast.forecasts import planned, text
+from tests.batchinfer.test_replicas import pytestmark as two_cores
 from tests.batchinfer.wrong_jobs import command
 from tests.large_models import hollow_checkpoint
+
+REAL = RunOptions(waves_from_s=float("inf"))
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +152,38 @@ def test_plan_prints_the_layouts(tmp_path: Path, llama_70b: Path, capsys: Any, m
     assert told["layouts"][-1]["refused"] is not None
     said = run("plan", path, "--hardware", "8xh100").out
     assert "layouts   8 × NVIDIA H100 80GB HBM3" in said
+
+
+@pytest.mark.usefixtures("known_peaks")
+@two_cores
+def test_the_forecast_takes_stages_into_account(tmp_path: Path, model: Path) -> None:
+    """It has the steps of the run: those of two engines that take turns, with a half of the rows each."""
+    path = write_job(tmp_path, model, people(60), sampling={"max_tokens": 9, "ignore_eos": True},
+                     engine={"max_num_seqs": 8, "max_num_batched_tokens": 96}, drafts="off")  # fmt: skip
+    staged = ("engine.pipeline_parallel_size", "2")
+    alone, divided = planned(path), planned(path, staged)
+    assert (alone.forecast.waits, divided.layouts) == (None, ())
+    assert 0 < divided.forecast.waits < 1
+    assert "stages wait " in text(divided)
+    assert forecast_json(divided, None)["forecast"]["stage_waits"] == divided.forecast.waits
+    assert divided.forecast.run.sampled_tokens == alone.forecast.run.sampled_tokens
+    assert divided.forecast.run.steps > 1.5 * alone.forecast.run.steps
+    row = run_job(path, REAL, staged).row
+    assert row["steps"] == pytest.approx(divided.forecast.run.steps, rel=0.1)
+    assert row["forecast_output_tokens"] == row["output_tokens"]
+    again = planned(path, staged)
+    assert (again.plan.to_run, again.forecast) == (0, None)
+
+
+@pytest.mark.usefixtures("known_peaks")
+@two_cores
+def test_tensor_ranks_of_a_cpu_send_each_other_sums(tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, people(60), sampling={"max_tokens": 9, "ignore_eos": True})
+    alone, divided = planned(path), planned(path, ("engine.tensor_parallel_size", "2"))
+    assert (divided.forecast.waits, divided.forecast.run.steps) == (None, alone.forecast.run.steps)
+    assert divided.forecast.seconds > (alone.forecast.seconds or 0)
+    compared = [[one.quantization for one in found.quantizations] for found in (alone, divided)]
+    assert compared == [["none", "int8", "int4"], ["none", "int8"]], "24 inputs are no groups of 32"
 
 
 class Work(NamedTuple):
