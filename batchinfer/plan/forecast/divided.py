@@ -21,12 +21,6 @@ from batchinfer.plan.simulation.simulator import block_bytes
 from batchinfer.plan.simulation.stages import SimulatedStage, StageSends
 from batchinfer_kernels.cost import ModelCost
 
-# Options of `sampling` that need more than the most likely token
-_OF_ALL_LOGITS = (
-    "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "logit_bias",
-    "allowed_token_ids", "bad_words", "json_schema", "json_object", "regex", "choice", "grammar",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
@@ -96,9 +90,9 @@ def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> 
 
 def chooses_among_all(job: Job) -> bool:
     """Whether rows need the logits of all tokens, which ranks then gather, and not only the best one."""
-    said, fields = job.sampling, type(job.sampling).model_fields
-    asked = any(getattr(said, name) != fields[name].default for name in _OF_ALL_LOGITS)
-    return asked or bool(said.from_columns) or job.output.schema is not None
+    params = job.params()
+    asked = params.asks_logprobs or params.penalised or params.narrowed or params.constraint is not None
+    return asked or not params.greedy or bool(job.sampling.from_columns)
 
 
 def measured_stages(cost: ModelCost, stages: int) -> tuple[SimulatedStage, ...]:

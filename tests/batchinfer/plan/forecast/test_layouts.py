@@ -21,6 +21,7 @@ from batchinfer.machine.devices import devices_called
 from batchinfer.machine.hardware import hardware_called
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast import layouts as module
+from batchinfer.plan.forecast.divided import chooses_among_all
 from batchinfer.plan.forecast.engine import ForecastEngine, simulated_engine
 from batchinfer.plan.forecast.layouts import LayoutForecast, candidates
 from batchinfer.plan.forecast.text import forecast_json
@@ -184,6 +185,21 @@ def test_tensor_ranks_of_a_cpu_send_each_other_sums(tmp_path: Path, model: Path)
     assert divided.forecast.seconds > (alone.forecast.seconds or 0)
     compared = [[one.quantization for one in found.quantizations] for found in (alone, divided)]
     assert compared == [["none", "int8", "int4"], ["none", "int8"]], "24 inputs are no groups of 32"
+
+
+@pytest.mark.parametrize(("sections", "all_of_them"), [
+    ({}, False),
+    ({"sampling": {"stop": ["x"], "max_tokens": 3}}, False),
+    ({"sampling": {"temperature": 0.5}}, True),
+    ({"sampling": {"logprobs": 1}}, True),
+    ({"sampling": {"choice": ["yes", "no"]}}, True),
+    ({"sampling": {"repetition_penalty": 1.1}}, True),
+    ({"output": {"schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}}, True),
+])  # fmt: skip
+def test_logits_are_gathered_where_more_than_the_best_is_asked_for(
+    tmp_path: Path, model: Path, sections: dict[str, Any], all_of_them: bool
+) -> None:
+    assert chooses_among_all(load_job(write_job(tmp_path, model, people(1), **sections))) is all_of_them
 
 
 class Work(NamedTuple):
