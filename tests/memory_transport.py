@@ -161,7 +161,7 @@ class FakeWorker:
         if self._engine.unfinished:
             output = self._engine.step()
             return [WorkDone(output.completions, output.requests, [output.sample])]
-        return [Left(peak_memory(), 0.0, {})] if self._leaves else []
+        return [Left(peak_memory(), 0.0)] if self._leaves else []
 
 
 def _die(code: int) -> None:

@@ -196,7 +196,7 @@ HardwareName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Forecast for this GPU instead of this machine, from its datasheet: a100, h100, l4, …",
+        help="Forecast for this GPU instead of this machine, from its datasheet: a100, h100, …; for 8 of them 8xh100.",
     ),
 ]
 Sample = Annotated[
@@ -220,12 +220,12 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Read every row and say what a run would do and how long it would take, without loading the model."""
-    from batchinfer.machine.hardware import hardware_called
+    from batchinfer.machine.devices import devices_called
     from batchinfer.plan.forecast.job import forecast_job
     from batchinfer.plan.forecast.text import forecast_json, forecast_lines
     from batchinfer.report.progress import Progress
 
-    machine = None if hardware is None else hardware_called(hardware)
+    machine = None if hardware is None else devices_called(hardware)
     job = load(job_file, overrides, date)
     with job.located(), Progress(sys.stderr, job=job.name, quiet=quiet or as_json) as progress:
         progress.phase("reading", job.input.limit)

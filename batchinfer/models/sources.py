@@ -16,7 +16,7 @@ from batchinfer.core.errors import CannotSplit, Unavailable
 from batchinfer.models.adapters.factors import AdaptedWeights, PartOfLayers
 from batchinfer.models.adapters.merging import MergedWeights
 from batchinfer.models.adapters.sizes import AdapterSizes, sizes_of
-from batchinfer.models.adapters.stored_adapter import StoredAdapter, inspect_adapter
+from batchinfer.models.adapters.stored_adapter import MERGED_WHOLE, StoredAdapter, inspect_adapter
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
@@ -67,9 +67,7 @@ class ModelSource:
         """Return the part of a rank, whose weights `weights` reads already. Raises CannotSplit."""
         place, merged = ranks.place, self.merged
         if merged is not None and place.cuts:
-            raise CannotSplit(
-                "a DoRA is merged into whole rows of weights; only layers can be divided among ranks"
-            )
+            raise CannotSplit(MERGED_WHOLE)
         own = sharded(self.spec, place)
         return replace(
             self,

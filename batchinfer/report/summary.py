@@ -183,6 +183,8 @@ def _lost(row: Row) -> str:
     shares += [
         (name, row[f"{name}_s"] / wall) for name in ("overhead", "idle") if row[f"{name}_s"] is not None
     ]
+    if row["stage_wait_share"] is not None:
+        shares.append(("stages waiting for one another", row["stage_wait_share"]))
     return ", ".join(f"{name} {percent(share)}" for name, share in shares)
 
 

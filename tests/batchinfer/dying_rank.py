@@ -28,6 +28,11 @@ class DyingFollower:
             os.kill(os.getpid(), getattr(signal, os.environ[HOW]))
         self._follower.run(step)
 
+    @property
+    def wait(self) -> Any:
+        """What the follower has waited."""
+        return self._follower.wait
+
 
 class DyingWeights:
     """The weights of a rank that is lost."""

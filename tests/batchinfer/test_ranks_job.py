@@ -26,6 +26,7 @@ from batchinfer.pipeline.workers import replica
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.plan.setup import resolve
 from batchinfer.report.progress import Progress
+from batchinfer.report.summary import summary
 from tests.batchinfer import dying_rank
 from tests.batchinfer.pipeline.test_pipeline import people, run, table, write_job
 from tests.batchinfer.test_replicas import report
@@ -153,6 +154,19 @@ def test_stages_have_the_block_tables_of_layers_with_windows_and_without(tmp_pat
         assert row["exit_code"] == 0
         found.append(table(path))
     assert found[0] == found[1]
+
+
+def test_stages_say_how_long_they_waited(tmp_path: Path, model: Path) -> None:
+    """Each of two stages waits at least for the other one's first step, or its last; and never longer than the run."""
+    rows = {}
+    for name, options in (("alone", ()), ("tensor", ((TENSOR, "2"),)), ("staged", ((STAGES, "2"),))):
+        rows[name] = run(job(tmp_path / name, model), REAL, FLOAT32, *options).row
+    assert [rows[name]["stage_wait_s"] for name in ("alone", "tensor")] == [None, None]
+    waited, took = rows["staged"]["stage_wait_s"], rows["staged"]["engine_wall_s"]
+    assert 0 < waited < took
+    assert rows["staged"]["stage_wait_share"] == waited / took
+    assert "stages waiting for one another" in summary(rows["staged"])
+    assert "stages waiting" not in summary(rows["alone"])
 
 
 @pytest.mark.parametrize(("seed", "what"), first_of(

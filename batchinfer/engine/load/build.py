@@ -41,6 +41,7 @@ from batchinfer.engine.loop.engine import EngineLimits
 from batchinfer.engine.ranks.following import Follower
 from batchinfer.engine.ranks.joining import Company, join
 from batchinfer.engine.ranks.seat import Seat
+from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import scheduler_config
@@ -60,6 +61,7 @@ class BuiltEngine:
     engine: AnyEngine
     info: EngineInfo
     read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
+    wait: StageWait  # of this process, for ranks of other stages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +93,7 @@ class LoadedWeights:
             engine: AnyEngine = loaded.engine(config.peaks, stop_streams)
         else:
             engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
-        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read)
+        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self.company.wait)
 
     def follower(self, config: EngineConfig, agreed: Agreed) -> Follower:
         """Make what follows the leading rank, whose choices `agreed` returns; raises as `model` does."""
@@ -104,7 +106,7 @@ class LoadedWeights:
         # no longer than what runs: a checkpoint may name billions of positions
         longest = max(1, min(config.longest, config.max_model_len))
         block_size, company = config.block_size or DEFAULT_BLOCK_SIZE, self.company
-        captured = source.can_be_captured and not company.divided
+        captured = source.can_be_captured and company.division.captured
         limits, turns = in_turns(scheduler_config(config, self.cost, captured), company.division.stages)
         sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
         ops = fastest_prefill(self.ops, sizes, device, source.plain_attention, agreed)

@@ -82,7 +82,7 @@ def leading_engine(
 
 def follower_of(loaded: LoadedModel, company: Company) -> Follower:
     """Make what follows the leading rank."""
-    return Follower(loaded.runners, company.everyone, company.has_head)
+    return Follower(loaded.runners, company.everyone, company.has_head, company.wait)
 
 
 def staged(model: Model, company: Company, arithmetic: Arithmetic) -> Model:
@@ -91,4 +91,5 @@ def staged(model: Model, company: Company, arithmetic: Arithmetic) -> Model:
         return model
     assert isinstance(model, Decoder), "other models are not divided"
     before, behind = (company.division.neighbour(company.rank, step) for step in (-1, 1))
-    return StagedModel(model, company.everyone, before, behind, arithmetic.dtype, arithmetic.device)
+    place = arithmetic.dtype, arithmetic.device
+    return StagedModel(model, company.everyone, before, behind, *place, company.wait)

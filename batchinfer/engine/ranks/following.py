@@ -10,6 +10,7 @@ from torch import Tensor
 
 from batchinfer.engine.ranks.leading import RankStep
 from batchinfer.engine.ranks.passing_on import pass_on
+from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.row_scores import row_scores
 from batchinfer.engine.schedule.step_plan import SamplingPlan
@@ -23,6 +24,7 @@ class Follower:
     runners: Sequence[ModelRunner]
     group: Group
     has_head: bool  # whether it has a part of what makes logits
+    wait: StageWait
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> None:

@@ -12,6 +12,7 @@ from torch import distributed
 from torch._C import _distributed_c10d as c10d
 
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
+from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.models.parallel.alone import Alone
 from batchinfer.models.parallel.group import Group
 from batchinfer.models.parallel.torch_group import TorchGroup
@@ -30,6 +31,7 @@ class Company:
     division: Division = UNDIVIDED
     everyone: Group = field(default_factory=Alone)
     peers: Group = field(default_factory=Alone)
+    wait: StageWait = field(default_factory=StageWait)  # for ranks of other stages
 
     @property
     def divided(self) -> bool:

@@ -8,8 +8,10 @@ from math import prod
 
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.ranks.seat import Division
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.checkpoint.stored_parts import check_parts
 from batchinfer.models.parallel.place import Portion, RankPlace, Span
-from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.parallel.sharded import sharded, tensor_sizes
 from batchinfer.models.spec.parameters import layer_parameters
 from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
 
@@ -30,6 +32,34 @@ def check_division(spec: ModelSpec, division: Division) -> None:
     """Raise CannotSplit where the model cannot be divided so."""
     for rank in range(division.ranks):
         sharded(spec, place_of(rank, division, spec))
+
+
+def check_stored(checkpoint: Checkpoint, division: Division) -> None:
+    """Raise CannotSplit where the tensors of a checkpoint cannot be read in such parts, with the numbers of ranks that
+    can have parts of them. Only headers are read."""
+    try:
+        _check_stored(checkpoint, division)
+    except CannotSplit as error:
+        able = [tensor for tensor in tensor_sizes(checkpoint.spec) if _reads_in(checkpoint, tensor)]
+        sizes = ", ".join(map(str, able))
+        raise CannotSplit(
+            f"{error}; engine.tensor_parallel_size can be {sizes}, and engine.pipeline_parallel_size "
+            f"1 to {len(checkpoint.spec.layers)}"
+        ) from None
+
+
+def _check_stored(checkpoint: Checkpoint, division: Division) -> None:
+    for rank in range(division.ranks):
+        check_parts(checkpoint, place_of(rank, division, checkpoint.spec))
+
+
+def _reads_in(checkpoint: Checkpoint, tensor: int) -> bool:
+    """Whether a checkpoint can be read by so many ranks that compute each layer together."""
+    try:
+        _check_stored(checkpoint, Division(tensor))
+    except CannotSplit:
+        return False
+    return True
 
 
 def stage_spans(spec: ModelSpec, stages: int) -> list[Span]:

@@ -17,6 +17,11 @@ class Division:
         """Count the ranks."""
         return self.tensor * self.stages
 
+    @property
+    def captured(self) -> bool:
+        """Whether a GPU's steps may be captured: those of several ranks are not as yet."""
+        return self.ranks == 1
+
     def tensor_rank(self, rank: int) -> int:
         """Return which of the ranks that compute each layer together this one is."""
         return rank % self.tensor

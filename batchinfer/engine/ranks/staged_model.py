@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 from batchinfer.models.parallel.group import Group
@@ -24,6 +25,7 @@ class StagedModel:
     behind: int | None
     dtype: torch.dtype
     device: torch.device
+    wait: StageWait
 
     def forward(
         self,
@@ -36,10 +38,14 @@ class StagedModel:
         came: Tensor | None = None
         if self.before is not None:
             shape = (len(token_ids), self.model.spec.hidden)
-            came = self.group.receive(torch.empty(shape, dtype=self.dtype, device=self.device), self.before)
+            with self.wait.waiting():
+                came = self.group.receive(
+                    torch.empty(shape, dtype=self.dtype, device=self.device), self.before
+                )
         hidden = self.model.forward(token_ids, inputs, caches, plans, came)
         if self.behind is not None:
-            self.group.send(hidden, self.behind)
+            with self.wait.waiting():
+                self.group.send(hidden, self.behind)
         return hidden
 
     def states(self, hidden: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ _WRAPPED = "base_model.model."  # begins the names of PEFT's tensors
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 # What may stand before the names of a decoder's modules in a model of several parts, or in one of another version
 _BASES = ("model.language_model.", "language_model.model.", "model.", "")
+# Why ranks that compute each layer together have no DoRA
+MERGED_WHOLE = "a DoRA is merged into whole rows of weights; only layers can be divided among ranks"
 DIGEST = 32  # hexadecimal digits of a fingerprint
 
 

@@ -182,6 +182,7 @@ def note_figures(run: OpenRun, pool: ReplicaPool, collector: Collector, facts: M
     run.report.ran(pool.infos, pool.peak_rss, pool.other_cores, pool.expert_tokens)
     run.report.note(
         worker_restarts=pool.restarts,
+        stage_wait_s=pool.stage_wait_s,
         duplicate_saved_tokens=collector.saved_tokens,
         duplicate_saved_output_tokens=collector.saved_output_tokens,
         **facts,

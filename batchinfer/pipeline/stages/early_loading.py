@@ -9,7 +9,7 @@ from batchinfer.data.store.lacking_keys import LackingKeys, key_batches
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.pipeline.workers.places import worker_specs
-from batchinfer.plan.forecast.engine import fits
+from batchinfer.plan.forecast.room import fits
 
 _MANY = 200  # parts of a store, of which the keys are read in 0.2 s
 

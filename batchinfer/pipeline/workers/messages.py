@@ -140,4 +140,7 @@ class Left:
     peak_rss: int  # the most memory that it held, in bytes
     # CPU cores that other processes used meanwhile, on average; None: unknown
     other_cores: float | None = None
+    stage_wait_s: float | None = (
+        None  # that a rank waited for steps and other stages; of several ranks, the mean
+    )
     expert_tokens: ExpertTokens = field(default_factory=dict)  # of its model's layers that have experts

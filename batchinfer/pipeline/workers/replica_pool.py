@@ -187,6 +187,12 @@ class ReplicaPool:
         return max(0.0, sum(known) - own)
 
     @property
+    def stage_wait_s(self) -> float | None:
+        """The seconds that a stage waited, in the mean of all engines; None without stages."""
+        known = [r.worker.stage_wait_s for r in self._replicas if r.worker.stage_wait_s is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
     def expert_tokens(self) -> ExpertTokens:
         """The tokens that the experts of all engines were given. The counts of processes that died are lost: to send
         them now and then, a step would have to wait for the device."""

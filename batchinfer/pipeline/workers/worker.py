@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from statistics import fmean
 from typing import Any
 
 from batchinfer.core.request import Request
@@ -74,6 +75,7 @@ class _Worker:
         """built: a BuiltEngine, or one of a test."""
         self._connection, self._ranks = parent, ranks
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
+        self._wait = built.wait if info.division.stages > 1 else None
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done, self._sent_at = WorkDone(), time.monotonic()
         self._cores = _shared_cores(info)
@@ -91,7 +93,9 @@ class _Worker:
         others = self._cores.other_cores if self._cores else None
         loads = self._read_loads()
         self._ranks.finish()
-        self._connection.send(Left(peak_memory() + sum(self._ranks.peaks), others, loads))
+        waits = [] if self._wait is None else [self._wait.seconds, *self._ranks.waits]
+        waited_s = fmean(waits) if waits else None
+        self._connection.send(Left(peak_memory() + sum(self._ranks.peaks), others, waited_s, loads))
 
     def _work(self) -> None:
         while self._leave_at is None or (self._engine.unfinished and time.monotonic() < self._leave_at):

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import Request
-from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, REQUEST_BATCH
-from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
-from batchinfer.engine.kv.memory import JobSize, cache_blocks
-from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
-from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.job import Job
-from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
-from batchinfer.models.spec.spec import CacheSpec
+from batchinfer.machine.devices import Devices, devices_of
+from batchinfer.plan.forecast.divided import (
+    chooses_among_all,
+    measured_stages,
+)
+from batchinfer.plan.forecast.room import captures_of, engine_room, held_bytes
 from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
 from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.order.plan import Plan
@@ -25,11 +24,11 @@ from batchinfer.plan.order.requests import Prompts, planned_requests
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
-from batchinfer.plan.simulation.launching import Captures
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes
+from batchinfer.plan.simulation.stages import SimulatedStage
 from batchinfer.report.tables.earlier_runs import earlier_lengths, earlier_power, earlier_steps
 from batchinfer.report.tables.folder import report_folder
-from batchinfer_kernels.cost import PANEL_BYTES, ModelCost, Peaks, StepShape, roofline_seconds
+from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds
 
 T = TypeVar("T")
 # What a simulation takes: the bench's mixed, decode and shared-prefix with 2,000 and 4,000 rows took 0.13 ms a row and
@@ -54,6 +53,9 @@ class EngineForecast:
     upper_bound: bool  # some answers may be shorter than the max_tokens with which they were simulated
     times: StepTimes  # what steps take, and how that is known
     seconds: float | None = None
+    waits: float | None = (
+        None  # the share of its time that a stage waits, in the mean; None: there are no stages
+    )
     mfu: float | None = None
     mbu: float | None = None
     energy_j: float | None = None  # None where no run of this model on this machine knows what it took
@@ -75,6 +77,11 @@ class ForecastEngine:
     @property
     def kv_cache_bytes(self) -> int:
         return self.machine.blocks * block_bytes(self.machine.layout, self.machine.cost)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of weights of an engine, adapters included."""
+        return held_bytes(self.setup) + self.setup.setting.adapter_bytes
 
     def least_s(self) -> float | None:
         """Return the seconds that the run takes at the hardware's limit, attention left out; None without peaks."""
@@ -114,7 +121,8 @@ class ForecastEngine:
         mbu = whole.bytes / spent_s / peaks.bytes_per_s
         watts = earlier_power(report_folder(self.job.results_root), alike(self.job, self.setup.setting))
         energy_j = None if watts is None else watts * whole.seconds
-        return replace(found, seconds=whole.seconds, mfu=mfu, mbu=mbu, energy_j=energy_j)
+        waits = whole.waited_s / whole.seconds if len(self.machine.stages) > 1 else None
+        return replace(found, seconds=whole.seconds, waits=waits, mfu=mfu, mbu=mbu, energy_j=energy_j)
 
     def _whole(self, batches: list[list[Request]], lengths: AnswerLengths) -> Simulated:
         """Return the run of all batches, extrapolated from these and from half of them, on one of the engines."""
@@ -162,83 +170,43 @@ def half_of(requests: Sequence[T]) -> list[T]:
     return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """The room that an engine has for sequences."""
+def forecast_engine(
+    job: Job, setup: Setup, plan: Plan, devices: Devices | None = None, learns: bool = True
+) -> ForecastEngine:
+    """Return the engine that would run the plan, which is not empty; see `simulated_engine`."""
+    machine, times = simulated_engine(job, setup, plan.longest, devices, learns)
+    return ForecastEngine(job, setup, plan, machine, times)
 
-    limits: SchedulerConfig
-    layout: CacheLayout
-    blocks: int
 
-
-def _room(job: Job, setup: Setup, longest: int) -> _Room:
-    """Return what an engine would have for sequences of up to `longest` tokens. Raises OutOfMemory where not even one
-    of them fits."""
-    setting = setup.setting
-    config = setting.engine_config(job, longest)
+def simulated_engine(
+    job: Job, setup: Setup, longest: int, devices: Devices | None = None, learns: bool = True
+) -> tuple[SimulatedEngine, StepTimes]:
+    """Return an engine for sequences of up to `longest` tokens on `devices`, and how its times are known. None: on
+    those of this machine. `learns`: whether earlier runs tell how long its steps take. Raises OutOfMemory where not
+    even one sequence fits, and CannotSplit."""
+    setting, room = setup.setting, engine_room(job, setup, longest)
     cost = setting.model_cost(setup.checkpoint)
-    limits = scheduler_config(config, cost, setup.checkpoint.modelling == OWN)
-    block_size = config.block_size or DEFAULT_BLOCK_SIZE
-    layout = cache_layout([CacheSpec(1, 1, window=window) for window in cost.windows], block_size, longest)
-    size = JobSize(longest, limits.max_num_seqs, limits.max_num_batched_tokens)
-    on_gpu = setting.device == "cuda"
-    each = setting.hardware.memory_bytes
-    of_gpus = each and each * setting.division.ranks
-    free = (of_gpus if on_gpu else config.memory or setting.memory()) or 1 << 62
-    free -= setup.checkpoint.weight_bytes + setting.adapter_bytes
-    panel = PANEL_BYTES if on_gpu and _widens(setup) and not setting.deterministic else 0
-    blocks = cache_blocks(
-        block_bytes(layout, cost), layout.sizes, size, config.kv_memory, free, setting.device, panel
-    )
-    return _Room(limits, layout, blocks)
-
-
-def _widens(setup: Setup) -> bool:
-    """Whether a GPU has weights that it widens before it multiplies many rows: those in 4 bits, but for experts."""
-    quantization = setup.setting.quantization
-    return quantization in ("int4", "stored-int4") or (
-        quantization == "stored-mxfp4"
-        and isinstance(setup.checkpoint, Checkpoint)
-        and any(
-            linear.form is not None and linear.form.codes == "mxfp4" and not linear.experts
-            for linear in setup.checkpoint.spec.linears()
-        )
-    )
-
-
-def fits(job: Job, setup: Setup) -> bool:
-    """Whether an engine would have room for the longest sequence that any row of the job may come to."""
-    try:
-        _room(job, setup, setup.setting.max_model_len)
-    except OutOfMemory:
-        return False
-    return True
-
-
-def forecast_engine(job: Job, setup: Setup, plan: Plan) -> ForecastEngine:
-    """Return the engine that would run the plan, which is not empty. Raises OutOfMemory where its longest row does not
-    fit."""
-    setting, room = setup.setting, _room(job, setup, plan.longest)
-    cost = setting.model_cost(setup.checkpoint)
-    times = step_times(setting, cost, earlier_steps(report_folder(job.results_root), alike(job, setting)))
-    captures = _captures(setup, cost, room.limits, plan.longest) if setting.device == "cuda" else None
+    earlier = earlier_steps(report_folder(job.results_root), alike(job, setting)) if learns else None
+    times = step_times(setting, cost, earlier)
+    captures = captures_of(setup, cost, room.limits, longest) if setting.device == "cuda" else None
+    ranks, stages = 1, tuple[SimulatedStage, ...]()
+    if room.divided is not None and times.known != "runs":
+        ranks = setting.division.ranks
+        on = devices or devices_of(setting.hardware, ranks * setting.replicas)
+        stages = room.divided.stages(on, setting.itemsize, chooses_among_all(job))
+        times = replace(times, time=replace(times.time, peaks=times.time.peaks.part(ranks)))
+    elif room.divided is not None and setting.division.stages > 1:
+        stages = measured_stages(cost, setting.division.stages)
     machine = SimulatedEngine(
         cost=cost,
         layout=room.layout,
         blocks=room.blocks,
         scheduler=room.limits,
-        roots=replace(setup.roots, max_model_len=plan.longest),
+        roots=replace(setup.roots, max_model_len=longest),
         time=times.time,
         looks_ahead=captures is not None,
         captures=captures,
+        stages=stages,
+        ranks=ranks,
     )
-    return ForecastEngine(job, setup, plan, machine, times)
-
-
-def _captures(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: int) -> Captures:
-    """Return what a GPU's host captures of such a model: nothing of a model that transformers' code computes."""
-    if setup.checkpoint.modelling != OWN:
-        return Captures(0, 0, 0)
-    most = limits.max_num_batched_tokens
-    tokens = captured_tokens(cost, setup.setting.peaks, most)
-    return Captures(min(limits.max_num_seqs, most), longest, tokens)
+    return machine, times

@@ -18,10 +18,11 @@ from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.data.store.completion_store import read_records
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
-from batchinfer.machine.hardware import Hardware
+from batchinfer.machine.devices import Devices, devices_here
 from batchinfer.plan.forecast.deadline import Deadline, now
 from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
 from batchinfer.plan.forecast.idle import IdleForecast, idle_forecast
+from batchinfer.plan.forecast.layouts import LayoutForecast, layout_forecasts
 from batchinfer.plan.forecast.lint import Linter, LintFinding
 from batchinfer.plan.forecast.order_choice import settled_forecast
 from batchinfer.plan.forecast.quantizations import QuantizedForecast, quantized_forecasts
@@ -31,7 +32,6 @@ from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
-from batchinfer.plan.setup.resolve import Setting
 from batchinfer.plan.setup.work_context import work_context
 from batchinfer.report.tables.folder import report_folder
 
@@ -79,6 +79,8 @@ class JobForecast:
     idle: IdleForecast | None = None  # None: nothing is to run, or for another machine
     findings: tuple[LintFinding, ...] = ()  # what in the input keeps rows from sharing work
     quantizations: tuple[QuantizedForecast, ...] = ()  # that the job could have, its own among them
+    devices: Devices | None = None  # on which it would run; None: nothing is to run
+    layouts: tuple[LayoutForecast, ...] = ()  # in which it could run on them, where there are several
     sample: SampledRows | None = None  # what the counts were scaled from; None: every row was read
 
 
@@ -86,17 +88,17 @@ def forecast_job(
     job: Job,
     reading: Callable[[IngestProgress], None],
     notice: Callable[[str], None],
-    hardware: Hardware | None = None,
+    devices: Devices | None = None,
     sample: int | None = None,
 ) -> JobForecast:
     """Read, render and tokenise every row, plan the job and simulate it. Nothing of a job's state is changed.
 
-    `notice` gets what the input's check warns of. `hardware`: a machine other than this one. `sample`: about
+    `notice` gets what the input's check warns of. `devices`: those of a machine other than this one. `sample`: about
     how many rows to render and tokenise instead of all. Raises what `run` raises before it computes, but
     OutOfMemory: that is part of the forecast.
     """
     state = state_of(job)
-    setup = check_setup(job, state, replace=True, hardware=hardware)
+    setup = check_setup(job, state, replace=True, hardware=None if devices is None else devices.hardware)
     for warning in check_input(job, setup, state).warnings:
         notice(warning)
     if job.sampling.from_columns:
@@ -108,12 +110,14 @@ def forecast_job(
         found = _counted(known.job, setup, known.plan, known.index, known.drawn)
         if not known.plan.to_run:
             return found
-        if hardware is None:
+        if devices is None:
             where = report_folder(job.results_root)
             found = replace(found, idle=idle_forecast(where, found.plan.rows, known.input_s, known.plan_s))
         times = 1.0 if known.drawn is None else known.drawn.times
         others = quantized_forecasts(known.job, setup, known.plan, known.index.tokens, times)
-        found = replace(found, quantizations=tuple(others))
+        on = devices or devices_here(setup.setting.hardware)
+        layouts = layout_forecasts(known.job, setup, known.plan, known.index.tokens, times, on)
+        found = replace(found, quantizations=tuple(others), devices=on, layouts=layouts)
         try:
             return _with_engine(known, setup, found, Path(scratch))
         except OutOfMemory as error:
@@ -176,7 +180,7 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
         engine = replace(engine, multiple=known.drawn.times)
     machine = engine.machine
     engines, size = setup.setting.replicas, machine.layout.block_size
-    weights = (setup.checkpoint.weight_bytes + setup.setting.adapter_bytes) * engines
+    weights = engine.weight_bytes * engines
     blocks = machine.blocks * engines
     memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
     forecast = settled_forecast(engine, known.index.tokens, PLAN_MOST_S)
@@ -207,7 +211,7 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
         job.name,
         plan if drawn is None else drawn.whole_plan(plan),
         codes,
-        _setting(setup.setting),
+        _setting(setup),
         context=setup.setting.max_model_len,
         rows_over=_rows_over(job, codes),
         sample=drawn,
@@ -220,7 +224,8 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
     return replace(found, lengths=_lengths(plan, times), prefixes=prefixes)
 
 
-def _setting(setting: Setting) -> str:
+def _setting(setup: Setup) -> str:
+    setting = setup.setting
     engines = f", {setting.replicas} engines" if setting.replicas > 1 else ""
     return f"{setting.arithmetic} on {setting.hardware.name or setting.device}{engines}"
 

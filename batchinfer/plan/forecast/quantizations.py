@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from batchinfer.core.errors import OutOfMemory
+from batchinfer.core.errors import CannotSplit, OutOfMemory
 from batchinfer.job import Job
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.opening import open_checkpoint
@@ -40,8 +40,8 @@ class QuantizedForecast:
 def quantized_forecasts(
     job: Job, setup: Setup, plan: Plan, prompts: Prompts, multiple: float
 ) -> Iterator[QuantizedForecast]:
-    """Yield the forecasts of a model of ours that is stored in floats; of others there is nothing to choose.
-    `multiple`: as in ForecastEngine."""
+    """Yield the forecasts of a model of ours that is stored in floats; of others there is nothing to choose. What the
+    job's ranks could not divide is left out. `multiple`: as in ForecastEngine."""
     setting = setup.setting
     checkpoint = open_checkpoint(job.model.path) if setting.weights is not None else setup.checkpoint
     if not isinstance(checkpoint, Checkpoint) or any(each.quantized for each in checkpoint.packed.values()):
@@ -58,6 +58,8 @@ def quantized_forecasts(
         chosen, size = name == setting.quantization, taken * setting.replicas
         try:
             engine = _without_runs(replace(forecast_engine(job, found, plan), multiple=multiple))
+        except CannotSplit:
+            continue
         except OutOfMemory:
             yield QuantizedForecast(name, chosen, size, None, False)
             continue

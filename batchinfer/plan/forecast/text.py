@@ -8,9 +8,11 @@ from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.core.wording import count, counted, percent, seconds, short, size
+from batchinfer.machine.devices import Devices
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.forecast.idle import IdleForecast
 from batchinfer.plan.forecast.job import JobForecast, Lengths
+from batchinfer.plan.forecast.layout_text import layout_lines
 from batchinfer.plan.forecast.lint import finding_text
 from batchinfer.plan.forecast.sampled_rows import SampledRows
 from batchinfer.plan.forecast.step_times import DECLARED_EFFICIENCY
@@ -86,6 +88,8 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         if memory is None
         else {"weight_bytes": memory.weights, "kv_cache_bytes": memory.kv_cache, "blocks": memory.blocks},
         "quantizations": [asdict(one) for one in found.quantizations],
+        "hardware": None if found.devices is None else _devices_json(found.devices),
+        "layouts": [asdict(one) for one in found.layouts],
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
         "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
@@ -95,6 +99,10 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         if found.deadline is None
         else {"at": found.deadline.at.isoformat(), "spare_s": found.deadline.spare_s},
     }
+
+
+def _devices_json(devices: Devices) -> dict[str, Any]:
+    return {"name": devices.hardware.name, "devices": devices.in_node, "nodes": devices.nodes}
 
 
 def _node_json(node: PlannedPrefix) -> dict[str, Any]:
@@ -136,6 +144,7 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
             mode: {unit: run.launches[f"{mode}_{unit}"] for unit in ("steps", "tokens")}
             for mode in LAUNCH_MODES
         },
+        "stage_waits": forecast.waits,
         "mfu": forecast.mfu,
         "mbu": forecast.mbu,
         "simulated_share": forecast.simulated,
@@ -172,6 +181,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "memory", f"does not fit: {found.misfit}"
     if found.quantizations:
         yield "weights", _quantizations(found)
+    if found.layouts and found.devices is not None:
+        yield from layout_lines(found.layouts, found.devices)
     if found.memory is None or found.forecast is None:
         return
     yield "answers", _answers(found.forecast, plan.expected_tokens)
@@ -252,6 +263,8 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
     yield "engine", engine_text(forecast)
     if (launched := launch_text(run.launches or {})) is not None:
         yield "", launched
+    if forecast.waits is not None:
+        yield "", f"stages wait {percent(forecast.waits)} of the time, in the mean"
     if forecast.simulated < 1:
         yield "", f"extrapolated from simulating {percent(forecast.simulated)} of the rows"
     if forecast.order is not None:

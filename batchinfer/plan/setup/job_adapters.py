@@ -17,10 +17,12 @@ from batchinfer.plan.setup.resolve import Setting
 
 @dataclass(frozen=True, slots=True)
 class JobAdapters:
-    """The adapters of a job: fingerprints by their names, and what those beside the weights take."""
+    """The adapters of a job: fingerprints by their names, and what those beside the weights take; `merged`: whether it
+    is one that is merged into the weights."""
 
     fingerprints: dict[str, str]
     sizes: AdapterSizes | None = None
+    merged: bool = False
 
 
 def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> JobAdapters:
@@ -38,7 +40,8 @@ def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> JobAd
     _check_merged(job, found)
     fingerprints = {name: adapter.fingerprint(known) for name, adapter in found.items()}
     different = {fingerprints[name]: adapter for name, adapter in found.items()}
-    return JobAdapters(fingerprints, sizes_of(checkpoint.spec, [*different.values()]))
+    merged = any(adapter.config.dora for adapter in found.values())
+    return JobAdapters(fingerprints, sizes_of(checkpoint.spec, [*different.values()]), merged)
 
 
 def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchinfer.core.errors import CannotSplit
 from batchinfer.data.storage.state import StateFolder
+from batchinfer.engine.ranks.parts import check_stored
 from batchinfer.job import Job
+from batchinfer.models.adapters.stored_adapter import MERGED_WHOLE
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.calibrated import with_calibration
 from batchinfer.plan.setup.job_adapters import job_adapters, with_adapters
@@ -22,8 +26,14 @@ class JobWeights:
 
 
 def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder) -> JobWeights:
-    """Choose the weights. Raises JobFileError and SecurityRefusal for adapters that cannot be computed."""
+    """Choose the weights. Raises JobFileError and SecurityRefusal for adapters that cannot be computed, and CannotSplit
+    where the checkpoint, or an adapter, cannot be read in the parts of the job's ranks."""
     held = checkpoint.held_for(setting.quantization)
     adapters = job_adapters(job, held, state)
     setting = with_adapters(setting, job, adapters)
-    return JobWeights(*with_calibration(job, held, setting, state), adapters.fingerprints)
+    found, setting = with_calibration(job, held, setting, state)
+    if setting.division.ranks > 1 and isinstance(found, Checkpoint):
+        check_stored(found, setting.division)
+        if adapters.merged and setting.division.tensor > 1:
+            raise CannotSplit(MERGED_WHOLE)
+    return JobWeights(found, setting, adapters.fingerprints)

@@ -333,6 +333,11 @@ def division_of(job: Job) -> Division:
     return Division(job.engine.tensor_parallel_size, job.engine.pipeline_parallel_size)
 
 
+def not_run(division: Division, device: Device) -> str | None:
+    """Return why no engine runs on such devices with its model divided so; None: one does."""
+    return "stages run on a CPU alone as yet" if division.stages > 1 and device == "cuda" else None
+
+
 def _first_parallel(job: Job) -> str:
     return "tensor_parallel_size" if job.engine.tensor_parallel_size > 1 else "pipeline_parallel_size"
 
@@ -344,7 +349,7 @@ def _refuse_division(job: Job, checkpoint: StoredModel, device: Device, quantiza
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     if division.ranks > 1 and isinstance(checkpoint, Checkpoint):
         check_division(checkpoint.spec.quantized(quantization).caching(job.model.kv_cache_dtype), division)
-    if division.stages > 1 and device == "cuda":
+    if not_run(division, device) is not None:
         text = "stages run on a CPU alone as yet; use engine.tensor_parallel_size"
         raise CannotSplit(f"engine.pipeline_parallel_size: {text}")
     if job.engine.deterministic and job.engine.tensor_parallel_size > 1:

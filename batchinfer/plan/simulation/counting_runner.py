@@ -14,29 +14,14 @@ from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import StepLaunch
 from batchinfer.engine.schedule.step_plan import COUNTS, Ints, PlanWants, StepPlan, TokenScores
 from batchinfer.engine.schedule.step_shape import step_shape
+from batchinfer.plan.simulation.clock import Clock, TimedLaunch
 from batchinfer.plan.simulation.launching import Launching
+from batchinfer.plan.simulation.stage_schedule import StageWork
+from batchinfer.plan.simulation.stages import SimulatedStage
 from batchinfer.plan.simulation.step_time import StepTime
-from batchinfer_kernels.cost import ModelCost
+from batchinfer_kernels.cost import ModelCost, StepShape
 
 END, WORD = 0, 1  # the only tokens there are; END ends an answer
-
-
-@dataclass(slots=True)
-class Clock:
-    """The time of a simulated run, in seconds: of the host, and until when the device is busy."""
-
-    host: float = 0.0
-    device: float = 0.0
-    most_taken: int = 0  # bytes of the KV cache that were ever taken
-
-    def launch(self, host_s: float, launch_s: float, device_s: float) -> float:
-        """The host makes a step ready and launches its layers, while the device is at the first ones; when the device
-        will have done it."""
-        self.host += host_s
-        began = max(self.host, self.device)
-        self.host += launch_s
-        self.device = max(began + device_s, self.host)
-        return self.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +33,14 @@ class CountedStep:
     ]  # of each chunk that samples, its request and how many tokens its answer has
     outputs: Mapping[bytes, int]
     clock: Clock
-    done_s: float
+    timed: TimedLaunch
     launch: StepLaunch | None
     scored: int = 0  # tokens that are scored
     padded_tokens: int = 0
 
     def tokens(self) -> list[list[int]]:
         """Waits for the simulated device."""
-        self.clock.host = max(self.clock.host, self.done_s)
+        self.clock.wait(self.timed)
         return [[END if said + 1 >= self.outputs[key] else WORD] for key, said in self.answers]
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
@@ -80,7 +65,8 @@ class CountedStep:
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
     """A `Runner` that counts. `outputs`: by work key, how many tokens the answer has; `taken_bytes`: of the KV cache,
-    in use or kept for later rows; `launching`: of a GPU's host, None on a CPU."""
+    in use or kept for later rows; `launching`: of a GPU's host, None on a CPU; `stages`: of a model that is divided
+    among ranks."""
 
     cost: ModelCost
     layout: CacheLayout
@@ -91,6 +77,7 @@ class CountingRunner:
     launching: Launching | None = None
     adapters: Mapping[bytes, str] = field(default_factory=dict)  # by work key, where the model has any
     clock: Clock = field(default_factory=Clock)
+    stages: tuple[SimulatedStage, ...] = ()
     wants: PlanWants = COUNTS
 
     @property
@@ -115,11 +102,23 @@ class CountingRunner:
         if self.launching is not None:
             decodes = shape.tokens == len(answers) == rows and copies is None
             launch = StepLaunch(self.launching.mode(starts, lengths, decodes, plan.shared_blocks > 0))
-        launch_s = self.time.launch_s(self.cost.layers, launch.mode if launch else None)
-        device_s = self.time.device_s(shape, self.cost, rows) + self._first_use_s()
-        done = self.clock.launch(self.time.host_s(rows), launch_s, device_s)
+        launch_s = self.time.launch_s(self._layers, launch.mode if launch else None)
+        timed = self.clock.launch(self.time.host_s(rows), launch_s, self._work(shape, rows))
         tokens = 0 if scored is None else len(scored.tokens)
-        return CountedStep(answers, self.outputs, self.clock, done, launch, tokens)
+        return CountedStep(answers, self.outputs, self.clock, timed, launch, tokens)
+
+    @property
+    def _layers(self) -> int:
+        """Return how many layers a device runs."""
+        return max((stage.cost.layers for stage in self.stages), default=self.cost.layers)
+
+    def _work(self, shape: StepShape, rows: int) -> list[StageWork]:
+        """Return what a step takes each stage; memory that is used for the first time is a part of all of them."""
+        first_use_s = self._first_use_s() / max(1, len(self.stages))
+        if not self.stages:
+            return [StageWork(self.time.device_s(shape, self.cost, rows) + first_use_s)]
+        found = (stage.work(shape, rows, self.time) for stage in self.stages)
+        return [StageWork(one.seconds + first_use_s, one.hand_on_s) for one in found]
 
     def _first_use_s(self) -> float:
         """Return the seconds for memory that this step is the first to use. Blocks that were freed are used again

@@ -13,11 +13,15 @@ from batchinfer.engine.config import most_queued
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits, StepOutput
+from batchinfer.engine.loop.turns import EngineTurns
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.plan.simulation.clock import Clock
 from batchinfer.plan.simulation.counting_runner import END, CountingRunner
 from batchinfer.plan.simulation.launching import Captures, Launching
+from batchinfer.plan.simulation.stage_schedule import StageSchedule
+from batchinfer.plan.simulation.stages import SimulatedStage
 from batchinfer.plan.simulation.step_time import StepTime
-from batchinfer_kernels.cost import ModelCost
+from batchinfer_kernels.cost import ModelCost, Peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,19 @@ class SimulatedEngine:
     time: StepTime
     looks_ahead: bool  # as GPUs do: the host schedules a step while the one before runs
     captures: Captures | None = None  # of a GPU; None on a CPU
+    # Of a model that is divided among ranks, whose peaks `time` has; as many engines take turns, each with its `blocks`
+    stages: tuple[SimulatedStage, ...] = ()
+    ranks: int = 1  # of all stages
+
+    @property
+    def turns(self) -> int:
+        """Return how many engines take turns."""
+        return max(1, min(len(self.stages), self.scheduler.max_num_seqs))
+
+    @property
+    def peaks(self) -> Peaks:
+        """Return the peaks of all ranks together."""
+        return self.time.peaks.times(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +67,7 @@ class Simulated:
     flops: int = 0
     bytes: int = 0
     roofline_s: float = 0.0
+    waited_s: float = 0.0  # by a stage, as a mean of all, for others and for the host
     # On a GPU steps, and the tokens that they ran, by the way they were launched: see LaunchMode
     full_graph_steps: int = 0
     piecewise_graph_steps: int = 0
@@ -114,20 +132,28 @@ def simulate(
     machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
 ) -> Simulated:
     """Run the requests in this order. `outputs`: by work key, how many tokens each answer will have."""
-    found = Simulated()
-    for output in simulated_steps(machine, requests, outputs):
+    found, clock = Simulated(), machine_clock(machine)
+    for output in simulated_steps(machine, requests, outputs, clock):
         if output.sample is not None:
             ended = output.sample.started_s + output.sample.duration_s
             found = found.plus(output.sample, ended)
-    return found
+    return replace(found, waited_s=clock.stages.waited_s)
+
+
+def machine_clock(machine: SimulatedEngine) -> Clock:
+    """Return the clock of a run that has not begun."""
+    return Clock(stages=StageSchedule(max(1, len(machine.stages))), asks_last=machine.captures is None)
 
 
 def simulated_steps(
-    machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
+    machine: SimulatedEngine,
+    requests: Iterable[Request],
+    outputs: Mapping[bytes, int],
+    clock: Clock | None = None,
 ) -> Iterator[StepOutput]:
     """Each step of such a run. The engine is fed as a plan is run, so that few requests wait at a time."""
     adapters: dict[bytes, str] = {}
-    engine = counting_engine(machine, outputs, adapters)
+    engine = counting_engine(machine, outputs, adapters, clock or machine_clock(machine))
     waiting, more = iter(requests), True
     while more or engine.unfinished:
         room = most_queued(machine.scheduler.max_num_seqs) - engine.unfinished
@@ -150,23 +176,31 @@ def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
 
 
 def counting_engine(
-    machine: SimulatedEngine, outputs: Mapping[bytes, int], adapters: Mapping[bytes, str]
-) -> Engine:
+    machine: SimulatedEngine, outputs: Mapping[bytes, int], adapters: Mapping[bytes, str], clock: Clock
+) -> Engine | EngineTurns:
     """Return an engine that runs no model: it counts, and its clock goes on as the machine's steps would take.
     `adapters`: by work key, of a model with some."""
-    windows = machine.layout.sizes.windows
-    pool = BlockPool(machine.blocks, machine.layout.block_size, len(windows))
-    scheduler = Scheduler(machine.scheduler, pool, windows=windows)
+    windows, turns = machine.layout.sizes.windows, machine.turns
+    size = machine.layout.block_size
+    pools = [BlockPool(machine.blocks // turns, size, len(windows)) for _ in range(turns)]
     block = block_bytes(machine.layout, machine.cost)
     runner = CountingRunner(
         cost=machine.cost,
         layout=machine.layout,
         time=machine.time,
         outputs=outputs,
-        looks_ahead=machine.looks_ahead,
-        taken_bytes=lambda: block * (pool.used + pool.cached),
+        looks_ahead=machine.looks_ahead and len(machine.stages) < 2,
+        taken_bytes=lambda: block * sum(pool.used + pool.cached for pool in pools),
         launching=None if machine.captures is None else Launching(machine.captures),
         adapters=adapters,
+        clock=clock,
+        stages=machine.stages,
     )
+    rows = machine.scheduler.max_num_seqs // turns
+    config = replace(machine.scheduler, max_num_seqs=rows)
     limits = EngineLimits(machine.roots, frozenset([END]))
-    return Engine(runner, scheduler, limits, machine.time.peaks, clock=lambda: runner.clock.host)
+    schedulers = (Scheduler(config, pool, windows=windows) for pool in pools)
+    engines = [
+        Engine(runner, scheduler, limits, machine.peaks, clock=lambda: clock.host) for scheduler in schedulers
+    ]
+    return engines[0] if turns == 1 else EngineTurns(engines)

@@ -427,6 +427,14 @@ RUN_COLUMNS: tuple[Column, ...] = (
         formula=known_sum("idle_input_s", "idle_load_s", "idle_plan_s", "idle_tail_s", "idle_publish_s"),
     ),
     seconds(
+        "stage_wait_s",
+        "time for which a stage waited for steps, for the stage before it, and for the one behind it to take what it "
+        "made, as a mean over stages and engines; null without stages (`engine.pipeline_parallel_size`)",
+    ),
+    ratio(
+        "stage_wait_share", "`stage_wait_s` / `engine_wall_s`", formula=over("stage_wait_s", "engine_wall_s")
+    ),
+    seconds(
         "metering_s",
         "time that these measurements took: in the engine, for each step, and in the command",
         sql=_mean_of_engines("metering_s"),

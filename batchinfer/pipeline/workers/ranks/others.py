@@ -50,6 +50,7 @@ class OtherRanks:
         self._changed = threading.Condition()
         self._loaded = 0
         self.peaks: list[int] = []  # bytes that each that has left held at most
+        self.waits: list[float] = []  # seconds that each that has left waited for steps and other stages
         self.seat: Seat | None = None  # of this process; None: there are no other ranks
         self._children: list[Child] = []
         if not spec.others:
@@ -109,6 +110,7 @@ class OtherRanks:
         with self._changed:
             if isinstance(message, Left):
                 self.peaks.append(message.peak_rss)
+                self.waits.append(message.stage_wait_s or 0.0)
             else:
                 self._loaded += 1
             self._changed.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,10 +34,13 @@ def main(spec: WorkerSpec, seat: Seat, connection: Connection[Any, Any]) -> None
 
 def _follow(follower: Any, connection: Connection[Any, Any]) -> None:
     """Run each step that comes, until the engine has no more. follower: a Follower, or one of a test."""
+    waited_s, began = 0.0, None  # for steps behind the first one
     while True:
         with receiving():
             message = connection.recv()
         if isinstance(message, Finish):
-            connection.send(Left(peak_memory()))
+            connection.send(Left(peak_memory(), stage_wait_s=waited_s + follower.wait.seconds))
             return
+        waited_s += 0.0 if began is None else time.perf_counter() - began
         follower.run(message)
+        began = time.perf_counter()

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from batchinfer.job import load_job
-from batchinfer.machine.hardware import Hardware, hardware_called
+from batchinfer.machine.devices import devices_called, devices_of
+from batchinfer.machine.hardware import Hardware
 from batchinfer.plan.forecast.job import JobForecast, forecast_job
 from batchinfer.plan.forecast.text import forecast_lines
 from batchinfer.plan.setup import resolve
@@ -21,7 +22,7 @@ def planned(
     sample: int | None = None,
 ) -> JobForecast:
     """Return what `batchinfer plan` knows of a job, here or on another machine."""
-    machine = hardware_called(hardware) if isinstance(hardware, str) else hardware
+    machine = devices_called(hardware) if isinstance(hardware, str) else hardware and devices_of(hardware)
     said: list[str] = [] if notices is None else notices
     return forecast_job(load_job(path, settings), lambda at: None, said.append, machine, sample)
 

@@ -1,0 +1,101 @@
+"""A model divided among the ranks of an engine, as the forecast counts it: its stages, and the memory of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchinfer.engine.kv.cache_layout import CacheLayout, stage_layout
+from batchinfer.engine.ranks.parts import place_of
+from batchinfer.engine.ranks.seat import Division
+from batchinfer.job import Job
+from batchinfer.machine.devices import Devices
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.parallel.traffic import rank_traffic
+from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
+from batchinfer.models.spec.parameters import parameter_count
+from batchinfer.models.spec.spec import ModelSpec
+from batchinfer.plan.setup.job_setup import Setup
+from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.simulation.simulator import block_bytes
+from batchinfer.plan.simulation.stages import SimulatedStage, StageSends
+from batchinfer_kernels.cost import ModelCost
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """The part of a model that a rank of a stage has, whose ranks have as much as each other, up to a token of the
+    vocabulary."""
+
+    spec: ModelSpec
+    cost: ModelCost
+    weight_bytes: int
+    layers: tuple[int, int]  # of the whole model: from the first to before the second
+
+    def block_bytes(self, layout: CacheLayout, whole: ModelSpec) -> int:
+        """Return the bytes of a block of the KV cache here; `layout`: of the whole model."""
+        staged = self.layers != (0, len(whole.layers))
+        own = stage_layout(layout, whole.caches, self.layers) if staged else layout
+        return block_bytes(own, self.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class DividedModel:
+    """A model in parts, one for each stage."""
+
+    division: Division
+    whole: ModelSpec
+    parts: tuple[StagePart, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of weights of the rank that has most."""
+        return max(part.weight_bytes for part in self.parts)
+
+    def stages(self, devices: Devices, itemsize: int, all_logits: bool) -> tuple[SimulatedStage, ...]:
+        """Return the stages, as they are simulated on these devices."""
+        division, layers = self.division, sum(part.cost.layers for part in self.parts)
+        among, between = devices.link_among(division.tensor), devices.link_among(division.ranks)
+        found = []
+        for number, part in enumerate(self.parts, 1):
+            behind = between if number < division.stages else None
+            traffic = rank_traffic(part.spec, itemsize)
+            sends = StageSends(traffic, division.tensor, among, behind, all_logits)
+            found.append(SimulatedStage(part.cost, part.cost.layers / layers, sends))
+        return tuple(found)
+
+
+def divided_model(setup: Setup, division: Division) -> DividedModel | None:
+    """Return the parts of a job's model; None: it is not ours, or not divided. Raises CannotSplit."""
+    checkpoint, setting = setup.checkpoint, setup.setting
+    if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
+        return None
+    whole = checkpoint.spec.quantized(setting.quantization).caching(setting.kv_cache)
+    return divided_spec(whole, division, setting)
+
+
+def divided_spec(whole: ModelSpec, division: Division, setting: Setting) -> DividedModel:
+    """Return the parts of a model. Raises CannotSplit."""
+    firsts = sorted(range(0, division.ranks, division.tensor), key=division.stage)
+    return DividedModel(division, whole, tuple(_part(whole, division, rank, setting) for rank in firsts))
+
+
+def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> StagePart:
+    place = place_of(rank, division, whole)
+    own = sharded(whole, place)
+    cost = model_cost(own, setting.itemsize, setting.device)
+    weights = loaded_bytes(own, parameter_count(own), setting.itemsize)
+    return StagePart(own, cost, weights, place.layers or (0, len(whole.layers)))
+
+
+def chooses_among_all(job: Job) -> bool:
+    """Whether rows need the logits of all tokens, which ranks then gather, and not only the best one."""
+    params = job.params()
+    asked = params.asks_logprobs or params.penalised or params.narrowed or params.constraint is not None
+    return asked or not params.greedy or bool(job.sampling.from_columns)
+
+
+def measured_stages(cost: ModelCost, stages: int) -> tuple[SimulatedStage, ...]:
+    """Return stages of a model of which earlier runs tell how long its steps take: each as long as a step of the whole
+    model, which is what was measured from the end of one step to that of the next."""
+    return (SimulatedStage(cost, 1.0),) * stages

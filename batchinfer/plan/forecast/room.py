@@ -1,0 +1,119 @@
+"""The room that an engine has for sequences, in the memory that weights leave free; on every rank of a divided one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchinfer.core.errors import OutOfMemory
+from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
+from batchinfer.engine.kv.memory import JobSize, cache_blocks
+from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.job import Job
+from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
+from batchinfer.models.spec.model_cost import loaded_bytes
+from batchinfer.models.spec.spec import Caches, CacheSpec
+from batchinfer.plan.forecast.divided import DividedModel, divided_model
+from batchinfer.plan.setup.job_setup import Setup
+from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.simulation.launching import Captures
+from batchinfer.plan.simulation.simulator import block_bytes
+from batchinfer_kernels.cost import PANEL_BYTES, ModelCost
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRoom:
+    """The room that an engine has for sequences."""
+
+    limits: SchedulerConfig
+    layout: CacheLayout
+    blocks: int
+    divided: DividedModel | None  # None: one rank has all of it
+
+
+def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
+    """Return what an engine would have for sequences of up to `longest` tokens. Raises OutOfMemory where not even one
+    of them fits."""
+    setting = setup.setting
+    config = setting.engine_config(job, longest)
+    cost = setting.model_cost(setup.checkpoint)
+    captured = setup.checkpoint.modelling == OWN and setting.division.captured
+    limits = scheduler_config(config, cost, captured)
+    block_size = config.block_size or DEFAULT_BLOCK_SIZE
+    divided = divided_model(setup, setting.division)
+    if divided is None:
+        kept: Caches = [CacheSpec(1, 1, window=window) for window in cost.windows]
+        layout = cache_layout(kept, block_size, longest)
+        taken = [(held_bytes(setup) + setting.adapter_bytes, block_bytes(layout, cost))]
+    else:
+        layout = cache_layout(divided.whole.caches, block_size, longest)
+        beside = setting.adapter_bytes // setting.division.ranks
+        taken = [(p.weight_bytes + beside, p.block_bytes(layout, divided.whole)) for p in divided.parts]
+    panel = PANEL_BYTES if setting.device == "cuda" and _widens(setup) and not setting.deterministic else 0
+    return EngineRoom(limits, layout, _blocks(setting, config, limits, layout, taken, panel), divided)
+
+
+def _blocks(
+    setting: Setting,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    layout: CacheLayout,
+    taken: Sequence[tuple[int, int]],
+    panel: int,
+) -> int:
+    """Return the blocks of the KV cache of all engines that take turns, as many as the rank with the least room has.
+    `taken`: bytes of weights, and of a block, on a rank of each stage."""
+    on_gpu, ranks = setting.device == "cuda", setting.division.ranks
+    turns = min(setting.division.stages, limits.max_num_seqs)
+    size = JobSize(config.longest, limits.max_num_seqs // turns, limits.max_num_batched_tokens)
+    whole, memory = config.memory or setting.memory(), config.kv_memory
+    free = (setting.hardware.memory_bytes or 1 << 62) if on_gpu else whole // ranks
+    if isinstance(memory, int):
+        memory //= turns * (1 if on_gpu else ranks)
+    rooms = (
+        cache_blocks(block, layout.sizes, size, memory, (free - weights) // turns, setting.device, panel)
+        for weights, block in taken
+    )
+    return turns * min(rooms)
+
+
+def held_bytes(setup: Setup) -> int:
+    """Return the bytes of the weights of an engine once they are loaded, in its dtype and quantisation."""
+    checkpoint, setting = setup.checkpoint, setup.setting
+    if not isinstance(checkpoint, Checkpoint):
+        return checkpoint.weight_bytes
+    spec = checkpoint.spec.quantized(setting.quantization)
+    return loaded_bytes(spec, checkpoint.parameters, setting.itemsize)
+
+
+def _widens(setup: Setup) -> bool:
+    """Whether a GPU has weights that it widens before it multiplies many rows: those in 4 bits, but for experts."""
+    quantization = setup.setting.quantization
+    return quantization in ("int4", "stored-int4") or (
+        quantization == "stored-mxfp4"
+        and isinstance(setup.checkpoint, Checkpoint)
+        and any(
+            linear.form is not None and linear.form.codes == "mxfp4" and not linear.experts
+            for linear in setup.checkpoint.spec.linears()
+        )
+    )
+
+
+def fits(job: Job, setup: Setup) -> bool:
+    """Whether an engine would have room for the longest sequence that any row of the job may come to."""
+    try:
+        engine_room(job, setup, setup.setting.max_model_len)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def captures_of(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: int) -> Captures:
+    """Return what a GPU's host captures of such a model: nothing of a model that transformers' code computes."""
+    if setup.checkpoint.modelling != OWN or not setup.setting.division.captured:
+        return Captures(0, 0, 0)
+    most = limits.max_num_batched_tokens
+    tokens = captured_tokens(cost, setup.setting.peaks, most)
+    return Captures(min(limits.max_num_seqs, most), longest, tokens)

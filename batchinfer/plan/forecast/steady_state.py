@@ -1,0 +1,68 @@
+"""An estimate of an engine's time in closed form, by which layouts are compared before any is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchinfer.core.samples import LaunchMode
+from batchinfer.plan.forecast.engine import ForecastEngine
+from batchinfer.plan.simulation.simulator import SimulatedEngine
+from batchinfer.plan.simulation.stage_schedule import StageWork
+from batchinfer_kernels.cost import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class MeanRow:
+    """A job's rows in the mean: tokens of the prompt, those of them that no earlier row shares, and of the answer."""
+
+    prompt: float
+    own: float
+    output: float
+
+
+def estimated_s(engine: ForecastEngine) -> float:
+    """Return about how long an engine takes if it is always full: a wave of rows that read their prompts and then
+    decode together, as often as there are such waves."""
+    plan, machine = engine.plan, engine.machine
+    rows = plan.to_run * engine.multiple / engine.setup.setting.replicas
+    mean = MeanRow(
+        plan.prompt_tokens / plan.to_run,
+        max(1.0, (plan.prompt_tokens - plan.shared_prefix_tokens) / plan.to_run),
+        plan.expected_tokens / plan.to_run,
+    )
+    room = machine.blocks * machine.layout.block_size / (mean.prompt + mean.output / 2)
+    running = max(1.0, min(machine.scheduler.max_num_seqs, room, rows) / machine.turns)
+    waves = max(1.0, rows / machine.turns / running)
+    reading = running * mean.own / machine.scheduler.max_num_batched_tokens
+    wave_s = mean.output * _decode_s(machine, running, mean) + reading * _prompt_s(machine, mean)
+    return waves * wave_s
+
+
+def _decode_s(machine: SimulatedEngine, rows: float, mean: MeanRow) -> float:
+    count = round(rows)
+    seen = count * machine.cost.seen(round(mean.prompt + mean.output / 2))
+    return _interval_s(machine, StepShape(count, count, seen, seen), count, "full_graph")
+
+
+def _prompt_s(machine: SimulatedEngine, mean: MeanRow) -> float:
+    """Return the seconds of a step that is full of prompts."""
+    tokens = machine.scheduler.max_num_batched_tokens
+    rows = max(1, round(tokens / mean.own))
+    pairs = tokens * machine.cost.seen(max(1, round(mean.prompt - mean.own / 2)))
+    read = rows * machine.cost.seen(round(mean.prompt))
+    return _interval_s(machine, StepShape(tokens, rows, pairs, read), rows, "piecewise_graph")
+
+
+def _interval_s(machine: SimulatedEngine, shape: StepShape, rows: int, mode: LaunchMode) -> float:
+    """Return the seconds from one step of an engine to its next one, while the others that take turns have one each."""
+    time, turns, captures = machine.time, machine.turns, machine.captures
+    if captures is not None and not captures.rows:
+        mode = "eager"
+    layers = max((stage.cost.layers for stage in machine.stages), default=machine.cost.layers)
+    host_s = time.host_s(rows) + time.launch_s(layers, None if captures is None else mode)
+    work = [stage.work(shape, rows, time) for stage in machine.stages]
+    work = work or [StageWork(time.device_s(shape, machine.cost, rows))]
+    slowest, through = max(map(sum, work)), sum(map(sum, work))
+    if machine.looks_ahead and len(work) == 1:
+        return max(slowest, host_s)
+    return max(turns * slowest, turns * host_s, through + host_s)
