@@ -21,7 +21,13 @@ from batchinfer.pipeline.stages.calibrating import calibrated
 from batchinfer.pipeline.stages.drafting import drafts_of
 from batchinfer.pipeline.stages.earlier_result import earlier_result
 from batchinfer.pipeline.stages.planning import planned
-from batchinfer.pipeline.stages.publishing import publish_result, tidy, with_calibration, write_openai_file
+from batchinfer.pipeline.stages.publishing import (
+    keys_noted,
+    publish_result,
+    tidy,
+    with_calibration,
+    write_openai_file,
+)
 from batchinfer.pipeline.stages.reading import check, read_input
 from batchinfer.pipeline.stages.reporting import reported
 from batchinfer.pipeline.stages.storing import open_store
@@ -86,13 +92,13 @@ def _answer(run: OpenRun, index: Index, store: CompletionStore) -> None:
 
 def _publish(run: OpenRun, context: bytes, index: Index, store: CompletionStore) -> tuple[Manifest, bool]:
     """Publish the answers; return the manifest, and whether this run changed anything."""
-    with run.report.timed("publish_s"):
+    with run.report.timed("publish_s"), keys_noted(run, index) as keep_keys:
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
         spill, attempts = run.state.staging / "join", index.attempts
         join = joined(index.index_parts, store.parts(), spill, attempts=attempts, taken=index.taken)
         refuse_to_publish(run, index, join)
         index, join = with_calibration(index, join, spill)
-        return publish_result(run, context, index, store, join)
+        return publish_result(run, context, index, store, join, keep_keys)
 
 
 def _finish(run: OpenRun, index: Index, manifest: Manifest, changed: bool) -> Outcome:
