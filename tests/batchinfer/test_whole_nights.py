@@ -114,6 +114,21 @@ def test_files_before_one_that_is_new_or_changed_are_taken_over(
     assert taken[-2:] == [0, 0], "the column has texts now, in all rows"
 
 
+def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
+    tmp_path: Path, model: Path, taken: list[int]
+) -> None:
+    nights, rows = Nights(tmp_path, model, sampling={"temperature": 1.0, "max_tokens": 8}), people(14)
+    nights.write("a", rows[:10])
+    nights.run()
+    nights.write("b", rows[10:12])
+    nights.check()
+    assert taken == [0, 10, 0]
+    nights.write("c", [rows[12], rows[3] | {"id": "again"}])
+    nights.check()
+    nights.write("d", [rows[13], rows[3] | {"id": "once more"}, rows[12] | {"id": "twice"}])
+    nights.check()
+
+
 def test_a_stretch_is_read_again_once_something_of_it_is_missing(
     tmp_path: Path, model: Path, taken: list[int]
 ) -> None:

@@ -504,7 +504,7 @@ class KeptIndex:
 
     def _equal_samples(self, parts: Sequence[Path], spill: Path) -> Sequence[bytes]:
         """Return the keys of known rows, those of sampled answers, that other rows have, too: one of them gets a key
-        that says so, which takes its tokens."""
+        that says so, which takes its tokens. Rows that were taken over come before all others, and keep their keys."""
         key = attempt_columns(1)[0]
         rows = f"{parquet(parts)} WHERE {key} IS NOT NULL AND NOT greedy"
         with connection(spill) as database:

@@ -153,6 +153,18 @@ def taken_file(kept: Path, stretch: WholeStretch, name: str, target: Path, ops: 
         raise StorageError(f"{source}: its sha256 is not the recorded one")
 
 
+def linked_file(source: Path, target: Path, ops: FileOps) -> Digest:
+    """Give a file that never changes a second name; on file systems without such names, copy it durably. The name is
+    durable once the folder's is that has it. Raises StorageError."""
+    with storage(source, "keep"):
+        try:
+            ops.link(source, target)
+        except OSError:
+            return copied_file(source, target, ops)
+        size = target.stat().st_size
+    return Digest(size, sha256_of(target))
+
+
 def copied_file(source: Path, target: Path, ops: FileOps) -> Digest:
     """Copy a file durably. Raises StorageError, OSError where it cannot be read."""
     file = DurableFile(target, ops)
