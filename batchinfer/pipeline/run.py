@@ -22,6 +22,7 @@ from batchinfer.pipeline.stages.drafting import drafts_of
 from batchinfer.pipeline.stages.earlier_result import earlier_result
 from batchinfer.pipeline.stages.planning import planned
 from batchinfer.pipeline.stages.publishing import (
+    KeepKeys,
     keys_noted,
     publish_result,
     tidy,
@@ -55,12 +56,11 @@ def run_job(
         checked = check(run)
         with open_store(run) as store:
             found = read_input(run, context, store, checked)
-            if isinstance(found, Index):
-                index = found
-                _answer(run, index, store)
-            else:
-                index = answer_in_waves(run, found, store)
-            manifest, changed = _publish(run, context, index, store)
+            index = found if isinstance(found, Index) else answer_in_waves(run, found, store)
+            with keys_noted(run, index) as keep_keys:
+                if index is found:
+                    _answer(run, index, store)
+                manifest, changed = _publish(run, context, index, store, keep_keys)
         return _finish(run, index, manifest, changed)
 
 
@@ -90,12 +90,15 @@ def _answer(run: OpenRun, index: Index, store: CompletionStore) -> None:
                 run.launch.end()
 
 
-def _publish(run: OpenRun, context: bytes, index: Index, store: CompletionStore) -> tuple[Manifest, bool]:
+def _publish(
+    run: OpenRun, context: bytes, index: Index, store: CompletionStore, keep_keys: KeepKeys
+) -> tuple[Manifest, bool]:
     """Publish the answers; return the manifest, and whether this run changed anything."""
-    with run.report.timed("publish_s"), keys_noted(run, index) as keep_keys:
+    with run.report.timed("publish_s"):
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
         spill, attempts = run.state.staging / "join", index.attempts
-        join = joined(index.index_parts, store.parts(), spill, attempts=attempts, taken=index.taken)
+        parts, taken, known = store.parts(), index.taken, index.known
+        join = joined(index.index_parts, parts, spill, attempts=attempts, taken=taken, answers=known)
         refuse_to_publish(run, index, join)
         index, join = with_calibration(index, join, spill)
         return publish_result(run, context, index, store, join, keep_keys)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from batchinfer.data.index.index import Index
 from batchinfer.data.results.join import joined
 from batchinfer.data.results.planned_work import Announcement, alike, announced, wait_for
+from batchinfer.data.results.reuse.taken_places import distinct_answers
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.open_run import OpenRun
@@ -68,6 +69,7 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
             run.setup.roots,
             attempts=index.attempts,
             taken=index.taken,
+            known=None if index.known is None else distinct_answers(index.taken, index.known),
             beside=index.content_free_parts,
             retry_errors=run.options.retry_errors,
             threads=usable_cpus(),

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from batchinfer.core.errors import StorageError
 from batchinfer.data.index.index import Index
 from batchinfer.data.index.taken import CARRIED, INDEX
 from batchinfer.data.kept.whole import (
@@ -24,6 +25,7 @@ from batchinfer.data.kept.whole import (
     FAILED_TYPE,
     PLACE_TYPE,
     PLACES,
+    KeptPlaces,
     WholeMarker,
     WholeStretch,
     linked_file,
@@ -34,6 +36,7 @@ from batchinfer.data.kept.whole import (
 )
 from batchinfer.data.results.attempts import PART_SHIFT, Numbers
 from batchinfer.data.results.join import ROW_IN_PART, Join
+from batchinfer.data.results.reuse.taken_places import kept_places
 from batchinfer.data.storage.durable import Digest, FileOps, storage
 
 _NONE = -1  # instead of a place
@@ -65,6 +68,17 @@ class WholeRows:
                 break
             found.append(one)
         return found
+
+    def places(self, stretches: Sequence[WholeStretch]) -> KeptPlaces | None:
+        """Return where the answers of all rows of these stretches are; None where errors may run again, or that cannot
+        be read."""
+        if self.retry_errors:
+            return None
+        try:
+            return kept_places(self.kept, stretches, self.parts)
+        except StorageError as error:
+            self.notice(f"stored answers are looked up one by one: {error}")
+            return None
 
 
 def settle_whole(kept: Path, index: Index, join: Join, ops: FileOps) -> None:
