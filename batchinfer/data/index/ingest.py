@@ -26,7 +26,6 @@ from batchinfer.data.index.duplicates import EqualRows
 from batchinfer.data.index.index import AnswerSchema, BestOf, Index, Layout, Stretches, index_schema
 from batchinfer.data.index.ingest_options import IngestOptions
 from batchinfer.data.index.keeping import Keeping, KeptIndex, RowsToKnow, kept_index
-from batchinfer.data.index.known_answers import KnownAnswers
 from batchinfer.data.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.index.writer import IndexWriter, RowPlace, RowsSoFar
@@ -546,16 +545,15 @@ class Ingestion:
             writer.prompt_logprobs or self._job.sampling.asks_prompt_logprobs,
             taken=self._taken,
             stretches=self._stretches,
-            known=self._known_answers,
+            known=None if self._kept is None or self._keys_changed else self._kept.known,
         )
         index.write_marker(self._ops)
         return index
 
     @property
-    def _known_answers(self) -> KnownAnswers | None:
-        """Return where the answers of known rows are, if all of them still have their keys."""
-        changed = self._kept is None or self._refused or self._equal.numbered
-        return None if changed or self._kept is None else self._kept.known
+    def _keys_changed(self) -> bool:
+        """Whether rows have other keys than they had by themselves, or none, because of the rows before them."""
+        return self._refused > 0 or self._equal.numbered
 
     @property
     def _stretches(self) -> Stretches | None:

@@ -1,4 +1,4 @@
-"""Where the answers of known rows are: nobody has to look for their keys.
+"""An index says where the answers of known rows are: nobody has to look for their keys.
 
     answers.bin   of each row behind those that were taken over whole, the place of its answer, as KeptPlaces has it
 

@@ -59,12 +59,9 @@ def plan_job(
 
     Of the keys of a row's `attempts`, only the first one counts whose completion is not invalid, or is missing. Those
     that are `in_flight` are not planned. `taken`: the first rows, all of which have their answers. `known`: how many
-    different keys these have together with the other rows without tokens, which have their answers, too; None: only of
-    the taken ones that is known.
+    different keys these and all other rows without tokens have, which then have their answers, too.
 
-    `beside`: parts with prompts that run, too, and are no rows of the job.
-
-    `begun`: keys that the same run was given before, in their order, when it did not know all rows yet. They are not
+    `beside`: parts with prompts that run, too, and are no rows of the job. `begun`: keys that the same run was given before, in their order, when it did not know all rows yet. They are not
     planned either. But their prompts count where prefixes are looked for: rows that share one with those in flight run
     first, while the cache holds it.
 
