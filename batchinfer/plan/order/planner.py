@@ -61,9 +61,9 @@ def plan_job(
     that are `in_flight` are not planned. `taken`: the first rows, all of which have their answers. `known`: how many
     different keys these and all other rows without tokens have, which then have their answers, too.
 
-    `beside`: parts with prompts that run, too, and are no rows of the job. `begun`: keys that the same run was given before, in their order, when it did not know all rows yet. They are not
-    planned either. But their prompts count where prefixes are looked for: rows that share one with those in flight run
-    first, while the cache holds it.
+    `beside`: parts with prompts that run, too, and are no rows of the job. `begun`: keys that the same run was given
+    before, in their order, when it did not know all rows yet. They are not planned either. But their prompts count
+    where prefixes are looked for: rows that share one with those in flight run first, while the cache holds it.
 
     Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`), at each node by descending
     effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
