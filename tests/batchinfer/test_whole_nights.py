@@ -209,6 +209,31 @@ def test_answers_of_rows_whose_file_has_changed_are_where_they_were(
     assert looked_up[3] <= 4 + 2 * errors
 
 
+def test_new_rows_are_searched_for_in_new_parts_only(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the plan found some of them among the stored ones."""
+    firsts, loaded = list[int](), join.load_chosen
+
+    def noted(database: Any, parts: Any, attempts: int, keys: str | None, first: int) -> None:
+        firsts.append(first)
+        loaded(database, parts, attempts, keys, first)
+
+    monkeypatch.setattr(join, "load_chosen", noted)
+    nights, rows = Nights(tmp_path, model), people(30)
+    nights.write("a", rows[:20])
+    nights.run()
+    before = len(list((nights.state / "completions").glob("part-*.parquet")))
+    nights.write("b", rows[20:25])
+    nights.check()
+    nights.write("c", [rows[26], rows[3] | {"id": "once more"}])
+    nights.check()
+    nights.write("d", [rows[27], rows[3] | {"id": "and again"}, rows[28]])
+    nights.write("a", rows[1:20])
+    nights.check()
+    assert firsts == [0, before, 0, before + 1, 0, 0, 0]
+
+
 def test_repeated_ids_of_rows_whose_file_has_changed_are_errors(
     tmp_path: Path, model: Path, looked_up: list[int]
 ) -> None:

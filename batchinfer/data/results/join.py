@@ -116,6 +116,7 @@ def joined(
     attempts: int = 1,
     taken: TakenRows = NOTHING_TAKEN,
     answers: KnownAnswers | None = None,
+    without: Sequence[Path] = (),
     memory_limit: str | None = None,
     threads: int = 2,
     watched: Watched = nullcontext,
@@ -123,6 +124,7 @@ def joined(
     """Join the rows of an index with the completions of their keys, `attempts` of which a row may have. A row has no
     completion while one of its attempts is still to be made. `taken`: the first rows, whose answers are known; only
     those that are errors are looked up. `answers`: those of known rows behind them, of which the same holds.
+    `without`: parts that have no completion of any other row.
 
     Beside what it returns it takes `memory_limit`; what is larger goes to the folder `spill`. Raises StorageError,
     OutOfMemory. `watched`: see `duck.connection`.
@@ -144,7 +146,8 @@ def joined(
         own = f"(SELECT row_id, key FROM {source} UNION ALL SELECT * FROM failed)" if new else "failed"
         some = taken.rows > 0 or answers is not None
         found_in = own if some else source
-        counted = _counted(database, found_in, parts, taken.rows + rows, attempts, spill, some)
+        old = 0 if len(known.failed) or len(known.again) else _leading(parts, without)
+        counted = _counted(database, found_in, parts, taken.rows + rows, attempts, spill, some, old)
     there = len(known.places)
     counted.places[:there] = known.laid_under(counted.places[:there])
     found = np.flatnonzero(counted.places >= 0)
@@ -163,6 +166,11 @@ def joined(
     order = np.argsort(places)
     where = places[order], found[order]
     return Join(parts, *where, counts, counted.numbers, counted.others, failed, again, as_taken)
+
+
+def _leading(parts: Sequence[Path], some: Sequence[Path]) -> int:
+    """Return how many of the parts, from the first one on, are among these."""
+    return next((number for number, part in enumerate(parts) if part not in {*some}), len(parts))
 
 
 def _numbers(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
@@ -200,11 +208,13 @@ def _counted(
     attempts: int,
     spill: Path,
     few: bool = False,
+    old: int = 0,
 ) -> CountedAttempts:
-    """Find the completions of rows, as SQL reads them; `few`: most of the store's are of others."""
-    if not parts:
+    """Find the completions of rows, as SQL reads them; `few`: most of the store's are of others, and all of the first
+    `old` parts."""
+    if not parts[old:]:
         return CountedAttempts(np.full(rows, -1, np.int64), None, np.empty(0, np.int64))
-    load_chosen(database, parts, attempts, index if few else None)
+    load_chosen(database, parts[old:], attempts, index if few else None, old)
     with naming_errors(spill):
         return counted_attempts(database, index, rows, attempts)
 
