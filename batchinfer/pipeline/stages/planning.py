@@ -85,9 +85,16 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     tell(run, plan, forecast)
     deadline = _deadline(run, plan, forecast.engine)
     run.report.note(**({} if deadline is None else deadline.facts))
-    known = index.taken.distinct if answered is None else answered
-    nothing = plan.present == known and index.attempts == 1 and not run.options.retry_errors
+    nothing = (
+        plan.rows_to_run == _unknown_rows(index) and index.attempts == 1 and not run.options.retry_errors
+    )
     return PlannedRun(plan, deadline, revised_forecast(run, forecast), parts if nothing else ())
+
+
+def _unknown_rows(index: Index) -> int:
+    """Return how many rows have keys, and it is not known where their answers are."""
+    known = index.taken.rows - index.taken.errors if index.known is None else index.known_rows
+    return index.rows - index.error_rows - known
 
 
 def _answered(index: Index) -> int | None:
