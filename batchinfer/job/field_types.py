@@ -29,11 +29,11 @@ from batchinfer.core.sampling import (
 )
 from batchinfer.core.tool_calls import CALL_STYLES, CallStyleName
 from batchinfer.core.tools import TOOL_NAME, BadTools, checked_tools
+from batchinfer.core.values.token_biases import RIGHT as RIGHT_BIASES
+from batchinfer.core.values.token_biases import token_biases
 from batchinfer.job.deadline import deadline_after
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
-from batchinfer.job.values.token_biases import RIGHT as RIGHT_BIASES
-from batchinfer.job.values.token_biases import token_biases
 from batchinfer.job.wording import Right, found
 from batchinfer.job.yaml_tree import shorten
 

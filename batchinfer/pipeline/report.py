@@ -35,7 +35,7 @@ from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.expert_tokens import write_experts
 from batchinfer.report.tables.folder import LAST_RUN, new_run_id, report_folder, table_path
 from batchinfer.report.tables.meter import Measured, Meter
-from batchinfer.report.tables.row_keys import write_rows
+from batchinfer.report.tables.row_keys import RowsBeside, write_rows
 from batchinfer.report.tables.tables import RunRow, run_row, write_run
 from batchinfer_kernels.cost import ModelCost
 
@@ -98,14 +98,14 @@ class RunReport:
         """Note what a process did between two moments of `time.perf_counter`."""
         self._activities.append(Activity(process, activity, self._watch.at(began), self._watch.at(ended)))
 
-    def keep_keys(
-        self, index_parts: Sequence[Path], attempts: NDArray[np.uint8] | None = None, ids: str = "row_id"
-    ) -> None:
+    def keys_beside(self, index_parts: Sequence[Path], ids: str) -> RowsBeside:
+        """Begin to write which request answered which row, in another thread, where each row has but one. `ids`: the
+        column with the ids of rows in the result."""
+        return RowsBeside(self.folder, self._run_id, index_parts, ids)
+
+    def keep_keys(self, index_parts: Sequence[Path], attempts: NDArray[np.uint8], ids: str) -> None:
         """Write which request answered which row of the result that was just published. `attempts`: which of the row's
-        own, by row; None: there is but one. `ids`: the column with the ids of rows in the result. Raises OSError."""
-        if attempts is None:
-            write_rows(self.folder, self._run_id, index_parts, ids=ids)
-            return
+        own, by row. `ids`: the column with the ids of rows in the result. Raises OSError."""
         columns = [attempt_columns(number)[0] for number in range(1, int(attempts.max(initial=1)) + 1)]
         write_rows(self.folder, self._run_id, index_parts, columns, attempts - 1, ids)
 

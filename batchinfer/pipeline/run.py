@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.input.job_input import input_files
@@ -21,7 +22,14 @@ from batchinfer.pipeline.stages.calibrating import calibrated
 from batchinfer.pipeline.stages.drafting import drafts_of
 from batchinfer.pipeline.stages.earlier_result import earlier_result
 from batchinfer.pipeline.stages.planning import planned
-from batchinfer.pipeline.stages.publishing import publish_result, tidy, with_calibration, write_openai_file
+from batchinfer.pipeline.stages.publishing import (
+    KeepKeys,
+    keys_noted,
+    publish_result,
+    tidy,
+    with_calibration,
+    write_openai_file,
+)
 from batchinfer.pipeline.stages.reading import check, read_input
 from batchinfer.pipeline.stages.reporting import reported
 from batchinfer.pipeline.stages.storing import open_store
@@ -49,12 +57,10 @@ def run_job(
         checked = check(run)
         with open_store(run) as store:
             found = read_input(run, context, store, checked)
-            if isinstance(found, Index):
-                index = found
-                _answer(run, index, store)
-            else:
-                index = answer_in_waves(run, found, store)
-            manifest, changed = _publish(run, context, index, store)
+            index = found if isinstance(found, Index) else answer_in_waves(run, found, store)
+            with keys_noted(run, index) as keep_keys:
+                without = _answer(run, index, store) if index is found else ()
+                manifest, changed = _publish(run, context, index, store, keep_keys, without)
         return _finish(run, index, manifest, changed)
 
 
@@ -74,25 +80,41 @@ def _nothing_to_do(run: OpenRun, manifest: Manifest) -> Outcome:
     return _unreported(run, judged(run, manifest, ALREADY_PUBLISHED))
 
 
-def _answer(run: OpenRun, index: Index, store: CompletionStore) -> None:
-    """Compute what the store lacks."""
+def _answer(run: OpenRun, index: Index, store: CompletionStore) -> Sequence[Path]:
+    """Compute what the store lacks. Return its parts that have no completion of a row whose answer was not known."""
     with planned(run, index, store) as work:
         if work.plan.to_run:
             answer(run, work, index, store, drafts_of(run, work.plan, index, store))
         else:
             with run.report.timed("close_s"):
                 run.launch.end()
+        return work.without
 
 
-def _publish(run: OpenRun, context: bytes, index: Index, store: CompletionStore) -> tuple[Manifest, bool]:
+def _publish(
+    run: OpenRun,
+    context: bytes,
+    index: Index,
+    store: CompletionStore,
+    keep_keys: KeepKeys,
+    without: Sequence[Path],
+) -> tuple[Manifest, bool]:
     """Publish the answers; return the manifest, and whether this run changed anything."""
     with run.report.timed("publish_s"):
         store.refresh()  # runs for other dates, and trials, add to it meanwhile
         spill, attempts = run.state.staging / "join", index.attempts
-        join = joined(index.index_parts, store.parts(), spill, attempts=attempts, taken=index.taken)
+        join = joined(
+            index.index_parts,
+            store.parts(),
+            spill,
+            attempts=attempts,
+            taken=index.taken,
+            answers=index.known,
+            without=without,
+        )
         refuse_to_publish(run, index, join)
         index, join = with_calibration(index, join, spill)
-        return publish_result(run, context, index, store, join)
+        return publish_result(run, context, index, store, join, keep_keys)
 
 
 def _finish(run: OpenRun, index: Index, manifest: Manifest, changed: bool) -> Outcome:

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from batchinfer.data.index import keeping
 from batchinfer.data.index.keeping import KeptIndex
 from batchinfer.data.kept import stretches
+from batchinfer.data.results import join
+from batchinfer.data.results.reuse.answered import AnsweredRows
 from batchinfer.data.results.verify import verify_result
 from batchinfer.data.storage import state
 from tests.batchinfer.data.storage.failing_ops import FailingOps
@@ -114,6 +116,21 @@ def test_files_before_one_that_is_new_or_changed_are_taken_over(
     assert taken[-2:] == [0, 0], "the column has texts now, in all rows"
 
 
+def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
+    tmp_path: Path, model: Path, taken: list[int]
+) -> None:
+    nights, rows = Nights(tmp_path, model, sampling={"temperature": 1.0, "max_tokens": 8}), people(14)
+    nights.write("a", rows[:10])
+    nights.run()
+    nights.write("b", rows[10:12])
+    nights.check()
+    assert taken == [0, 10, 0]
+    nights.write("c", [rows[12], rows[3] | {"id": "again"}])
+    nights.check()
+    nights.write("d", [rows[13], rows[3] | {"id": "once more"}, rows[12] | {"id": "twice"}])
+    nights.check()
+
+
 def test_a_stretch_is_read_again_once_something_of_it_is_missing(
     tmp_path: Path, model: Path, taken: list[int]
 ) -> None:
@@ -134,10 +151,12 @@ def test_a_stretch_is_read_again_once_something_of_it_is_missing(
     assert taken == [0, 20, 40, 40, 0, 20, 0]
 
 
+@pytest.mark.parametrize("changes", [False, True], ids=["taken over", "known"])
 def test_an_error_that_another_job_has_answered_since_is_published(
-    tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    """Both jobs use one store. The rows with the errors are taken over all the same."""
+    """Both jobs use one store. The rows with the errors are taken over all the same, or known where their file has
+    changed."""
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "5")
     cache = {"path": str(tmp_path / "store")}
     one, other = (Nights(tmp_path / name, model, cache=cache) for name in ("one", "other"))
@@ -147,8 +166,85 @@ def test_an_error_that_another_job_has_answered_since_is_published(
     monkeypatch.delenv("FAKE_ENGINE_FAILS_EVERY")
     assert other.run(replace(FAKE, retry_errors=True)).row["rows_error"] == 0
     one.write("b", people(25)[20:])
+    if changes:
+        one.write("a", [{"id": "first", "text": "another one"}, *people(20)[1:]])
     one.check()
-    assert taken == [0, 0, 0, 20, 0]
+    assert taken == [0, 0, 0, 0 if changes else 20, 0]
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each run looked up in the store, one by one."""
+    found: list[int] = []
+    counted = join.counted_attempts
+
+    def noted(database: Any, index: str, *rest: Any) -> Any:
+        found.extend(database.execute(f"SELECT count(key) FROM {index}").fetchall()[0])
+        return counted(database, index, *rest)
+
+    monkeypatch.setattr(join, "counted_attempts", noted)
+    return found
+
+
+def test_answers_of_rows_whose_file_has_changed_are_where_they_were(
+    tmp_path: Path, model: Path, taken: list[int], looked_up: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rows that changed are looked up, and errors, which another run may have answered since."""
+    monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "9")
+    nights, rows = Nights(tmp_path, model), people(60)
+    rows[13] = rows[12] | {"id": "as the one before"}
+    nights.write("a", [*rows[:20], "{not json"])
+    nights.write("b", rows[20:40])
+    errors = nights.run().row["rows_error"] - 1
+    monkeypatch.setattr(AnsweredRows, "__call__", None)
+    nights.write(
+        "a", [rows[50], *rows[:5], *rows[6:13], "{not json", rows[13] | {"text": "new"}, *rows[14:20]]
+    )
+    nights.check()
+    assert taken == [0, 0, 0]
+    assert 2 <= looked_up[1] <= 2 + errors
+    nights.write("a", rows[:20])
+    nights.write("b", [*rows[25:40], rows[12] | {"id": "as one of the other file"}, rows[51]])
+    nights.check()
+    assert looked_up[3] <= 4 + 2 * errors
+
+
+def test_new_rows_are_searched_for_in_new_parts_only(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the plan found some of them among the stored ones."""
+    firsts, loaded = list[int](), join.load_chosen
+
+    def noted(database: Any, parts: Any, attempts: int, keys: str | None, first: int) -> None:
+        firsts.append(first)
+        loaded(database, parts, attempts, keys, first)
+
+    monkeypatch.setattr(join, "load_chosen", noted)
+    nights, rows = Nights(tmp_path, model), people(30)
+    nights.write("a", rows[:20])
+    nights.run()
+    before = len(list((nights.state / "completions").glob("part-*.parquet")))
+    nights.write("b", rows[20:25])
+    nights.check()
+    nights.write("c", [rows[26], rows[3] | {"id": "once more"}])
+    nights.check()
+    nights.write("d", [rows[27], rows[28]])
+    nights.write("a", rows[1:20])
+    nights.check()
+    assert firsts == [0, before, 0, 0, 0, before + 2, 0]
+
+
+def test_repeated_ids_of_rows_whose_file_has_changed_are_errors(
+    tmp_path: Path, model: Path, looked_up: list[int]
+) -> None:
+    nights, rows = Nights(tmp_path, model), people(30)
+    nights.write("a", rows[:20])
+    nights.run()
+    nights.write("a", [rows[3] | {"id": rows[7]["id"]}, *rows[:20]])
+    nights.check()
+    nights.write("a", rows[:20])
+    nights.check()
+    assert looked_up[0] == 20
 
 
 def test_stretches_stay_few_however_many_nights_add_a_file(
@@ -183,6 +279,8 @@ def test_a_kill_at_any_operation_of_a_night_changes_no_byte(
     assert {"link", "exchange"} <= {entry.split()[0] for entry in counting.log}
     for number in range(counting.count - 1, 0, -step):
         nights.write("c", [row | {"text": f"changed at {number}"} for row in people(40)[30:]])
+        if number % 2:  # nothing is taken over whole
+            nights.write("a", [{"id": "first", "text": f"changed at {number}"}, *people(20)[1:]])
         command = [sys.executable, "-m", "tests.batchinfer.test_whole_nights", str(nights.job), str(number)]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=PATIENCE_S)
         assert done.returncode == -signal.SIGKILL, (counting.log[number], done.stderr)

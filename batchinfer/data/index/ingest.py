@@ -545,9 +545,15 @@ class Ingestion:
             writer.prompt_logprobs or self._job.sampling.asks_prompt_logprobs,
             taken=self._taken,
             stretches=self._stretches,
+            known=None if self._kept is None or self._keys_changed else self._kept.known,
         )
         index.write_marker(self._ops)
         return index
+
+    @property
+    def _keys_changed(self) -> bool:
+        """Whether rows have other keys than they had by themselves, or none, because of the rows before them."""
+        return self._refused > 0 or self._equal.numbered
 
     @property
     def _stretches(self) -> Stretches | None:

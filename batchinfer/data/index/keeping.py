@@ -22,6 +22,7 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.version import __version__
 from batchinfer.data.index.index import attempt_columns
+from batchinfer.data.index.known_answers import AnswersWriter, KnownAnswers
 from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows, taken_over
 from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.input_file import InputFile
@@ -51,7 +52,7 @@ from batchinfer.data.kept.rows import (
     whole_file,
 )
 from batchinfer.data.kept.stretches import StretchCuts, unchanged_stretches, worth_taking
-from batchinfer.data.kept.whole import WholeStretch
+from batchinfer.data.kept.whole import NO_PLACE, KeptPlaces, WholeStretch
 from batchinfer.data.kept.writer import KeptWriter
 from batchinfer.data.prompts.prepared.rows import KEY_TYPE, Prepared, PreparedRows
 from batchinfer.data.prompts.render_pool import ReadyChunk
@@ -71,12 +72,17 @@ def _none_whole(_: str, __: Sequence[str]) -> Sequence[WholeStretch]:
     return ()
 
 
+def _no_places(_: Sequence[WholeStretch]) -> KeptPlaces | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """Where a job's kept index is, and which of its rows need no tokens: `answered` tells of records, each of which
     has that many attempts. `notice` hears why what was kept is not used. `fresh`: all input files are read, and no
     digest that was computed before counts. `forgotten` are keys whose rows are prepared anew. `whole` tells, of rows
-    of these settings, which of these stretches, from the first one on, can be taken over whole; `in_pieces`: none is.
+    of these settings, which of these stretches, from the first one on, can be taken over whole, and `places` where the
+    answers of their rows are; `in_pieces`: none is taken over.
     `anew`: no row is known, whatever was kept. `earlier`: when the job's result was published, in Unix
     time: of rows that an index of other settings had, it is noted where they stood; None: it is not."""
 
@@ -85,6 +91,7 @@ class Keeping:
     notice: Callable[[str], None]
     fresh: bool = False
     whole: Callable[[str, Sequence[str]], Sequence[WholeStretch]] = _none_whole
+    places: Callable[[Sequence[WholeStretch]], KeptPlaces | None] = _no_places
     forgotten: tuple[bytes, ...] = ()
     in_pieces: bool = False
     anew: bool = False
@@ -135,8 +142,10 @@ def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[Ke
                 opening = (opened(keeping.kept, one, fresh=keeping.fresh) for one in marker.stretches)
                 files = [stack.enter_context(one) for one in opening]
                 facts = [StretchFacts.from_json(whole_file(one["facts.json"])) for one in files]
-                first = _taken(keeping, asked, marker, facts, ops)
-                last, taken = _Last(marker, files, facts, keeping, len(first.stretches)), first
+                whole = _whole(keeping, asked, marker)
+                places = keeping.places(whole) if len(whole) == len(files) else None
+                first = _taken(keeping, asked, marker, facts, whole, ops)
+                last, taken = _Last(marker, files, facts, keeping, len(first.stretches), places), first
             elif marker is not None and keeping.earlier is not None:
                 noted = earlier_rows(
                     keeping.kept, marker, keeping.earlier, _tokenizer(asked.spec), asked.folder, ops
@@ -145,19 +154,34 @@ def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[Ke
         except (ValueError, KeyError, TypeError, OSError) as error:
             keeping.notice(f"what the last run kept of its rows cannot be used, all are read anew: {error}")
         source = KeptSource((), asked.attempts) if last is None else last.source(stack, asked.attempts)
-        index = KeptIndex(keeping.kept, asked, source, last, taken, earlier, ops)
+        answers = None
+        if last is not None and last.places is not None:
+            answers = AnswersWriter(last.places, asked.folder, ops)
+            stack.callback(answers.close)
+        index = KeptIndex(keeping.kept, asked, source, last, taken, earlier, answers, ops)
         stack.callback(index.close)
         yield index
 
 
-def _taken(
-    keeping: Keeping, asked: RowsToKnow, marker: KeptMarker, facts: Sequence[StretchFacts], ops: FileOps
-) -> TakenRows:
-    """Take over the first stretches, as far as their files did not change and all of their rows are answered."""
+def _whole(keeping: Keeping, asked: RowsToKnow, marker: KeptMarker) -> Sequence[WholeStretch]:
+    """Return the stretches, from the first one on, of which all rows are answered, and it is known where."""
     if keeping.fresh or keeping.in_pieces or not asked.whole or asked.taking is None:
+        return ()
+    return keeping.whole(asked.whole_identity, marker.folders)
+
+
+def _taken(
+    keeping: Keeping,
+    asked: RowsToKnow,
+    marker: KeptMarker,
+    facts: Sequence[StretchFacts],
+    whole: Sequence[WholeStretch],
+    ops: FileOps,
+) -> TakenRows:
+    """Take over the first of these stretches, as far as their files did not change."""
+    if asked.taking is None:
         return NOTHING_TAKEN
-    same = unchanged_stretches(marker.stretches, facts, asked.files)
-    known = keeping.whole(asked.whole_identity, marker.folders[:same])
+    known = whole[: unchanged_stretches(marker.stretches, facts, asked.files)]
     sizes = [sum(file.file.size for file in one.files) for one in marker.stretches[: len(known)]]
     rest = sum(file.size for file in asked.files) - sum(sizes)
     most = worth_taking(sizes, rest)
@@ -186,7 +210,7 @@ def _tokenizer(spec: RenderSpec) -> str:
 
 class _Last:
     """The chunks and files that the last run kept, and which of its rows can be used again. All can of the first
-    `taken` stretches."""
+    `taken` stretches. `places`: where the answers of all rows are; None: that is not known."""
 
     def __init__(
         self,
@@ -195,17 +219,22 @@ class _Last:
         facts: Sequence[StretchFacts],
         keeping: Keeping,
         taken: int,
+        places: KeptPlaces | None,
     ) -> None:
-        self._files, self._taken = files, taken
+        self._files, self._taken, self.places = files, taken, places
         rows = [one["rows.bin"] for one in files[taken:]]
-        self._usable, errors, samples = _usable(rows, marker.attempts, keeping)
+        before = np.cumsum([0, *(one.rows for one in facts)]).tolist()
+        there = None if places is None else places.places[before[taken] :] != NO_PLACE
+        self._usable, errors, samples = _usable(rows, marker.attempts, keeping, there)
         self.has_samples = samples or any(one.sampled for one in facts[:taken])
         lacking = [np.zeros(one.rows, np.bool_) for one in facts[:taken]]
         lacking += [~(usable | bad) for usable, bad in zip(self._usable, errors, strict=True)]
         self._chunks: list[KeptChunks] = []
         self._of: dict[str, tuple[KeptFile, KeptChunks]] = {}
-        for stretch, own, needs_tokens in zip(marker.stretches, files, lacking, strict=True):
-            chunks = KeptChunks(whole_file(own["chunks.jsonl"]), own["replies.bin"])
+        for stretch, own, needs_tokens, first in zip(
+            marker.stretches, files, lacking, before[:-1], strict=True
+        ):
+            chunks = KeptChunks(whole_file(own["chunks.jsonl"]), own["replies.bin"], first)
             chunks.choose(needs_tokens)
             self._chunks.append(chunks)
             if not keeping.fresh:
@@ -241,17 +270,22 @@ class _Last:
         return None if chunks is None else (known.sha256, chunks)
 
 
-def _usable(files: Sequence[int], attempts: int, keeping: Keeping) -> tuple[list[Marks], list[Marks], bool]:
+def _usable(
+    files: Sequence[int], attempts: int, keeping: Keeping, there: Marks | None
+) -> tuple[list[Marks], list[Marks], bool]:
     """Return of each stretch which rows need no tokens, which are error rows, and whether some of the first are
-    sampled. The first have their answers, and no other row had the same key of a sampled answer."""
+    sampled. The first have their answers, and no other row had the same key of a sampled answer. `there`: which rows
+    of all have an answer; None: that is looked for."""
     if not files:
         return [], [], False
     usable, errors, sampled = ([np.zeros(0, np.bool_)] for _ in range(3))
-    words, ends = [np.zeros(0, np.uint64)], [0]
+    words, ends, at = [np.zeros(0, np.uint64)], [0], 0
     for block in (block for file in files for block in _blocks_to_end(file, attempts, ends)):
         errors.append(block["count"] == 0)
         several = block["sampled"] == SEVERAL  # of which each is another's key, made from the tokens
-        usable.append(~errors[-1] & ~several & keeping.answered(block, attempts))
+        has = keeping.answered(block, attempts) if there is None else there[at : at + len(block)]
+        usable.append(~errors[-1] & ~several & has)
+        at += len(block)
         sampled.append(block["sampled"] != 0)
         words.append(np.ascontiguousarray(block["key"][sampled[-1]]).view(np.uint64)[::_WORDS])
     found, rows, keys = np.concatenate(usable), np.flatnonzero(np.concatenate(sampled)), np.concatenate(words)
@@ -294,15 +328,19 @@ class KeptIndex:
         last: _Last | None,
         taken: TakenRows,
         earlier: EarlierRows | None,
+        answers: AnswersWriter | None,
         ops: FileOps,
     ) -> None:
+        self.known: KnownAnswers | None = None  # once all is finished, if it is known where answers are
+        self._answers = answers
         self.spec, self.taken = replace(asked.spec, kept=source), taken
         self._kept, self.asked, self._last, self._ops = kept, asked, last, ops
         self._earlier = earlier
         self._attempts, self._whole = asked.attempts, asked.whole
         self._began = time.time()
         self._digests: deque[str] = deque()  # of chunks that were given out
-        self._replies: deque[bytes | None] = deque()
+        # and what was kept of them, with the number of the first row
+        self._replies: deque[tuple[bytes, int] | None] = deque()
         self._files: list[tuple[InputFile, int]] = []  # and their first chunks
         self._given = self._appended = 0
         self._cuts = StretchCuts(sum(file.size for file in asked.files))
@@ -383,7 +421,7 @@ class KeptIndex:
             raise StorageError(
                 f"what the last run kept has changed within seconds: {error}; run again"
             ) from error
-        self._give(known.digest, reply)
+        self._give(known.digest, (reply, known.first_of_all))
         return ReadyChunk(
             file=chunk.file,
             bytes_read=chunk.bytes_read,
@@ -393,7 +431,7 @@ class KeptIndex:
             prepared=rows,
         )
 
-    def _give(self, digest: str, reply: bytes | None) -> None:
+    def _give(self, digest: str, reply: tuple[bytes, int] | None) -> None:
         self._digests.append(digest)
         self._replies.append(reply)
         self._given += 1
@@ -423,8 +461,9 @@ class KeptIndex:
         if self._writer is None:
             self._writer = KeptWriter(self._kept, self._ops)
         writer, prompts = self._writer, rows.prompts
-        digest, reply = self._digests.popleft(), self._replies.popleft()
+        digest, known = self._digests.popleft(), self._replies.popleft()
         self._appended += 1
+        self._note_answers(rows, None if known is None else known[1])
         if self._earlier is not None:
             self._earlier.note(prompts.digests, len(rows))
         records = self._records(writer, prompts)
@@ -432,10 +471,17 @@ class KeptIndex:
         self._note_facts(rows, records)
         if any(error.error_class == "resource" for error in prompts.errors.values()):
             digest, self._facts.plain = "", False  # another time the machine may allow it
-        if reply is None:
-            known = np.ones(len(rows), np.bool_)
-            reply = packed(replace(rows, prompts=replace(prompts, tokens=_NO_TOKENS, known=known)))
+        reply = _kept_reply(rows) if known is None else known[0]
         writer.append(digest if prompts.digests else "", records, rows.facts.ids, reply)
+
+    def _note_answers(self, rows: PreparedRows, first: int | None) -> None:
+        """Note where the answers of rows are. `first`: the number of the first of a chunk that is known; None: its rows
+        say which they are."""
+        if self._answers is None:
+            return
+        known = rows.prompts.kept_rows
+        none = np.full(len(rows), -1, np.int32) if known is None else known
+        self._answers.note(none if first is None else np.arange(first, first + len(rows)))
 
     def _note_facts(self, rows: PreparedRows, records: Records) -> None:
         """Add what is known of these rows together to what is known of the stretch."""
@@ -498,13 +544,14 @@ class KeptIndex:
         lacking = self._equal_samples(parts, spill) if self.may_need_tokens else ()
         if not lacking:
             self._commit(reader)
+            self.known = None if self._answers is None else self._answers.commit()
             if self._earlier is not None:
                 self._earlier.commit()
         return lacking
 
     def _equal_samples(self, parts: Sequence[Path], spill: Path) -> Sequence[bytes]:
         """Return the keys of known rows, those of sampled answers, that other rows have, too: one of them gets a key
-        that says so, which takes its tokens."""
+        that says so, which takes its tokens. Rows that were taken over come before all others, and keep their keys."""
         key = attempt_columns(1)[0]
         rows = f"{parquet(parts)} WHERE {key} IS NOT NULL AND NOT greedy"
         with connection(spill) as database:
@@ -547,6 +594,14 @@ class KeptIndex:
     def _shows_changes(self, file: InputFile) -> bool:
         """Whether a change of the file since it was listed shows in its times, which have ticks."""
         return self._began - max(file.mtime_ns, file.ctime_ns) / 1e9 >= SETTLED_S
+
+
+def _kept_reply(rows: PreparedRows) -> bytes:
+    """Return what is kept of a chunk that was read: its rows, all of them known."""
+    known = np.ones(len(rows), np.bool_)
+    return packed(
+        replace(rows, prompts=replace(rows.prompts, tokens=_NO_TOKENS, known=known, kept_rows=None))
+    )
 
 
 @dataclass(frozen=True, slots=True)

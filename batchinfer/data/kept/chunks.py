@@ -19,10 +19,11 @@ from batchinfer.data.kept.rows import Marks, Numbers, iter_pieces
 @dataclass(frozen=True, slots=True)
 class KeptReply:
     """A chunk, and what was made of it: `size` bytes from `at` of the open file `replies`. `first` is the number of its
-    first row."""
+    first row in its stretch, and `first_of_all` that among the rows of all stretches."""
 
     digest: str
     first: int
+    first_of_all: int
     rows: int
     at: int
     size: int
@@ -44,13 +45,13 @@ def chunk_digest(chunk: InputChunk) -> str:
 class KeptChunks:
     """The chunks of a stretch, of which those are used again whose rows are all `usable`, or error rows."""
 
-    def __init__(self, lines: bytes, replies: int) -> None:
-        """Raises ValueError for lines that are not as they were written."""
+    def __init__(self, lines: bytes, replies: int, before: int) -> None:
+        """before: rows of the stretches before. Raises ValueError for lines that are not as they were written."""
         self._all: list[KeptReply] = []
         first = 0
         for line in lines.splitlines():
             digest, rows, at, size = json.loads(line)
-            self._all.append(KeptReply(digest, first, rows, at, size, replies))
+            self._all.append(KeptReply(digest, first, before + first, rows, at, size, replies))
             first += rows
         self._usable: list[bool] = []
         self._by_digest: dict[str, KeptReply] = {}

@@ -70,6 +70,23 @@ class WholeStretch:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptPlaces:
+    """The places of the answers of all rows of a kept index, in a store with these parts. A row without an answer has
+    NO_PLACE; one whose answer is an error, which another run may have answered since, has `as_error` of its place."""
+
+    places: NDArray[np.int64]
+    parts: tuple[str, ...]
+
+
+NO_PLACE = -1
+
+
+def as_error(places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what stands for these places of errors, or the places for which these numbers stand."""
+    return -2 - places
+
+
+@dataclass(frozen=True, slots=True)
 class WholeMarker:
     """The contents of the marker. `identity` says of which settings the rows are; `seen` are the parts that the store
     had."""
@@ -151,6 +168,18 @@ def taken_file(kept: Path, stretch: WholeStretch, name: str, target: Path, ops: 
             copied_file(source, target, ops)
     if sha256_of(target) != stretch.files[name].sha256:
         raise StorageError(f"{source}: its sha256 is not the recorded one")
+
+
+def linked_file(source: Path, target: Path, ops: FileOps) -> Digest:
+    """Give a file that never changes a second name; on file systems without such names, copy it durably. The name is
+    durable once the folder's is that has it. Raises StorageError."""
+    with storage(source, "keep"):
+        try:
+            ops.link(source, target)
+        except OSError:
+            return copied_file(source, target, ops)
+        size = target.stat().st_size
+    return Digest(size, sha256_of(target))
 
 
 def copied_file(source: Path, target: Path, ops: FileOps) -> Digest:

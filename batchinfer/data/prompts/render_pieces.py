@@ -152,6 +152,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         b"".join(piece.digests or bytes(DIGEST_BYTES * len(piece)) for piece in pieces),
         _joined_marks(pieces),
         _joined_samples(pieces),
+        _joined_places(pieces),
     )
 
 
@@ -160,6 +161,17 @@ def _joined_marks(pieces: Sequence[Prepared]) -> NDArray[np.bool_] | None:
         return None
     return np.concatenate(
         [np.zeros(len(piece), np.bool_) if piece.known is None else piece.known for piece in pieces]
+    )
+
+
+def _joined_places(pieces: Sequence[Prepared]) -> NDArray[np.int32] | None:
+    if all(piece.kept_rows is None for piece in pieces):
+        return None
+    return np.concatenate(
+        [
+            np.full(len(piece), -1, np.int32) if piece.kept_rows is None else piece.kept_rows
+            for piece in pieces
+        ]
     )
 
 

@@ -62,6 +62,7 @@ def packed(done: PreparedRows) -> bytes:
         parts += _packed_texts(column)
     parts += [b"" if one is None else one.tobytes() for one in (prompts.known, prompts.samples)]
     parts.append(prompts.digests)
+    parts.append(b"" if prompts.kept_rows is None else (prompts.kept_rows + 1).tobytes())
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
 
 
@@ -155,6 +156,15 @@ class _ReplyParts:
             raise ValueError("the numbers of answers are not those of the rows")
         return found if len(found) else None
 
+    def kept_rows(self, known: NDArray[np.bool_] | None) -> NDArray[np.int32] | None:
+        """Return which rows of the last index these are, if that is said of them: all that are known."""
+        found = self.numbers()
+        if not len(found):
+            return None
+        if known is None or not np.array_equal(found > 0, known):
+            raise ValueError("the places of known rows are not those of the rows")
+        return found - 1
+
     def texts(self, count: int) -> pa.StringArray:
         valid, ends, texts = self.next(), self.next(), self.next()
         if not count:
@@ -191,6 +201,7 @@ def _rows(
         parts.samples(size),
         parts.digests(size),
     )
+    prompts.kept_rows = parts.kept_rows(prompts.known)
     if len(tokens) != int(prompts.tokens_there().sum()):
         raise ValueError("tokens are not those of the rows")
     return PreparedRows(prompts, facts)

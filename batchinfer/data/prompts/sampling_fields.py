@@ -25,6 +25,7 @@ from batchinfer.core.sampling import (
     Bounds,
     SamplingParams,
 )
+from batchinfer.core.values.token_biases import token_biases
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.constraints.schema_problem import BadSchema
 from batchinfer.data.input.openai import CALL_FIELDS, ECHO, TEMPLATE_FIELDS, TOOLS
@@ -37,7 +38,6 @@ from batchinfer.data.prompts.parameters.request_fields import (
     parameter_of,
     unsupported,
 )
-from batchinfer.job.values.token_biases import token_biases
 
 SAMPLES = "n"  # how many answers a row asks for: no parameter of any of them
 

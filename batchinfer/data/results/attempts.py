@@ -84,22 +84,24 @@ def _fill(places: Numbers, database: Any, query: str) -> None:
         places[batch.column(0).to_numpy()] = batch.column(1).to_numpy()
 
 
-def load_chosen(database: Any, parts: Sequence[Path], attempts: int = 1, keys: str | None = None) -> None:
+def load_chosen(
+    database: Any, parts: Sequence[Path], attempts: int = 1, keys: str | None = None, first: int = 0
+) -> None:
     """Create the table `chosen`: each key with the place of the one completion that counts, wherever else it stands.
     With more attempts than one, that says whether it is invalid. `keys`: only those of these rows, as SQL reads
-    them."""
+    them. `first`: the number of the first part."""
     place, columns = "min(place)", "key"
     if attempts > 1:
         place += f" + (arg_min(invalid, place)::BIGINT << {_INVALID_SHIFT})"
         columns += f", {INVALID} AS invalid"
     wanted = "" if keys is None else f" WHERE key IN (SELECT key FROM {keys})"
-    source = f"({placed(parts, columns)}){wanted}"
+    source = f"({placed(parts, columns, first)}){wanted}"
     database.execute(f"CREATE TEMP TABLE chosen AS SELECT key, {place} AS place FROM {source} GROUP BY key")
 
 
-def placed(parts: Sequence[Path], columns: str) -> str:
+def placed(parts: Sequence[Path], columns: str, first: int = 0) -> str:
     """Completions with their `place`: rank, part and row in one number, smaller is better. It does not say whether they
-    are invalid."""
+    are invalid. `first`: the number of the first part."""
     source = parquet(sorted(parts), ", file_row_number = true")
-    position = f"(file_index::BIGINT << {PART_SHIFT}) + file_row_number"
+    position = f"((file_index::BIGINT + {first}) << {PART_SHIFT}) + file_row_number"
     return f"SELECT {columns}, (({_RANK}) << {_RANK_SHIFT}) + {position} AS place FROM {source}"

@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.core.errors import BatchInferError
+from batchinfer.data.index.known_answers import KnownAnswers
 from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.results.attempts import (
     PART_SHIFT,
@@ -28,6 +29,8 @@ from batchinfer.data.results.reuse.taken_places import taken_places
 from batchinfer.data.storage.duck import Watched, connection, naming_errors, parquet
 
 ROW_IN_PART = (1 << PART_SHIFT) - 1
+# Rows of an index of which it is not known where their answers are, or whose answers were errors
+_LOOKED_UP = "token_offset IS NOT NULL OR row_id IN (SELECT row_id FROM again)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +115,16 @@ def joined(
     *,
     attempts: int = 1,
     taken: TakenRows = NOTHING_TAKEN,
+    answers: KnownAnswers | None = None,
+    without: Sequence[Path] = (),
     memory_limit: str | None = None,
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> Join:
     """Join the rows of an index with the completions of their keys, `attempts` of which a row may have. A row has no
     completion while one of its attempts is still to be made. `taken`: the first rows, whose answers are known; only
-    those that are errors are looked up.
+    those that are errors are looked up. `answers`: those of known rows behind them, of which the same holds.
+    `without`: parts that have no completion of any other row.
 
     Beside what it returns it takes `memory_limit`; what is larger goes to the folder `spill`. Raises StorageError,
     OutOfMemory. `watched`: see `duck.connection`.
@@ -126,15 +132,24 @@ def joined(
     parts = tuple(sorted(completion_parts))
     if not index_parts:
         return Join(parts, np.empty(0, np.int64), np.empty(0, np.int64), ErrorCounts(0, 0, 0, 0))
-    known = taken_places(taken, parts)
+    known = taken_places(taken, parts, answers)
     new = [*index_parts[len(taken.parts) :]]
     with connection(spill, memory_limit, threads, watched) as database:
         rows, errors, retryable = _numbers(database, new)
         database.register("failed", pa.table({"row_id": known.failed, "key": known.keys}))
-        own = f"(SELECT row_id, key FROM {parquet(new)} UNION ALL SELECT * FROM failed)" if new else "failed"
-        source = own if taken.rows else parquet(new)
-        counted = _counted(database, source, parts, taken.rows + rows, attempts, spill, taken.rows > 0)
-    counted.places[: taken.rows] = known.laid_under(counted.places[: taken.rows])
+        database.register("again", pa.table({"row_id": known.again}))
+        source = (
+            parquet(new)
+            if answers is None
+            else f"(SELECT row_id, key FROM {parquet(new)} WHERE {_LOOKED_UP})"
+        )
+        own = f"(SELECT row_id, key FROM {source} UNION ALL SELECT * FROM failed)" if new else "failed"
+        some = taken.rows > 0 or answers is not None
+        found_in = own if some else source
+        old = 0 if len(known.failed) or len(known.again) else _leading(parts, without)
+        counted = _counted(database, found_in, parts, taken.rows + rows, attempts, spill, some, old)
+    there = len(known.places)
+    counted.places[:there] = known.laid_under(counted.places[:there])
     found = np.flatnonzero(counted.places >= 0)
     places, ranks = counted.places[found], counted.ranks[found]
     bad = np.flatnonzero(ranks)
@@ -151,6 +166,11 @@ def joined(
     order = np.argsort(places)
     where = places[order], found[order]
     return Join(parts, *where, counts, counted.numbers, counted.others, failed, again, as_taken)
+
+
+def _leading(parts: Sequence[Path], some: Sequence[Path]) -> int:
+    """Return how many of the parts, from the first one on, are among these."""
+    return next((number for number, part in enumerate(parts) if part not in {*some}), len(parts))
 
 
 def _numbers(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
@@ -188,11 +208,13 @@ def _counted(
     attempts: int,
     spill: Path,
     few: bool = False,
+    old: int = 0,
 ) -> CountedAttempts:
-    """Find the completions of rows, as SQL reads them; `few`: most of the store's are of others."""
-    if not parts:
+    """Find the completions of rows, as SQL reads them; `few`: most of the store's are of others, and all of the first
+    `old` parts."""
+    if not parts[old:]:
         return CountedAttempts(np.full(rows, -1, np.int64), None, np.empty(0, np.int64))
-    load_chosen(database, parts, attempts, index if few else None)
+    load_chosen(database, parts[old:], attempts, index if few else None, old)
     with naming_errors(spill):
         return counted_attempts(database, index, rows, attempts)
 

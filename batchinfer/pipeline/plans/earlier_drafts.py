@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from batchinfer.data.results.reuse.given_answers import GivenAnswers
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.plan.order.plan import Plan, PlanBatch
 
-_LEARNT = 1 << 19  # characters of the last answers that engines are told: about half of what they remember
+# Characters of the last answers that engines are told: at most about half of what they remember, and fewer where few
+# tokens are to come, which cannot gain what it takes to read, encode and tell so many
+_LEARNT, _LEARNT_AT_LEAST, _LEARNT_A_TOKEN = 1 << 19, 1 << 16, 16
 Batches = Iterator[tuple[PlanBatch, list[Request]]]
 Given = Callable[[Batches], Batches]
 
@@ -29,16 +32,17 @@ def without_drafts(batches: Batches) -> Batches:
     return batches
 
 
-def last_answers(run: OpenRun) -> list[TokenIds]:
+def last_answers(run: OpenRun, to_come: int | None = None) -> list[TokenIds]:
     """Return the last answers of the job's last result, for engines that take drafts from other answers; none where the
-    job does not take them from there."""
+    job does not take them from there. `to_come`: tokens of the answers that the run computes, at most; None: nobody
+    knows yet."""
     if not {"answers", "earlier"} <= {*run.setup.setting.draft_sources(run.job)}:
         return []
     result = _last_result(run)
-    texts = [] if result is None else result.last_texts(_LEARNT)
-    found = run.setup.tokenizer.rust.encode_batch(texts, add_special_tokens=False)
-    vocab = run.setup.checkpoint.spec.vocab
-    return [tokens for one in found if len(tokens := _below(one.ids, vocab))]
+    worth = _LEARNT if to_come is None else max(_LEARNT_AT_LEAST, _LEARNT_A_TOKEN * to_come)
+    texts = [] if result is None else result.last_texts(min(_LEARNT, worth))
+    found = run.setup.tokenizer.rust.encode_batch_fast(texts, add_special_tokens=False)
+    return _all_below([one.ids for one in found], run.setup.checkpoint.spec.vocab)
 
 
 def _last_result(run: OpenRun) -> LastResult | None:
@@ -96,7 +100,19 @@ def drafted(request: Request, tokens: Sequence[int] | None, vocab: int) -> Reque
     return replace(request, draft=draft) if len(draft) else request
 
 
-def _below(tokens: Sequence[int], vocab: int) -> TokenIds:
+def _all_below(answers: Sequence[Sequence[int]], vocab: int) -> list[TokenIds]:
+    """Return of each answer the tokens before the first one that is not below `vocab`; answers without any are left
+    out. All are looked at together: one by one fifty thousand would take a quarter of a second."""
+    sizes = [*map(len, answers)]
+    tokens = np.fromiter(chain.from_iterable(answers), np.int32, sum(sizes))
+    ends = np.cumsum([0, *sizes]).tolist()
+    found = [tokens[start:end] for start, end in pairwise(ends) if start < end]
+    if len(tokens) and tokens.max() >= vocab:
+        found = [below for one in found if len(below := _below(one, vocab))]
+    return found
+
+
+def _below(tokens: Sequence[int] | TokenIds, vocab: int) -> TokenIds:
     """Return the tokens before the first one that is not below `vocab`."""
     found = np.array(tokens, np.int32)
     beyond = np.flatnonzero(found >= vocab)

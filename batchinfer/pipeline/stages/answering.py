@@ -61,7 +61,7 @@ def answer(run: OpenRun, planned: PlannedRun, index: Index, store: CompletionSto
         sources = [FurtherAttempts(run, index, collector, pool)]
         with RunPlans(run, store, collector, pool, sources) as plans:
             try:
-                known = last_answers(run)
+                known = last_answers(run, plan.expected_tokens)
                 wait_until_ready(run, pool)
                 pool.learn(known)
                 _begin(run, plan, pool)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from batchinfer.data.index.index import Index
 from batchinfer.data.results.join import joined
 from batchinfer.data.results.planned_work import Announcement, alike, announced, wait_for
+from batchinfer.data.results.reuse.taken_places import distinct_answers
 from batchinfer.data.store.completion_store import CompletionStore
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.pipeline.open_run import OpenRun
@@ -28,6 +30,9 @@ class PlannedRun:
     plan: Plan
     deadline: DeadlineWatch | None  # None: the job has none
     revised: RevisedForecast
+    without: Sequence[
+        Path
+    ]  # parts of the store that have no completion of a row whose answer was not known already
 
 
 @contextmanager
@@ -60,14 +65,16 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     run.progress.phase("planning")
     with run.report.timed("plan_s"):
         _tell_of_retries(run, index, store)
+        parts, answered = store.parts(), _answered(index)
         plan = plan_job(
             index.index_parts,
             index.tokens,
-            store.parts(),
+            parts,
             index.folder / folder,
             run.setup.roots,
             attempts=index.attempts,
             taken=index.taken,
+            known=answered,
             beside=index.content_free_parts,
             retry_errors=run.options.retry_errors,
             threads=usable_cpus(),
@@ -78,7 +85,21 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     tell(run, plan, forecast)
     deadline = _deadline(run, plan, forecast.engine)
     run.report.note(**({} if deadline is None else deadline.facts))
-    return PlannedRun(plan, deadline, revised_forecast(run, forecast))
+    nothing = (
+        plan.rows_to_run == _unknown_rows(index) and index.attempts == 1 and not run.options.retry_errors
+    )
+    return PlannedRun(plan, deadline, revised_forecast(run, forecast), parts if nothing else ())
+
+
+def _unknown_rows(index: Index) -> int:
+    """Return how many rows have keys, and it is not known where their answers are."""
+    known = index.taken.rows - index.taken.errors if index.known is None else index.known_rows
+    return index.rows - index.error_rows - known
+
+
+def _answered(index: Index) -> int | None:
+    """Return how many different keys the rows have whose answers are known, beside those that were taken over."""
+    return None if index.known is None else distinct_answers(index.taken, index.known)
 
 
 def tell(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchinfer.core.errors import InputCorrupt, OutputConflict, StorageError
 from batchinfer.core.hub import short_name
@@ -28,12 +30,35 @@ from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.report import told_by
 from batchinfer.pipeline.stages.identity import publish_spec
 from batchinfer.pipeline.stages.measuring import measure
+from batchinfer.report.tables.row_keys import RowsBeside
+
+KeepKeys = Callable[[Join], None]
+
+
+@contextmanager
+def keys_noted(run: OpenRun, index: Index) -> Iterator[KeepKeys]:
+    """Write the report's table of rows beside the work of the block, which gets what completes it, once the rows are
+    published. Without that the table is dropped. Completing it raises OSError."""
+    if index.attempts > 1:
+        yield lambda join: run.report.keep_keys(index.index_parts, _attempts(join), index.row_ids)
+        return
+    with run.report.keys_beside(index.index_parts, index.row_ids) as table:
+        yield lambda _: _finished(table)
+
+
+def _finished(table: RowsBeside) -> None:
+    table.finish()
+
+
+def _attempts(join: Join) -> NDArray[np.uint8]:
+    return np.ones(join.counts.rows, np.uint8) if join.attempts is None else join.attempts
 
 
 def publish_result(
-    run: OpenRun, context: bytes, index: Index, store: CompletionStore, join: Join
+    run: OpenRun, context: bytes, index: Index, store: CompletionStore, join: Join, keep_keys: KeepKeys
 ) -> tuple[Manifest, bool]:
-    """Publish the result; return its manifest, and whether this run changed anything. Raises what `publish` raises."""
+    """Publish the result; return its manifest, and whether this run changed anything. `keep_keys`: see `keys_noted`.
+    Raises what `publish` raises."""
     run.progress.phase("publishing", published_rows(index.best, index.rows))
     index.inputs_unchanged()
     older, inputs = intact(run.state.results), identities(index)
@@ -56,7 +81,7 @@ def publish_result(
     changed = not same or run.report.metered
     if changed:
         with told_by(run.notice):
-            run.report.keep_keys(index.index_parts, join.attempts, index.row_ids)
+            keep_keys(join)
             measure(run, manifest)
     return manifest, changed
 

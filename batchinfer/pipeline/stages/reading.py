@@ -96,7 +96,7 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
     drafted = "earlier" in run.setup.setting.draft_sources(run.job)
     earlier = last_published(run.state.published) if drafted else None
     whole = WholeRows(state.kept, store.parts(), run.options.retry_errors, run.notice)
-    return Keeping(state.kept, answered, run.notice, run.options.verify, whole, earlier=earlier)
+    return Keeping(state.kept, answered, run.notice, run.options.verify, whole, whole.places, earlier=earlier)
 
 
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:

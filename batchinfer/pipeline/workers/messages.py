@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
+
+import numpy as np
 
 from batchinfer.core.request import Completion, Request, TokenIds
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
@@ -64,9 +67,22 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """The parent tells a worker of answers that other workers finished, from which drafts may come."""
+    """The parent tells a worker of answers that other workers finished, from which drafts may come: their tokens end to
+    end, and how many each has. One by one, fifty thousand would take a tenth of a second on their way."""
 
-    answers: Sequence[TokenIds]
+    tokens: TokenIds
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(cls, answers: Sequence[TokenIds]) -> Learn:
+        """Return what tells of these answers."""
+        return cls(np.concatenate([np.empty(0, np.int32), *answers]), [*map(len, answers)])
+
+    @property
+    def answers(self) -> list[TokenIds]:
+        """Return the answers."""
+        ends = accumulate(self.sizes, initial=0)
+        return [self.tokens[start:end] for start, end in pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)

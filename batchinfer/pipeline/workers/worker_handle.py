@@ -133,7 +133,7 @@ class WorkerHandle:
 
     def learn(self, answers: Sequence[TokenIds]) -> None:
         """Tell the worker of answers that others finished. Should it be gone, the next `receive` tells."""
-        self.link.send(Learn(answers))
+        self.link.send(Learn.of(answers))
 
     def finish(self, within_s: float) -> None:
         """Tell the worker to drop what waits, finish what runs within `within_s` seconds, and leave."""

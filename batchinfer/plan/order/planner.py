@@ -46,6 +46,7 @@ def plan_job(
     *,
     attempts: int = 1,
     taken: TakenRows = NOTHING_TAKEN,
+    known: int | None = None,
     beside: Sequence[Path] = (),
     in_flight: Sequence[bytes] = (),
     begun: Sequence[bytes] = (),
@@ -57,13 +58,12 @@ def plan_job(
     """Plan every distinct key of the index that the completion parts lack, once each.
 
     Of the keys of a row's `attempts`, only the first one counts whose completion is not invalid, or is missing. Those
-    that are `in_flight` are not planned. `taken`: the first rows, all of which have their answers.
+    that are `in_flight` are not planned. `taken`: the first rows, all of which have their answers. `known`: how many
+    different keys these and all other rows without tokens have, which then have their answers, too.
 
-    `beside`: parts with prompts that run, too, and are no rows of the job.
-
-    `begun`: keys that the same run was given before, in their order, when it did not know all rows yet. They are not
-    planned either. But their prompts count where prefixes are looked for: rows that share one with those in flight run
-    first, while the cache holds it.
+    `beside`: parts with prompts that run, too, and are no rows of the job. `begun`: keys that the same run was given
+    before, in their order, when it did not know all rows yet. They are not planned either. But their prompts count
+    where prefixes are looked for: rows that share one with those in flight run first, while the cache holds it.
 
     Order: a walk of the forest of the prefixes that these prompts share (`prefix_forest`), at each node by descending
     effort (`run_order`), so that what ends last starts first, and rows that share a prefix stay together. `prompts`:
@@ -78,7 +78,7 @@ def plan_job(
         if completion_parts and attempts > 1:
             load_chosen(database, completion_parts, attempts)
         new = index_parts[len(taken.parts) :]
-        _load_wanted(database, new, attempts if completion_parts else 1, attempts, taken)
+        _load_wanted(database, new, attempts if completion_parts else 1, attempts, taken, known is not None)
         if beside:
             _load_beside(database, beside)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
@@ -94,24 +94,29 @@ def plan_job(
             shared_prefix_tokens=shared.saved,
             again_tokens=shared.again,
             recurring=shared.recurring,
-            **_counts(database, taken),
+            **_counts(database, taken, taken.distinct if known is None else known),
         )
 
 
-def _load_wanted(database: Any, index: Sequence[Path], reached: int, attempts: int, taken: TakenRows) -> None:
+def _load_wanted(
+    database: Any, index: Sequence[Path], reached: int, attempts: int, taken: TakenRows, known: bool
+) -> None:
     """Create the table `wanted`: the distinct keys of rows, of each row that of the attempt that it is at, without keys
-    of rows that were taken over. `reached`: the last one that a row may be at. With more than one the table `chosen` is
-    loaded."""
+    of rows that were taken over, or that are known to be answered: where that is `known`, rows without tokens are.
+    `reached`: the last one that a row may be at. With more than one the table `chosen` is loaded."""
     database.execute(
         "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
         "expected_tokens INTEGER, users INTEGER, final_users INTEGER, longest INTEGER)"
     )
     database.execute("CREATE TEMP TABLE tally(rows BIGINT, error_rows BIGINT)")
     if index:
-        database.execute(f"INSERT INTO wanted {distinct_sql(index, reached, attempts)}")
+        database.execute(f"INSERT INTO wanted {distinct_sql(index, reached, attempts, with_tokens=known)}")
         database.execute(f"INSERT INTO tally SELECT count(*), count(*) - count(key) FROM {parquet(index)}")
     if taken.rows:
         database.execute(f"DELETE FROM wanted WHERE key IN (SELECT key FROM {parquet(taken.parts)})")
+    if known and index:
+        answered = f"SELECT key FROM {parquet(index)} WHERE token_offset IS NULL AND key IS NOT NULL"
+        database.execute(f"DELETE FROM wanted WHERE key IN ({answered})")
 
 
 def _load_beside(database: Any, beside: Sequence[Path]) -> None:
@@ -230,7 +235,8 @@ def _ordered_sql() -> str:
     )
 
 
-def _counts(database: Any, taken: TakenRows) -> dict[str, int]:
+def _counts(database: Any, taken: TakenRows, known: int) -> dict[str, int]:
+    """Return the numbers of a plan. `known`: different keys that are not in the table `wanted`."""
     names = [
         "rows",
         "error_rows",
@@ -255,8 +261,8 @@ def _counts(database: Any, taken: TakenRows) -> dict[str, int]:
     more = {
         "rows": taken.rows,
         "error_rows": taken.errors,
-        "distinct": taken.distinct,
-        "present": taken.distinct,
+        "distinct": known,
+        "present": known,
     }
-    more["duplicates"] = taken.rows - taken.errors - taken.distinct
+    more["duplicates"] = taken.rows - taken.errors - known
     return {name: value + more.get(name, 0) for name, value in found.items()}

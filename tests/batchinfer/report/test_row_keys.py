@@ -10,7 +10,7 @@ import pytest
 
 from batchinfer.report.tables import row_keys
 from batchinfer.report.tables.columns import ROWS, SCHEMAS
-from batchinfer.report.tables.row_keys import hexadecimal, write_rows
+from batchinfer.report.tables.row_keys import RowsBeside, hexadecimal, write_rows
 
 KEYS = [bytes([n]) * 32 for n in range(10)]
 
@@ -51,4 +51,34 @@ def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
         write_rows(
             tmp_path / "report", "run-1", [index_part(tmp_path / "a", 0, KEYS[:3]), tmp_path / "broken"]
         )
+    assert list((tmp_path / "report").iterdir()) == []
+
+
+def test_rows_that_are_written_beside_other_work_are_there_once_that_is_finished(tmp_path: Path) -> None:
+    parts = [
+        index_part(tmp_path / "a", 0, [KEYS[0], None, KEYS[1]]),
+        index_part(tmp_path / "b", 3, [KEYS[2]]),
+    ]
+    wanted = pq.read_table(write_rows(tmp_path / "wanted", "run-1", parts))
+    with RowsBeside(tmp_path / "report", "run-1", parts, "row_id") as table:
+        assert not [*(tmp_path / "report").glob("*.parquet")], "nobody sees it yet"
+        path = table.finish()
+    assert pq.read_table(path).equals(wanted)
+
+
+def test_rows_that_are_written_beside_work_that_fails_leave_nothing(tmp_path: Path) -> None:
+    parts = [index_part(tmp_path / "a", 0, KEYS)]
+    with pytest.raises(ZeroDivisionError), RowsBeside(tmp_path / "report", "run-1", parts, "row_id"):
+        raise ZeroDivisionError
+    assert list((tmp_path / "report").iterdir()) == []
+
+
+def test_what_fails_beside_other_work_is_raised_where_it_is_finished(tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"PAR1 no")
+    parts = [index_part(tmp_path / "a", 0, KEYS), tmp_path / "broken"]
+    with (
+        RowsBeside(tmp_path / "report", "run-1", parts, "row_id") as table,
+        pytest.raises(pa.ArrowInvalid),
+    ):
+        table.finish()
     assert list((tmp_path / "report").iterdir()) == []

@@ -55,6 +55,7 @@ class KnownRows:
         known = np.zeros(size, np.bool_)
         known[found] = True
         prompts.known = known
+        prompts.kept_rows = self._places.astype(np.int32)
         records = self._kept.records(self._places[found])
         prompts.counts = _with(prompts.counts, found, records["count"])
         prompts.openings = _with(prompts.openings, found, records["opening"])

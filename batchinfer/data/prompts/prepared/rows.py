@@ -54,7 +54,8 @@ class Prepared:
     themselves, 0 where a row asks for none; None: no row asks.
 
     `digests` are those of the rows (row_digest.py), if they were taken. `known` says which rows the last index knew:
-    their tokens are not among `tokens`. None: it knew none.
+    their tokens are not among `tokens`; and `kept_rows` (n,) which rows of it these are, -1 for others. None: it knew
+    none.
     """
 
     errors: dict[int, RowError]
@@ -71,6 +72,7 @@ class Prepared:
     digests: bytes = b""
     known: NDArray[np.bool_] | None = None
     samples: NDArray[np.int32] | None = None
+    kept_rows: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.counts)

@@ -1,8 +1,8 @@
 """Rows that are taken over whole: which can be, and what of this run's can be the next time.
 
 A kept index says what rows are (`data/kept`). Once they are published, the parts of the index that have them and the
-places of their answers are laid beside that. The tokens of their prompts are not there any more, and their places in
-the token store are left out.
+places of their answers are laid beside that. The parts are the very files of the index, by a second name. They say
+where tokens were that are not there any more: nobody looks for those of rows that were taken over.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchinfer.data.index.index import Index, unlike_columns
+from batchinfer.core.errors import StorageError
+from batchinfer.data.index.index import Index
 from batchinfer.data.index.taken import CARRIED, INDEX
 from batchinfer.data.kept.whole import (
     FAILED,
     FAILED_TYPE,
     PLACE_TYPE,
     PLACES,
+    KeptPlaces,
     WholeMarker,
     WholeStretch,
-    copied_file,
+    linked_file,
     put_whole,
     read_whole,
     still_there,
@@ -34,10 +36,9 @@ from batchinfer.data.kept.whole import (
 )
 from batchinfer.data.results.attempts import PART_SHIFT, Numbers
 from batchinfer.data.results.join import ROW_IN_PART, Join
+from batchinfer.data.results.reuse.taken_places import kept_places
 from batchinfer.data.storage.durable import Digest, FileOps, storage
-from batchinfer.data.storage.part_writer import open_part
 
-_GROUP_ROWS = 8192
 _NONE = -1  # instead of a place
 
 
@@ -67,6 +68,17 @@ class WholeRows:
                 break
             found.append(one)
         return found
+
+    def places(self, stretches: Sequence[WholeStretch]) -> KeptPlaces | None:
+        """Return where the answers of all rows of these stretches are; None where errors may run again, or that cannot
+        be read."""
+        if self.retry_errors:
+            return None
+        try:
+            return kept_places(self.kept, stretches, self.parts)
+        except StorageError as error:
+            self.notice(f"stored answers are looked up one by one: {error}")
+            return None
 
 
 def settle_whole(kept: Path, index: Index, join: Join, ops: FileOps) -> None:
@@ -106,15 +118,14 @@ class _Settling:
         keys: list[bytes] = []
         for number, part in enumerate(_of_rows(self._parts, rows)):
             name = f"{INDEX}-{number:05d}.parquet"
-            table = _without_tokens(part)
-            files[name] = _written(self._kept / folder / name, table, self._ops)
+            files[name] = linked_file(part, self._kept / folder / name, self._ops)
+            table = _keys(part)
             bad = table.filter(pc.is_null(table["key"]))
             errors += [len(bad), pc.sum(bad["retryable"]).as_py() or 0]
             keys += self._failed_keys(table)
         for number, part in enumerate(_of_rows(self._carried, rows) if self._is_carried else ()):
             name = f"{CARRIED}-{number:05d}.parquet"
-            with storage(part, "copy"):
-                files[name] = copied_file(part, self._kept / folder / name, self._ops)
+            files[name] = linked_file(part, self._kept / folder / name, self._ops)
         store, places = self._used(start, end)
         failed, again = self._failed(start, end)
         listed = np.zeros(len(failed), FAILED_TYPE)
@@ -162,19 +173,7 @@ def _of_rows(parts: Iterator[Path], rows: int) -> Iterator[Path]:
     assert rows == 0, "a part has rows of two stretches"
 
 
-def _without_tokens(part: Path) -> pa.Table:
-    """Return the rows of a part of an index. Their tokens will not be there the next time."""
+def _keys(part: Path) -> pa.Table:
+    """Return the keys of the rows of a part of an index, and what is needed to tell which of them can become none."""
     with storage(part, "read"), pq.ParquetFile(part, page_checksum_verification=True) as file:
-        table = file.read()
-    at = table.schema.get_field_index("token_offset")
-    return table.set_column(at, table.schema.field(at), pa.nulls(len(table), pa.int64()))
-
-
-def _written(path: Path, table: pa.Table, ops: FileOps) -> Digest:
-    file, writer = open_part(path, table.schema, ops, unlike_columns(1))
-    try:
-        writer.write_table(table, _GROUP_ROWS)
-        writer.close()
-        return file.commit()
-    finally:
-        file.close()
+        return file.read(["row_id", "key", "retryable"])
