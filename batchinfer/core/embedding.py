@@ -36,6 +36,10 @@ class Embedding:
     prompt: str = ""  # put before every text
     dense: tuple[Dense, ...] = ()  # what pooled vectors pass before they are cut, in order
 
+    def width(self, hidden: int) -> int:
+        """Return how many numbers a vector may have, of hidden states of so many."""
+        return self.dense[-1].outputs if self.dense else hidden
+
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON, which `from_json` reads. Layers that are not there are left out: results of before there
         were any keep their identity."""

@@ -178,6 +178,7 @@ class SamplingParams:
         return SamplingParams(
             max_tokens=self.max_tokens,
             ignore_eos=known,
+            pooling=self.pooling if self.pooling == "mean" else None,
             scored=self.scored,
             adapter=self.adapter,
             prompt_logprobs=None if self.prompt_logprobs is None else 0,

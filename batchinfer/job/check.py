@@ -75,7 +75,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_constraints(sections),
         *_fit(sections, file),
         *_confidence(sections, file),
-        *task_findings(values),
+        *task_findings(values, _has_requests(sections, file)),
         *_samples(sections, file),
         *_lists(sections, file),
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
@@ -165,6 +165,12 @@ def _prompt(
     elif section is None and not requests:
         message = f"is missing; it must be a section with exactly one of {SOURCES_TEXT}"
         yield Finding(("prompt",), message, "OpenAI batch files need none: then write input.format: openai")
+
+
+def _has_requests(sections: Mapping[str, dict[str, Any]], file: JobFile) -> bool:
+    """Say whether rows are OpenAI requests: those of a file of them, for which the job gives no prompts."""
+    source, given = sections.get("input", {}), _given(sections.get("prompt", {}), *PROMPT_SOURCES)
+    return source.get("format") == "openai" or (not given and _is_openai(source, file))
 
 
 def _is_openai(section: Mapping[str, Any], file: JobFile) -> bool:

@@ -12,7 +12,8 @@ from batchinfer.job.section import Section
 
 
 class EmbedSection(Section):
-    """The vectors of a job with `task: embed`. auto: as the checkpoint's modules.json (sentence-transformers) says."""
+    """The vectors of a job with `task: embed`, and of OpenAI requests for some. auto: as the checkpoint's modules.json
+    (sentence-transformers) says."""
 
     pooling: Literal["auto", Pooling] = Field(
         default="auto",

@@ -308,7 +308,8 @@ class Job(Section):
         default=None, description="What the model reads of a row. Required, except with input.format: openai."
     )
     embed: EmbedSection = Field(
-        default=EmbedSection(), description="Which vectors are made, with task: embed."
+        default=EmbedSection(),
+        description="Which vectors are made, with task: embed and for requests to /v1/embeddings.",
     )
     score: ScoreSection = Field(default=ScoreSection(), description="What is scored, with task: score.")
     classify: ClassifySection = Field(
@@ -424,8 +425,14 @@ class Job(Section):
 
     @property
     def has_samples(self) -> bool:
-        """Whether rows may get several answers: those of the job, their own, or as a request says."""
-        return self.sampling.asks_samples or (self.requests and self.task == "generate")
+        """Whether rows may get several answers: those of the job, their own, or as a request says, be it by its number
+        of inputs."""
+        return self.sampling.asks_samples or (self.requests and self.task in ("generate", "embed"))
+
+    @property
+    def embeds(self) -> bool:
+        """Whether its rows may ask for vectors: all of them, or the requests that do so beside others."""
+        return self.task == "embed" or (self.task == "generate" and self.requests)
 
     @property
     def source(self) -> Path:
@@ -525,7 +532,7 @@ class Job(Section):
         """Describe the job for people, one line per option; `defaults`: also options that have their default value."""
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
-            if section in TASK_SECTIONS and section != self.task:
+            if section in TASK_SECTIONS and section != self.task and not (section == "embed" and self.embeds):
                 continue
             if section == "sampling" and self.task != "generate":
                 continue

@@ -33,13 +33,14 @@ _OF_TEXTS = (
 )
 
 
-def task_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find what does not go with the job's task."""
+def task_findings(values: Mapping[str, Any], requests: bool = False) -> Iterator[Finding]:
+    """Find what does not go with the job's task. `requests`: rows are OpenAI requests, which may ask for vectors beside
+    texts."""
     task = values.get("task", "generate")
     if task not in _ANSWERS:
         return
     for name in TASK_SECTIONS:
-        if name != task and values.get(name):
+        if name != task and values.get(name) and not (name == "embed" and task == "generate" and requests):
             message = f"is given, but the job has not task: {name}, so that its answers are {_ANSWERS[task]}"
             yield Finding((name,), message, f"add task: {name}, or remove it")
     if task == "generate":

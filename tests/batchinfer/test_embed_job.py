@@ -198,8 +198,8 @@ def test_openai_lines_for_embeddings(tmp_path: Path, sentences: Path) -> None:
         {"input": "a text", "model": "m", "encoding_format": "float", "user": "u"},
         {"input": ["a text"], "encoding_format": "base64", "dimensions": 16},
         {"input": [1, 2, 3]},
-        {"input": ["one", "two"]},
-        {"input": "a text", "dimensions": 8},
+        {"input": ["a text", "two"]},
+        {"input": "a text", "dimensions": 49},
         {"input": "a text", "encoding_format": "int8"},
         {"input": "a text", "temperature": 0},
         {"model": "m"},
@@ -218,8 +218,10 @@ def test_openai_lines_for_embeddings(tmp_path: Path, sentences: Path) -> None:
     path = write_any(tmp_path, sentences, rows, task="embed", **shared)
     out = tmp_path / "out.jsonl"
     assert run(path, replace(FAKE, to_openai=out)).exit_code == 0
-    plain, coded, ids, *failed = lines_of(out)
-    numbers = table(path)[0]["embedding"]
+    plain, coded, ids, several, *failed = lines_of(out)
+    numbers, second = (table(path)[at]["embedding"] for at in (0, 4))
+    listed = several["response"]["body"]["data"]
+    assert [(one["index"], one["embedding"]) for one in listed] == [(0, numbers), (1, second)]
     assert plain["response"]["body"] == {
         "object": "list",
         "data": [{"object": "embedding", "index": 0, "embedding": numbers}],
@@ -231,7 +233,7 @@ def test_openai_lines_for_embeddings(tmp_path: Path, sentences: Path) -> None:
     assert body["model"] == "model"
     assert ids["response"]["body"]["usage"]["prompt_tokens"] == 3
     said = [line["error"]["message"] for line in failed]
-    words = ("holds 2 texts", "vectors of 16 numbers", "float or base64", "body.temperature", "input is null")
+    words = ("from 1 to 48", "float or base64", "body.temperature", "input is null")
     assert all(
         word in text for word, text in zip((*words, "url must be /v1/embeddings"), said, strict=True)
     ), said

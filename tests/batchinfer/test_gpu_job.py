@@ -73,7 +73,7 @@ def write_job(
 def a_device(monkeypatch: pytest.MonkeyPatch, cold_children: None) -> None:
     """Where there is no GPU, its stand-in is one; it sees to how Triton is imported."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(job_setup, "_check_device", lambda _: None)
+        monkeypatch.setattr(job_setup, "check_device", lambda _: None)
 
 
 def run(path: Path, factory: str = "build") -> Outcome:

@@ -44,6 +44,8 @@ OPENING = pa.field("reasoning_opening", pa.int8())
 TOOLS = pa.field("tools", pa.string())
 # The labels that a row has of its own, as a JSON list
 LABELS = pa.field("labels", pa.string())
+# How many numbers a request's vector has, null where it does not say: only an index of such requests has the column
+DIMENSIONS = pa.field("dimensions", pa.int32())
 # Which row of the input a row is, and which of its answers: an index of rows with one answer each has no such columns
 INPUT_ROW, SAMPLE = pa.field("input_row", pa.int64()), pa.field("sample_index", pa.int32())
 INDEX_SCHEMA = pa.schema(
@@ -88,12 +90,13 @@ def index_schema(
     tools: bool = False,
     labels: bool = False,
     samples: bool = False,
+    dimensions: bool = False,
 ) -> pa.Schema:
     """Return the columns of an index of OpenAI requests, or other rows, each of which may run so many times.
     `openings`: their answers may reason first; `tools`: they may call tools; `labels`: they have their own labels;
-    `samples`: they may have several answers."""
+    `samples`: they may have several answers; `dimensions`: they may say how long their vectors are."""
     further = [(ENDPOINT, endpoints), (OPENING, openings), (TOOLS, tools), (LABELS, labels)]
-    further += [(INPUT_ROW, samples), (SAMPLE, samples)]
+    further += [(INPUT_ROW, samples), (SAMPLE, samples), (DIMENSIONS, dimensions)]
     fields = [*INDEX_SCHEMA, *(field for field, there in further if there)]
     for attempt in range(2, attempts + 1):
         first = zip(attempt_columns(attempt), attempt_columns(1), strict=True)
@@ -185,7 +188,7 @@ class Index:
         False  # whether there are rows with tools, and nothing says how their calls are written
     )
     known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
-    embedding: Embedding | None = None  # the vectors of its rows, whose answers are some
+    embedding: Embedding | None = None  # the vectors of its rows, of which some ask for one
     scoring: Scoring | None = None  # what is scored behind its prompts, whose answers are scores
     samples: bool = False  # whether several of its rows, one after the other, may be a row of the input
     expected: str | None = None  # the passthrough column with the values that answers should have
@@ -196,6 +199,7 @@ class Index:
     # The texts of which each answer is one, where the result has a column of confidence; (): that of `answers`' fields
     confidence: tuple[str, ...] | None = None
     prompt_logprobs: bool = False  # whether the result has a column for log-probabilities of prompts
+    own_dimensions: bool = False  # whether rows say themselves how many numbers their vectors have
     # Its first rows, which have their answers; only of an index that was made a moment ago
     taken: TakenRows = field(default=NOTHING_TAKEN, compare=False)
     stretches: Stretches | None = field(default=None, compare=False)
@@ -251,6 +255,7 @@ class Index:
             best=None if (best := value.get("best")) is None else BestOf(*best),
             confidence=None if (listed := value.get("confidence")) is None else tuple(listed),
             prompt_logprobs=bool(value.get("prompt_logprobs", False)),
+            own_dimensions=bool(value.get("own_dimensions", False)),
         )
 
     @classmethod
@@ -297,6 +302,8 @@ class Index:
             value["confidence"] = list(self.confidence)
         if self.prompt_logprobs:
             value["prompt_logprobs"] = True
+        if self.own_dimensions:
+            value["own_dimensions"] = True
         if self.samples:
             value["several_samples"] = True
         if self.expected is not None:

@@ -48,7 +48,7 @@ from batchinfer.machine.cpus import usable_cpus
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
-INGEST_FORMAT = 7  # raise it when equal input would give another index
+INGEST_FORMAT = 8  # raise it when equal input would give another index
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +391,10 @@ class Ingestion:
         reasons, tools = self._options.reasoning is not None, self._options.tool_calls is not None
         labels = self._options.scoring is not None and self._options.scoring.own_labels
         several = self._job.has_samples
-        return index_schema(spec.fields.endpoints, self._job.attempts, reasons, tools, labels, several)
+        vectors = spec.fields.endpoints and self._options.embedding is not None
+        return index_schema(
+            spec.fields.endpoints, self._job.attempts, reasons, tools, labels, several, vectors
+        )
 
     def _known(
         self, spec: RenderSpec, reader: Reader, schema: pa.Schema | None
@@ -452,17 +455,19 @@ class Ingestion:
         return RenderSpec(model, definition, plan, limits, fields, source, options.row_timeout_s)
 
     def _prompt_plan(self, columns: Columns, mode: Mode, values_are_text: bool) -> PromptPlan:
-        prompt, embedding = self._job.prompting, self._options.embedding
+        prompt, options = self._job.prompting, self._options
+        embedding = options.embedding
         return PromptPlan(
             mode=mode,
             params=self._params(),
-            scoring=self._options.scoring,
+            scoring=options.scoring,
             continuation=self._job.score.continuation,
             labels=self._job.classify.choices_from_column,
-            pairs=self._options.pairs,
+            pairs=options.pairs,
             document=self._job.rerank.document or "",
             before="" if embedding is None else embedding.prompt,
-            dimensions=0 if embedding is None else embedding.dimensions,
+            vectors=options.vectors,
+            no_vectors=options.no_vectors,
             system=prompt.system,
             user=prompt.user,
             column=columns.prompt,
@@ -470,7 +475,7 @@ class Ingestion:
             values_are_text=values_are_text,
             by_url=self._by_url(),
             one_schema=self._job.output.json_schema is not None,
-            now=self._options.now,
+            now=options.now,
             fits=self._job.sampling.fits,
             chat=prompt.chat,
             chat_template=self._job.chat_template,
@@ -478,12 +483,12 @@ class Ingestion:
             argument_columns=prompt.template_arguments_from_columns,
             tools_column=prompt.tools_from_column,
             ladder=self._job.on_invalid,
-            reasoning=self._options.reasoning,
-            tool_calls=self._options.tool_calls,
+            reasoning=options.reasoning,
+            tool_calls=options.tool_calls,
             samples=self._job.samples,
             samples_column=self._job.sampling.samples_column,
             asked_call=prompt.asked_call,
-            adapters=self._options.adapters,
+            adapters=options.adapters,
             adapter_column=self._job.model.adapter_from_column,
         )
 
@@ -501,15 +506,19 @@ class Ingestion:
             return SamplingParams.scores()
         if self._options.pairs is not None:
             return SamplingParams.logits(self._options.pairs.pooling)
-        embedding = self._options.embedding
-        return self._job.params() if embedding is None else SamplingParams.vector(embedding.pooling)
+        if self._job.task == "embed" and self._options.embedding is not None:
+            return SamplingParams.vector(self._options.embedding.pooling)
+        return self._job.params()
 
     def _by_url(self) -> dict[str, SamplingParams]:
-        embedding = self._options.embedding
+        """Return the parameters of requests by their urls: of those that the job answers."""
+        embedding, found = self._options.embedding, dict[str, SamplingParams]()
+        if self._job.task == "generate":
+            given, length = self._job.given_params(), self._options.max_model_len
+            found |= {url: openai_defaults(url, given, length) for url in (CHAT_URL, TEXT_URL)}
         if embedding is not None:
-            return {VECTOR_URL: self._adapted(SamplingParams.vector(embedding.pooling))}
-        given, length = self._job.given_params(), self._options.max_model_len
-        return {url: self._adapted(openai_defaults(url, given, length)) for url in (CHAT_URL, TEXT_URL)}
+            found[VECTOR_URL] = SamplingParams.vector(embedding.pooling)
+        return {url: self._adapted(params) for url, params in found.items()}
 
     def finish(self) -> Index:
         """Complete the index of an input that was read to its end. Raises StorageError, OutOfMemory."""
@@ -535,7 +544,7 @@ class Ingestion:
             self._options.reasoning,
             *self._options.calls(self._job, writer.has_tools),
             writer.known_rows,
-            self._options.embedding,
+            self._options.embedding if self._job.task == "embed" or writer.has_vectors else None,
             self._options.scoring,
             self._job.has_samples and (writer.most_samples > 1 or self._job.sampling.asks_samples),
             self._job.input.expected,
@@ -543,6 +552,7 @@ class Ingestion:
             self._best(),
             self._job.sampling.choice if output.confidence else None,
             writer.prompt_logprobs or self._job.sampling.asks_prompt_logprobs,
+            writer.own_dimensions,
             taken=self._taken,
             stretches=self._stretches,
             known=None if self._kept is None or self._keys_changed else self._kept.known,

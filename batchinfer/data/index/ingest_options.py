@@ -13,6 +13,7 @@ from batchinfer.core.scoring import PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize
 from batchinfer.data.input.reader import Reader, SampleSize, Strata
+from batchinfer.data.prompts.parameters.vector_requests import VectorRequests
 
 if TYPE_CHECKING:
     from batchinfer.job import Job
@@ -38,6 +39,8 @@ class IngestOptions:
     reasoning: Reasoning | None = None  # how the checkpoint marks it
     tool_calls: CallStyle | None = None  # how answers write calls of tools, if rows may have any
     embedding: Embedding | None = None  # the vectors that rows ask for; None: for none
+    vectors: VectorRequests | None = None  # how OpenAI requests may ask for them
+    no_vectors: str = ""  # why requests may ask for none, where they may ask for texts
     scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
     pairs: PairScoring | None = None  # the score of prompts and documents; None: there are no documents
     adapters: Mapping[str, str] = field(
@@ -48,8 +51,8 @@ class IngestOptions:
 
     @property
     def room(self) -> int:
-        """The tokens that have to fit behind a prompt: none where answers are no texts."""
-        return 1 if self.embedding is None and self.scoring is None and self.pairs is None else 0
+        """The tokens that have to fit behind a prompt: none where no answer is a text."""
+        return 1 if self.output == "tokens" else 0
 
     def calls(self, job: Job, has_tools: bool) -> tuple[CallStyle | None, bool]:
         """Return how answers write calls, if the result has a column for them, and whether calls are not read.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
 from batchinfer.data.index.index import (
+    DIMENSIONS,
     INPUT_ROW,
     LABELS,
     OPENING,
@@ -28,7 +30,7 @@ from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows
 from batchinfer.data.index.token_store import TokenStore, TokenWriter
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows
+from batchinfer.data.prompts.prepared.rows import FurtherPrompts, OwnTexts, Prepared, PreparedRows
 from batchinfer.data.prompts.row_facts import RowFacts
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
@@ -88,6 +90,9 @@ class IndexWriter:
         self.logprobs = max(asked) if asked else None  # the most that a row asks for; None: no row asks
         # Whether a row asks for those of its prompt
         self.prompt_logprobs = any(facts.prompt_logprobs for facts in taken.facts)
+        self.has_vectors = self.own_dimensions = (
+            False  # whether a row asks for a vector, and says how long it is
+        )
 
     def append(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> None:
         """Write the rows of one chunk, each of which becomes so many rows of the index."""
@@ -100,8 +105,10 @@ class IndexWriter:
         done, ends = rows.prompts, np.cumsum(times)
         there = done.tokens_there()
         starts = self._tokens.append(done.tokens) + np.cumsum(there) - there
+        further = _Further.of(done.further, self._tokens)
         params = [SamplingParams.from_json(text) for text in done.params]
-        self._note_logprobs(params)
+        self._note_params(params)
+        self.own_dimensions |= done.dimensions is not None
         self.has_tools |= bool(done.own_texts.texts) and LABELS.name not in self._schema.names
         # some at a time: the text of a schema stands in every row
         for first, stop in _stretches(ends, self._at_once):
@@ -115,7 +122,9 @@ class IndexWriter:
             columns["file"] = pa.repeat(place.file, size)
             columns["row_index"] = _numbers(place.first_row + first, size)
             columns[INPUT_ROW.name] = _numbers(self.input_rows + first, size)
+            columns[DIMENSIONS.name] = _dimensions(done.dimensions, first, size)
             columns = {name: repeated(one, own) for name, one in columns.items()}
+            columns |= further.columns(columns, slice(first, stop), own)
             columns["row_id"] = _numbers(self.rows + int(ends[first] - times[first]), int(own.sum()))
             columns[SAMPLE.name] = _sample_numbers(own)
             yield pa.record_batch([columns[n] for n in self._schema.names], self._schema)
@@ -124,12 +133,16 @@ class IndexWriter:
         self.rows += int(times.sum())
         self.input_rows += len(times)
         self.most_samples = max(self.most_samples, int(times.max(initial=1)))
+        whose, more = done.further.rows, done.further.counts
         self.total_tokens += int((done.counts * times).sum())
+        self.total_tokens += int(more.sum()) - int(done.counts[whose].sum())
         self.known_rows += int(times[done.known_work()].sum())
         self.error_rows += int(times[[*done.errors]].sum()) if done.errors else 0
         self.unread.join(done.unread)
 
-    def _note_logprobs(self, params: Sequence[SamplingParams]) -> None:
+    def _note_params(self, params: Sequence[SamplingParams]) -> None:
+        """Note what the rows with these parameters ask for."""
+        self.has_vectors |= any(p.pooling is not None for p in params)
         asked = [p.logprobs for p in params if p.logprobs is not None]
         if asked:
             self.logprobs = max(*asked, self.logprobs or 0)
@@ -173,6 +186,50 @@ class IndexWriter:
     def __exit__(self, *_: object) -> None:
         self._parts.__exit__()
         self._tokens.__exit__(None)
+
+
+class _Further(NamedTuple):
+    """The prompts of rows behind their first, and where in the token store each begins."""
+
+    prompts: FurtherPrompts
+    starts: Int64s
+
+    @classmethod
+    def of(cls, prompts: FurtherPrompts, tokens: TokenWriter) -> _Further:
+        """Write their tokens."""
+        counts = prompts.counts.astype(np.int64)
+        return cls(
+            prompts, (tokens.append(prompts.tokens) if len(prompts) else 0) + np.cumsum(counts) - counts
+        )
+
+    def columns(self, columns: Mapping[str, pa.Array], rows: slice, times: Int64s) -> dict[str, pa.Array]:
+        """Return the columns in which prompts differ, of a stretch of rows, each of which stands there so often."""
+        first, end = np.searchsorted(self.prompts.rows, [rows.start, rows.stop]).tolist()
+        if first == end:
+            return {}
+        whose, begins = self.prompts.rows[first:end] - rows.start, np.cumsum(times) - times
+        own = np.arange(end - first) - np.searchsorted(whose, whose)  # which of its row's each is
+        places = begins[whose] + own + 1
+        keys = np.frombuffer(self.prompts.keys, f"V{KEY_BYTES}")[first:end]
+        values = {
+            "token_offset": pa.array(self.starts[first:end]),
+            "token_count": pa.array(self.prompts.counts[first:end]),
+            "key": pa.Array.from_buffers(
+                pa.binary(KEY_BYTES), end - first, [None, pa.py_buffer(keys.tobytes())]
+            ),
+        }
+        marks = np.zeros(int(times.sum()), np.bool_)
+        marks[places] = True
+        return {
+            name: pc.replace_with_mask(columns[name], pa.array(marks), one) for name, one in values.items()
+        }
+
+
+def _dimensions(asked: NDArray[np.int32] | None, first: int, size: int) -> pa.Array:
+    if asked is None:
+        return pa.nulls(size, DIMENSIONS.type)
+    own = asked[first : first + size]
+    return _int32s(own, _valid(own > 0))
 
 
 def _work_columns(

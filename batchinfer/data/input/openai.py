@@ -11,11 +11,10 @@ from batchinfer.data.input.rows import RowProblem, Values, kind_of
 CHAT_URL = "/v1/chat/completions"
 TEXT_URL = "/v1/completions"
 VECTOR_URL = "/v1/embeddings"
-ENCODINGS = ("float", "base64")  # of vectors
+MAX_INPUTS = 2048  # of a request for vectors, in OpenAI's API reference
 DOCUMENTS, EFFORT, KWARGS = "documents", "reasoning_effort", "chat_template_kwargs"
 TOOLS, CHOICE, PARALLEL = "tools", "tool_choice", "parallel_tool_calls"
 ECHO = "echo"  # whether the text of a text completion begins with its prompt
-_VECTOR_FIELDS = ("input", "model", "user", "dimensions", "encoding_format")
 # Of a chat's body: what its chat template is told
 TEMPLATE_FIELDS = frozenset({DOCUMENTS, EFFORT, KWARGS, TOOLS})
 CALL_FIELDS = frozenset({CHOICE, PARALLEL})  # which calls its answer may make
@@ -38,8 +37,9 @@ def openai_defaults(url: str, given: Mapping[str, Any], max_model_len: int) -> S
     return SamplingParams(**{"temperature": 1.0, "max_tokens": most, **given})
 
 
-def openai_request(row: Values, urls: Collection[str]) -> tuple[str, Values]:
-    """(url, body) of a batch request for one of these. Raises RowProblem naming the field that is wrong."""
+def openai_request(row: Values, urls: Collection[str], no_vectors: str = "") -> tuple[str, Values]:
+    """(url, body) of a batch request for one of these. `no_vectors`: why the model makes none, where it makes texts
+    alone. Raises RowProblem naming the field that is wrong."""
     missing = sorted(_KEYS - set(row))
     if missing:
         raise RowProblem("bad_request", f"the request lacks {', '.join(missing)}")
@@ -49,37 +49,8 @@ def openai_request(row: Values, urls: Collection[str]) -> tuple[str, Values]:
     if row["method"] != "POST":
         raise RowProblem("bad_request", "method must be POST")
     if row["url"] not in urls:
-        task = "; vectors need task: embed in the job" if row["url"] == VECTOR_URL else ""
-        raise RowProblem("bad_request", f"url must be {' or '.join(urls)}{task}")
+        why = f"; vectors are not made here: {no_vectors}" if row["url"] == VECTOR_URL and no_vectors else ""
+        raise RowProblem("bad_request", f"url must be {' or '.join(urls)}{why}")
     if not isinstance(row["body"], dict):
         raise RowProblem("bad_request", f"body must be an object, not {kind_of(row['body'])}")
     return row["url"], row["body"]
-
-
-def embedding_input(body: Mapping[str, Any], dimensions: int) -> str | list[Any]:
-    """Return the text or the token ids of a request for a vector, of which its job's have so many dimensions. Raises
-    RowProblem."""
-    for field, value in body.items():
-        if field not in _VECTOR_FIELDS and value is not None:
-            raise RowProblem("unknown_field", f"body.{field[:100]}: this field is not supported")
-    if body.get("encoding_format") not in (None, *ENCODINGS):
-        raise RowProblem("bad_parameter", f"encoding_format must be {' or '.join(ENCODINGS)}")
-    asked = body.get("dimensions")
-    if asked is not None and (isinstance(asked, bool) or asked != dimensions):
-        text = f"dimensions: the job makes vectors of {dimensions} numbers; set embed.dimensions in the job"
-        raise RowProblem("bad_parameter", text)
-    return _single(body.get("input"))
-
-
-def _single(value: object) -> str | list[Any]:
-    """Return the only text or list of token ids. A request for several has no single vector."""
-    if isinstance(value, list) and any(isinstance(one, str | list) for one in value):
-        if len(value) > 1:
-            text = f"input holds {len(value)} texts; a row has one vector: write a request for each of them"
-            raise RowProblem("bad_request", text)
-        return _single(value[0])
-    if value is None:
-        raise RowProblem("prompt_missing", "input is null or missing")
-    if not isinstance(value, str | list):
-        raise RowProblem("prompt_type", f"input must be text or token ids, not {kind_of(value)}")
-    return value

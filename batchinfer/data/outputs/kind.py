@@ -49,7 +49,11 @@ class AskedOutputs(Protocol):
 
     @property
     def embedding(self) -> Embedding | None:
-        """The vectors that the rows ask for; None: their answers are no vectors."""
+        """The vectors that rows ask for; None: none does."""
+
+    @property
+    def own_dimensions(self) -> bool:
+        """Whether rows say themselves how many numbers their vectors have."""
 
     @property
     def scoring(self) -> Scoring | None:

@@ -9,13 +9,13 @@ from batchinfer.data.outputs.labels import LabelsKind
 from batchinfer.data.outputs.pair_scores import PairScoresKind
 from batchinfer.data.outputs.relevance import RelevanceKind
 from batchinfer.data.outputs.scores import ScoresKind
-from batchinfer.data.outputs.tokens import TokensKind
+from batchinfer.data.outputs.texts_and_vectors import TextsAndVectorsKind
 from batchinfer.data.outputs.vectors import VectorsKind
 from batchinfer.job import Job
 
 _PAIRS = PairScoresKind()
 _ALL: tuple[OutputKind, ...] = (
-    TokensKind(),
+    TextsAndVectorsKind(),
     VectorsKind(),
     ScoresKind(),
     LabelsKind(),

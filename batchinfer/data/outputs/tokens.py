@@ -104,14 +104,16 @@ class TokensKind:
     ) -> pa.Table:
         """Return the texts of answers, and what follows from them."""
         frame = Frame(rows, matched)
-        told = pc.or_(frame.answered, pc.is_in(matched.column("error_code"), pa.array(TEXT_IS_KEPT)))
+        told = self._have_texts(frame)
         reader = AnswerReader(asked.reasoning, asked.tool_calls, detokenizer)
         texts = reader.texts(rows, matched, frame, told.to_numpy())
         table = frame.around(
             generated_text=texts.generated,
-            finish_reason=frame.when_answered(matched.column("finish_reason")),
+            finish_reason=_where(told, frame.when_answered(matched.column("finish_reason"))),
             prompt_tokens=rows.column("token_count"),
-            completion_tokens=frame.when_answered(pc.list_value_length(matched.column("token_ids"))),
+            completion_tokens=_where(
+                told, frame.when_answered(pc.list_value_length(matched.column("token_ids")))
+            ),
         ).cast(RESULT_SCHEMA)
         for field, array in zip(REASONING_FIELDS, texts.reasoning, strict=False):
             table = table.append_column(field, array)
@@ -130,6 +132,10 @@ class TokensKind:
             table = table.append_column(confidence_field(asked.confidence), found)
         columns = _answer_columns(asked.answers)
         return table if columns is None else _with_answers(table, columns)
+
+    def _have_texts(self, frame: Frame) -> pa.ChunkedArray:
+        """Return which rows have a text, be it of an error."""
+        return pc.or_(frame.answered, pc.is_in(frame.matched.column("error_code"), pa.array(TEXT_IS_KEPT)))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         """Return how many log-probabilities each row has."""
@@ -175,6 +181,11 @@ class JsonAnswers:
         marks = {key: reasoning for key, reasoning in found if reasoning is not None}
         checked = {one.key: one for one in self._check.checked(of_json, marks)} if of_json else {}
         return [checked.get(one.key, one) for one in completions]
+
+
+def _where(told: pa.ChunkedArray, values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the values, null where a row has no text."""
+    return pc.if_else(told, values, pa.scalar(None, values.type))
 
 
 def _has_logprobs(asked: AskedOutputs) -> bool:

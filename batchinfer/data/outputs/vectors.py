@@ -9,24 +9,28 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.core.embedding import Embedding
 from batchinfer.core.request import Completion, Output, Request, Vector
 from batchinfer.data.columns.logprob_column import Detokenizer
 from batchinfer.data.columns.schema_columns import SchemaColumns
+from batchinfer.data.index.index import DIMENSIONS, SAMPLE
 from batchinfer.data.outputs.dense_layers import passed
 from batchinfer.data.outputs.frame import Frame, framed
 from batchinfer.data.outputs.kind import AskedOutputs, Receiver, TokenBytes
 
+EMBEDDING = "embedding"  # the column of a result
 STORED = pa.schema([("vector", pa.list_(pa.float32()))])
+VECTOR_LINES = 256  # of an OpenAI file that are written at a time
 _HELD_VALUES = 1 << 20  # numbers of the vectors of a result that are made at a time
 
 
 class VectorsKind:
     """The kind of answers that are vectors. See OutputKind for the methods."""
 
-    name, version, output, answer = "vectors", 0, Vector, "embedding"
+    name, version, output, answer = "vectors", 0, Vector, EMBEDDING
     probability: str | None = None
     stored = STORED
 
@@ -43,40 +47,44 @@ class VectorsKind:
         return STORED
 
     def batch_rows(self, asked: AskedOutputs) -> int | None:
-        return max(1, min(4096, _HELD_VALUES // _asked(asked).dimensions))
+        return vector_rows(asked)
 
     def schema(self, asked: AskedOutputs) -> pa.Schema:
-        """Return the columns of a result, whose vectors all have the same length."""
-        kind = pa.list_(pa.float32(), _asked(asked).dimensions)
-        return framed(pa.field("embedding", kind), pa.field("prompt_tokens", pa.int32()))
+        """Return the columns of a result."""
+        return framed(embedding_field(asked), pa.field("prompt_tokens", pa.int32()))
 
     def table(
         self, asked: AskedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        frame, made = Frame(rows, matched), _asked(asked)
+        frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
-        vectors = matched.column("vector").take(pa.array(np.flatnonzero(answered))).combine_chunks()
         return frame.around(
-            embedding=_embedded(vectors, answered, made), prompt_tokens=rows.column("token_count")
+            embedding=embedding_column(asked, rows, matched, answered),
+            prompt_tokens=rows.column("token_count"),
         )
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         """Return the length of each vector."""
-        return np.full(table.num_rows, table.schema.field("embedding").type.list_size, np.int64)
+        return embedding_entries(table)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        return ["embedding", "prompt_tokens"], 256
+        return [EMBEDDING, "prompt_tokens"], VECTOR_LINES
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return a list of one embedding."""
-        prompt, numbers = answers[0]["prompt_tokens"], answers[0]["embedding"]
-        as_text = encoding == "base64"
-        embedding = b64encode(np.array(numbers, "<f4").tobytes()).decode() if as_text else numbers
+        """Return a list of embeddings, one of each input."""
+        prompt = sum(row["prompt_tokens"] for row in answers)
         return {
             "object": "list",
-            "data": [{"object": "embedding", "index": 0, "embedding": embedding}],
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": row.get(SAMPLE.name, 0),
+                    "embedding": _encoded(row[EMBEDDING], encoding),
+                }
+                for row in answers
+            ],
             "usage": {"prompt_tokens": prompt, "total_tokens": prompt},
         }
 
@@ -90,6 +98,49 @@ class AsTheyAre:
     def received(self, completions: Sequence[Completion]) -> list[Completion]:
         """Return the completions; an error has no output."""
         return [one if one.error is None else replace(one, output=None) for one in completions]
+
+
+def embedding_field(asked: AskedOutputs) -> pa.Field:
+    """Return the column of vectors, which all have the same length where no row has its own."""
+    size = -1 if asked.own_dimensions else _asked(asked).dimensions
+    return pa.field(EMBEDDING, pa.list_(pa.float32(), size))
+
+
+def vector_rows(asked: AskedOutputs) -> int:
+    """Return how many rows with vectors are made at a time."""
+    return max(1, min(4096, _HELD_VALUES // _asked(asked).dimensions))
+
+
+def embedding_column(
+    asked: AskedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
+) -> pa.Array:
+    """Return the vectors of rows, null for those that have none. answered: of which rows these are."""
+    made, places = _asked(asked), pa.array(np.flatnonzero(answered))
+    vectors = matched.column("vector").take(places).combine_chunks()
+    if not asked.own_dimensions:
+        return _embedded(vectors, answered, made)
+    said = rows.column(DIMENSIONS.name).take(places).fill_null(made.dimensions).to_numpy()
+    found: list[NDArray[np.float32] | None] = [None] * len(answered)
+    whole, wanted = _passed(vectors, made), np.flatnonzero(answered)
+    for size in np.unique(said).tolist():
+        own = np.flatnonzero(said == size)
+        short = _finished(whole[own][:, :size], made)
+        for place, vector in zip(wanted[own].tolist(), short, strict=True):
+            found[place] = vector
+    return lists_of(found, np.float32)
+
+
+def embedding_entries(table: pa.Table) -> NDArray[np.int64]:
+    """Return the length of each vector of a result."""
+    size = table.schema.field(EMBEDDING).type
+    if pa.types.is_fixed_size_list(size):
+        return np.full(table.num_rows, size.list_size, np.int64)
+    lengths = pc.list_value_length(table.column(EMBEDDING)).fill_null(0)
+    return np.asarray(lengths.to_numpy(), np.int64)
+
+
+def _encoded(vector: Sequence[float], encoding: str | None) -> str | Sequence[float]:
+    return b64encode(np.array(vector, "<f4").tobytes()).decode() if encoding == "base64" else vector
 
 
 def _asked(asked: AskedOutputs) -> Embedding:
@@ -107,14 +158,23 @@ def lists_of(found: Sequence[NDArray[Any] | None], kind: type[np.generic]) -> pa
 
 def _embedded(vectors: pa.ListArray, answered: NDArray[np.bool_], made: Embedding) -> pa.Array:
     """Return the vectors of the answered rows, behind the dense layers, shortened and normalised; null elsewhere."""
+    finished = np.zeros((len(answered), made.dimensions), np.float32)
+    finished[answered] = _finished(_passed(vectors, made)[:, : made.dimensions], made)
+    missing = pa.array(~answered)
+    return pa.FixedSizeListArray.from_arrays(pa.array(finished.reshape(-1)), made.dimensions, mask=missing)
+
+
+def _passed(vectors: pa.ListArray, made: Embedding) -> NDArray[np.float32]:
+    """Return vectors behind the dense layers, whole."""
     count = len(vectors)
     inputs = made.dense[0].inputs if made.dense else made.dimensions
     values = vectors.flatten().to_numpy().reshape(count, -1) if count else np.empty((0, inputs))
-    kept = passed(values.astype(np.float32, copy=False), made.dense)[:, : made.dimensions]
-    finished = np.zeros((len(answered), made.dimensions), np.float32)
-    finished[answered] = normalized(kept) if made.normalize else kept
-    missing = pa.array(~answered)
-    return pa.FixedSizeListArray.from_arrays(pa.array(finished.reshape(-1)), made.dimensions, mask=missing)
+    return passed(values.astype(np.float32, copy=False), made.dense)
+
+
+def _finished(vectors: NDArray[np.float32], made: Embedding) -> NDArray[np.float32]:
+    """Return vectors that were shortened, normalised where they are to be."""
+    return normalized(vectors).astype(np.float32) if made.normalize else vectors
 
 
 def normalized(vectors: NDArray[np.floating[Any]]) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ Runs in a process of its own (render_worker.py), because a template may hang or 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
@@ -21,7 +21,7 @@ from batchinfer.core.sampling import OTHER_NAMES, SamplingParams
 from batchinfer.core.scoring import MAX_LABELS, PairScoring, Scoring
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.input.json_text import parse_value
-from batchinfer.data.input.openai import CHAT_URL, TOOLS, VECTOR_URL, embedding_input, openai_request
+from batchinfer.data.input.openai import CHAT_URL, TOOLS, VECTOR_URL, openai_request
 from batchinfer.data.input.rows import RowProblem, Values, kind_of
 from batchinfer.data.prompts.arguments.told import RowArguments, Told, arguments_read, reads_tools
 from batchinfer.data.prompts.arguments.told_tools import ToldTools
@@ -37,6 +37,7 @@ from batchinfer.data.prompts.chat_template import (
 from batchinfer.data.prompts.fits import Fits
 from batchinfer.data.prompts.own_specials import OwnSpecials
 from batchinfer.data.prompts.parameters.named_adapters import NamedAdapters
+from batchinfer.data.prompts.parameters.vector_requests import VectorRequests, asked_vectors
 from batchinfer.data.prompts.sampling_fields import (
     SAMPLES,
     asked_samples,
@@ -89,7 +90,8 @@ class PromptPlan:
     # The call that every answer makes, as an OpenAI request asks for it
     asked_call: Mapping[str, Any] = field(default_factory=dict)
     before: str = ""  # put before prompts that are texts as they are
-    dimensions: int = 0  # of vectors
+    vectors: VectorRequests | None = None  # that OpenAI requests may ask for
+    no_vectors: str = ""  # why they may ask for none, where the job makes texts
     samples: int = 1
     samples_column: str | None = None
     scoring: Scoring | None = None  # what is scored behind prompts; None: nothing is
@@ -123,6 +125,16 @@ class Draft(NamedTuple):
     continuations: tuple[str | Sequence[int], ...] | None = None
     labels: str | None = None  # of the row's own, as a JSON list
     samples: int = 0  # how many answers the row asks for; 0: it says nothing
+    dimensions: int = 0  # of its vectors; 0: as many as the job's
+    # What the row wants the vectors of besides: texts, or token ids, of which each is work of its own
+    further: Sequence[str | Sequence[int]] = ()
+
+    def each(self) -> Iterator[Draft]:
+        """Yield the prompts of all that the row wants vectors of, this one first."""
+        yield self
+        for one in self.further:
+            own = (one, ()) if isinstance(one, str) else (None, one)
+            yield self._replace(text=own[0], token_ids=own[1], further=())
 
 
 def template_columns(source: str | None) -> set[str]:
@@ -179,13 +191,9 @@ class PromptBuilder:
         if self._plan.pairs is not None:
             document = self._text(self._plan.document, "document", "is the document", values)
             draft = draft._replace(add_special=False, continuations=(document,))
-        text, limit = draft.text, self._plan.max_text_bytes
-        if text is None or len(text) <= limit // _MOST_BYTES:
-            return draft
-        if len(text.encode("utf-8", "replace")) > limit:
-            raise RowProblem(
-                "text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy"
-            )
+        for text in (draft.text, *draft.further):
+            if isinstance(text, str):
+                _check_length(text, self._plan.max_text_bytes)
         return draft
 
     def _with_adapter(self, params: SamplingParams, values: Values) -> SamplingParams:
@@ -194,7 +202,10 @@ class PromptBuilder:
         return self._adapters.of_row(params, values)
 
     def _with_samples(self, draft: Draft, values: Values) -> Draft:
-        """Return the draft with the number of answers that its row asks for. Several have to be sampled."""
+        """Return the draft with the number of answers that its row asks for. Several have to be sampled; of vectors
+        there are as many as inputs."""
+        if draft.params.pooling is not None and self._plan.mode == "openai":
+            return draft._replace(samples=1 + len(draft.further))
         asked = self._asked_samples(values)
         if (asked or self._plan.samples) > 1 and draft.params.greedy:
             raise RowProblem("bad_parameter", "temperature is 0, and n > 1 equal answers are of no use")
@@ -289,9 +300,9 @@ class PromptBuilder:
         return Draft(self._params(values), token_ids=check_token_ids(self._column(values)))
 
     def _from_openai(self, values: Values) -> Draft:
-        url, body = openai_request(values, self._plan.by_url)
+        url, body = openai_request(values, self._plan.by_url, self._plan.no_vectors)
         if url == VECTOR_URL:
-            return self._from_embedding_request(self._plan.by_url[url], body)
+            return self._from_vector_request(self._plan.by_url[url], body)
         name = "messages" if url == CHAT_URL else "prompt"
         params = override_openai(self._plan.by_url[url], body, name)
         if self._plan.one_schema and params.json_schema != self._plan.params.json_schema:
@@ -314,11 +325,14 @@ class PromptBuilder:
             return Draft(params, token_ids=check_token_ids(prompt))
         return Draft(params, check_text(prompt), add_special=True)
 
-    def _from_embedding_request(self, params: SamplingParams, body: Values) -> Draft:
-        given = embedding_input(body, self._plan.dimensions)
-        if isinstance(given, list):
-            return Draft(params, token_ids=check_token_ids(given))
-        return Draft(params, self._plan.before + given, add_special=True)
+    def _from_vector_request(self, params: SamplingParams, body: Values) -> Draft:
+        assert self._plan.vectors is not None, "only then its url is one of those that are answered"
+        asked = asked_vectors(body, self._plan.vectors)
+        first, *further = [
+            check_token_ids(one) if isinstance(one, list) else asked.before + one for one in asked.inputs
+        ]
+        draft = Draft(params, add_special=asked.add_special, dimensions=asked.dimensions, further=further)
+        return draft._replace(text=first) if isinstance(first, str) else draft._replace(token_ids=first)
 
     def _column(self, values: Values) -> Any:
         name = str(self._plan.column)
@@ -341,6 +355,12 @@ class PromptBuilder:
         return Draft(
             params, self._chat.render(messages, arguments), masks=masks, unread=told.unread, tools=tools
         )
+
+
+def _check_length(text: str, limit: int) -> None:
+    """Raises RowProblem for a prompt of more bytes than `limit`."""
+    if len(text) > limit // _MOST_BYTES and len(text.encode("utf-8", "replace")) > limit:
+        raise RowProblem("text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy")
 
 
 class _RowTemplate:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchinfer.core.continuations import longest_sequence
 from batchinfer.core.request import RowError, TokenIds
@@ -25,7 +26,13 @@ from batchinfer.data.prompts.parameters.named_tokens import NamedTokens
 from batchinfer.data.prompts.prepared.continued import ContinuedPrompts
 from batchinfer.data.prompts.prepared.known_rows import KnownRows
 from batchinfer.data.prompts.prepared.paired import PairedTexts
-from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import (
+    FurtherPrompts,
+    OwnTexts,
+    Prepared,
+    PreparedRows,
+    PreparedRungs,
+)
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 from batchinfer.data.tokenizer.pair_template import PairTemplate
 from batchinfer.data.tokenizer.reasoned_rows import ReasonedRows
@@ -146,10 +153,11 @@ class Preparer:
             elif piece.given is not None:
                 work.errors[index] = piece.given
             elif known is None or not known.marks[index]:
-                self._draft(index, row, held, work)
-            if held.full:
-                self._finish(held, work, piece.careful)
-                held = _Drafts()
+                for draft in self._drafts(index, row, work):
+                    held.add(index, draft)
+                    if held.full:
+                        self._finish(held, work, piece.careful)
+                        held = _Drafts()
         self._finish(held, work, piece.careful)
         prompts = work.finished(size if known is None else len(known.marks))
         if known is None:
@@ -188,19 +196,21 @@ class Preparer:
                 return
             yield index, row
 
-    def _draft(self, index: int, row: Values, held: _Drafts, work: _FinishedPrompts) -> None:
+    def _drafts(self, index: int, row: Values, work: _FinishedPrompts) -> Iterable[Draft]:
+        """Return what the row asks for: mostly one prompt; none of a row with an error."""
         try:
             draft = self._builder.build(self._fields.needed(row))
             if draft.unread:
                 work.unread.add(draft.unread)
-            if draft.unread or draft.samples > 1:
+            if draft.unread or draft.samples > 1 or draft.dimensions:
                 work.anew.append(index)
             if draft.params is not self._plain and self._constraints.are_due(draft.params):
                 self._report(checking(index))
                 self._constraints.check(draft.params)
-            held.add(index, draft._replace(params=self._named.named(draft.params)))
+            return draft._replace(params=self._named.named(draft.params)).each()
         except RowProblem as problem:
             work.errors[index] = problem.error
+            return ()
 
     def _finish(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> None:
         """Tokenise what is held and see whether it fits."""
@@ -337,16 +347,11 @@ class Preparer:
             raise RowProblem("token_id_out_of_range", message)
         scored = draft.params.scored
         longest = longest_sequence(len(tokens), scored)
-        if longest + self._limits.room <= limit:
+        room = min(1, draft.params.max_tokens)  # none is needed behind what is made of the prompt alone
+        if longest + room <= limit:
             return tokens
         if self._limits.truncate == "error":
-            more = (
-                " and needs room for one more"
-                if self._limits.room
-                else " with what is scored"
-                if scored
-                else ""
-            )
+            more = " and needs room for one more" if room else " with what is scored" if scored else ""
             message = (
                 f"the prompt has {longest:,} tokens{more}; {self._limits.length()}; shorten "
                 f"it{self._limits.cut()}{self._limits.remedy()}"
@@ -377,7 +382,8 @@ class Preparer:
     def _cut(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
         """Return `keep` tokens of a prompt. What the tokenizer puts around a text stays, where a vector is made of it:
         its last token may be what the model was taught to end a text with."""
-        before, behind = ([], []) if self._limits.room or not draft.add_special else self._segments.around
+        text = draft.params.gives_tokens or not draft.add_special
+        before, behind = ([], []) if text else self._segments.around
         inner = tokens[len(before) : len(tokens) - len(behind)]
         kept = keep - len(before) - len(behind)
         if kept < 1:
@@ -457,6 +463,7 @@ class _FinishedPrompts:
         self._params_of: list[int] = []
         self._max_tokens: list[int] = []
         self._samples: list[int] = []
+        self._dimensions: list[int] = []
         self._keys: list[bytes] = []
         self._openings: list[Openings] = [_NO_OPENINGS]
         self._own_texts: dict[str, int] = {}
@@ -474,6 +481,7 @@ class _FinishedPrompts:
             self._params_of.append(number)
             self._max_tokens.append(params.max_tokens)
             self._samples.append(draft.samples)
+            self._dimensions.append(draft.dimensions)
             self._keys.append(self._makers[number].key(data[start:end]))
             said = draft.tools if draft.labels is None else draft.labels
             self._own_text_of.append(
@@ -491,6 +499,9 @@ class _FinishedPrompts:
         it allows, has none: it would give the same answer, or none."""
         asked = {self._texts[number]}
         for rung in self._rungs:
+            if not params.gives_tokens:  # a vector is the same each time
+                rung.add(-1, 0, _NO_KEY)
+                continue
             if (number, opening) not in rung.numbers:
                 rung.numbers[number, opening] = self._laid_over(params, opening, rung.rung)
             at, most = rung.numbers[number, opening]
@@ -521,23 +532,40 @@ class _FinishedPrompts:
 
     def finished(self, size: int) -> Prepared:
         """Return all rows; those that are not among the finished ones are error rows."""
-        names = ("params_of", "max_tokens", "counts", "own_text_of", "samples")
-        columns = {name: np.zeros(size, np.int32) for name in names}
-        keys = np.zeros((size, KEY_BYTES), np.uint8)
-        columns["params_of"][self._rows] = self._params_of
-        columns["max_tokens"][self._rows] = self._max_tokens
-        columns["own_text_of"][self._rows] = self._own_text_of
-        columns["samples"][self._rows] = self._samples
-        columns["counts"][self._rows] = np.concatenate(self._counts)
-        openings = np.zeros(size, np.int8)
-        openings[self._rows] = np.concatenate(self._openings)
-        keys[self._rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
-        rungs = [rung.finished(size, self._rows) for rung in self._rungs]
-        numbers = columns["params_of"], columns["max_tokens"], columns["counts"]
-        tokens, unread = np.concatenate(self._tokens), self.unread.rows
-        packed, own = keys.tobytes(), OwnTexts.found(self._own_texts, columns["own_text_of"])
-        work = self.errors, self._texts, *numbers, packed, tokens, openings, unread, rungs, own
-        return Prepared(*work, samples=columns["samples"] if any(self._samples) else None)
+        rows, counts, tokens = (
+            np.array(self._rows, np.int64),
+            *map(np.concatenate, (self._counts, self._tokens)),
+        )
+        keys = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
+        first, further = _first_prompts(rows, self.errors)
+        of_first, of_further = np.repeat(first, counts), np.repeat(further, counts)
+        mine = rows[first]
+
+        def column(values: Any, kind: type[np.generic] = np.int32) -> NDArray[Any]:
+            found = np.zeros((size, *np.shape(values)[1:]), kind)
+            found[mine] = np.asarray(values, kind)[first]
+            return found
+
+        rungs = [rung.finished(size, first, mine) for rung in self._rungs]
+        own = OwnTexts.found(self._own_texts, column(self._own_text_of))
+        return Prepared(
+            self.errors,
+            self._texts,
+            column(self._params_of),
+            column(self._max_tokens),
+            column(counts),
+            column(keys, np.uint8).tobytes(),
+            tokens[of_first],
+            column(np.concatenate(self._openings), np.int8),
+            self.unread.rows,
+            rungs,
+            own,
+            samples=column(self._samples) if any(self._samples) else None,
+            dimensions=column(self._dimensions) if any(self._dimensions) else None,
+            further=FurtherPrompts(
+                rows[further].astype(np.int32), counts[further], keys[further].tobytes(), tokens[of_further]
+            ),
+        )
 
 
 class _FinishedRung:
@@ -557,14 +585,25 @@ class _FinishedRung:
         self._max_tokens.append(max_tokens)
         self._keys.append(key)
 
-    def finished(self, size: int, rows: Sequence[int]) -> PreparedRungs:
-        """Return the work of all rows, of which these are the finished ones."""
+    def finished(self, size: int, which: NDArray[np.bool_], rows: NDArray[np.int64]) -> PreparedRungs:
+        """Return the work of all rows. `which` of the prompts that were taken are the first of `rows`."""
         found = PreparedRungs(np.full(size, -1, np.int32), np.zeros(size, np.int32), b"")
-        found.params_of[rows], found.max_tokens[rows] = self._params_of, self._max_tokens
+        found.params_of[rows] = np.array(self._params_of, np.int32)[which]
+        found.max_tokens[rows] = np.array(self._max_tokens, np.int32)[which]
         keys = np.zeros((size, KEY_BYTES), np.uint8)
-        keys[rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
+        keys[rows] = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)[which]
         found.keys = keys.tobytes()
         return found
+
+
+def _first_prompts(
+    rows: NDArray[np.int64], errors: Mapping[int, RowError]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Say which prompts are the first of their rows, which ascend, and which are further ones. A row with an error, of
+    whichever of its prompts, has none."""
+    first = np.diff(rows, prepend=-1) > 0
+    whole = ~np.isin(rows, [*errors]) if errors else np.ones(len(rows), np.bool_)
+    return first & whole, ~first & whole
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:

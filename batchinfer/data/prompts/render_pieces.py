@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,13 @@ from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepare import RowPiece
-from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import (
+    FurtherPrompts,
+    OwnTexts,
+    Prepared,
+    PreparedRows,
+    PreparedRungs,
+)
 from batchinfer.data.prompts.row_facts import RowFields, joined_facts, no_facts
 
 # What a row gets that found no memory: rows before it may have taken it.
@@ -151,7 +158,9 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         tools.joined(),
         b"".join(piece.digests or bytes(DIGEST_BYTES * len(piece)) for piece in pieces),
         _joined_marks(pieces),
-        _joined_samples(pieces),
+        _joined_numbers([piece.samples for piece in pieces], pieces),
+        _joined_numbers([piece.dimensions for piece in pieces], pieces),
+        _joined_further(pieces),
         _joined_places(pieces),
     )
 
@@ -175,11 +184,27 @@ def _joined_places(pieces: Sequence[Prepared]) -> NDArray[np.int32] | None:
     )
 
 
-def _joined_samples(pieces: Sequence[Prepared]) -> NDArray[np.int32] | None:
-    if all(piece.samples is None for piece in pieces):
+def _joined_numbers(
+    each: Sequence[NDArray[np.int32] | None], pieces: Sequence[Prepared]
+) -> NDArray[np.int32] | None:
+    """Return what rows of all pieces ask for; None: no row asks."""
+    if all(one is None for one in each):
         return None
-    return np.concatenate(
-        [np.zeros(len(piece), np.int32) if piece.samples is None else piece.samples for piece in pieces]
+    own = zip(each, pieces, strict=True)
+    return np.concatenate([np.zeros(len(piece), np.int32) if one is None else one for one, piece in own])
+
+
+def _joined_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
+    """Return the further prompts of all rows, in order."""
+    starts = accumulate((len(piece) for piece in pieces), initial=0)
+    each = [piece.further for piece in pieces]
+    rows = [one.rows + np.int32(start) for one, start in zip(each, starts, strict=False)]
+    counts, tokens = [one.counts for one in each], [one.tokens for one in each]
+    return FurtherPrompts(
+        np.concatenate([_EMPTY, *rows]),
+        np.concatenate([_EMPTY, *counts]),
+        b"".join(one.keys for one in each),
+        np.concatenate([_EMPTY, *tokens]),
     )
 
 

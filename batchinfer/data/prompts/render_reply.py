@@ -19,10 +19,18 @@ from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import MAX_SAMPLES
 from batchinfer.data.input.json_kinds import KINDS
+from batchinfer.data.input.openai import MAX_INPUTS
 from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
-from batchinfer.data.prompts.prepared.rows import OwnTexts, Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import (
+    NO_PROMPTS,
+    FurtherPrompts,
+    OwnTexts,
+    Prepared,
+    PreparedRows,
+    PreparedRungs,
+)
 from batchinfer.data.prompts.row_facts import MOST_NAMES, RowFacts, RowFields
 from batchinfer.data.tool_calls.known_tools import KnownTools
 
@@ -60,8 +68,10 @@ def packed(done: PreparedRows) -> bytes:
         parts += [(rung.params_of + 1).tobytes(), rung.max_tokens.tobytes(), rung.keys]
     for column in _text_columns(facts):
         parts += _packed_texts(column)
-    parts += [b"" if one is None else one.tobytes() for one in (prompts.known, prompts.samples)]
-    parts.append(prompts.digests)
+    more = prompts.further
+    numbers = (prompts.known, prompts.samples, prompts.dimensions, more.rows, more.counts, more.tokens)
+    parts += [b"" if one is None else one.tobytes() for one in numbers]
+    parts += [more.keys, prompts.digests]
     parts.append(b"" if prompts.kept_rows is None else (prompts.kept_rows + 1).tobytes())
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
 
@@ -149,11 +159,11 @@ class _ReplyParts:
             raise ValueError("the marks are not those of the rows")
         return found != 0 if len(found) else None
 
-    def samples(self, count: int) -> NDArray[np.int32] | None:
-        """Return how many answers each of so many rows asks for, if any does."""
-        found = self.numbers(below=MAX_SAMPLES + 1)
+    def of_rows(self, count: int, below: int = 1 << 31) -> NDArray[np.int32] | None:
+        """Return a number of each of so many rows, if any has one."""
+        found = self.numbers(below=below)
         if len(found) not in (0, count):
-            raise ValueError("the numbers of answers are not those of the rows")
+            raise ValueError("numbers are not those of the rows")
         return found if len(found) else None
 
     def kept_rows(self, known: NDArray[np.bool_] | None) -> NDArray[np.int32] | None:
@@ -164,6 +174,29 @@ class _ReplyParts:
         if known is None or not np.array_equal(found > 0, known):
             raise ValueError("the places of known rows are not those of the rows")
         return found - 1
+
+    def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
+        """Return the prompts that rows have behind their first: as many as each has answers."""
+        rows, counts, tokens = (
+            self.numbers(below=max(1, len(prompts))),
+            self.numbers(),
+            self.numbers(below=vocab_size),
+        )
+        found = FurtherPrompts(rows, counts, self.next(), tokens)
+        if (
+            len(counts) != len(rows)
+            or len(found.keys) != KEY_BYTES * len(rows)
+            or len(tokens) != counts.sum()
+        ):
+            raise ValueError("what rows ask for besides is not whole")
+        if not len(rows):
+            return NO_PROMPTS
+        whose, times = np.unique(rows, return_counts=True)
+        answers = prompts.answers(1)[whose]
+        sound = (np.diff(rows) >= 0).all() and (counts > 0).all() and prompts.counts[whose].all()
+        if not sound or (times + 1 != answers).any():
+            raise ValueError("what rows ask for besides is not theirs")
+        return found
 
     def texts(self, count: int) -> pa.StringArray:
         valid, ends, texts = self.next(), self.next(), self.next()
@@ -196,11 +229,9 @@ def _rows(
     ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
     work = errors, params, params_of, max_tokens, counts, keys, tokens, openings
     prompts, facts = Prepared(*work, ignored, ladder, tools), _facts(head, parts, fields, size)
-    prompts.known, prompts.samples, prompts.digests = (
-        parts.marks(size),
-        parts.samples(size),
-        parts.digests(size),
-    )
+    prompts.known, prompts.samples = parts.marks(size), parts.of_rows(size, max(MAX_SAMPLES, MAX_INPUTS) + 1)
+    prompts.dimensions, prompts.further = parts.of_rows(size), parts.further(prompts, vocab_size)
+    prompts.digests = parts.digests(size)
     prompts.kept_rows = parts.kept_rows(prompts.known)
     if len(tokens) != int(prompts.tokens_there().sum()):
         raise ValueError("tokens are not those of the rows")

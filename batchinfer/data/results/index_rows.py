@@ -10,7 +10,16 @@ from typing import Protocol
 import pyarrow as pa
 
 from batchinfer.core.errors import BatchInferError
-from batchinfer.data.index.index import INPUT_ROW, LABELS, OPENING, SAMPLE, TOOLS, BestOf, Stretches
+from batchinfer.data.index.index import (
+    DIMENSIONS,
+    INPUT_ROW,
+    LABELS,
+    OPENING,
+    SAMPLE,
+    TOOLS,
+    BestOf,
+    Stretches,
+)
 from batchinfer.data.index.taken import TakenRows
 from batchinfer.data.outputs.frame import HEAD, TAIL
 from batchinfer.data.outputs.kind import AskedOutputs
@@ -81,6 +90,7 @@ class IndexRows:
         self._columns = [*_READ, *([] if index.reasoning is None else [OPENING.name])]
         self._columns += [INPUT_ROW.name, SAMPLE.name] if index.samples else []
         self._columns += [] if index.tool_calls is None else [TOOLS.name]
+        self._columns += [DIMENSIONS.name] if index.own_dimensions else []
         self._columns += [LABELS.name] if index.scoring is not None and index.scoring.own_labels else []
 
     def tables(self, start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[pa.Table, pa.Table]]:

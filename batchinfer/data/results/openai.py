@@ -125,16 +125,18 @@ def batch_line(rows: Sequence[dict[str, Any]], request: Asked, origin: Origin) -
     seed = f"{origin.job}\0{first['row_id']}\0{first['custom_id']}"
     answers = [row for row in rows if row["status"] != "error"]
     response: dict[str, Any] | None = None
-    if answers:
+    # A request for vectors has one of each of its inputs, or none
+    if len(answers) == len(rows) or (answers and request.url != VECTOR_URL):
         body = _body(answers, request, origin, seed)
         response = {"status_code": 200, "request_id": _id("req_", seed), "body": body}
-    error = next((_error(row, len(rows)) for row in rows if row["status"] == "error"), None)
+    what = "input" if request.url == VECTOR_URL else "choice"
+    error = next((_error(row, len(rows), what) for row in rows if row["status"] == "error"), None)
     line = {"id": _id("batch_req_", seed), "custom_id": first["custom_id"]}
     return {**line, "response": response, "error": error}
 
 
-def _error(row: dict[str, Any], choices: int) -> dict[str, Any]:
-    which = f"choice {row[SAMPLE.name]} of {choices}: " if choices > 1 else ""
+def _error(row: dict[str, Any], rows: int, what: str) -> dict[str, Any]:
+    which = f"{what} {row[SAMPLE.name]} of {rows}: " if rows > 1 else ""
     return {"code": row["error_code"], "message": f"{which}{row['error_message']}"}
 
 

@@ -1,13 +1,12 @@
-"""Names of what the requests of an engine ask for: one thing at a time."""
+"""Names of what the requests of an engine ask for: one thing at a time, or tokens and vectors."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from batchinfer.core.sampling import SamplingParams
 
-TOKENS, SCORES = "tokens", "scores"
-OF_WHOLE_PROMPTS = tuple(  # of hidden states that the cache does not have
-    f"{what} ({pooling})" for what in ("vectors", "logits") for pooling in ("mean", "cls")
-)
+TOKENS, SCORES, VECTORS = "tokens", "scores", "vectors"
 
 
 def answer_of(params: SamplingParams) -> str:
@@ -16,4 +15,10 @@ def answer_of(params: SamplingParams) -> str:
         return SCORES
     if params.pooling is None:
         return TOKENS
-    return f"{'logits' if params.classified else 'vectors'} ({params.pooling})"
+    return f"{'logits' if params.classified else VECTORS} ({params.pooling})"
+
+
+def go_together(answers: Collection[str]) -> bool:
+    """Say whether requests for all of these may be unfinished at once: a step makes vectors in one way only."""
+    others = [one for one in answers if one != TOKENS]
+    return len(answers) == 1 or (len(others) == 1 and others[0].startswith(VECTORS))

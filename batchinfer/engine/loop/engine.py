@@ -13,7 +13,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.continuations import longest_sequence
 from batchinfer.core.request import Completion, ConstraintFailed, Request, RowError, TokenIds, TokenLogprobs
 from batchinfer.core.samples import ConstraintWork, RequestSample, StepSample
-from batchinfer.engine.loop.answers import OF_WHOLE_PROMPTS, TOKENS, answer_of
+from batchinfer.engine.loop.answers import TOKENS, answer_of, go_together
 from batchinfer.engine.loop.constrained_end import constrained_end, without_token
 from batchinfer.engine.loop.drafting import Drafter, Drafting
 from batchinfer.engine.loop.ended import completion, ends_request, prompt_end, request_sample
@@ -86,7 +86,7 @@ class Engine:
         self._plans = PlanWriter(limits.eos_token_ids, runner.wants)
         self._jump_forward_tokens = 0  # since the last sample
         self._reported = _work_of(masks)  # another engine may have used them before
-        self._answers = TOKENS  # what all requests ask for that are unfinished
+        self._answers = frozenset({TOKENS})  # what unfinished requests ask for
         self._started = clock()
         self._steps = 0
         self._early = StepOutput()  # what ended before any step
@@ -107,8 +107,8 @@ class Engine:
 
     def add(self, requests: Seq[Request]) -> None:
         """Queue requests; they are admitted in this order. Raises ValueError for stop strings without a watcher, a
-        prompt that leaves no position for an answer, logits of prompts that may run in parts, and requests for vectors
-        beside others.
+        prompt that leaves no position for an answer, logits of prompts that may run in parts, and requests for logits
+        or scores beside others.
         """
         roots = self._limits.roots
         for request in requests:
@@ -116,8 +116,8 @@ class Engine:
                 raise ValueError("an encoder makes vectors, and nothing else")
             if request.params.classified and not self._scheduler.config.whole_prompts:
                 raise ValueError("a classification head reads prompts that run as a whole")
-            if answer_of(request.params) != self._answers:
-                self._change_answers(answer_of(request.params))
+            if answer_of(request.params) not in self._answers:
+                self._ask_for(answer_of(request.params))
             length = longest_sequence(len(request.prompt), request.params.scored)
             if length + min(1, request.params.max_tokens) > (most := roots.max_model_len):
                 raise ValueError(f"a prompt of {length} tokens, and positions for {most}")
@@ -137,16 +137,14 @@ class Engine:
             for tokens in answers:
                 self._drafting.drafter.learn(tokens)
 
-    def _change_answers(self, answers: str) -> None:
-        """Take requests for such answers from now on. A mean is made of all hidden states of a prompt, and cls of the
-        first: the cache has none."""
-        if self.unfinished:
+    def _ask_for(self, answers: str) -> None:
+        """Take requests for such answers, too, from now on."""
+        others = self._answers if self.unfinished else frozenset[str]()
+        if not go_together({*others, answers}):
             raise ValueError(
-                f"an engine that runs requests for {self._answers} cannot run some for {answers}"
+                f"an engine that runs requests for {', '.join(sorted(others))} cannot run some for {answers}"
             )
-        if answers in OF_WHOLE_PROMPTS and self._scheduler.config.prefix_caching:
-            raise ValueError(f"an engine whose requests share prefixes cannot make {answers}")
-        self._answers = answers
+        self._answers = others | {answers}
 
     def _sequences_of(self, request: Request, watch: StopStream | None) -> list[Sequence]:
         """Make the sequences that a request becomes: one of each branch of its continuations, or a single one."""
@@ -264,7 +262,9 @@ class Engine:
         step.launched_s = self._now()
         shares = self._runner.wants.shared_blocks
         shared = self._scheduler.shared_blocks(scheduled.chunks) if shares else 0
-        step.result = self._runner.launch(self._plans.of(scheduled, step.sampling, shared, step.read))
+        step.result = self._runner.launch(
+            self._plans.of(scheduled, step.sampling, shared, step.read, step.asked)
+        )
         self._scheduler.launched(scheduled)
         self._scheduler.limit_tokens(self._runner.most_tokens)
         self._move_on(step)

@@ -52,7 +52,7 @@ class DeviceRun:
     # Of each micro-batch that has any, with the number of its first sampled row
     asking: list[tuple[int, RowLogprobs]] = field(default_factory=list)
     masked: list[tuple[int, Masked]] = field(default_factory=list)
-    stated: list[tuple[int, RowStates]] = field(default_factory=list)
+    stated: list[RowStates] = field(default_factory=list)  # of each that has any
     scored: int = 0  # micro-batches that have scores
 
     def tokens(self) -> list[list[int]]:
@@ -77,7 +77,7 @@ class DeviceRun:
             return {}
         arrays = self.download.arrays()[1 + 3 * len(self.asking) :]
         stated = zip(self.stated, arrays[: len(self.stated)], strict=True)
-        return states_of_chunks((rows.of_rows(states, first) for (first, rows), states in stated), self.plan)
+        return states_of_chunks((rows.of_chunks(states) for rows, states in stated), self.plan)
 
     def barred(self) -> Mapping[int, bool]:
         """Wait for the step; whether its mask kept each chunk that has one from its most likely token."""
@@ -177,11 +177,11 @@ class DeviceRunner(ModelRunner):
         self.device_tokens.tokens = tokens
         logprobs = [(first, s.logprobs) for first, s in sampled if s.logprobs is not None]
         masked = [(first, s.masked) for first, s in sampled if s.masked is not None]
-        stated = [(first, s.states) for first, s in sampled if s.states is not None]
+        stated = [s.states for _, s in sampled if s.states is not None]
         scored = [s.scores for _, s in sampled if s.scores is not None]
         beside = [
             *(tensor for _, found in logprobs for tensor in found.tensors),
-            *(one.states for _, one in stated),
+            *(one.states for one in stated),
             *(one.barred for _, one in masked),
             *(tensor for one in scored for tensor in one.tensors),
         ]

@@ -140,7 +140,7 @@ class ModelRunner:
         sampled = self.next_tokens(hidden, sampling)
         masked, found, states, counts = sampled.masked, sampled.logprobs, sampled.states, plan.sampled_counts
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
-        asked = states.of_rows(states.states.numpy(force=True)) if states else {}
+        asked = states.of_chunks(states.states.numpy(force=True)) if states else {}
         scored = [] if sampled.scores is None else [one.numpy(force=True) for one in sampled.scores.tensors]
         tokens = tokens_of_chunks(sampled.tokens.tolist(), plan)
         barred = masked.of_rows(masked.barred.numpy(force=True)) if masked else {}

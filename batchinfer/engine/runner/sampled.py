@@ -61,16 +61,17 @@ class Masked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStates:
-    """Hidden states of those rows that ask for them, behind the final norm; or, pooled, their sums by chunk."""
+    """Hidden states of those rows that ask for them, behind the final norm, or their sums by chunk."""
 
-    rows: list[int]  # (n,): rows, or chunks
+    chunks: list[int]  # (n,), ascending: of those that ask for states
     states: Tensor  # (n, hidden) float32; sums in float64
-    pooled: bool = False
 
-    def of_rows(self, states: NDArray[Any], first: int = 0) -> dict[int, States]:
-        """Give each row, whose number is `first` more, or each chunk its own of the host's `states`, (1, hidden)."""
-        begin = 0 if self.pooled else first
-        return {begin + row: states[at : at + 1] for at, row in enumerate(self.rows)}
+    def of_chunks(self, states: NDArray[Any]) -> dict[int, States]:
+        """Give each chunk its own of the host's `states`, (any, hidden)."""
+        numbers, firsts = np.unique(np.array(self.chunks, np.int64), return_index=True)
+        ends = [*firsts[1:].tolist(), len(self.chunks)]
+        spans = zip(numbers.tolist(), firsts.tolist(), ends, strict=True)
+        return {chunk: states[first:end] for chunk, first, end in spans}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,14 +124,18 @@ def logprobs_of_chunks(
 
 
 def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> Mapping[int, States]:
-    """Put the hidden states of the rows of each chunk together, (any, hidden); or, where they are pooled, add up its
-    sums, (1, hidden). `parts`: of each micro-batch, by row or, pooled, by chunk."""
+    """Put the hidden states of each chunk that asks for them together, (any, hidden); or, where they are summed, add up
+    its sums, (1, hidden). `parts`: of each micro-batch."""
     found: dict[int, States] = {}
     for part in parts:
-        # Only a chunk that is in two micro-batches is there already, and its states are sums
-        found |= {at: states + found[at] if at in found else states for at, states in part.items()}
-    counts = None if plan.sampling.pools is not None else plan.sampled_counts
-    return {chunk: np.concatenate(own) for chunk, own in _by_chunk(found, counts)} if counts else found
+        for chunk, states in part.items():
+            if chunk not in found:
+                found[chunk] = states
+            elif plan.sampling.summed:
+                found[chunk] = found[chunk] + states
+            else:
+                found[chunk] = np.concatenate([found[chunk], states])
+    return found
 
 
 def _by_chunk(found: Mapping[int, T], counts: Sequence[int]) -> Iterator[tuple[int, list[T]]]:

@@ -102,9 +102,9 @@ class Sampler:
         """Return the logits of each prompt, all of which has run: a mean is made of all sums that there will be."""
         assert self.classifier is not None, "the model has no classification head"
         pooled = states.states
-        if plan.pools is not None:
+        if plan.summed:
             (lengths,) = upload(
-                [np.unique(plan.pools, return_counts=True)[1].astype(np.int64)], pooled.device
+                [np.unique(plan.state_chunks, return_counts=True)[1].astype(np.int64)], pooled.device
             )
             pooled = pooled / lengths[:, None]
         return replace(states, states=self.classifier(pooled.float()))
@@ -213,11 +213,11 @@ def _asked_states(head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> RowSt
         return None
     every = len(plan.states) == len(hidden)
     states = head.states(hidden if every else hidden[plan.states])
-    if plan.pools is None:
-        return RowStates(plan.states, states.float())
-    chunks, places = np.unique(plan.pools, return_inverse=True)
+    if not plan.summed:
+        return RowStates(plan.state_chunks, states.float())
+    chunks, places = np.unique(plan.state_chunks, return_inverse=True)
     (index,) = upload([places.astype(np.int64)], hidden.device)
-    return RowStates(chunks.tolist(), _exact_sums(states, index, len(chunks)), pooled=True)
+    return RowStates(chunks.tolist(), _exact_sums(states, index, len(chunks)))
 
 
 def _exact_sums(states: Tensor, chunk_of: Tensor, chunks: int) -> Tensor:

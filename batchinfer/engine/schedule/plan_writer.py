@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from batchinfer.engine.schedule.asked_rows import asked_rows
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.places import places_of
+from batchinfer.engine.schedule.pooled_states import with_states
 from batchinfer.engine.schedule.sampling_writer import SamplingWriter, awaited_from
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
-from batchinfer.engine.schedule.scored_rows import with_prompts
+from batchinfer.engine.schedule.scored_rows import scored_rows, with_prompts
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import (
     ARGMAX,
@@ -48,21 +48,26 @@ class PlanWriter:
         self._sampled: list[Sequence] = []  # of each row that the plan before samples
 
     def of(
-        self, step: Step, sampling: list[Sequence], shared_blocks: int = 0, read: Seq[Chunk] = ()
+        self,
+        step: Step,
+        sampling: list[Sequence],
+        shared_blocks: int = 0,
+        read: Seq[Chunk] = (),
+        asked: Seq[Chunk] = (),
     ) -> StepPlan:
         """Return the plan of a step. `sampling`: the sequences of its chunks that sample, in order; `read`: its chunks
-        of whose prompts log-probabilities are asked for, see `prompt_chunks`."""
+        of whose prompts log-probabilities are asked for, see `prompt_chunks`; `asked`: see `asked_chunks`."""
         chunks = step.chunks
         chunk_sequences, starts, lengths = zip(*chunks, strict=True)
         sequences = list(chunk_sequences)
         single = lengths.count(1) == len(lengths)
-        asked = [(s.request.key, s.output_length) for s in sequences] if self._wants.requests else None
+        requests = [(s.request.key, s.output_length) for s in sequences] if self._wants.requests else None
         sampled = self._sampled_rows(chunks, sampling, lengths, single)
         verified = _Verified.of(sampling, sampled) if step.drafts else None
         sampled = sampled if verified is None else verified.rows
         spans = np.array(starts, np.int32), None if single else np.array(lengths, np.int32)
         copies = _copies(step.copies, sequences) if step.copies else None
-        silent = asked_rows(chunks)
+        silent = None if sequences[0].scored is None else scored_rows(chunks)
         if not self._wants.inputs:
             own = silent or AskedRows(sampled, None, ARGMAX)
             own = with_prompts(chunks, read, sampled, own) if read else own
@@ -73,13 +78,14 @@ class PlanWriter:
                 copies=copies,
                 sampled=sampled,
                 sampling=own.sampling,
-                requests=asked,
+                requests=requests,
                 shared_blocks=shared_blocks,
             )
         rows = None if sequences == self._sequences else self._arranged(sequences)
         before, self._sampled = self._sampled, sampling if verified is None else verified.sequences
         own = silent or self._asked(verified, before, sampled)
         own = with_prompts(chunks, read, sampled, own) if read else own
+        own = with_states(chunks, asked, own) if asked and silent is None else own
         return StepPlan(
             *spans,
             rows=rows,
@@ -93,7 +99,7 @@ class PlanWriter:
             sampled_counts=own.counts,
             awaited=_awaited(self._sampled, before, sampled),
             sampling=own.sampling,
-            requests=asked,
+            requests=requests,
             shared_blocks=shared_blocks,
         )
 

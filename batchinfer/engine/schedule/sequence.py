@@ -202,6 +202,8 @@ class Sequence:
     def most_cached(self) -> int:
         """The most tokens that may come from the cache instead of being run: those behind which nothing is asked."""
         last = len(self.tokens) - 1
+        if self.pooling not in (None, "last"):  # made of hidden states, which the cache has none of
+            return 0
         if self.prompt_scores is not None and not self.prompt_scores.complete:
             return 0
         return last if self.scored is None else min(self.scored.branch.first, last)

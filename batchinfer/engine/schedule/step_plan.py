@@ -195,14 +195,16 @@ class SamplingPlan:
     # (n,): tokens that are given, whose log-probabilities may be asked for; negative: chosen. None: all are chosen
     given: Ints | None = None
     states: list[int] = field(default_factory=list)  # rows whose hidden states are asked for
-    # Of each of these, ascending, the chunk to whose sum it is added; None: each is given by itself
-    pools: list[int] | None = None
+    # Of each of these, ascending, which of the chunks that ask for states it is of
+    state_chunks: list[int] = field(default_factory=list)
+    summed: bool = False  # whether the states of a chunk are added up
     chooses: bool = True  # whether rows get tokens at all
     classified: bool = False  # whether the classification head makes logits of the states, or of their means
     scored: ScoredTokens | None = None  # None: no row is asked how likely tokens are behind it
     biased: BiasedTokens | None = None
     allowed: AllowedTokens | None = None  # None: no row is kept from any token
-    # Which of the rows get tokens, ascending: all else but `scored` names rows by their place among these. None: all
+    # Which of the rows get tokens, ascending: all else but `scored` and `states` names rows by their place among these.
+    # None: all
     chosen: Ints | None = None
 
     def choosing(self, rows: int) -> int:
@@ -218,14 +220,15 @@ class SamplingPlan:
     def part(self, first: int, end: int) -> SamplingPlan:
         """Return the plan of the rows [first, end)."""
         scored = None if self.scored is None else self.scored.part(first, end)
+        states = [at for at, row in enumerate(self.states) if first <= row < end]
+        stated = [self.states[at] - first for at in states]
         chosen, begin = self.chosen, first
         if chosen is not None:
             first, end = np.searchsorted(chosen, (first, end)).tolist()
             chosen = chosen[first:end] - np.int32(begin)
         masked = [at for at, row in enumerate(self.masked) if first <= row < end]
         asking = [at for at, row in enumerate(self.asking) if first <= row < end]
-        states = [at for at, row in enumerate(self.states) if first <= row < end]
-        given, pools = self.given, self.pools
+        given = self.given
         return SamplingPlan(
             self.argmax,
             [self.masked[at] - first for at in masked],
@@ -237,8 +240,9 @@ class SamplingPlan:
             None if self.penalised is None else self.penalised.part(first, end),
             None if self.drawn is None else self.drawn.part(first, end),
             None if given is None else given[first:end],
-            [self.states[at] - first for at in states],
-            None if pools is None else [pools[at] for at in states],
+            stated,
+            [self.state_chunks[at] for at in states],
+            self.summed,
             self.chooses and (chosen is None or len(chosen) > 0),
             self.classified,
             scored,
@@ -259,7 +263,8 @@ class SamplingPlan:
             None if asked_for is None else (*(one.tobytes() for one in asked_for[:2]), asked_for.likeliest)
         )
         how, edits = (self.chooses, self.classified, chosen), (self.biased, self.allowed)
-        return _sampling, (asked, given, self.states, self.pools, how, scored, *edits)
+        states = (self.states, self.state_chunks, self.summed)
+        return _sampling, (asked, given, states, how, scored, *edits)
 
 
 ARGMAX = SamplingPlan()
@@ -270,7 +275,7 @@ def _argmax() -> SamplingPlan:
 
 
 def _sampling(
-    asked: tuple[Any, ...], given: bytes | None, states: list[int], pools: list[int] | None,
+    asked: tuple[Any, ...], given: bytes | None, states: tuple[list[int], list[int], bool],
     how: tuple[bool, bool, bytes | None], scored: tuple[bytes, bytes, int] | None, *edits: Any,
 ) -> SamplingPlan:  # fmt: skip
     tokens = None
@@ -278,7 +283,7 @@ def _sampling(
         places, ids, likeliest = scored
         tokens = ScoredTokens(np.frombuffer(places, np.int32), np.frombuffer(ids, np.int32), likeliest)
     *said, chosen = how
-    fields: tuple[Any, ...] = (*asked, _ints(given), states, pools, *said, tokens, *edits, _ints(chosen))
+    fields: tuple[Any, ...] = (*asked, _ints(given), *states, *said, tokens, *edits, _ints(chosen))
     return SamplingPlan(*fields)
 
 

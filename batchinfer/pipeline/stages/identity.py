@@ -32,8 +32,8 @@ def _columns(run: OpenRun) -> str:
     results of before there were kinds keep their identity. How answers mark reasoning and write calls decides columns,
     too, and what is made of vectors and scores."""
     setup = run.setup
-    kind = setup.output
-    read = setup.reasoning, setup.tool_calls, setup.embedding, setup.scoring, setup.pairs
+    kind, asked = setup.output, setup.asked
+    read = asked.reasoning, asked.tool_calls, asked.embedding, asked.scoring, asked.pairs
     version = "" if (kind.name, kind.version) == (USUAL, 0) else f" {kind.name} {kind.version}"
     said = (json.dumps(one.to_json(), sort_keys=True) for one in read if one is not None)
     return " ".join([version, *said])

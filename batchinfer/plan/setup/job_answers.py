@@ -12,6 +12,7 @@ from batchinfer.data.columns.schema_columns import NoColumns, SchemaColumns, sch
 from batchinfer.data.constraints.constraint_check import constraint_problem
 from batchinfer.data.constraints.generated_schema import parsed_schema
 from batchinfer.data.outputs.kind import OutputKind
+from batchinfer.data.prompts.parameters.vector_requests import VectorRequests
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.job.check import (
@@ -25,7 +26,7 @@ from batchinfer.job.check import (
 )
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_calls import job_calls
-from batchinfer.plan.setup.job_embedding import job_embedding
+from batchinfer.plan.setup.job_embedding import requested_vectors
 from batchinfer.plan.setup.job_pairs import job_pairs
 from batchinfer.plan.setup.job_reasoning import job_reasoning
 
@@ -37,24 +38,29 @@ class AskedAnswers:
     reasoning: Reasoning | None
     tool_calls: CallStyle | None
     embedding: Embedding | None = None
+    vectors: VectorRequests | None = None  # how OpenAI requests may ask for them
+    no_vectors: str = ""  # why they may ask for none, where they may ask for texts
     scoring: Scoring | None = None
     pairs: PairScoring | None = None
     answers: None = None
     logprobs: None = None
     prompt_logprobs: bool = False
     confidence: None = None
+    own_dimensions: bool = False
 
 
 def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
     """Return what the job asks of answers. Raises JobFileError."""
-    embedding = job_embedding(job, checkpoint.spec.hidden, checkpoint.spec.causal)
+    embedding, vectors, no_vectors = requested_vectors(job, checkpoint.spec.hidden, checkpoint.spec.causal)
     pairs = job_pairs(job, tokenizer, checkpoint)
     if pairs is not None:
         return AskedAnswers(None, None, pairs=pairs)
     scoring = _scoring(job)
-    if embedding is not None or scoring is not None:
-        return AskedAnswers(None, None, embedding, scoring)
-    return AskedAnswers(job_reasoning(job, tokenizer), job_calls(job, tokenizer))
+    if job.task != "generate":
+        return AskedAnswers(None, None, embedding, vectors, scoring=scoring)
+    return AskedAnswers(
+        job_reasoning(job, tokenizer), job_calls(job, tokenizer), embedding, vectors, no_vectors
+    )
 
 
 def _scoring(job: Job) -> Scoring | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from batchinfer.core.embedding import Dense, Embedding
+from batchinfer.core.errors import JobFileError
 from batchinfer.core.sampling import Pooling
+from batchinfer.data.prompts.parameters.vector_requests import VectorRequests
 from batchinfer.job import Job
+from batchinfer.job.embedding import EmbedSection
 from batchinfer.models.files.sentence_modules import MODULES, PROMPTS, SentenceModules, sentence_modules
 
 _NO_PROMPT = "none"
@@ -12,8 +15,8 @@ _NO_PROMPT = "none"
 
 def job_embedding(job: Job, hidden: int, causal: bool = True) -> Embedding | None:
     """Return the vectors of a job whose model has `hidden` numbers in a hidden state, and is an encoder if it is not
-    `causal`; None: it generates texts. Raises JobFileError, SecurityRefusal."""
-    if job.task != "embed":
+    `causal`; None: no row may ask for one. Raises JobFileError, SecurityRefusal."""
+    if not job.embeds:
         return None
     asked, modules = job.embed, sentence_modules(job.model.path)
     dense = () if modules is None else modules.dense
@@ -24,10 +27,34 @@ def job_embedding(job: Job, hidden: int, causal: bool = True) -> Embedding | Non
         raise job.mistake("embed.dimensions", text)
     normalize = modules is None or modules.normalizes if asked.normalize == "auto" else asked.normalize
     pooling, prompt = _pooling(job, modules, causal), _prompt(job, modules)
-    if prompt and modules is not None and pooling != "last" and not modules.pools_prompt:
+    if prompt and modules is not None and not _may_pool_prompts(pooling, modules):
         text = "the checkpoint leaves its prompt's tokens out of the pooling (include_prompt), which is not computed"
         raise job.mistake("embed.prompt", f"{text}; set it to none, or pooling to last")
     return Embedding(pooling, normalize, kept, prompt, dense)
+
+
+def requested_vectors(
+    job: Job, hidden: int, causal: bool = True
+) -> tuple[Embedding | None, VectorRequests | None, str]:
+    """Return the vectors of a job, how OpenAI requests may ask for them, and why they may not, where they may ask for
+    texts: then a checkpoint whose modules are not computed is no mistake, unless the job says which vectors it wants.
+    Raises JobFileError, SecurityRefusal."""
+    try:
+        made = job_embedding(job, hidden, causal)
+    except JobFileError as error:
+        if job.task == "embed" or job.embed != EmbedSection():
+            raise
+        return None, None, "; ".join(one.message for one in error.mistakes)
+    if made is None or not job.requests:
+        return made, None, ""
+    modules = sentence_modules(job.model.path)
+    prompts = {} if modules is None or not _may_pool_prompts(made.pooling, modules) else modules.prompts
+    return made, VectorRequests(made.prompt, made.width(hidden), made.normalize, prompts), ""
+
+
+def _may_pool_prompts(pooling: Pooling, modules: SentenceModules) -> bool:
+    """Whether a prompt may stand before a text: not where its tokens are to be left out of the pooling."""
+    return pooling == "last" or modules.pools_prompt
 
 
 def _width(job: Job, hidden: int, layers: tuple[Dense, ...]) -> int:

@@ -9,15 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from importlib.metadata import version
-from pathlib import Path
 
 from batchinfer.core.content_root import ContentRoots
-from batchinfer.core.embedding import Embedding
-from batchinfer.core.errors import Unavailable
-from batchinfer.core.reasoning import Reasoning
-from batchinfer.core.scoring import PairScoring, Scoring
-from batchinfer.core.tool_calls import CallStyle
 from batchinfer.data.columns.schema_columns import SchemaColumns
 from batchinfer.data.index.ingest_options import IngestOptions
 from batchinfer.data.input.reader import SampleSize, Strata
@@ -28,11 +21,12 @@ from batchinfer.data.results.manifest import check_destination
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
-from batchinfer.machine.hardware import Hardware, nvidia_gpus
+from batchinfer.machine.hardware import Hardware
 from batchinfer.models.opening import StoredModel, open_checkpoint
+from batchinfer.plan.setup.check_device import check_device
 from batchinfer.plan.setup.draft_model import DraftModel, draft_model
 from batchinfer.plan.setup.ingest_workers import ingest_workers
-from batchinfer.plan.setup.job_answers import answer_columns, asked_answers, check_names
+from batchinfer.plan.setup.job_answers import AskedAnswers, answer_columns, asked_answers, check_names
 from batchinfer.plan.setup.job_reasoning import most_answer_tokens
 from batchinfer.plan.setup.job_tokens import check_tokens
 from batchinfer.plan.setup.job_weights import job_weights
@@ -48,15 +42,9 @@ class Setup:
     tokenizer: Tokenizer
     columns: SchemaColumns | None  # of answers that `output.schema` describes
     output: OutputKind  # of its answers
+    asked: AskedAnswers  # what these have besides, or in the place of texts
     most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
     workers: int = 1  # processes that read, render and tokenise rows
-    # how its answers mark it; None: they have none, or keep it in their text
-    reasoning: Reasoning | None = None
-    # how they write calls of tools; None: no row can have tools, or calls are kept in the text
-    tool_calls: CallStyle | None = None
-    embedding: Embedding | None = None  # its vectors; None: it makes none
-    scoring: Scoring | None = None  # what it scores; None: nothing
-    pairs: PairScoring | None = None  # how it scores pairs; None: none
     drafts: DraftModel | None = None  # the model whose answers are drafts; None: there is none
     adapters: Mapping[str, str] = field(
         default_factory=dict
@@ -97,6 +85,7 @@ class Setup:
 
         `now`: the moment of the run, where it is not this one. `workers`: another number of processes than the job's.
         """
+        asked = self.asked
         return IngestOptions(
             context=context,
             max_model_len=self.setting.max_model_len,
@@ -106,11 +95,13 @@ class Setup:
             sample=sample,
             strata=strata,
             output=self.output.name,
-            reasoning=self.reasoning,
-            tool_calls=self.tool_calls,
-            embedding=self.embedding,
-            scoring=self.scoring,
-            pairs=self.pairs,
+            reasoning=asked.reasoning,
+            tool_calls=asked.tool_calls,
+            embedding=asked.embedding,
+            vectors=asked.vectors,
+            no_vectors=asked.no_vectors,
+            scoring=asked.scoring,
+            pairs=asked.pairs,
             adapters=self.adapters,
         )
 
@@ -123,7 +114,7 @@ def check_setup(
     Raises JobFileError, SecurityRefusal, Unavailable, OutputConflict, StorageError and what the tokenizer raises."""
     checkpoint = open_checkpoint(job.model.path)
     if hardware is None:
-        _check_device(job)
+        check_device(job)
     setting = resolve(job, checkpoint, hardware)
     weights = job_weights(job, checkpoint, setting, state)
     checkpoint, setting = weights.checkpoint, weights.setting
@@ -135,12 +126,12 @@ def check_setup(
     state.refuse_newer()
     check_tokens(job, tokenizer, checkpoint.spec.vocab)
     kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
-    whole = read.embedding is not None and read.embedding.pooling != "last"
+    # Of a job that makes nothing else
+    whole = job.task == "embed" and read.embedding is not None and read.embedding.pooling != "last"
     if whole or not checkpoint.spec.causal:
         setting = setting.without_sharing()
     check_names(job, kind, read)
     columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
-    said = read.reasoning, read.tool_calls, read.embedding, read.scoring, read.pairs
     most = most_answer_tokens(job, read.reasoning)
     return Setup(
         checkpoint,
@@ -148,24 +139,9 @@ def check_setup(
         tokenizer,
         columns,
         kind,
+        read,
         most,
         workers,
-        *said,
         drafts=draft_model(job, tokenizer, state, hardware),
         adapters=weights.adapters,
     )
-
-
-def _check_device(job: Job) -> None:
-    """Refuse a GPU that the job names and that is not there. In a container nvidia-smi may be missing."""
-    if job.engine.device != "cuda":
-        return
-    if version("torch").endswith("+cpu"):
-        raise Unavailable(
-            "engine.device is cuda, and the torch that is installed computes on CPUs only; "
-            "use device: cpu, or install torch with CUDA"
-        )
-    if not nvidia_gpus() and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
-        raise Unavailable(
-            "engine.device is cuda, and this machine has no NVIDIA GPU; use device: cpu, or auto"
-        )

@@ -186,13 +186,14 @@ def test_rows_get_what_they_ask_for_of_any_positions(ahead: bool) -> None:
             among_allowed=[False] * 9,
             given=np.array(text[1:], np.int32),
             states=[4, 8],
+            state_chunks=[0, 0],
         ),
     )
     launched = runner.launch(pickle.loads(pickle.dumps(scored)))
     assert launched.tokens() == [text[1:]]
     np.testing.assert_allclose(launched.logprobs()[0].chosen, wanted, atol=1e-4)
     torch.testing.assert_close(torch.from_numpy(launched.states()[0]), states[[4, 8]], atol=1e-4, rtol=0)
-    last = replace(plan, sampling=SamplingPlan(states=[0], chooses=False))
+    last = replace(plan, sampling=SamplingPlan(states=[0], state_chunks=[0], chooses=False))
     launched = runner.launch(pickle.loads(pickle.dumps(last)))
     assert (launched.tokens(), launched.logprobs()) == ([[]], {})
     torch.testing.assert_close(torch.from_numpy(launched.states()[0]), states[9:], atol=1e-4, rtol=0)
@@ -211,9 +212,11 @@ def test_hidden_states_are_added_up_by_chunk(most: int | None) -> None:
         PlanWriter().of(Step(chunks), []),
         sampled=np.array([*range(7), *range(9, 14)], np.int32),
         sampled_counts=[7, 5],
-        sampling=SamplingPlan(states=list(range(12)), pools=[0] * 7 + [1] * 5, chooses=False),
+        sampling=SamplingPlan(
+            states=list(range(12)), state_chunks=[0] * 7 + [1] * 5, summed=True, chooses=False
+        ),
     )
-    each = runner.launch(replace(plan, sampling=replace(plan.sampling, pools=None))).states()
+    each = runner.launch(replace(plan, sampling=replace(plan.sampling, summed=False))).states()
     assert [states.shape[0] for states in each.values()] == [7, 5]
     for own in (plain, runner):
         sums = own.launch(pickle.loads(pickle.dumps(plan))).states()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -166,14 +167,67 @@ def test_states_that_are_not_finite_make_an_error(pooling: Pooling, value: float
     assert ran.completions[key_of(1)].output is None
 
 
-def test_an_engine_runs_either_vectors_or_texts() -> None:
+def both(lengths: tuple[int, ...], pooling: Pooling, **more: Any) -> list[Request]:
+    """Requests for the vectors of these prompts, and behind each of them one for the text that follows it."""
+    prompts = drawn_prompts(lengths)
+    texts = greedy(prompts, 6, ignore_eos=True, **more)
+    found = [
+        [one, replace(text, key=key_of(100 + row))]
+        for row, (one, text) in enumerate(zip(asked(prompts, pooling), texts, strict=True))
+    ]
+    return [one for pair in found for one in pair]
+
+
+@settings(max_examples=examples(30, 300), deadline=None, print_blob=True)
+@given(
+    data=st.data(),
+    pooling=st.sampled_from(POOLINGS),
+    asks=st.sampled_from([{}, {"logprobs": 2}, {"prompt_logprobs": 1}]),
+)
+def test_texts_beside_change_nothing(data: st.DataObject, pooling: Pooling, asks: dict[str, Any]) -> None:
+    """Steps make vectors of some prompts and sample behind others, whatever else these ask for; with `mean`, the cache
+    has no states, and texts find prefixes there all the same."""
+    cut = data.draw(cuts())
+    lengths = tuple(data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=5)))
+    ran = drain(make_engine(cut.runner(), cut.limits, frozenset()), both(lengths, pooling, **asks))
+    alone = drain(
+        make_engine(cut.runner(), cut.limits, frozenset()),
+        greedy(drawn_prompts(lengths), 6, ignore_eos=True, **asks),
+    )
+    for row, states in enumerate(reference(cut.family, lengths, **cut.options)):
+        output = ran.completions[key_of(row)].output
+        assert isinstance(output, Vector)
+        np.testing.assert_allclose(output.values, pooled(states, pooling), atol=2e-4, rtol=1e-3)
+        text, wanted = ran.completions[key_of(100 + row)].tokens, alone.completions[key_of(row)].tokens
+        assert text.token_ids.tolist() == wanted.token_ids.tolist()
+        for name in ("logprobs", "prompt"):
+            own, other = getattr(text, name), getattr(wanted, name)
+            assert (own is None) == (other is None)
+        if text.logprobs is not None and wanted.logprobs is not None:
+            np.testing.assert_allclose(text.logprobs.chosen, wanted.logprobs.chosen, atol=1e-3)
+        if text.prompt is not None and wanted.prompt is not None:
+            np.testing.assert_allclose(text.prompt.logprobs.chosen, wanted.prompt.logprobs.chosen, atol=1e-3)
+
+
+def test_a_step_gives_vectors_and_tokens() -> None:
+    model, limits = checkpoint("llama"), Limits(budget=256, seqs=16)
+    engine = make_engine(make_runner(model, TorchOps(), limits), limits, frozenset())
+    engine.add(both((17, 40, 63), "mean"))
+    output = engine.step()
+    assert sorted(one.key for one in output.completions) == [key_of(row) for row in range(3)]
+    assert output.sample is not None
+    assert output.sample.sampled_tokens == 3
+
+
+def test_an_engine_makes_vectors_in_one_way() -> None:
     model = checkpoint("llama")
     engine = make_engine(make_runner(model, TorchOps(), Limits()), Limits(), frozenset())
     engine.add(asked([[1, 2]], "last"))
-    with pytest.raises(ValueError, match=r"vectors .last. cannot run some for tokens"):
-        engine.add(greedy([[1, 2]], 3))
-    assert sum(len(output.completions) for output in engine.drain()) == 1
-    engine.add(greedy([[1, 2]], 3))
-    assert sum(len(output.completions) for output in engine.drain()) == 1
-    with pytest.raises(ValueError, match="share prefixes"):
+    with pytest.raises(ValueError, match=r"vectors .last. cannot run some for vectors .mean."):
         engine.add(asked([[1, 2]], "mean"))
+    scored = Request(key_of(5), np.array([1, 2, 3], np.int32), SamplingParams.scores((1,)))
+    with pytest.raises(ValueError, match=r"cannot run some for scores"):
+        engine.add([scored])
+    assert sum(len(output.completions) for output in engine.drain()) == 1
+    engine.add(asked([[1, 2]], "mean"))
+    assert sum(len(output.completions) for output in engine.drain()) == 1

@@ -497,7 +497,9 @@ def test_sampling_has_the_fields_defaults_and_bounds_of_a_row() -> None:
 
 def test_result_columns_are_those_that_are_written() -> None:
     assert list(RESULT_COLUMNS) == RESULT_SCHEMA.names
-    asked: Any = SimpleNamespace(embedding=Embedding("last", True, 3), scoring=Scoring())
+    asked: Any = SimpleNamespace(
+        own_dimensions=False, embedding=Embedding("last", True, 3), scoring=Scoring()
+    )
     kinds = {
         "embed": VectorsKind(),
         "score": ScoresKind(),

@@ -43,6 +43,24 @@ class OwnTexts(NamedTuple):
 NO_TEXTS = OwnTexts([], np.zeros(0, np.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherPrompts:
+    """Prompts of rows that want answers to several, behind the first of each: `rows` (m,) says whose each is, in order;
+    `counts` (m,) how many of the `tokens`, which lie end to end, are its. Parameters are those of the first."""
+
+    rows: NDArray[np.int32]
+    counts: TokenIds
+    keys: bytes
+    tokens: TokenIds
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+_NONE = np.zeros(0, np.int32)
+NO_PROMPTS = FurtherPrompts(_NONE, _NONE, b"", _NONE)
+
+
 @dataclass(slots=True)
 class Prepared:
     """The prompts of n rows, ready for the index. An error row has count 0, a zero key and parameter 0.
@@ -51,7 +69,8 @@ class Prepared:
     `max_tokens` (n,), `counts` (n,). `openings` (n,) say whether prompts have begun the reasoning of their answers;
     `unread` are arguments that the chat template does not read, and in how many rows; `rungs` the further attempts;
     `own_texts` what rows say of how their answers are read. `samples` (n,) are the numbers of answers that rows ask for
-    themselves, 0 where a row asks for none; None: no row asks.
+    themselves, 0 where a row asks for none; None: no row asks. Those of a row with `further` prompts are of one prompt
+    each. `dimensions` (n,) are those of the vectors that rows ask for, 0 where a row does not say; None: no row does.
 
     `digests` are those of the rows (row_digest.py), if they were taken. `known` says which rows the last index knew:
     their tokens are not among `tokens`; and `kept_rows` (n,) which rows of it these are, -1 for others. None: it knew
@@ -72,6 +91,8 @@ class Prepared:
     digests: bytes = b""
     known: NDArray[np.bool_] | None = None
     samples: NDArray[np.int32] | None = None
+    dimensions: NDArray[np.int32] | None = None
+    further: FurtherPrompts = NO_PROMPTS
     kept_rows: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
@@ -95,7 +116,8 @@ class Prepared:
     def keys_of_new_work(self) -> bytes:
         """Return the keys of the rows whose tokens are there: error rows have none, and the answers of known ones are
         stored."""
-        return np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[self.tokens_there() > 0].tobytes()
+        first = np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[self.tokens_there() > 0].tobytes()
+        return first + self.further.keys
 
 
 @dataclass(frozen=True, slots=True)

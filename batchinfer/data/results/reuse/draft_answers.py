@@ -36,7 +36,10 @@ class DraftRequests:
         self._context, self._longest, self._vocab = context, longest, vocab
 
     def of(self, request: Request) -> Request | None:
-        """Return the request to the draft model; None: it is too long for it, or has tokens that it has not."""
+        """Return the request to the draft model; None: it asks for no tokens, is too long for it, or has tokens that it
+        has not."""
+        if not request.params.gives_tokens:
+            return None
         room = self._longest - len(request.prompt)
         if room < 1 or request.prompt.max() >= self._vocab or _largest(request.params) >= self._vocab:
             return None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.request import RowError
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import FurtherPrompts, Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.render_pieces import RowPieces, joined
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 
@@ -40,6 +40,12 @@ def prepared(rows: list[str]) -> PreparedRows:
     params_of = np.array([params.index(row[0]) if len(row) > 1 else -1 for row in rows], np.int32)
     if "bcd" in rows:
         prompts.samples = np.array([3 if row == "bcd" else 0 for row in rows], np.int32)
+        prompts.dimensions = np.array([len(row) if row == "bcd" else 0 for row in rows], np.int32)
+        whose = np.repeat([at for at, row in enumerate(rows) if row == "bcd"], 2).astype(np.int32)
+        counts = np.array([1, 2] * (len(whose) // 2), np.int32)
+        tokens = np.arange(counts.sum(), dtype=np.int32) % 3
+        own = b"".join(b"%32d" % at for at in range(2)) * (len(whose) // 2)
+        prompts.further = FurtherPrompts(whose, counts, own, tokens)
     prompts.rungs = [PreparedRungs(params_of, lengths + 1, keys)]
     facts = FactsOfRows(FIELDS)
     for row in rows:
@@ -53,6 +59,10 @@ def same(one: PreparedRows, other: PreparedRows) -> bool:
     equal = all(getattr(first, name) == getattr(second, name) for name in plain)
     alike = all(np.array_equal(getattr(first, name), getattr(second, name)) for name in arrays)
     alike = alike and np.array_equal(first.answers(2), second.answers(2))
+    for name in ("rows", "counts", "tokens"):
+        alike = alike and np.array_equal(getattr(first.further, name), getattr(second.further, name))
+    alike = alike and first.further.keys == second.further.keys
+    alike = alike and str(first.dimensions) == str(second.dimensions)
     rungs = zip(first.rungs, second.rungs, strict=True)
     climbed = all(
         np.array_equal(a.params_of, b.params_of)

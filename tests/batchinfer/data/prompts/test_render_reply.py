@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
-from batchinfer.data.prompts.prepared.rows import Prepared, PreparedRows, PreparedRungs
+from batchinfer.data.prompts.prepared.rows import FurtherPrompts, Prepared, PreparedRows, PreparedRungs
 from batchinfer.data.prompts.render_reply import BadReply, packed, packed_failure, unpacked
 from batchinfer.data.prompts.row_facts import FactsOfRows, RowFields
 
@@ -30,7 +32,12 @@ def some_rows() -> PreparedRows:
         np.array([1, -1, -1], np.int32), np.array([7, 0, 0], np.int32), b"k" * 32 + bytes(64)
     )
     params, work = ["{}", '{"seed":1}'], (bytes(96), tokens, openings, {"unread": 2}, [rung])
-    prompts = Prepared(errors, params, *int32s, *work, samples=np.array([0, 0, 1024], np.int32))
+    whose, counts, more = (np.array(one, np.int32) for one in ([0, 0], [1, 2], [4, 5, 6]))
+    further = FurtherPrompts(whose, counts, b"f" * 64, more)
+    prompts = Prepared(
+        errors, params, *int32s, *work,
+        samples=np.array([3, 0, 1024], np.int32), dimensions=np.array([0, 0, 7], np.int32), further=further,
+    )  # fmt: skip
     return PreparedRows(prompts, facts.finished())
 
 
@@ -46,7 +53,15 @@ def consistent(rows: PreparedRows) -> bool:
     assert len(prompts.keys) == 32 * len(rows)
     assert prompts.samples is None or len(prompts.samples) == len(rows)
     assert prompts.answers(1).min(initial=1) >= 1
-    assert prompts.answers(1).max(initial=1) <= 1024
+    assert prompts.answers(1).max(initial=1) <= 2048
+    more = prompts.further
+    assert len(more.keys) == 32 * len(more)
+    assert len(more.tokens) == more.counts.sum()
+    assert not len(more.tokens) or 0 <= more.tokens.min() <= more.tokens.max() < VOCAB
+    for row, times in Counter(more.rows.tolist()).items():
+        assert prompts.counts[row] > 0
+        assert times + 1 == prompts.answers(1)[row]
+    assert prompts.dimensions is None or len(prompts.dimensions) == len(rows)
     (rung,) = prompts.rungs
     assert set(rung.params_of.tolist()) <= {-1, *range(len(prompts.params))}
     assert (len(rung.keys), len(rung.max_tokens)) == (32 * len(rows), len(rows))
@@ -61,7 +76,12 @@ def test_a_reply_holds_what_was_prepared() -> None:
     assert consistent(found)
     assert found.prompts.errors == made.prompts.errors
     assert found.prompts.tokens.tolist() == made.prompts.tokens.tolist()
-    assert found.prompts.answers(2).tolist() == [2, 2, 1024]
+    assert found.prompts.answers(2).tolist() == [3, 2, 1024]
+    assert found.prompts.dimensions is not None
+    assert found.prompts.dimensions.tolist() == [0, 0, 7]
+    more = found.prompts.further
+    assert (more.rows.tolist(), more.counts.tolist(), more.tokens.tolist()) == ([0, 0], [1, 2], [4, 5, 6])
+    assert found.prompts.keys_of_new_work() == bytes(64) + b"f" * 64
     (rung,) = found.prompts.rungs
     assert (rung.params_of.tolist(), rung.max_tokens.tolist()) == ([1, -1, -1], [7, 0, 0])
     assert rung.keys == made.prompts.rungs[0].keys
