@@ -69,6 +69,8 @@ class SmallIndex:
     best: BestOf | None = None
     scoring: None = None
     confidence: None = None
+    embedding: None = None
+    own_dimensions: bool = False
     taken: TakenRows = NOTHING_TAKEN
     stretches: None = None
 
