@@ -18,9 +18,9 @@ from tests.kernels.cpu_steps import latent_step, tree_step
 # What takes an instruction set away from `-march=native`. An option for a set that is not there changes nothing.
 NARROWER = {
     "native": (),
-    "8 lanes": ("-mno-avx512f",),
-    "4 lanes": ("-mno-avx2", "-mno-avx512f"),
-    "4 lanes, no fused multiply-add": ("-mno-avx2", "-mno-avx512f", "-mno-fma"),
+    "8 lanes": ("-mno-avx512f", *OPTIONS["none"]),
+    "4 lanes": ("-mno-avx2", "-mno-avx512f", *OPTIONS["none"]),
+    "4 lanes, no fused multiply-add": ("-mno-avx2", "-mno-avx512f", "-mno-fma", *OPTIONS["none"]),
     "8 lanes, matrix tiles": ("-mno-avx512f", *OPTIONS["emulated"]),
     "4 lanes, matrix tiles": ("-mno-avx2", "-mno-avx512f", "-mno-fma", *OPTIONS["emulated"]),
 }
