@@ -21,11 +21,12 @@ from batchinfer.machine.devices import devices_called
 from batchinfer.machine.hardware import hardware_called
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast import layouts as module
-from batchinfer.plan.forecast.divided import chooses_among_all
+from batchinfer.plan.forecast.divided import chooses_among_all, divided_spec
 from batchinfer.plan.forecast.engine import ForecastEngine, simulated_engine
 from batchinfer.plan.forecast.layouts import LayoutForecast, candidates
 from batchinfer.plan.forecast.text import forecast_json
 from batchinfer.plan.setup.job_setup import check_setup
+from batchinfer.plan.setup.resolve import Setting
 from batchinfer.plan.simulation.simulator import simulate
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.pipeline.test_pipeline import run as run_job
@@ -33,6 +34,7 @@ from tests.batchinfer.plan.forecast.forecasts import planned, text
 from tests.batchinfer.test_replicas import pytestmark as two_cores
 from tests.batchinfer.wrong_jobs import command
 from tests.large_models import hollow_checkpoint
+from tests.model_costs import llama_spec
 
 REAL = RunOptions(waves_from_s=float("inf"))
 
@@ -89,6 +91,9 @@ def test_a_large_model_is_laid_out_on_eight_gpus(tmp_path: Path, llama_70b: Path
     runs = [one for one in found.layouts if one.refused is None and one.not_run is None]
     assert [one.name for one in runs if one.seconds < (first.seconds or 0)] == []
     assert {one.not_run for one in found.layouts if one.stages > 1} == {"stages run on a CPU alone as yet"}
+    fitting = [one for one in found.layouts if one.refused is None]
+    assert all((one.weight_bytes or 0) + (one.kv_bytes or 0) < 80e9 for one in fitting)
+    assert (by_name["PP 2, 4 engines"].kv_bytes or 0) > 4e9
     alone = by_name["8 engines"]
     assert alone.refused == "does not fit: weights take 131 GiB, and a device has 74.5 GiB"
     # 70.6 G weights in 2 bytes; the norms are on each rank
@@ -144,6 +149,16 @@ def test_ranks_on_several_machines_are_not_offered(tmp_path: Path, llama_70b: Pa
     assert (first.chosen, first.tensor * first.stages <= 4) == (True, True)
 
 
+def test_stages_send_over_the_slowest_link_between_them() -> None:
+    setting = Setting("cuda", "bfloat16", 4096, hardware_called("h100"))
+    divided = divided_spec(llama_spec(4, 512, 1408, 8, 4, 64, 32_000), Division(4, 2), setting)
+    for name, between in (("8xh100", "link"), ("2x4xh100", "network")):
+        devices = devices_called(name)
+        first, last = (stage.sends for stage in divided.stages(devices, 2, all_logits=False))
+        assert (first.link, first.next_link) == (devices.link, getattr(devices, between))
+        assert (last.link, last.next_link) == (devices.link, None)
+
+
 def test_plan_prints_the_layouts(tmp_path: Path, llama_70b: Path, capsys: Any, monkeypatch: Any) -> None:
     run: Callable[..., Any] = command(capsys, monkeypatch)
     path = job_of(tmp_path, llama_70b, 60, 8)
@@ -174,6 +189,14 @@ def test_the_forecast_takes_stages_into_account(tmp_path: Path, model: Path) -> 
     assert row["forecast_output_tokens"] == row["output_tokens"]
     again = planned(path, staged)
     assert (again.plan.to_run, again.forecast) == (0, None)
+
+
+@two_cores
+def test_ranks_on_a_cpu_share_what_the_cache_may_take(tmp_path: Path, model: Path) -> None:
+    path = write_job(tmp_path, model, people(60), engine={"kv_memory": "1MiB"})
+    for division in ((), (("engine.pipeline_parallel_size", "2"),), (("engine.tensor_parallel_size", "2"),)):
+        found = planned(path, *division).memory
+        assert 1 << 19 < found.kv_cache <= 1 << 20
 
 
 @pytest.mark.usefixtures("known_peaks")

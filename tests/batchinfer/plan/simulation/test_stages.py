@@ -19,7 +19,7 @@ from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.parallel.traffic import rank_traffic
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ModelSpec
-from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate
+from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate, simulated_steps
 from batchinfer.plan.simulation.stage_schedule import StageSchedule, StageWork
 from batchinfer.plan.simulation.stages import SimulatedStage, StageSends
 from batchinfer.plan.simulation.step_time import StepTime
@@ -87,6 +87,11 @@ def test_a_stage_keeps_what_it_made_until_the_next_one_takes_it() -> None:
     assert schedule.run([StageWork(1.0), StageWork(5.0)], 0.0, 0.0) == 11.0
     # its second step was done after 2 seconds, and taken after 6
     assert schedule.run([StageWork(1.0), StageWork(0.0)], 0.0, 0.0) == 11.0
+    kept = StageSchedule(2)
+    ends = [
+        kept.run([StageWork(first), StageWork(last)], 0.0, 0.0) for first, last in ((1, 5), (1, 5), (8, 0))
+    ]
+    assert ends == [6.0, 11.0, 14.0], "the first stage has room for its third step after 6 seconds"
     asked = StageSchedule(2)
     assert asked.run([StageWork(1.0), StageWork(1.0)], 0.0, 0.0, asked_s=7.0) == 8.0
     alone = StageSchedule(1)
@@ -176,6 +181,14 @@ def test_stages_take_at_least_what_the_slowest_one_takes(stages: int) -> None:
     assert alone.seconds / stages < found.seconds < alone.seconds
     slower = run(machine(SPEC, division, DeviceLink("slow", 1e7, 1e-3)))
     assert slower.seconds > found.seconds
+
+
+def test_engines_that_take_turns_share_the_cache() -> None:
+    on = replace(machine(SPEC, Division(1, 4)), blocks=250)
+    requests = [Row(100, 30).request(key) for key in range(40)]
+    samples = [output.sample for output in simulated_steps(on, requests, {one.key: 30 for one in requests})]
+    assert {one.blocks_total for one in samples if one is not None} == {250 // 4 * 4}
+    assert 125 < max(one.blocks_used for one in samples if one is not None) <= 250
 
 
 def test_attention_of_a_stage_is_its_share() -> None:
