@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from batchinfer.core.errors import JobFileError
 from batchinfer.core.request import Completion, Request, RowError
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.data.results.reuse.draft_answers import DraftRequests
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
@@ -364,3 +366,31 @@ def test_a_line_has_a_vector_of_each_input(
     assert outcome.row["computed_requests"] == len(
         {name.split(" ", 1)[1] if name[0] != "t" else name for name in seen}
     )
+
+
+def test_vectors_are_not_made_again(tmp_path: Path, sentences: Path) -> None:
+    """A ladder is for texts: a vector that could not be made has one attempt, too."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    requests = [chat("hello", max_tokens=2), vectors(["one", "two"])]
+    ladder = [{"temperature": 0.5, "seed": 1}]
+    path = write_job(tmp_path, sentences, requests, output={"schema": schema}, on_invalid=ladder)
+    assert run(path, FAKE).exit_code == 0
+    rows = table(path)
+    assert [row["attempt"] for row in rows] == [2, 1, 1]
+    assert [row["status"] for row in rows[1:]] == ["ok", "ok"]
+
+
+def test_a_draft_model_is_asked_for_texts_alone(tmp_path: Path, sentences: Path) -> None:
+    one = Request(bytes(32), np.array([1, 2], np.int32), SamplingParams.vector("last"))
+    assert DraftRequests(b"", 100, 300).of(one) is None
+    requests = [text("hello", max_tokens=12), vectors(["one", "two"]), text("more", max_tokens=12)]
+    path = write_job(tmp_path, sentences, requests, drafts={"model": str(sentences)})
+    outcome = run(path, REAL)
+    assert outcome.exit_code == 0
+    assert outcome.row["model_accepted"] > 0
+    (tmp_path / "plain").mkdir()
+    drafted = write_job(tmp_path / "plain", sentences, requests, drafts="off")
+    assert run(drafted, REAL).exit_code == 0
+    assert [row["generated_text"] for row in table(path)] == [row["generated_text"] for row in table(drafted)]
+    found, wanted = ([row["embedding"] for row in table(one)][1:3] for one in (path, drafted))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
