@@ -68,7 +68,7 @@ def write_job(folder: Path, checkpoint: Path, requests: list[tuple[str, Any]], *
 
 
 def lines_of(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().removesuffix("\n").split("\n")]
 
 
 def body_of(line: Any) -> Any:
