@@ -138,14 +138,8 @@ def joined(
         rows, errors, retryable = _numbers(database, new)
         database.register("failed", pa.table({"row_id": known.failed, "key": known.keys}))
         database.register("again", pa.table({"row_id": known.again}))
-        source = (
-            parquet(new)
-            if answers is None
-            else f"(SELECT row_id, key FROM {parquet(new)} WHERE {_LOOKED_UP})"
-        )
-        own = f"(SELECT row_id, key FROM {source} UNION ALL SELECT * FROM failed)" if new else "failed"
         some = taken.rows > 0 or answers is not None
-        found_in = own if some else source
+        found_in = _searched(new, some, answers)
         old = 0 if len(known.failed) or len(known.again) else _leading(parts, without)
         counted = _counted(database, found_in, parts, taken.rows + rows, attempts, spill, some, old)
     there = len(known.places)
@@ -168,9 +162,22 @@ def joined(
     return Join(parts, *where, counts, counted.numbers, counted.others, failed, again, as_taken)
 
 
+def _searched(new: Sequence[Path], some: bool, answers: KnownAnswers | None) -> str:
+    """Return the rows whose completions are looked up, as a table of a query: of the index parts `new` those without a
+    known answer; and where `some` answers are known, those of them that are errors, which are registered as `failed`.
+    """
+    source = parquet(new)
+    if answers is not None:
+        source = f"(SELECT row_id, key FROM {source} WHERE {_LOOKED_UP})"
+    if not some:
+        return source
+    return f"(SELECT row_id, key FROM {source} UNION ALL SELECT * FROM failed)" if new else "failed"
+
+
 def _leading(parts: Sequence[Path], some: Sequence[Path]) -> int:
     """Return how many of the parts, from the first one on, are among these."""
-    return next((number for number, part in enumerate(parts) if part not in {*some}), len(parts))
+    among = {*some}
+    return next((number for number, part in enumerate(parts) if part not in among), len(parts))
 
 
 def _numbers(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
