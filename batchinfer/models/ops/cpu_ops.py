@@ -83,7 +83,7 @@ class CpuOps(TorchOps):
 
     def linear(self, codes: WeightCodes | None) -> str:
         way = codes or "compiled"
-        tiles = self._compiled.has_tiles and (way == "int8" or self._dtype == torch.bfloat16)
+        tiles = self._compiled.has_tiles and (way in ("int8", "int4") or self._dtype == torch.bfloat16)
         return f"{way}, in tiles" if tiles else way
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:

@@ -45,6 +45,7 @@ def test_tiles_are_used_where_they_are_granted(machine, caplog: pytest.LogCaptur
     machine(Grant(True))
     assert linear_of(torch.bfloat16) == "compiled, in tiles"
     assert linear_of(torch.bfloat16, "int8") == "int8, in tiles"
+    assert linear_of(torch.float32, "int4") == "int4, in tiles"
     assert linear_of(torch.float32) == "compiled"
     machine(Grant(False))
     assert linear_of(torch.bfloat16) == "compiled"
