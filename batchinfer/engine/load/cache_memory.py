@@ -31,6 +31,7 @@ class CacheMemory:
     longest: int  # tokens of a sequence
     group: Group
     turns: int = 1  # engines that have a part of it each
+    machines: int = 1  # that the ranks of the group are on
 
     @property
     def block_bytes(self) -> int:
@@ -44,15 +45,16 @@ class CacheMemory:
 
     def _blocks(self, needed: int) -> int:
         """How many blocks the cache gets on every rank, where steps need `needed` bytes; see `cache_blocks`. Ranks on a
-        CPU share its memory, and what the job gives to the cache."""
+        CPU share its memory, and all of them what the job gives to the cache."""
         config, limits, device = self.config, self.limits, self.runner.device
         free, memory, ranks = _free_bytes(device), config.kv_memory, self.group.size
+        here = ranks // self.machines
         if device.type == "cpu":
-            free //= ranks
+            free //= here
             memory = memory // ranks if isinstance(memory, int) else memory
         if device.type == "cpu" and config.memory is not None:
             weights = self.source.weight_bytes(self.runner.cost)
-            free = min(free, max(0, config.memory // ranks - weights))
+            free = min(free, max(0, config.memory // here - weights))
         if self.turns > 1:
             free //= self.turns
             memory = memory // self.turns if isinstance(memory, int) else memory
