@@ -8,7 +8,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
+from batchinfer.data.input.chunk import DEFAULT_SIZE, InputChunk, SizeOfChunks
 
 BATCH_ROWS = 512  # of one chunk of a typed format at most
 
@@ -51,4 +51,4 @@ class ReadOptions:
     text: TextOptions = DEFAULT_TEXT
     columns: Sequence[str] | None = None
     sample_bytes: int | None = None
-    chunk: ChunkSize = DEFAULT_SIZE
+    chunk: SizeOfChunks = DEFAULT_SIZE

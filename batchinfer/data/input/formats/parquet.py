@@ -14,7 +14,7 @@ from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.formats.parquet_footer import BYTE_ARRAY, BadFooter, ColumnChunk, column_chunks
 from batchinfer.data.input.input_file import QUERY, InputFile
 from batchinfer.data.input.protocol import BATCH_ROWS, ReadOptions
-from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, sliced, table_rows
+from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, put_together, sliced, table_rows
 from batchinfer.data.input.unpacked import (
     ROW_BYTES,
     BombGuard,
@@ -40,6 +40,7 @@ class ParquetReader:
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
         self._columns = None if options.columns is None else list(options.columns)
+        self._size = options.chunk
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
@@ -57,11 +58,11 @@ class ParquetReader:
         first = 0
         with self._open(wide) as parquet:
             rows = parquet.metadata.num_rows
-            for batch in self._decoded(parquet, self._columns):
-                for part in sliced(batch):
-                    done = first + part.num_rows
-                    yield table_rows(self._file.name, part, first, self._file.size * done // max(rows, 1))
-                    first = done
+            small = (part for batch in self._decoded(parquet, self._columns) for part in sliced(batch))
+            for part in put_together(small, BATCH_ROWS, self._size):
+                done = first + part.num_rows
+                yield table_rows(self._file.name, part, first, self._file.size * done // max(rows, 1))
+                first = done
         self.sha256 = sha256_of(Path(self._file.path))
         before.check_unchanged()
 
