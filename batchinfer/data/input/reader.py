@@ -12,7 +12,7 @@ from batchinfer.core.request import RowError
 from batchinfer.data.input.chunk import DEFAULT_SIZE, InputChunk, RowBatch, SizeOfChunks, read_batch
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import looks_like_openai
-from batchinfer.data.input.protocol import DEFAULT_TEXT, FormatReader, ReadOptions, TextOptions
+from batchinfer.data.input.protocol import DEFAULT_TEXT, FormatReader, ReadOptions, TextOptions, WideColumns
 from batchinfer.data.input.registry import by_name
 from batchinfer.data.input.typed_rows import check_same_schema, common_schema
 
@@ -60,6 +60,7 @@ class Reader:
     strata: Strata | None = None  # all rows are read, and only these are handed on
     chunk: SizeOfChunks = DEFAULT_SIZE
     _schemas: list[pa.Schema | None] = field(default_factory=list)  # of all files, once they were looked at
+    _wide: WideColumns = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -186,7 +187,7 @@ class Reader:
 
     def _one(self, file: InputFile, columns: Sequence[str] | None) -> FormatReader:
         most = None if self.sample is None else self.sample.bytes
-        return by_name(file.format).open(file, ReadOptions(self.text, columns, most, self.chunk))
+        return by_name(file.format).open(file, ReadOptions(self.text, columns, most, self.chunk, self._wide))
 
     def shape(self) -> Shape:
         """Whether the first readable row is an OpenAI batch request, also where it is longer than a sample."""

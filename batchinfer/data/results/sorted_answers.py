@@ -92,8 +92,8 @@ class SortedAnswers:
         return together.take(pa.array(np.argsort(together.column(ROW).to_numpy()))).combine_chunks()
 
     def _taken(self, join: Join) -> Iterator[_Taken]:
-        """Yield the answers that the rows are made of, in the order of the parts. Some small parts are read at once: most
-        of the time goes into opening them."""
+        """Yield the answers that the rows are made of, in the order of the parts. Some small parts are read at once:
+        most of the time goes into opening them."""
         shares = [_Share.of(join, number) for number in range(len(join.parts))]
         ahead: deque[Future[list[_Taken]]] = deque()
         with ThreadPoolExecutor(threads := min(_MOST_THREADS, usable_cpus()), "answers") as pool:

@@ -17,7 +17,7 @@ from batchinfer.core.request import RowError
 from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
 from batchinfer.data.input.rows import Values
 
-_MEAN_BITS = 3  # a run has eight rows on average: of 1% of changed rows, 8% are looked at one by one
+_MEAN_BITS = 3  # a run has eight rows on average: where 1% of the rows changed, 15% are looked at one by one
 _MOST = 64  # rows of a run
 _MIX = np.uint32(0x9E3779B1)  # the golden ratio's bits: spreads what lies in the low ones over the high ones
 

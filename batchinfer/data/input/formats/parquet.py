@@ -40,7 +40,7 @@ class ParquetReader:
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
         self._columns = None if options.columns is None else list(options.columns)
-        self._size = options.chunk
+        self._size, self._known = options.chunk, options.wide
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
@@ -54,7 +54,11 @@ class ParquetReader:
         with self._open() as footer:
             chunks = self._chunks(footer.metadata.num_columns)
             self._check_sizes(footer, chunks)
-            wide = self._probed(_dictionaries(footer, chunks, self._file.size))
+            wide = self._known.get(self._file)
+            if wide is None:
+                wide = self._probed(_dictionaries(footer, chunks, self._file.size))
+        if self._columns is None:
+            self._known[self._file] = wide
         first = 0
         with self._open(wide) as parquet:
             rows = parquet.metadata.num_rows
@@ -66,13 +70,13 @@ class ParquetReader:
         self.sha256 = sha256_of(Path(self._file.path))
         before.check_unchanged()
 
-    def _open(self, dictionaries: list[str] | None = None) -> pq.ParquetFile:
+    def _open(self, dictionaries: Sequence[str] | None = None) -> pq.ParquetFile:
         try:
             with names_in_utf8(self._file.path):
                 return pq.ParquetFile(
                     self._file.path,
                     page_checksum_verification=True,
-                    read_dictionary=dictionaries,
+                    read_dictionary=None if dictionaries is None else [*dictionaries],
                     pre_buffer=False,
                 )
         except (pa.ArrowException, EOFError) as error:
