@@ -6,7 +6,8 @@ Writes the model with random weights in bfloat16, in so many files. A load is th
 reading, packing), in a process that has imported all it needs and chosen its operators. Cold: no page of the files is
 in memory, which is checked with mincore; warm: all are. `peak` is the most memory that the process had beyond what it
 had before, without pages of the files, as a multiple of the files' bytes; the share is dd's seconds ÷ those of the
-load. Linux only. The last line is JSON.
+load. Before each of them memory is touched and freed, since a virtual machine's host may have taken it back. Linux
+only. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -103,6 +104,21 @@ def warm(files: Sequence[Path]) -> None:
     raise RuntimeError("the system does not keep the files in memory")
 
 
+def touch(size: int) -> None:
+    """Touch memory and free it. The host of a virtual machine takes free memory back after some seconds (free page
+    reporting), and to get it again takes ten times as long as to clear it, whoever does."""
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
+        room.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, size, mmap.PAGESIZE):
+            room[at] = 1
+
+
+def prepare(files: Sequence[Path], cold: bool) -> None:
+    """Have the files' pages in memory or not, and as much memory free at once as the fullest load takes."""
+    (forget if cold else warm)(files)
+    touch(2 * sum(path.stat().st_size for path in files))
+
+
 def read_by_dd(files: Sequence[Path]) -> float:
     """Return the seconds in which dd reads the files."""
     began = time.perf_counter()
@@ -155,7 +171,7 @@ def load(folder: Path, kind: str, files: Sequence[Path], cold: bool) -> tuple[fl
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdout.readline()
-        (forget if cold else warm)(files)
+        prepare(files, cold)
         child.stdin.write("\n")
         child.stdin.flush()
         took, most = json.loads(child.stdout.readline())
@@ -171,7 +187,7 @@ def measured(model: str, root: Path, shards: int, rounds: int) -> list[dict[str,
         by_dd, times = list[float](), {kind: list[tuple[float, int]]() for kind in KINDS}
         for _ in range(rounds):
             for kind in KINDS:
-                (forget if cold else warm)(files)
+                prepare(files, cold)
                 by_dd.append(read_by_dd(files))
                 times[kind].append(load(folder, kind, files, cold))
         dd = statistics.median(by_dd)
