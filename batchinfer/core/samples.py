@@ -100,6 +100,7 @@ class StepSample:
     earlier_accepted: int = 0
     model_drafted: int = 0
     model_accepted: int = 0
+    proposing_s: float = 0.0  # of duration_s, what the draft model beside took
     drafts_saved_s: float = 0.0  # what the step's tokens would have taken without drafts, less what it took
 
     @property

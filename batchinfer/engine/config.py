@@ -37,6 +37,16 @@ def most_queued(max_num_seqs: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideConfig:
+    """A draft model that an engine has beside its own."""
+
+    model: Path
+    dtype: Dtype
+    quantization: Quantization = "none"
+    kv_cache: KvCacheDtype = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class LoadConfig:
     """Settings that loading the weights needs: they are known before a row is read."""
 
@@ -50,6 +60,7 @@ class LoadConfig:
     kv_cache: KvCacheDtype = "auto"  # which operators can be used depends on it
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
     adapter_places: int | None = None  # how many of them are on the device at a time; None: all
+    beside: BesideConfig | None = None  # a smaller model, which proposes tokens; None: there is none
 
 
 @dataclass(frozen=True, slots=True)

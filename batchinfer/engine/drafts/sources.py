@@ -9,6 +9,8 @@ from functools import partial
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.drafter import CostedDrafter
 from batchinfer.engine.drafts.given_answer import GivenAnswer
+from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
+from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.source import DraftSource
@@ -30,9 +32,14 @@ FEW_ROWS = 64
 
 
 def drafter_of(
-    names: Seq[DraftName], runner: Runner, peaks: Peaks | None, max_num_seqs: int
+    names: Seq[DraftName],
+    runner: Runner,
+    peaks: Peaks | None,
+    max_num_seqs: int,
+    beside: BesideRunner | None = None,
 ) -> CostedDrafter | None:
-    """Make a drafter of the sources of these names; None where there are none, or nobody knows what steps cost.
+    """Make a drafter of the sources of these names, and of the model `beside` the engine's, if there is one; None where
+    there are none, or nobody knows what steps cost.
 
     A GPU's memory is shared out for logits of `max_num_seqs` rows; on a CPU steps with drafts may have twice as many.
     """
@@ -40,6 +47,6 @@ def drafter_of(
         return None
     times = DraftedStepTimes(runner.cost, peaks)
     most = max(FEW_ROWS, max_num_seqs if runner.looks_ahead else 2 * max_num_seqs)
-    return CostedDrafter(
-        [make() for name, make in _SOURCES.items() if name in names], times, most, runner.looks_ahead
-    )
+    sources = [make() for name, make in _SOURCES.items() if name in names]
+    model = None if beside is None else ModelChoice(ModelBeside(beside, peaks))
+    return CostedDrafter(sources, times, most, runner.looks_ahead, model=model)
