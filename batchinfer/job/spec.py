@@ -114,7 +114,7 @@ class ModelSection(Section):
 
 
 class DraftModelSection(Section):
-    """A smaller model that answers first, and whose answers are drafts."""
+    """A smaller model, whose tokens are drafts."""
 
     model: ModelPath = Field(
         description="Folder of its checkpoint, a GGUF file, or the name of a model that batchinfer pull has "
@@ -123,6 +123,11 @@ class DraftModelSection(Section):
     quantization: AskedQuantization = Field(
         default="auto",
         description="How its linear layers are computed, as in model.quantization; int4 is rounded to nearest.",
+    )
+    runs: Literal["auto", "first", "beside"] = Field(
+        default="auto",
+        description="first: it answers all rows before the job's model is loaded. beside: it is in memory, too, and "
+        "proposes the tokens of rows that decode. auto: what is expected to take less time.",
     )
 
 

@@ -45,7 +45,7 @@ class BesideRunner:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """What the model has read of a row. `own` is the row as the model runs it, its proposals included."""
+    """Remembers what the model has read of a row. `own` is the row as the model runs it, its proposals included."""
 
     own: Sequence
     preemptions: int  # of the row, when its blocks were looked at

@@ -111,9 +111,7 @@ def run(work: Work, way: Way, limits: Limits, seed: int = 0) -> tuple[Ran, Besid
         own: Any = made.runner
         made = replace(made, runner=replace(own, sampler=runner.sampler))
         drafter = Beside(ModelBeside(made, PEAKS), random.Random(seed))
-    engine = make_engine(
-        runner, limits, frozenset([EOS]), stop_streams=watcher, masks=masks, drafter=drafter
-    )
+    engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, masks=masks, drafter=drafter)
     ran = drain(engine, work.rows, arrivals=work.arrivals)
     assert not masks._held, "a mask of a proposal is held"
     return ran, drafter
@@ -215,7 +213,9 @@ def test_a_model_is_asked_for_as_many_tokens_as_pay_best(
 
     certain, least = rows + others, (rows + others) / 1.0
     found = worth_asking(rate, rows, certain, seconds, most, least)
-    values = {each: (certain + rows * expected_right(rate, each)) / seconds(each) for each in range(1, most + 1)}
+    values = {
+        each: (certain + rows * expected_right(rate, each)) / seconds(each) for each in range(1, most + 1)
+    }
     best = max(values.values(), default=0.0)
     assert 0 <= found <= most
     if found:
