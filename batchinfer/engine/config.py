@@ -9,6 +9,7 @@ from pathlib import Path
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
+from batchinfer.models.heads.stored_heads import StoredHeads
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -61,6 +62,7 @@ class LoadConfig:
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
     adapter_places: int | None = None  # how many of them are on the device at a time; None: all
     beside: BesideConfig | None = None  # a smaller model, which proposes tokens; None: there is none
+    heads: StoredHeads | None = None  # heads of the model, which propose tokens; None: there are none
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.report.progress import Progress
 from tests.batchinfer.costed_engine import COSTED, known_peaks
+from tests.batchinfer.medusa_heads import heads_of, save_heads
 from tests.batchinfer.pipeline.test_pipeline import no_engine, run, table, write_job
 from tests.batchinfer.plan.forecast.forecasts import planned
 from tests.lora_adapters import make_adapter
@@ -463,6 +464,12 @@ def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model:
             {"drafts": {"model": "small", "runs": "after"}},
             'found the text "after"; it must be one of auto, first',
         ),
+        ({"drafts": {"runs": "first"}}, "names neither a model nor heads"),
+        ({"drafts": {"model": "small", "heads": "heads"}}, "names a model and heads"),
+        (
+            {"drafts": {"heads": "heads", "runs": "first"}},
+            r"drafts\.runs: is for drafts\.model, not for heads",
+        ),
         ({"drafts": {"model": "small"}, "task": "embed"}, "no answers are generated"),
         ({"drafts": ["prompt", "prompt"]}, "names a source twice"),
         ({"drafts": ["prompt"], "task": "embed"}, "no answers are generated"),
@@ -472,3 +479,54 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
     path = write_job(tmp_path, model, rows(2), **sections)
     with pytest.raises((BatchInferError, JobFileError), match=message):
         load_job(path)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "penalised", "schema", "replicas"])
+def test_rows_are_those_of_a_job_without_heads(tmp_path: Path, model: Path, large: Path, kind: str) -> None:
+    """Heads that say the token once more: answers of a small random model repeat themselves."""
+    plain = job(tmp_path / "off", large, "off", **JOBS[kind])
+    wanted = run(plain, REAL, FLOAT32)
+    path = job(tmp_path / "job", large, {"heads": str(repeating(large, tmp_path / "heads"))}, **JOBS[kind])
+    got = run(path, REAL, FLOAT32)
+    assert (got.exit_code, table(path)) == (0, table(plain))
+    assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
+    assert got.row["heads_drafted"] > got.row["heads_accepted"]
+    if kind != "schema":
+        assert got.row["heads_accepted"] > 0
+        assert got.row["proposing_s"] > 0
+
+
+def repeating(model: Path, folder: Path, hidden: int = 0) -> Path:
+    """Make two heads that propose what the model's own head does; of another width, where one is given."""
+    weights = load_file(model / WEIGHTS)
+    out = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    heads = heads_of(hidden or out.shape[1], out.shape[0], 2, 1)
+    with torch.no_grad():
+        for head in heads:
+            for parameter in head.parameters():
+                parameter.zero_()
+            if not hidden:
+                head[-1].weight.copy_(out)
+    return save_heads(folder, heads, 1)
+
+
+def test_heads_are_checked_before_anything_runs_and_count_as_weights(tmp_path: Path, model: Path) -> None:
+    wide = repeating(model, tmp_path / "wide", 52)
+    with pytest.raises(
+        JobFileError, match=r"drafts\.heads: .*is of shape .52, 52., and the model's heads are of"
+    ):
+        run(job(tmp_path / "job", model, {"heads": str(wide)}), REAL)
+    ranks = {"tensor_parallel_size": 2, "threads": 2}
+    fitting = repeating(model, tmp_path / "fitting")
+    with pytest.raises(
+        JobFileError, match=r"drafts\.heads: a model that is divided among ranks has no heads"
+    ):
+        run(job(tmp_path / "ranks", model, {"heads": str(fitting)}, engine=ranks), REAL)
+    plain, found = (
+        planned(job(tmp_path / name, model, drafts), FLOAT32)
+        for name, drafts in (("plain", "off"), ("heads", {"heads": str(fitting)}))
+    )
+    assert plain.memory is not None
+    assert found.memory is not None
+    values = sum(one.numel() for one in load_file(fitting / "medusa_lm_head.safetensors").values())
+    assert found.memory.weights == plain.memory.weights + 4 * values

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.samples import DraftName
-from batchinfer.engine.drafts.model_choice import MOST_PROPOSED
 from batchinfer.engine.drafts.proposal_times import ProposalTimes
 from batchinfer.engine.loop.drafting import takes
 from batchinfer.engine.runner.runner import Runner
@@ -19,6 +18,7 @@ from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
 from batchinfer_kernels.cost import Peaks
 
+MOST_PROPOSED = 16  # tokens of a row at a time
 MOST_ROWS = 256  # that it is asked about at a time
 
 
@@ -83,6 +83,11 @@ class ModelBeside:
     def most_rows(self) -> int:
         """The most rows that it is asked about at once."""
         return min(MOST_ROWS, self._beside.max_num_seqs)
+
+    @property
+    def most_proposed(self) -> int:
+        """The most tokens that it proposes of a row at a time."""
+        return MOST_PROPOSED
 
     def takes(self, row: Sequence) -> bool:
         """Whether it can be asked about a row: it has the row's positions and tokens."""

@@ -11,7 +11,6 @@ from batchinfer.engine.drafts.source import DraftingModel, Proposal
 from batchinfer.engine.drafts.worth import expected_right, worth_asking
 from batchinfer.engine.schedule.sequence import Sequence
 
-MOST_PROPOSED = 16  # tokens of a row at a time
 _BELIEVED = (
     12  # tokens: before any was verified, those of a model count as behind so many that were recognised
 )
@@ -43,7 +42,7 @@ class ModelChoice:
     ) -> tuple[list[Sequence], list[Found]]:
         """Return the rows that the model is asked about, if it pays, and what is kept of what was `found` for rows.
         That has cost nothing: it is kept where it is worth half as much as all that the model may propose."""
-        worth, self.paid = expected_right(rate, MOST_PROPOSED), False
+        worth, self.paid = expected_right(rate, self._model.most_proposed), False
         better = {one[0] for one in found if 2 * value(one) >= worth}
         asked = [row for row in rows if row not in better and self._model.takes(row)]
         most = self._model.most_rows
@@ -69,7 +68,7 @@ class ModelChoice:
             len(rows),
             certain,
             lambda each: seconds(each) + self._model.seconds(rows, each),
-            min(most, MOST_PROPOSED),
+            min(most, self._model.most_proposed),
             least,
         )
 

@@ -51,6 +51,10 @@ class DraftingModel(Protocol):
     def most_rows(self) -> int:
         """The most rows that it is asked about at once."""
 
+    @property
+    def most_proposed(self) -> int:
+        """The most tokens that it proposes of a row."""
+
     def takes(self, row: Sequence) -> bool:
         """Whether it can be asked about a row."""
 

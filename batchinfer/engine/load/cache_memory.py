@@ -10,6 +10,7 @@ from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.load.beside import WeightsBeside
 from batchinfer.engine.load.device_fit import CacheRoom
+from batchinfer.engine.load.heads import LoadedHeads
 from batchinfer.engine.ranks.joining import fewest
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
@@ -33,6 +34,7 @@ class CacheMemory:
     group: Group
     turns: int = 1  # engines that have a part of it each
     beside: WeightsBeside | None = None  # a draft model, whose cache lies in the same blocks
+    heads: LoadedHeads | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -56,7 +58,7 @@ class CacheMemory:
             memory = memory // ranks if isinstance(memory, int) else memory
         if device.type == "cpu" and config.memory is not None:
             weights = self.source.weight_bytes(self.runner.cost)
-            weights += 0 if self.beside is None else self.beside.weight_bytes
+            weights += sum(one.weight_bytes for one in (self.beside, self.heads) if one is not None)
             free = min(free, max(0, config.memory // ranks - weights))
         if self.beside is not None:
             spare = self.beside.spare_bytes(self.runner.layout.block_size, limits.max_num_seqs)

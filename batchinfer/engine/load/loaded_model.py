@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.drafts.heads_beside import HeadsRunner
 from batchinfer.engine.drafts.model_beside import BesideRunner
 from batchinfer.engine.drafts.sources import drafter_of
 from batchinfer.engine.kv.kv_cache import BlockPool
@@ -20,6 +21,8 @@ from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer_kernels.cost import Peaks
 
+AnyBeside = BesideRunner | HeadsRunner
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
@@ -32,7 +35,7 @@ class LoadedModel:
     expert_loads: ExpertLoads
     masks: ConstraintMasks | None = None
     drafts: tuple[DraftName, ...] = ()  # the sources that may be asked, where peaks are known
-    beside: BesideRunner | None = None  # a draft model, which may be asked, too
+    beside: AnyBeside | None = None  # a draft model, or heads, which may be asked, too
     turns: int = (
         1  # engines that it is made for at a time, each with such limits, and with a part of the cache
     )

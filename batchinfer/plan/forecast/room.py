@@ -96,9 +96,10 @@ def held_bytes(setup: Setup) -> int:
 
 
 def beside_weights(setup: Setup) -> int:
-    """Return the bytes of the weights of a draft model beside an engine's own, 0 without one."""
-    beside = setup.beside
-    return 0 if beside is None else PlacedModel(beside.checkpoint, beside.setting).weight_bytes
+    """Return the bytes of the weights of a draft model or heads beside an engine's own model, 0 without any."""
+    beside, heads = setup.beside, setup.setting.heads
+    own = 0 if beside is None else PlacedModel(beside.checkpoint, beside.setting).weight_bytes
+    return own if heads is None else own + heads.weight_bytes(setup.setting.itemsize)
 
 
 def beside_block(setup: Setup, block_size: int) -> int:

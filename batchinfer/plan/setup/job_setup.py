@@ -24,6 +24,7 @@ from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.models.opening import StoredModel, open_checkpoint
 from batchinfer.plan.setup.check_device import check_device
+from batchinfer.plan.setup.draft_heads import draft_heads
 from batchinfer.plan.setup.draft_model import DraftModel, draft_model
 from batchinfer.plan.setup.draft_place import PlacedModel
 from batchinfer.plan.setup.ingest_workers import ingest_workers
@@ -142,6 +143,7 @@ def check_setup(
     beside = drafts if drafts is not None and drafts.place.beside else None
     if beside is not None:
         setting = dataclasses.replace(setting, beside=beside.config)
+    setting = dataclasses.replace(setting, heads=draft_heads(job, checkpoint, setting))
     return Setup(
         checkpoint,
         setting,

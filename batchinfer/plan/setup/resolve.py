@@ -32,6 +32,7 @@ from batchinfer.machine.hardware import (
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.adapters.sizes import AdapterSizes
 from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
+from batchinfer.models.heads.stored_heads import StoredHeads
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_pairs import pair_mistakes
 from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype, Quantization
@@ -92,6 +93,7 @@ class Setting:
     beside: BesideConfig | None = (
         None  # a draft model that engines have beside the job's; None: there is none
     )
+    heads: StoredHeads | None = None  # of the job's model, which propose tokens; None: there are none
 
     def for_rows(self, rows: int) -> Setting:
         """Return the setting with no more engines than there are rows."""
@@ -228,6 +230,7 @@ class Setting:
             adapters=self.adapters,
             adapter_places=self.adapter_places,
             beside=self.beside,
+            heads=self.heads,
         )
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:

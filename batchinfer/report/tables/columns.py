@@ -43,7 +43,7 @@ from batchinfer.report.tables.formulas import (
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
 # activities; since 7 accuracy, confusion and calibration; since 8 drafts;
-# since 9 those of earlier answers and of models; since 10 what a draft model beside takes
+# since 9 those of earlier answers and of models; since 10 what proposals of models and heads take
 TABLE_FORMAT = 10
 RUN = "run"
 STEPS = "steps"
@@ -82,6 +82,7 @@ _DRAFTED = {
     "answers": "other answers of the job",
     "earlier": "the row's answer in the job's last result",
     "model": "the model of `drafts.model`",
+    "heads": "the heads of `drafts.heads`",
 }
 
 
@@ -104,9 +105,9 @@ def _drafts(of_run: bool) -> Iterator[Column]:
             yield count(name, "tokens", f"part of `{what}_tokens`: from {where}", sql=summed(name))
     yield seconds(
         "proposing_s",
-        "part of `duration_s`: proposals of a draft model beside"
+        "part of `duration_s`: proposals of a draft model beside, or of heads"
         if not of_run
-        else "proposals of a draft model beside, part of the engines' time",
+        else "proposals of a draft model beside, or of heads, part of the engines' time",
         sql=_mean_of_engines("proposing_s") if of_run else "",
     )
     yield seconds(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.drafts.drafter import CostedDrafter
-from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside, spare_blocks
-from batchinfer.engine.drafts.model_choice import MOST_PROPOSED, ModelChoice
+from batchinfer.engine.drafts.model_beside import MOST_PROPOSED, BesideRunner, ModelBeside, spare_blocks
+from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import expected_right, worth_asking
