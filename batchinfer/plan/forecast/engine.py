@@ -15,7 +15,7 @@ from batchinfer.plan.forecast.divided import (
     chooses_among_all,
     measured_stages,
 )
-from batchinfer.plan.forecast.room import captures_of, engine_room, held_bytes
+from batchinfer.plan.forecast.room import beside_block, beside_weights, captures_of, engine_room, held_bytes
 from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
 from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.order.plan import Plan
@@ -76,12 +76,14 @@ class ForecastEngine:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.machine.blocks * block_bytes(self.machine.layout, self.machine.cost)
+        layout = self.machine.layout
+        beside = beside_block(self.setup, layout.block_size)
+        return self.machine.blocks * (block_bytes(layout, self.machine.cost) + beside)
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights of an engine, adapters included."""
-        return held_bytes(self.setup) + self.setup.setting.adapter_bytes
+        """Return the bytes of weights of an engine, adapters and a draft model beside it included."""
+        return held_bytes(self.setup) + self.setup.setting.adapter_bytes + beside_weights(self.setup)
 
     def least_s(self) -> float | None:
         """Return the seconds that the run takes at the hardware's limit, attention left out; None without peaks."""

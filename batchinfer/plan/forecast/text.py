@@ -93,6 +93,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
         "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
+        "draft_model": found.draft_model,
         "idle": None if found.idle is None else asdict(found.idle),
         "lint": [asdict(finding) for finding in found.findings],
         "deadline": None
@@ -195,12 +196,19 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
     yield from _times(found.forecast, price_per_hour)
     if found.drafting is not None and found.drafting.seconds is not None:
         yield "drafts", f"{engine_text(found.drafting)}: the draft model's answers, before the engine's time"
+    if found.draft_model is not None:
+        yield "drafts", _draft_model(**found.draft_model)
     if found.idle is not None:
         yield "idle", _idle(found.idle)
     if found.deadline is not None:
         yield "deadline", found.deadline.text
     for finding in found.findings:
         yield "lint", finding_text(finding)
+
+
+def _draft_model(runs: str, why: str) -> str:
+    beside = "proposes tokens beside the job's, in the same engine"
+    return f"the draft model {beside if runs == 'beside' else 'answers all rows first'}: {why}"
 
 
 def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
