@@ -35,7 +35,7 @@ _MOST_THREADS = 4
 
 
 class _Share(NamedTuple):
-    """Which answers of a part the rows are made of: their positions in it, ascending, and the rows."""
+    """The rows that are made of a part's answers, and the positions of these in it, which ascend."""
 
     part: Path
     positions: Numbers
