@@ -150,6 +150,17 @@ def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
     nights.check()
 
 
+def test_nights_of_a_job_with_several_answers_a_row(tmp_path: Path, model: Path) -> None:
+    sampling = {"temperature": 1.0, "max_tokens": 8, "n": 3}
+    nights, rows = Nights(tmp_path, model, sampling=sampling), people(14)
+    nights.write("a", rows[:10])
+    nights.run()
+    nights.write("a", [*rows[:4], rows[4] | {"text": "somebody else"}, *rows[5:11]])
+    nights.check()
+    nights.write("b", [rows[12], rows[3] | {"id": "again"}])
+    nights.check()
+
+
 def test_a_stretch_is_read_again_once_something_of_it_is_missing(
     tmp_path: Path, model: Path, taken: list[int]
 ) -> None:

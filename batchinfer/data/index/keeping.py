@@ -40,10 +40,12 @@ from batchinfer.data.kept.files import (
     read_marker,
 )
 from batchinfer.data.kept.rows import (
+    SAMPLE_KEYS,
     SEVERAL,
     KeptSource,
     Marks,
     Records,
+    RecordShape,
     StretchSource,
     attempt_names,
     file_of,
@@ -105,14 +107,14 @@ class Keeping:
 @dataclass(frozen=True, slots=True)
 class RowsToKnow:
     """The rows that are to be known: what decides what becomes of one (`spec`, `material`), what more decides what is
-    written of it (`shape`), of which files they are, and the folder of their index. `whole`: whole files and chunks
-    may be used again; `taking`: whole stretches, too, as the first parts of an index, whose folders these are. `chunk`:
-    how much is read at once of a file of which nothing is known."""
+    written of it (`shape`), how many keys one has (`records`), of which files they are, and the folder of their index.
+    `whole`: whole files and chunks may be used again; `taking`: whole stretches, too, as the first parts of an index,
+    whose folders these are. `chunk`: how much is read at once of a file of which nothing is known."""
 
     spec: RenderSpec
     material: str
     shape: str
-    attempts: int
+    records: RecordShape
     files: Sequence[InputFile]
     folder: Path
     whole: bool
@@ -140,7 +142,7 @@ def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[Ke
         earlier: EarlierRows | None = None
         try:
             marker = None if keeping.anew else read_marker(keeping.kept)
-            if marker is not None and (marker.identity, marker.attempts) == (asked.identity, asked.attempts):
+            if marker is not None and (marker.identity, marker.shape) == (asked.identity, asked.records):
                 opening = (opened(keeping.kept, one, fresh=keeping.fresh) for one in marker.stretches)
                 files = [stack.enter_context(one) for one in opening]
                 facts = [StretchFacts.from_json(whole_file(one["facts.json"])) for one in files]
@@ -155,7 +157,7 @@ def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[Ke
                 earlier = stack.enter_context(noted)
         except (ValueError, KeyError, TypeError, OSError) as error:
             keeping.notice(f"what the last run kept of its rows cannot be used, all are read anew: {error}")
-        source = KeptSource((), asked.attempts) if last is None else last.source(stack, asked.attempts)
+        source = KeptSource((), asked.records) if last is None else last.source(stack, asked.records)
         answers = None
         if last is not None and last.places is not None:
             answers = AnswersWriter(last.places, asked.folder, ops)
@@ -227,7 +229,7 @@ class _Last:
         rows = [one["rows.bin"] for one in files[taken:]]
         before = np.cumsum([0, *(one.rows for one in facts)]).tolist()
         there = None if places is None else places.places[before[taken] :] != NO_PLACE
-        self._usable, errors, samples = _usable(rows, marker.attempts, keeping, there)
+        self._usable, errors, samples = _usable(rows, marker.shape, keeping, there)
         self.has_samples = samples or any(one.sampled for one in facts[:taken])
         lacking = [np.zeros(one.rows, np.bool_) for one in facts[:taken]]
         lacking += [~(usable | bad) for usable, bad in zip(self._usable, errors, strict=True)]
@@ -243,14 +245,14 @@ class _Last:
                 self._of |= {one.file.path: (one, chunks) for one in stretch.files}
         self.stretches = marker.stretches[:taken]
 
-    def source(self, stack: ExitStack, attempts: int) -> KeptSource:
+    def source(self, stack: ExitStack, shape: RecordShape) -> KeptSource:
         """Return the rows as workers get them, while the stack is open."""
         stretches = []
         for number, files in enumerate(self._files):
             own = number - self._taken
             usable = None if own < 0 else stack.enter_context(file_of(self._usable[own]))
             stretches.append(StretchSource(tuple(files[name] for name in OF_ROWS), usable))
-        return KeptSource(tuple(stretches), attempts)
+        return KeptSource(tuple(stretches), shape)
 
     def find(self, digest: str) -> KeptReply | None:
         """Return a chunk with this digest that can be used again."""
@@ -272,7 +274,7 @@ class _Last:
 
 
 def _usable(
-    files: Sequence[int], attempts: int, keeping: Keeping, there: Marks | None
+    files: Sequence[int], shape: RecordShape, keeping: Keeping, there: Marks | None
 ) -> tuple[list[Marks], list[Marks], bool]:
     """Return of each stretch which rows need no tokens, which are error rows, and whether some of the first are
     sampled. The first have their answers, and no other row had the same key of a sampled answer. `there`: which rows
@@ -281,10 +283,10 @@ def _usable(
         return [], [], False
     usable, errors, sampled = ([np.zeros(0, np.bool_)] for _ in range(3))
     words, ends, at = [np.zeros(0, np.uint64)], [0], 0
-    for block in (block for file in files for block in _blocks_to_end(file, attempts, ends)):
+    for block in (block for file in files for block in _blocks_to_end(file, shape, ends)):
         errors.append(block["count"] == 0)
         several = block["sampled"] == SEVERAL  # of which each is another's key, made from the tokens
-        has = keeping.answered(block, attempts) if there is None else there[at : at + len(block)]
+        has = keeping.answered(block, shape.attempts) if there is None else there[at : at + len(block)]
         usable.append(~errors[-1] & ~several & has)
         at += len(block)
         sampled.append(block["sampled"] != 0)
@@ -298,10 +300,10 @@ def _usable(
     return np.split(found, cuts), np.split(np.concatenate(errors), cuts), bool(found[rows].any())
 
 
-def _blocks_to_end(file: int, attempts: int, ends: list[int]) -> Iterator[Records]:
+def _blocks_to_end(file: int, shape: RecordShape, ends: list[int]) -> Iterator[Records]:
     """Yield the records of a file, and then note how many there were with those of the files before."""
     rows = ends[-1]
-    for block in record_blocks(file, attempts):
+    for block in record_blocks(file, shape):
         rows += len(block)
         yield block
     ends.append(rows)
@@ -337,7 +339,7 @@ class KeptIndex:
         self.spec, self.taken = replace(asked.spec, kept=source), taken
         self._kept, self.asked, self._last, self._ops = kept, asked, last, ops
         self._earlier = earlier
-        self._attempts, self._whole = asked.attempts, asked.whole
+        self._shape, self._whole = asked.records, asked.whole
         self._began = time.time()
         self._digests: deque[str] = deque()  # of chunks that were given out
         # and what was kept of them, with the number of the first row
@@ -503,11 +505,13 @@ class KeptIndex:
         facts.plain &= not prompts.unread
 
     def _records(self, writer: KeptWriter, prompts: Prepared) -> Records:
-        records = np.zeros(len(prompts), record_type(self._attempts))
+        records = np.zeros(len(prompts), record_type(self._shape))
         if prompts.digests:
             words = np.frombuffer(prompts.digests, "<u8").reshape(-1, 2)
             records["word"], records["rest"] = words[:, 0], words[:, 1]
         records["count"], records["opening"] = prompts.counts, prompts.openings
+        if self._shape.samples > 1:
+            records[SAMPLE_KEYS] = np.frombuffer(prompts.sample_keys, records.dtype[SAMPLE_KEYS])
         places = writer.texts(prompts.params)
         if not len(places):
             return records
@@ -582,7 +586,7 @@ class KeptIndex:
             self._written[number] = replace(one, stretch=replace(one.stretch, files=tuple(files)))
         asked, stretches = self.asked, [one.stretch for one in self._written]
         all_of_them = (*self._stretches_taken, *stretches)
-        marker = KeptMarker(asked.identity, asked.attempts, all_of_them, _tokenizer(asked.spec))
+        marker = KeptMarker(asked.identity, asked.records, all_of_them, _tokenizer(asked.spec))
         put_in_place(self._kept, marker, self._ops)
 
     @property

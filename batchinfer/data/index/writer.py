@@ -125,6 +125,7 @@ class IndexWriter:
             columns[DIMENSIONS.name] = _dimensions(done.dimensions, first, size)
             columns = {name: repeated(one, own) for name, one in columns.items()}
             columns |= further.columns(columns, slice(first, stop), own)
+            columns |= _keys_of_known(columns, done, slice(first, stop), own)
             columns["row_id"] = _numbers(self.rows + int(ends[first] - times[first]), int(own.sum()))
             columns[SAMPLE.name] = _sample_numbers(own)
             yield pa.record_batch([columns[n] for n in self._schema.names], self._schema)
@@ -230,6 +231,22 @@ class _Further(NamedTuple):
         return {
             name: pc.replace_with_mask(columns[name], pa.array(marks), one) for name, one in values.items()
         }
+
+
+def _keys_of_known(
+    columns: Mapping[str, pa.Array], done: Prepared, rows: slice, times: Int64s
+) -> dict[str, pa.Array]:
+    """Return the keys of a stretch of rows, each of which stands there so often, with those of all samples of known
+    rows: other rows are told apart by their tokens later."""
+    if not done.sample_keys or done.known is None:
+        return {}
+    keys = np.frombuffer(done.sample_keys, np.uint8).reshape(len(done), -1, KEY_BYTES)[rows]
+    known = done.known_work()[rows] & (times == keys.shape[1] + 1)
+    marks = np.repeat(known, times)
+    marks[np.cumsum(times) - times] = False
+    values = pa.py_buffer(keys[known].tobytes())
+    further = pa.Array.from_buffers(pa.binary(KEY_BYTES), int(marks.sum()), [None, values])
+    return {"key": pc.replace_with_mask(columns["key"], pa.array(marks), further)}
 
 
 def _dimensions(asked: NDArray[np.int32] | None, first: int, size: int) -> pa.Array:

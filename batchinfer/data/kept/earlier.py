@@ -66,7 +66,7 @@ def earlier_rows(
     with ExitStack() as stack:
         files = [stack.enter_context(opened(kept, one)) for one in marker.stretches]
         sources = tuple(map(_source, files))
-        rows, file = KeptRows(KeptSource(sources, marker.attempts)), DurableFile(folder / _NAME, ops)
+        rows, file = KeptRows(KeptSource(sources, marker.shape)), DurableFile(folder / _NAME, ops)
         stack.callback(file.close)
         yield EarlierRows(rows, file, marker.tokenizer == tokenizer, is_of_result)
 

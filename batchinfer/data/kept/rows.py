@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +36,8 @@ Records = NDArray[np.void]
 ORDER_TYPE = np.dtype("<u4")
 RUN_TYPE = np.dtype([("rest", "<u8"), ("first", "<u4"), ("rows", "<u4")])
 _WORDS = DIGEST_BYTES // 8
-_KEY = "V32"
+_KEY, KEY_BYTES = "V32", 32
+SAMPLE_KEYS = "sample_keys"  # those of the samples behind the first
 SEVERAL = 2
 _BLOCK = 1 << 16  # records that are read at once
 
@@ -48,16 +49,26 @@ def attempt_names(attempt: int) -> tuple[str, str, str, str]:
     return f"key{end}", f"params_at{end}", f"params_size{end}", f"most{end}"
 
 
-def record_type(attempts: int) -> np.dtype[np.void]:
+class RecordShape(NamedTuple):
+    """How many keys a row has: one for each of its attempts, or one for each of its `samples`, all of the first
+    attempt."""
+
+    attempts: int = 1
+    samples: int = 1
+
+
+def record_type(shape: RecordShape) -> np.dtype[np.void]:
     """Return the type of a record. `sampled` is 0 for greedy work, 1 for a sampled answer, SEVERAL for more of them.
     Where a row has no tools their size is 0. An error row has the count 0, and a digest
     of zeros: it is never found."""
     fields = [("word", "<u8"), ("rest", "<u8"), ("count", "<i4"), ("opening", "i1"), ("sampled", "i1")]
     fields += [("has_id", "i1")]
     fields += [("tools_at", "<i8"), ("tools_size", "<i4")]
-    for attempt in range(1, attempts + 1):
+    for attempt in range(1, shape.attempts + 1):
         names = attempt_names(attempt)
         fields += zip(names, (_KEY, "<i8", "<i4", "<i4"), strict=True)
+    if shape.samples > 1:
+        fields += [(SAMPLE_KEYS, f"V{KEY_BYTES * (shape.samples - 1)}")]
     return np.dtype(fields)
 
 
@@ -83,7 +94,7 @@ class KeptSource:
     """All kept rows as another process gets them."""
 
     stretches: tuple[StretchSource, ...]
-    attempts: int
+    shape: RecordShape
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -95,8 +106,8 @@ class KeptRows:
     """The rows of a kept index, in any process. They are numbered over all stretches."""
 
     def __init__(self, source: KeptSource) -> None:
-        self.attempts = source.attempts
-        self._stretches = [_StretchRows(one, source.attempts) for one in source.stretches]
+        self.shape = source.shape
+        self._stretches = [_StretchRows(one, source.shape) for one in source.stretches]
         self._firsts = np.cumsum([0, *(len(one.records) for one in self._stretches)], dtype=np.int64)
         self._texts: list[int] = np.cumsum([0, *(len(one.params) for one in self._stretches)]).tolist()
 
@@ -124,12 +135,15 @@ class KeptRows:
 
     def records(self, rows: Numbers) -> Records:
         """Return the records of the rows with these numbers. Their texts are numbered over all stretches, too."""
-        found = np.zeros(len(rows), record_type(self.attempts))
+        found = np.zeros(len(rows), record_type(self.shape))
         which = np.searchsorted(self._firsts, rows, side="right") - 1
         for number in np.unique(which).tolist():
             mine = which == number
             taken = self._stretches[number].records[rows[mine] - self._firsts[number]]
-            for name in (*(attempt_names(attempt)[1] for attempt in range(1, self.attempts + 1)), "tools_at"):
+            for name in (
+                *(attempt_names(attempt)[1] for attempt in range(1, self.shape.attempts + 1)),
+                "tools_at",
+            ):
                 taken[name] += self._texts[number]
             found[mine] = taken
         return found
@@ -154,9 +168,9 @@ class KeptRows:
 class _StretchRows:
     """The rows of a stretch."""
 
-    def __init__(self, source: StretchSource, attempts: int) -> None:
+    def __init__(self, source: StretchSource, shape: RecordShape) -> None:
         rows, words, order, self.params, ids, id_ends, runs, run_words = map(mapped, source.of_rows)
-        self.records: Records = np.frombuffer(rows, record_type(attempts))
+        self.records: Records = np.frombuffer(rows, record_type(shape))
         self._words, self._order = np.frombuffer(words, "<u8"), np.frombuffer(order, ORDER_TYPE)
         self._usable = None if source.usable is None else np.frombuffer(mapped(source.usable), np.bool_)
         self._runs, self._run_words = np.frombuffer(runs, RUN_TYPE), np.frombuffer(run_words, "<u8")
@@ -215,10 +229,10 @@ def mapped(file: int) -> Any:
     return mmap.mmap(file, size, prot=mmap.PROT_READ) if size else b""
 
 
-def record_blocks(file: int, attempts: int) -> Iterator[Records]:
+def record_blocks(file: int, shape: RecordShape) -> Iterator[Records]:
     """Yield all records of an open file, some at a time. They are read, not mapped: a disk that fails does not kill
     this process."""
-    kind, at = record_type(attempts), 0
+    kind, at = record_type(shape), 0
     while block := os.pread(file, _BLOCK * kind.itemsize, at):
         yield np.frombuffer(block, kind)
         at += len(block)

@@ -74,7 +74,7 @@ def packed(done: PreparedRows) -> bytes:
     parts += [b"" if one is None else one.tobytes() for one in numbers]
     parts += [more.keys, prompts.digests]
     parts.append(b"" if prompts.kept_rows is None else (prompts.kept_rows + 1).tobytes())
-    parts += [prompts.runs.digests, prompts.runs.sizes.tobytes()]
+    parts += [prompts.runs.digests, prompts.runs.sizes.tobytes(), prompts.sample_keys]
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
 
 
@@ -161,6 +161,13 @@ class _ReplyParts:
             raise ValueError("the runs are not those of the rows")
         return found
 
+    def sample_keys(self, count: int) -> bytes:
+        """Return the keys of further answers to so many rows: as many of each, or none."""
+        found = self.next()
+        if len(found) % (KEY_BYTES * max(1, count)) or len(found) > KEY_BYTES * MAX_SAMPLES * count:
+            raise ValueError("the keys of further answers are not those of the rows")
+        return found
+
     def marks(self, count: int) -> NDArray[np.bool_] | None:
         """Return so many marks, if there are any."""
         found = np.frombuffer(self.next(), np.uint8)
@@ -242,7 +249,7 @@ def _rows(
     prompts.dimensions, prompts.further = parts.of_rows(size), parts.further(prompts, vocab_size)
     prompts.digests = parts.digests(size)
     prompts.kept_rows = parts.kept_rows(prompts.known)
-    prompts.runs = parts.runs(size)
+    prompts.runs, prompts.sample_keys = parts.runs(size), parts.sample_keys(size)
     if len(tokens) != int(prompts.tokens_there().sum()):
         raise ValueError("tokens are not those of the rows")
     return PreparedRows(prompts, facts)

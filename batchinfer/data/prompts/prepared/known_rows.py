@@ -14,7 +14,7 @@ from batchinfer.core.request import RowError
 from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
 from batchinfer.data.input.digests.runs import Runs, RunsOfRows
 from batchinfer.data.input.rows import Values
-from batchinfer.data.kept.rows import KeptRows, Numbers, Records, attempt_names
+from batchinfer.data.kept.rows import SAMPLE_KEYS, KeptRows, Numbers, Records, attempt_names
 from batchinfer.data.prompts.prepared.rows import KEY_TYPE, OwnTexts, Prepared, PreparedRungs
 from batchinfer.data.prompts.row_facts import RowFacts
 
@@ -90,6 +90,10 @@ class KnownRows:
         prompts.params_of = _with(prompts.params_of, found, self._params(records, 1, numbers))
         prompts.max_tokens = _with(prompts.max_tokens, found, records[most])
         prompts.keys = _with_keys(prompts.keys, found, records[key])
+        if prompts.sample_keys:
+            further = records[SAMPLE_KEYS]
+            own = np.frombuffer(prompts.sample_keys, further.dtype)
+            prompts.sample_keys = _with(own, found, further).tobytes()
         for attempt, rung in enumerate(prompts.rungs, 2):
             self._fill_rung(rung, attempt, found, records, numbers)
         prompts.params = [*numbers]
