@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchinfer.core.errors import StorageError
 from batchinfer.data.index import keeping
 from batchinfer.data.index.keeping import KeptIndex
 from batchinfer.data.kept import stretches
@@ -24,6 +26,7 @@ from batchinfer.data.results import join
 from batchinfer.data.results.reuse.answered import AnsweredRows
 from batchinfer.data.results.verify import verify_result
 from batchinfer.data.storage import state
+from batchinfer.pipeline import run as run_stages
 from tests.batchinfer.data.storage.failing_ops import FailingOps
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
 from tests.patience import PATIENCE_S
@@ -114,6 +117,22 @@ def test_files_before_one_that_is_new_or_changed_are_taken_over(
     nights.write("c", [row | {"age": "old"} for row in rows[20:30]])
     nights.check()
     assert taken[-2:] == [0, 0], "the column has texts now, in all rows"
+
+
+def test_a_first_night_that_was_interrupted_is_taken_over_once_it_is_published(
+    tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights, rows = Nights(tmp_path, model), people(30)
+    nights.write("a", rows[:10])
+    nights.write("b", rows[10:20])
+    with monkeypatch.context() as broken:
+        broken.setattr(run_stages, "refuse_to_publish", Mock(side_effect=StorageError("no space")))
+        with pytest.raises(StorageError, match="no space"):
+            nights.run()
+    nights.run()
+    nights.write("c", rows[20:])
+    nights.check()
+    assert taken == [0, 20, 0], "the second run read nothing"
 
 
 def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(

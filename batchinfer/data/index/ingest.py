@@ -422,6 +422,7 @@ class Ingestion:
             self._layout.folder,
             whole,
             taking if self._may_take else None,
+            reader.chunk,
         )
         return kept_index(self._keeping, asked, self._ops)
 

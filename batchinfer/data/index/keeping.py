@@ -24,7 +24,7 @@ from batchinfer.core.version import __version__
 from batchinfer.data.index.index import attempt_columns
 from batchinfer.data.index.known_answers import AnswersWriter, KnownAnswers
 from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows, taken_over
-from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.chunk import GrowingSize, InputChunk, SizeOfChunks
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.kept.chunks import KeptChunks, KeptReply, chunk_digest
@@ -106,7 +106,8 @@ class Keeping:
 class RowsToKnow:
     """The rows that are to be known: what decides what becomes of one (`spec`, `material`), what more decides what is
     written of it (`shape`), of which files they are, and the folder of their index. `whole`: whole files and chunks
-    may be used again; `taking`: whole stretches, too, as the first parts of an index, whose folders these are."""
+    may be used again; `taking`: whole stretches, too, as the first parts of an index, whose folders these are. `chunk`:
+    how much is read at once of a file of which nothing is known."""
 
     spec: RenderSpec
     material: str
@@ -116,6 +117,7 @@ class RowsToKnow:
     folder: Path
     whole: bool
     taking: tuple[Path, Path] | None
+    chunk: SizeOfChunks
 
     @property
     def identity(self) -> str:
@@ -247,8 +249,7 @@ class _Last:
         for number, files in enumerate(self._files):
             own = number - self._taken
             usable = None if own < 0 else stack.enter_context(file_of(self._usable[own]))
-            rows, words, order, params, ids, ends = (files[name] for name in OF_ROWS)
-            stretches.append(StretchSource(rows, words, order, params, ids, ends, usable))
+            stretches.append(StretchSource(tuple(files[name] for name in OF_ROWS), usable))
         return KeptSource(tuple(stretches), attempts)
 
     def find(self, digest: str) -> KeptReply | None:
@@ -343,6 +344,7 @@ class KeptIndex:
         self._replies: deque[tuple[bytes, int] | None] = deque()
         self._files: list[tuple[InputFile, int]] = []  # and their first chunks
         self._given = self._appended = 0
+        self._size = GrowingSize(asked.chunk)
         self._cuts = StretchCuts(sum(file.size for file in asked.files))
         self._writer: KeptWriter | None = None  # of the stretch that is being written, once it has a row
         self._facts = StretchFacts()
@@ -392,7 +394,7 @@ class KeptIndex:
                 reader_sha256[file.path], chunks = known
                 yield from self._replayed(file, before, chunks)
             else:
-                one = replace(reader, files=(file,))
+                one = replace(reader, files=(file,), chunk=self._size)
                 for chunk in one.chunks(columns):
                     yield self._looked_up(replace(chunk, bytes_read=before + chunk.bytes_read))
                 reader.complete = reader.complete and one.complete
@@ -473,6 +475,9 @@ class KeptIndex:
             digest, self._facts.plain = "", False  # another time the machine may allow it
         reply = _kept_reply(rows) if known is None else known[0]
         writer.append(digest if prompts.digests else "", records, rows.facts.ids, reply)
+        writer.append_runs(prompts.runs, records)
+        if known is None:
+            self._size.read(len(rows), int(prompts.known_work().sum()))
 
     def _note_answers(self, rows: PreparedRows, first: int | None) -> None:
         """Note where the answers of rows are. `first`: the number of the first of a chunk that is known; None: its rows

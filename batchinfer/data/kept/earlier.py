@@ -106,5 +106,4 @@ def _batch(rows: Numbers, notes: NDArray[np.void]) -> pa.RecordBatch:
 
 def _source(files: Mapping[str, int]) -> StretchSource:
     """Return the rows of a stretch, of which each may be found: whether its answer is stored does not matter."""
-    rows, words, order, params, ids, ends = (files[name] for name in OF_ROWS)
-    return StretchSource(rows, words, order, params, ids, ends, None)
+    return StretchSource(tuple(files[name] for name in OF_ROWS), None)

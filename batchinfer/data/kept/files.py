@@ -26,9 +26,18 @@ from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import Digest, FileOps, storage, write_json
 
-KEPT_FORMAT = 4
+KEPT_FORMAT = 5
 MARKER, WHOLE = "kept.json", "whole.json"
-OF_ROWS = ("rows.bin", "words.bin", "order.bin", "params.bin", "ids.bin", "id_ends.bin")
+OF_ROWS = (
+    "rows.bin",
+    "words.bin",
+    "order.bin",
+    "params.bin",
+    "ids.bin",
+    "id_ends.bin",
+    "runs.bin",
+    "run_words.bin",
+)
 NAMES = (*OF_ROWS, "replies.bin", "chunks.jsonl", "facts.json")
 
 

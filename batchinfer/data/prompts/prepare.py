@@ -17,6 +17,7 @@ from batchinfer.core.sampling import SamplingParams, Truncate
 from batchinfer.data.constraints.constraint_check import ConstraintChecker
 from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.digests.runs import OneRun, Runs
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 from batchinfer.data.kept.rows import KeptRows
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
@@ -173,20 +174,29 @@ class Preparer:
         if self._kept is None or piece.careful or piece.accused:
             return chunk.read(piece.start, piece.stop, self._fields.values), None
         self._report(BULK)
-        rows, digests = chunk.digested(piece.start, piece.stop, self._fields.values)
-        if not digests:
+        runs = self._runs(chunk, piece)
+        if runs is None:
             return chunk.read(piece.start, piece.stop, self._fields.values), None
-        return rows, KnownRows(self._kept, digests, skips=self._fields.only_ids)
+        return (), KnownRows(self._kept, runs, skips=self._fields.only_ids)
+
+    def _runs(self, chunk: InputChunk, piece: RowPiece) -> Runs | None:
+        """Return the runs of a piece, or its rows as one run; None: its rows have no digests."""
+        if not piece.start and piece.stop >= chunk.most_rows:
+            runs = chunk.runs(self._fields.values)
+            if runs is not None:
+                return runs
+        rows, digests = chunk.digested(piece.start, piece.stop, self._fields.values)
+        return OneRun(rows, digests) if digests else None
 
     def _reported(
         self, rows: Iterable[Values | RowError], known: KnownRows | None
     ) -> Iterator[tuple[int, Values | RowError]]:
         """Number the rows, and leave out those that are known and not read. A row is at work from before it is read, as
         reading may take all memory, too."""
-        if known is not None and isinstance(rows, Sequence):
+        if known is not None:
             for index in known.read:
                 self._report(index)
-                yield index, rows[index]
+                yield index, known.row(index)
             return
         each = iter(rows)
         for index in count():
