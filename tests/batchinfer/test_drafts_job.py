@@ -442,6 +442,23 @@ def test_a_model_that_cannot_be_beside_is_refused_there_and_answers_first_else(
     assert reason in found.draft_model["why"]
 
 
+def test_forecasts_say_what_drafts_came_to_in_the_last_run(tmp_path: Path, model: Path) -> None:
+    path = job(tmp_path / "job", model, "auto", sampling={"max_tokens": 20})
+    ran = run(path, REAL, FLOAT32).row
+    longer = ("sampling.max_tokens", "22")
+    found = planned(path, FLOAT32, longer).forecast
+    assert found is not None
+    assert found.proposals is not None
+    told = (found.proposals.drafted, found.proposals.accepted, found.proposals.saved_s)
+    assert told == (ran["drafted_tokens"], ran["accepted_tokens"], ran["drafts_saved_s"])
+    changed(path, rows(), sampling={"max_tokens": 22})
+    _, said = notices(path, REAL)
+    (line,) = (line for line in said if line.startswith("drafts: "))
+    assert "proposed tokens were right in the last run, and " in line
+    off = planned(path, FLOAT32, longer, ("drafts", "off"), ("sampling.seed", "1")).forecast
+    assert off is None or off.proposals is None
+
+
 def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model: Path) -> None:
     path = job(tmp_path / "job", model, "auto", sampling={"max_tokens": 20})
     assert run(path, REAL, FLOAT32).row["drafted_tokens"] > 0

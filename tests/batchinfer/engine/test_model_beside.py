@@ -169,6 +169,19 @@ def test_a_prefix_is_read_once() -> None:
     assert sum(alone) > sum(tokens) + 3 * 20
 
 
+def test_a_block_that_others_wrote_is_read_again() -> None:
+    """Rows with the same prompt get the blocks of earlier ones, in which a row between them had its answer."""
+    rows = [
+        request(
+            at, [1, 2, 3, 4, 5, 6, 7, 8, 1] if at % 2 else [at % 11], 6 if at % 2 else 20, ignore_eos=True
+        )
+        for at in range(12)
+    ]
+    _, drafter, _ = fed(rows, replace(EASY, seqs=1, caching=False, blocks=6))
+    assert drafter.drafted > 60
+    assert all(one.right == len(one.drafts) or one.end is not None for one in drafter.took)
+
+
 def test_it_is_not_asked_about_rows_for_which_it_lacks_positions_or_tokens() -> None:
     short = {"roots": ContentRoots(20)}
     rows = greedy([[1, 2, 3], [1] * 30], 8, ignore_eos=True)
