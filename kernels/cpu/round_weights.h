@@ -1,7 +1,7 @@
 /* Codes of a weight that is quantised once it is loaded, by output, as quantized_linear.py and int4_linear.py say; included
  * once a dtype. */
 
-#if LANES == 16 || defined(__FMA__) || defined(__aarch64__)
+#if LANES == 16 || (LANES == 8 && defined(__FMA__)) || defined(__aarch64__)
 #define ROUNDS_ONCE 1 /* `fused` is what it says */
 #else
 #define ROUNDS_ONCE 0
