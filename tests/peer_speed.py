@@ -1,6 +1,7 @@
 """Vectors of an encoder beside sentence-transformers, scores of a decoder beside lm-evaluation-harness, in turns.
 
     python -m tests.peer_speed encode|score --peer PYTHON [--dtype D] [--rows N] [--rounds N] [--threads N]
+                                [--continuations N]
 
 `PYTHON` is an interpreter that has the peer: sentence-transformers, whose `encode` takes 32 texts of similar length at
 a time, or lm-eval with its `hf` model, 16 rows at a time. Random weights of the sizes of all-MiniLM-L6-v2 and of
@@ -49,7 +50,6 @@ began = time.perf_counter()
 model.loglikelihood(asked(pairs), disable_tqdm=True)
 print(json.dumps(time.perf_counter() - began))
 """
-CONTINUATIONS = 4  # of each context that is scored
 
 
 def make_model(task: str, folder: Path) -> None:
@@ -78,8 +78,9 @@ def make_model(task: str, folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=49_152, **sizes, **more)).save_pretrained(folder)
 
 
-def texts_of(task: str, rows: int) -> list[Any]:
-    """Make texts of 80 tokens on average, up to a few hundred; or contexts of 150 with continuations of 8."""
+def texts_of(task: str, rows: int, continuations: int) -> list[Any]:
+    """Make texts of 80 tokens on average, up to a few hundred; or contexts of 150, each with so many continuations of
+    9."""
     rng = random.Random(7)
 
     def text(length: int) -> str:
@@ -87,8 +88,8 @@ def texts_of(task: str, rows: int) -> list[Any]:
 
     if task == "encode":
         return [text(min(400, 8 + int(rng.expovariate(1 / 72)))) for _ in range(rows)]
-    contexts = [text(rng.randint(75, 225)) for _ in range(rows // CONTINUATIONS)]
-    return [[context, " " + text(8)] for context in contexts for _ in range(CONTINUATIONS)]
+    contexts = [text(rng.randint(75, 225)) for _ in range(rows // continuations)]
+    return [[context, " " + text(8)] for context in contexts for _ in range(continuations)]
 
 
 def ours(task: str, folder: Path, texts: list[Any], dtype: str, threads: int) -> tuple[float, float]:
@@ -135,13 +136,14 @@ def main() -> None:
     parser.add_argument("--peer", required=True, help="an interpreter that has the peer")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--continuations", type=int, default=4, help="of each context that is scored")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder, file = Path(place) / "model", Path(place) / "texts.json"
         make_model(asked.task, folder)
-        texts = texts_of(asked.task, asked.rows)
+        texts = texts_of(asked.task, asked.rows, asked.continuations)
         file.write_text(json.dumps(texts))
         job, steps, peer = list[float](), list[float](), list[float]()
         for _ in range(asked.rounds):

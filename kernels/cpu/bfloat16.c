@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "low_rank.h"
 #include "quantized_linear.h"
+#include "round_weights.h"
 #include "experts.h"
 #include "attention_types.h"
 #include "latent.h"

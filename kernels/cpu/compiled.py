@@ -23,7 +23,7 @@ from batchinfer_kernels.cpu.low_rank import (
     check_adapted_rows,
     without_adapter,
 )
-from batchinfer_kernels.cpu.memory import HugePages
+from batchinfer_kernels.cpu.memory import HugePages, zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import (
     KINDS,
     Kind,
@@ -43,6 +43,7 @@ from batchinfer_kernels.cpu.structures import (
     address,
 )
 from batchinfer_kernels.experts import Choice, check_choice
+from batchinfer_kernels.int4_linear import SHARES, quantize_groups
 from batchinfer_kernels.latent_attention import check_latent_attention
 from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.mask import check_mask
@@ -51,6 +52,7 @@ from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.tiles import TileWay
 
 _GREATEST = 3
+_MOST_GROUP = 256  # inputs of a group that round_int4 knows
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _WEIGHT = ctypes.POINTER(Weight)
 _SIGNATURES: dict[str, list[Any]] = {
@@ -58,6 +60,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "gate": [_POINTER] * 2 + [_LONG] * 3,
     "activate": [_POINTER] * 2 + [_LONG] * 3,
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
+    "round_int8": [_POINTER] + [_LONG] * 2 + [_POINTER] * 2,
+    "round_int4": [_POINTER] + [_LONG] * 3 + [_POINTER] * 4,
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 5 + [_LONG] * 2,
@@ -77,6 +81,7 @@ _COMMON: dict[str, tuple[list[Any], Any]] = {
     "packed_order": ([_LONG, _LONG, _POINTER], None),
     "pack_codes": ([_POINTER] + [_LONG] * 3 + [_POINTER] * 2, None),
     "pack_int4": ([_POINTER] + [_LONG] * 3 + [_POINTER], None),
+    "sum_groups": ([_POINTER] + [_LONG] * 3 + [_POINTER], None),
     "ranked_columns": ([_POINTER] * 2 + [_LONG], None),
     "cap_logits": ([_POINTER, _LONG, _LONG, _FLOAT], None),
     "mask_logits": ([_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG], None),
@@ -118,6 +123,35 @@ class CompiledOperators(CachedOperators):
         panels = self._pages.zeros(size, weight.dtype)
         self._call("pack_linear", weight, weight.contiguous(), outputs, inputs, is_gated(kind), panels)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind)
+
+    def round_int8(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantise a weight (outputs, inputs) as batchinfer_kernels.quantized_linear.quantize_weight does."""
+        outputs, inputs = _check_weight(weight, None, "plain")
+        codes = zeros_in_huge_pages((outputs, inputs), torch.int8)
+        scales = torch.empty(outputs, dtype=torch.float32)
+        self._call("round_int8", weight, weight.contiguous(), outputs, inputs, codes, scales)
+        return codes, scales
+
+    def round_int4(self, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Quantise a weight (outputs, inputs) as batchinfer_kernels.int4_linear.quantize_groups does, which is asked
+        for the groups that a sum of errors in another order might round in another way."""
+        outputs, inputs = _check_weight(weight, None, "plain")
+        if group < 1 or inputs % group or group % self.lanes or group > _MOST_GROUP:
+            return quantize_groups(weight, group)
+        weight = weight.contiguous()
+        codes = zeros_in_huge_pages((outputs, inputs), torch.int8)
+        scales = torch.empty(outputs, inputs // group, dtype=torch.float32)
+        shares, doubtful = (
+            torch.tensor(SHARES, dtype=torch.float32),
+            torch.empty_like(scales, dtype=torch.bool),
+        )
+        found = (shares, codes, scales, doubtful)
+        self._call("round_int4", weight, weight, outputs, inputs, group, *found)
+        asked = doubtful.view(-1).nonzero()[:, 0]
+        if len(asked):
+            wanted = quantize_groups(weight.view(-1, group)[asked], group)
+            codes.view(-1, group)[asked], scales.view(-1)[asked] = wanted[0], wanted[1][:, 0]
+        return codes, scales
 
     def pack_codes(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
@@ -193,10 +227,12 @@ class CompiledOperators(CachedOperators):
         ):
             raise ValueError(f"scales are {tuple(scales.shape)} for {outputs} outputs and groups of {group}")
         order = self._order(outputs, kind)
-        arguments = (codes.contiguous().data_ptr(), outputs, inputs, is_gated(kind))
+        codes = codes.contiguous()
+        arguments = (codes.data_ptr(), outputs, inputs, is_gated(kind))
         self._common["pack_int4"](*arguments, panels.data_ptr())
-        whole = torch.nn.functional.pad(codes, (0, groups * group - inputs)).view(outputs, groups, group)
-        starts = -128 * (whole.sum(-1, dtype=torch.int32).double() * scales).sum(-1)
+        sums = torch.empty(outputs, groups, dtype=torch.int32)
+        self._common["sum_groups"](arguments[0], outputs, inputs, group, sums.data_ptr())
+        starts = -128 * (sums.double() * scales).sum(-1)
         ordered = _reordered(starts.float(), order)
         assert ordered is not None
         taken = None if zeros is None else self._in_panels(-scales * zeros, order)

@@ -7,7 +7,9 @@ import ctypes
 import math
 import mmap
 import platform
+import weakref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,12 +32,56 @@ def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(_huge_pages(size), dtype=dtype).view(shape)  # keeps the mapping alive
+
+
+def _huge_pages(size: int) -> mmap.mmap:
     # Private, since shared memory has no huge pages
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them: all works, slower
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=dtype).view(shape)  # keeps the mapping alive
+    return mapping
+
+
+class ReusedPages:
+    """Hands out tensors in memory that tensors before them had, where these are gone: a model's layers are alike, and
+    to clear new pages takes as long as to fill them."""
+
+    def __init__(self) -> None:
+        self._free, self._old, self._keeps = list[mmap.mmap](), list[mmap.mmap](), True
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory to be written, on the host; that of small tensors is not used again."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < LEAST_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        mapping = self._taken(size) or _huge_pages(-(-size // LEAST_BYTES) * LEAST_BYTES)
+        held = np.frombuffer(mapping, np.uint8, size)
+        weakref.finalize(held, self._keep, mapping).atexit = False
+        return torch.from_numpy(held).view(dtype).view(shape)
+
+    def forget(self) -> None:
+        """Give back what no tensor has had since this was called last."""
+        self._free, self._old = [], self._free
+
+    def close(self) -> None:
+        """Give back what no tensor has, and from now on all memory once its tensor is gone."""
+        self._keeps = False
+        self._free, self._old = [], []
+
+    def _taken(self, size: int) -> mmap.mmap | None:
+        """Return the smallest free piece that is large enough and of which not more than half would lie idle."""
+        fitting = [each for each in (*self._free, *self._old) if size <= len(each) <= 2 * size]
+        if not fitting:
+            return None
+        found = min(fitting, key=len)
+        (self._free if any(each is found for each in self._free) else self._old).remove(found)
+        return found
+
+    def _keep(self, mapping: mmap.mmap) -> None:
+        if self._keeps:
+            self._free.append(mapping)
 
 
 class HugePages:

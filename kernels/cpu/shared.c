@@ -98,33 +98,68 @@ void masked_argmax(const float *logits, int64_t width, int64_t n, const uint32_t
     }
 }
 
+#define RUN 256 /* bytes of a row that packing takes at once: whole cache lines, as in linear.h */
+
+/* Copy a run of each of a panel's outputs, from byte `from` of a row on; zeros where there is none. */
+INLINE void copy_runs(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int64_t panel, int64_t from,
+                      int8_t (*runs)[RUN]) {
+    int64_t rest = inputs - from, size = rest < RUN ? rest < 0 ? 0 : rest : RUN;
+    for (int64_t column = 0; column < PANEL; column++) {
+        int64_t output = output_of(panel, column, outputs, gated), held = output < 0 ? 0 : size;
+        if (held) memcpy(runs[column], weight + output * inputs + from, held);
+        memset(runs[column] + held, 0, RUN - held);
+    }
+}
+
 /* Codes of a weight, packed, and what its sums start at. Codes come as (outputs, inputs) int8. */
 void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts) {
     int64_t words = words_of(inputs), panels = panels_of(outputs, gated);
     memset(starts, 0, columns_of(outputs, gated) * sizeof *starts);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic, 4)
     for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t i = 0; i < words; i++)
+        for (int64_t from = 0; from < words; from += RUN / 4) {
+            int8_t runs[PANEL][RUN], *to = packed + panel * words * PANEL * 4;
+            copy_runs(weight, outputs, inputs, gated, panel, from * 4, runs);
+            int64_t until = words - from < RUN / 4 ? words - from : RUN / 4;
+            for (int64_t i = 0; i < until; i++)
+                for (int64_t column = 0; column < PANEL; column++)
+                    memcpy(to + word_at(from + i, column, MMLA_INT8) * 4, runs[column] + i * 4, 4);
             for (int64_t column = 0; column < PANEL; column++) {
-                int64_t output = output_of(panel, column, outputs, gated), rest = inputs - i * 4;
-                int8_t word[4] = {0};
-                if (output >= 0 && rest > 0) memcpy(word, weight + output * inputs + i * 4, rest < 4 ? rest : 4);
-                memcpy(packed + (panel * words * PANEL + word_at(i, column, MMLA_INT8)) * 4, word, 4);
-                for (int j = 0; j < 4; j++) starts[panel * PANEL + column] -= 128 * word[j];
+                int32_t sum = 0;
+                for (int64_t i = 0; i < RUN; i++) sum += runs[column][i];
+                starts[panel * PANEL + column] -= 128 * sum;
             }
+        }
 }
 
 /* Codes of a weight in int4, packed as int4_linear.h says. Codes come as (outputs, inputs) int8. */
 void pack_int4(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, uint8_t *packed) {
     int64_t pairs = padded(inputs) / 8, panels = panels_of(outputs, gated);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic, 4)
     for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t i = 0; i < pairs; i++)
-            for (int64_t column = 0; column < PANEL; column++) {
-                int64_t output = output_of(panel, column, outputs, gated), rest = inputs - i * 8;
-                int8_t codes[8] = {0};
-                if (output >= 0 && rest > 0) memcpy(codes, weight + output * inputs + i * 8, rest < 8 ? rest : 8);
-                uint8_t *to = packed + ((panel * pairs + i) * PANEL + column) * 4;
-                for (int j = 0; j < 4; j++) to[j] = (codes[j] & 0xf) | (codes[j + 4] & 0xf) << 4;
-            }
+        for (int64_t from = 0; from < pairs; from += RUN / 8) {
+            int8_t runs[PANEL][RUN];
+            copy_runs(weight, outputs, inputs, gated, panel, from * 8, runs);
+            int64_t until = pairs - from < RUN / 8 ? pairs - from : RUN / 8;
+            for (int64_t i = 0; i < until; i++)
+                for (int64_t column = 0; column < PANEL; column++) {
+                    uint32_t halves[2], both;
+                    memcpy(halves, runs[column] + i * 8, 8);
+                    both = (halves[0] & 0x0f0f0f0f) | (halves[1] & 0x0f0f0f0f) << 4;
+                    memcpy(packed + ((panel * pairs + from + i) * PANEL + column) * 4, &both, 4);
+                }
+        }
+}
+
+/* The sum of each group's codes: (outputs, groups). Codes come as (outputs, inputs) int8. */
+void sum_groups(const int8_t *codes, int64_t outputs, int64_t inputs, int64_t group, int32_t *sums) {
+    int64_t groups = (inputs + group - 1) / group;
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < outputs * groups; at++) {
+        int64_t from = at % groups * group, until = inputs - from < group ? inputs - from : group;
+        const int8_t *own = codes + at / groups * inputs + from;
+        int32_t sum = 0;
+        for (int64_t i = 0; i < until; i++) sum += own[i];
+        sums[at] = sum;
+    }
 }

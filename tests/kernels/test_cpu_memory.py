@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer_kernels.cpu.memory import LEAST_BYTES, LINE_BYTES, PIECE_BYTES, HugePages, zeros_in_huge_pages
+from batchinfer_kernels.cpu.memory import (
+    LEAST_BYTES,
+    LINE_BYTES,
+    PIECE_BYTES,
+    HugePages,
+    ReusedPages,
+    zeros_in_huge_pages,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -45,4 +52,33 @@ def test_memory_is_taken_when_used_and_given_back():
     assert resident() - before > size // 2
     del cache
     gc.collect()
+    assert resident() - before < size // 8
+
+
+def test_memory_is_used_again_only_once_its_tensor_is_gone():
+    pages = ReusedPages()
+    first = pages.empty((LEAST_BYTES, 3), torch.bfloat16)
+    assert (first.shape, first.dtype, first.is_contiguous()) == ((LEAST_BYTES, 3), torch.bfloat16, True)
+    at, view = first.data_ptr(), first[5:].flatten()[7:]
+    del first
+    other = pages.empty((LEAST_BYTES, 3), torch.bfloat16)
+    assert other.data_ptr() != at  # a view of it is left
+    del view
+    again = pages.empty((LEAST_BYTES, 5), torch.uint8)  # less, but at least half of it
+    assert again.data_ptr() == at
+    assert pages.empty((LEAST_BYTES,), torch.uint8).data_ptr() != at
+    del again
+    pages.forget()
+    assert pages.empty((LEAST_BYTES, 3), torch.bfloat16).data_ptr() == at
+
+
+def test_memory_that_waits_is_given_back():
+    pages, size = ReusedPages(), 256 << 20
+    before = resident()
+    for give_back in (lambda: (pages.forget(), pages.forget()), pages.close):
+        pages.empty((size,), torch.uint8).fill_(1)
+        assert resident() - before > size // 2
+        give_back()
+        assert resident() - before < size // 8
+    pages.empty((size,), torch.uint8).fill_(1)
     assert resident() - before < size // 8

@@ -9,6 +9,7 @@ import torch
 
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.int4_linear import quantize_groups
 from batchinfer_kernels.mxfp4 import mxfp4_values
 from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.tiles import OPTIONS
@@ -133,3 +134,15 @@ def test_mxfp4_has_the_bits_of_what_it_stands_for(operators, dtype):
     widened = operators.pack_experts(mxfp4_values(codes, exponents).to(dtype), None)
     got, wanted = (operators.grouped_linear(x, weight, starts) for weight in (packed, widened))
     torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_rounded_alike(operators, dtype):
+    weight = (torch.randn(300, 224, generator=torch.Generator().manual_seed(3)) * 0.1).to(dtype)
+    weight[7, 5], weight[8], weight[9, 3] = torch.nan, 0.0, 1e-42
+    for found, wanted in (
+        (operators.round_int8(weight), quantize_weight(weight)),
+        (operators.round_int4(weight, 32), quantize_groups(weight, 32)),
+    ):
+        assert torch.equal(found[0], wanted[0])
+        assert torch.equal(found[1].nan_to_num(3.0), wanted[1].nan_to_num(3.0))

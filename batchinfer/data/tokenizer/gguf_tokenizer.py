@@ -29,11 +29,11 @@ _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How texts are cut before bytes are merged. `pattern`: of the parts; None: GPT-2's. `digits`: each is a part.
-    `whole`: a part that is a token is that token, whatever the merges. `begins`: texts begin with BOS unless the file
-    says otherwise. `composed`: texts are normalised (NFC) first."""
+    """How texts are cut before bytes are merged. `patterns`: of the parts, each cut by the next; (): GPT-2's. `digits`:
+    each is a part of its own, in the end. `whole`: a part that is a token is that token, whatever the merges. `begins`:
+    texts begin with BOS unless the file says otherwise. `composed`: texts are normalised (NFC) first."""
 
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
     digits: bool = False
     whole: bool = False
     begins: bool = False
@@ -44,17 +44,29 @@ _LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SYMBOLS}
 _QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SYMBOLS}"
 _TEKKEN = rf"{_WORDS % ('', '')}|\p{{N}}|{_PATHS}"
 _GPT4O = rf"{_WORDS % (f'{_ENDINGS}?', f'{_ENDINGS}?')}|\p{{N}}{{1,3}}|{_PATHS}"
+# Letters with case, of those that the Unicode of 2018 had, less those of some scripts and of mathematics
+_CASED = (
+    r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c8a}\x{2d00}-\x{2d2d}\x{a790}-\x{a7ff}"
+    r"\x{ab30}-\x{ab6f}\x{10570}-\x{105bc}\x{10d50}-\x{10d85}\x{16e40}-\x{1df2a}]]"
+)
+_CJK, _LINE_ENDS = r"[\x{4e00}-\x{9fa5}\x{800}-\x{4e00}\x{ac00}-\x{d7ff}]+", r"[\r\n]"
+_MARKS = r"[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]"
+_DEEPSEEK = (_LINE_ENDS, rf"\s?{_CASED}+", rf"\s?{_MARKS}+", r"\s+$", _CJK)
+_DEEPSEEK_CODER = (_LINE_ENDS, r"\s?\p{L}+", r"\s?\p{P}+", _CJK)
 # By tokenizer.ggml.pre. The patterns are those of the models' own tokenizer.json
 CUTTINGS: Mapping[str, Cutting] = {
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), Cutting(_LLAMA3, whole=True, begins=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        Cutting((_LLAMA3,), whole=True, begins=True),
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Cutting(_LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Cutting(_QWEN2, composed=True)),
-    "stablelm2": Cutting(_QWEN2),
-    "tekken": Cutting(_TEKKEN, whole=True, begins=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Cutting(_GPT4O)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Cutting((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Cutting((_QWEN2,), composed=True)),
+    "stablelm2": Cutting((_QWEN2,)),
+    "tekken": Cutting((_TEKKEN,), whole=True, begins=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Cutting((_GPT4O,))),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "exaone4"), Cutting()),
+    "deepseek-llm": Cutting(_DEEPSEEK, digits=True),
+    "deepseek-coder": Cutting(_DEEPSEEK_CODER, digits=True),
     **dict.fromkeys(("smollm", "command-r", "starcoder", "refact"), Cutting(digits=True)),
 }
 
@@ -102,10 +114,12 @@ def _bytes(vocabulary: Vocabulary, cutting: Cutting) -> RustTokenizer:
     rust = RustTokenizer(models.BPE(_numbered(vocabulary), merges, ignore_merges=cutting.whole))
     if cutting.composed:
         rust.normalizer = normalizers.NFC()
-    cuts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cutting.digits else []
-    if cutting.pattern is not None:
-        cuts.append(pre_tokenizers.Split(Regex(cutting.pattern), behavior="isolated"))
-    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cutting.pattern is None))
+    cuts: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in cutting.patterns
+    ]
+    if cutting.digits:
+        cuts.append(pre_tokenizers.Digits(individual_digits=True))
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cutting.patterns))
     rust.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     rust.decoder = decoders.ByteLevel()
     return rust

@@ -69,7 +69,7 @@ class Search:
 
     def _end(self, tables: Tables, quantised: bool) -> Decoder:
         """Return the model without its layers."""
-        head = quantized_weight(tables.head, self.spec.head_form if quantised else None)
+        head = quantized_weight(self._ops, tables.head, self.spec.head_form if quantised else None)
         packed = PackedWeights(replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), CPU)
         return Decoder(packed, self._ops, self._positions)
 
@@ -95,7 +95,7 @@ class Search:
         return found
 
     def _built(self, layer: LayerSpec, weights: LayerWeights) -> DecoderLayer:
-        parts = pack_layer(self._ops, layer, quantized_layer(layer, weights))
+        parts = pack_layer(self._ops, layer, quantized_layer(self._ops, layer, weights))
         return build_layer(self._ops, layer, replace(parts, rope=self._rope(layer)))
 
     def _rope(self, layer: LayerSpec) -> RopeTable | None:

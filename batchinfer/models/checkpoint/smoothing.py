@@ -44,7 +44,8 @@ class SmoothedWeights(Weights):
         tables, norm = self._weights.tables(), self._spec.final_norm
         if norm is None or not self._spec.has_head or not _is_rounded(self._spec.head):
             return tables
-        factors = factors_of(_sizes(tables.norms[FINAL_NORM], norm), _columns([tables.head]))
+        sizes = _sizes(tables.norms[FINAL_NORM], norm)
+        factors = factors_of(sizes, _columns([tables.head])) if has_outliers(sizes) else None
         if factors is None:
             return tables
         norms = {**tables.norms, **_divided(tables.norms, FINAL_NORM, norm, factors)}
@@ -117,8 +118,11 @@ def _smooth_norm(
     """Divide a norm's weight, and multiply the columns of all that read it, also at other ranks."""
     if not any(map(_is_rounded, readers)) or any(reader.stored for reader in readers):
         return
+    sizes = _sizes(weights[name], norm)
+    if not has_outliers(sizes):  # as at all ranks, which have this norm
+        return
     columns = ranks.all_gather(_columns(weights[reader.name] for reader in readers)).amax(0)
-    factors = factors_of(_sizes(weights[name], norm), columns)
+    factors = factors_of(sizes, columns)
     if factors is not None:
         weights |= _divided(weights, name, norm, factors)
         weights |= {reader.name: _times(weights[reader.name], factors) for reader in readers}
@@ -133,8 +137,10 @@ def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSp
     count = max(1, first.experts)
     into, back = weights[first.name], weights[second.name]
     ups, downs = into.view(count, 2, -1, into.shape[1])[:, 1], back.view(count, -1, back.shape[1])
+    sizes = ups.float().norm(dim=-1)
     each = [
-        factors_of(up.float().norm(dim=-1), _columns([down])) for up, down in zip(ups, downs, strict=True)
+        factors_of(size, _columns([down])) if has_outliers(size) else None
+        for size, down in zip(sizes, downs, strict=True)
     ]
     if all(factors is None for factors in each):
         return
@@ -156,6 +162,12 @@ def _scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> N
     """Change the factors of all adapters whose names begin so as the weight beside which they stand."""
     for name in [name for name in weights if name.startswith(start)]:
         weights[name] = _times(weights[name], factors)
+
+
+def has_outliers(loud: Tensor) -> bool:
+    """Whether one of the channels (K,) stands out by its size: most often none does, and nothing else is looked at."""
+    middle = loud.median()
+    return bool(middle > 0) and bool((loud / middle >= LEAST_RATIO).any())
 
 
 def factors_of(loud: Tensor, quiet: Tensor) -> Tensor | None:

@@ -18,6 +18,7 @@ from batchinfer.core.hub import GGUF
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.read_ahead import ReadAhead
 from batchinfer.models.checkpoint.stored_parts import NO_SLICES, StoredPart, StoredParts, slices_of
+from batchinfer.models.checkpoint.stretch import Stretch, stretch_of
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.families.family import Part
 from batchinfer.models.files.weight_files import StoredTensor
@@ -40,7 +41,7 @@ from batchinfer.models.spec.parameters import (
     fused,
 )
 from batchinfer.models.spec.spec import LinearSpec
-from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
+from batchinfer_kernels.cpu.memory import ReusedPages
 
 _NORMS = (FINAL_NORM, FINAL_NORM + BIAS, EMBEDDING_NORM, EMBEDDING_NORM + BIAS)
 # One layer's tensors, fused as `parameters.fused` says: "qkv" and "qkv.bias", "input_norm" and so on; beside a weight
@@ -113,6 +114,7 @@ class CheckpointWeights(Weights):
         self._dtype = dtype
         self._device = device
         self._ahead: ReadAhead | None = None
+        self._pages = ReusedPages()
 
     def __enter__(self) -> Self:
         self._ahead = ReadAhead(self._checkpoint, self._parts)
@@ -122,6 +124,7 @@ class CheckpointWeights(Weights):
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+        self._pages.close()
 
     def tables(self) -> Tables:
         if self._ahead is not None:
@@ -130,7 +133,7 @@ class CheckpointWeights(Weights):
         with _OpenFiles(self._checkpoint) as files:
             found = {
                 name: self._copied(
-                    [files.parameter(part)], torch.float32 if name.startswith(CLASSIFIER) else self._dtype
+                    [files.found(part)], torch.float32 if name.startswith(CLASSIFIER) else self._dtype
                 )
                 for name, part in parts.items()
             }
@@ -146,11 +149,12 @@ class CheckpointWeights(Weights):
     def layer(self, index: int) -> LayerWeights:
         if self._ahead is not None:
             self._ahead.layer(index)
+        self._pages.forget()
         layer, places = self._parts.spec.layers[index], self._parts.layer(index)
         with _OpenFiles(self._checkpoint) as files:
 
             def joined(parameters: Sequence[str]) -> Tensor:
-                found = [files.parameter(places[parameter]) for parameter in parameters]
+                found = [files.found(places[parameter]) for parameter in parameters]
                 return self._copied(found, torch.float32 if parameters[0] in layer.vectors else self._dtype)
 
             found = dict(fused(layer, joined))
@@ -177,20 +181,24 @@ class CheckpointWeights(Weights):
             copied[linear.name + ZEROS] = self._copied(zeros, torch.float32)
         return copied
 
-    def _copied(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The parts above one another, cast and copied out of the mapped file in one pass."""
+    def _copied(self, parts: Sequence[Tensor | Stretch], dtype: torch.dtype) -> Tensor:
+        """The parts above one another, cast and read or copied in one pass."""
         rows = sum(part.shape[0] for part in parts)
         whole = self._empty((rows, *parts[0].shape[1:]), dtype)
         start = 0
         for part in parts:
-            whole[start : start + part.shape[0]].copy_(part)
+            into = whole[start : start + part.shape[0]]
+            if isinstance(part, Stretch):
+                part.read(into, self._pages)
+            else:
+                into.copy_(part)
             start += part.shape[0]
         return whole
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory to be written. A CPU's is in huge pages: a fault for every 4 KiB would take as long as the copy."""
         if torch.device(self._device).type == "cpu":
-            return zeros_in_huge_pages(shape, dtype)
+            return self._pages.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
@@ -236,6 +244,10 @@ class _OpenFiles:
         self._open.clear()
         self._last, self._last_codes = None, None
         self._stack.close()
+
+    def found(self, part: StoredPart) -> Tensor | Stretch:
+        """Return where a parameter can be read as it is stored, or else read it."""
+        return stretch_of(self._checkpoint.tensors, part) or self.parameter(part)
 
     def parameter(self, part: StoredPart) -> Tensor:
         """Read a parameter as it is stored, or dequantised to float32."""

@@ -204,5 +204,6 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
     k, v = weight[:, : attention.plain_dim], weight[:, attention.plain_dim :]
     form = next(linear.form for linear in spec.linears if linear.heads)
     return LatentHeads(
-        ops.pack_heads(quantized_heads(k.transpose(1, 2), form)), ops.pack_heads(quantized_heads(v, form))
+        ops.pack_heads(quantized_heads(ops, k.transpose(1, 2), form)),
+        ops.pack_heads(quantized_heads(ops, v, form)),
     )

@@ -43,7 +43,7 @@ def pack_weights(
     """Pack the weights for `ops`, a layer at a time, with the factors of so many adapters, of which the device has
     `room` for some at a time; None: for all. `ranks`: those that have the rest of the spec's layers."""
     tables = weights.tables()
-    head = ops.pack_head(quantized_weight(tables.head, spec.head_form)) if spec.has_head else None
+    head = ops.pack_head(quantized_weight(ops, tables.head, spec.head_form)) if spec.has_head else None
     if head is not None and spec.tokens is not None:
         head = SplitHead(head, spec.vocab, ranks.tensor)
     head_spec = spec.classifier
@@ -51,7 +51,7 @@ def pack_weights(
     # or a head that was copied would be there twice while the layers are packed
     tables = replace(tables, head=tables.embedding)
     layers = tuple(
-        pack_layer(ops, layer, quantized_layer(layer, weights.layer(index)), None, adapters, room, ranks)
+        pack_layer(ops, layer, quantized_layer(ops, layer, weights.layer(index)), None, adapters, room, ranks)
         for index, layer in enumerate(spec.layers)
     )
     places = None if room is None else room.places

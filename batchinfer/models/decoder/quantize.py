@@ -6,43 +6,33 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
-from batchinfer.models.ops.interface import CodedWeight, ExpertWeights, Weight
+from batchinfer.models.ops.interface import CodedWeight, ExpertWeights, Ops, Weight
 from batchinfer.models.spec.parameters import SCALES
 from batchinfer.models.spec.spec import LayerSpec
 from batchinfer_kernels.arithmetic import WeightForm
-from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
-from batchinfer_kernels.int4_linear import quantize_groups
-from batchinfer_kernels.quantized_linear import quantize_weight
 
 
-def quantized_weight(weight: Tensor, form: WeightForm | None) -> Weight:
+def quantized_weight(ops: Ops, weight: Tensor, form: WeightForm | None) -> Weight:
     """Return the weight (out, in) in its form; None: as it is."""
-    return weight if form is None else CodedWeight(*_quantized(weight, form), group=form.group)
+    return weight if form is None else CodedWeight(*ops.rounded(weight, form), group=form.group)
 
 
-def quantized_heads(weight: Tensor, form: WeightForm | None) -> ExpertWeights:
+def quantized_heads(ops: Ops, weight: Tensor, form: WeightForm | None) -> ExpertWeights:
     """Return the weights (heads, out, in) in their form; None: as they are."""
     if form is None:
         return ExpertWeights(weight)
-    coded = [_quantized(matrix, form) for matrix in weight]
+    coded = [ops.rounded(matrix, form) for matrix in weight]
     # As bytes: torch does not stack float8_e4m3fn everywhere
     codes = torch.stack([codes.view(torch.uint8) for codes, _ in coded]).view(coded[0][0].dtype)
     return ExpertWeights(codes, scales=torch.stack([scales for _, scales in coded]))
 
 
-def quantized_layer(spec: LayerSpec, weights: LayerWeights) -> LayerWeights:
+def quantized_layer(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LayerWeights:
     """Return the weights of a layer with scales beside those that were quantised here, as beside those that are stored
     quantised. Those of heads stay as they are: each head's are quantised, one of them transposed."""
     found = dict(weights)
     for linear in spec.linears:
         if linear.form is not None and not (linear.stored or linear.heads):
-            codes, scales = _quantized(found[linear.name], linear.form)
+            codes, scales = ops.rounded(found[linear.name], linear.form)
             found |= {linear.name: codes, linear.name + SCALES: scales}
     return found
-
-
-def _quantized(weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
-    """weight: (N, K) → codes (N, K) and scales (N,) float32, or (N, groups)."""
-    if form.codes == "int4":
-        return quantize_groups(weight, form.group)
-    return quantize_weight(weight) if form.codes == "int8" else quantize_rows_fp8(weight)

@@ -66,6 +66,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise _refused(path, error) from error
 
 
+def data_start(path: Path) -> int:
+    """Return the byte of a file that the offsets of its tensors count from. Raises OSError."""
+    with path.open("rb") as file:
+        return PREFIX_BYTES + int.from_bytes(file.read(PREFIX_BYTES), "little")
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """Read what a header says besides its tensors. Raises SecurityRefusal as read_header does."""
     try:

@@ -17,7 +17,7 @@ from batchinfer.core.hub import WEIGHTS as SINGLE
 from batchinfer.models.files.config_fields import load_json_object, shown, wrong_checkpoint
 from batchinfer.models.files.fingerprint import Progress, model_fingerprint
 from batchinfer.models.files.folder import CheckpointFolder
-from batchinfer.models.files.safetensors_header import DTYPE_BYTES, PREFIX_BYTES, TensorInfo, read_header
+from batchinfer.models.files.safetensors_header import DTYPE_BYTES, TensorInfo, data_start, read_header
 from batchinfer.models.files.stated_config import stated_config
 from batchinfer_kernels.arithmetic import Dtype
 
@@ -40,8 +40,7 @@ class StoredTensor:
     def content(self) -> bytes:
         """Read its bytes: of small tensors, on which it depends what larger ones mean."""
         with self.file.open("rb") as file:
-            header = int.from_bytes(file.read(PREFIX_BYTES), "little")
-            file.seek(PREFIX_BYTES + header + self.info.start)
+            file.seek(data_start(self.file) + self.info.start)
             return file.read(self.info.nbytes)
 
     def integers(self) -> NDArray[np.int64]:

@@ -34,7 +34,7 @@ from batchinfer.models.ops.interface import (
 )
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
-from batchinfer_kernels.arithmetic import WeightCodes
+from batchinfer_kernels.arithmetic import WeightCodes, WeightForm
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items, whole_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
@@ -85,6 +85,13 @@ class CpuOps(TorchOps):
         way = codes or "compiled"
         tiles = self._compiled.has_tiles and (way in ("int8", "int4") or self._dtype == torch.bfloat16)
         return f"{way}, in tiles" if tiles else way
+
+    def rounded(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
+        if weight.dtype not in (torch.float32, torch.bfloat16) or form.codes not in ("int4", "int8"):
+            return super().rounded(weight, form)
+        if form.codes == "int8":
+            return self._compiled.round_int8(weight)
+        return self._compiled.round_int4(weight, form.group)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))

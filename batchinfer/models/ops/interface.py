@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
-from batchinfer_kernels.arithmetic import WeightCodes
+from batchinfer_kernels.arithmetic import WeightCodes, WeightForm
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.experts import Choice, choose_experts, combine_reference
+from batchinfer_kernels.fp8_matmul import quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation, activation_reference
+from batchinfer_kernels.int4_linear import quantize_groups
 from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
@@ -22,6 +24,7 @@ from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.mask import bars, mask_reference
 from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.penalties import Penalties, penalise_reference
+from batchinfer_kernels.quantized_linear import quantize_weight
 from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 from batchinfer_kernels.sample import RowSampling, sample_reference
@@ -373,6 +376,13 @@ class Ops(ABC):
     def linear(self, codes: WeightCodes | None) -> str:
         """Return how linear layers are computed, for the report; `codes`: of most of their weights."""
         return self.name if codes is None else codes
+
+    def rounded(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
+        """weight: (N, K) of floats → codes (N, K), and scales (N,) float32 or (N, groups), as the form's reference
+        makes them, bit by bit."""
+        if form.codes == "int4":
+            return quantize_groups(weight, form.group)
+        return quantize_weight(weight) if form.codes == "int8" else quantize_rows_fp8(weight)
 
     @abstractmethod
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:

@@ -1,51 +1,100 @@
-"""Reading ahead asks for the bytes of all tensors and no others, and ends with the loading, also where that fails."""
+"""Reading ahead reads the bytes of all tensors and no others, not too far, and ends with the loading, also where that
+fails."""
 
 from __future__ import annotations
 
-import os
+import io
 import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
+from batchinfer.models.checkpoint import read_ahead
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
-from batchinfer.models.checkpoint.read_ahead import PIECE_BYTES, THREAD
+from batchinfer.models.checkpoint.read_ahead import THREAD, ByteRange, ReadAhead
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from tests.checkpoints import make_checkpoint
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system reads nothing ahead")
 
 
 def _threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == THREAD]
 
 
-def test_all_tensors_are_asked_for_and_nothing_outside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[ByteRange]:
+    """What is read ahead, which nothing is of."""
+    found: list[ByteRange] = []
+    monkeypatch.setattr(ReadAhead, "_read_range", lambda _, wanted, index: found.append(wanted))
+    return found
+
+
+def _bytes(ranges: list[ByteRange]) -> int:
+    return sum(each.end - each.start for each in ranges)
+
+
+def test_all_tensors_are_read_and_nothing_outside(tmp_path: Path, read: list[ByteRange]) -> None:
     make_checkpoint(tmp_path, "qwen2", shards=3)
-    checkpoint, asked = inspect_checkpoint(tmp_path), list[tuple[Path, int, int]]()
-
-    def record(file: int, start: int, size: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
-        assert 0 < size <= PIECE_BYTES
-        assert start + size <= os.fstat(file).st_size
-        asked.append((Path(os.readlink(f"/proc/self/fd/{file}")), start, size))
-
-    monkeypatch.setattr(os, "posix_fadvise", record)
+    checkpoint = inspect_checkpoint(tmp_path)
+    whole = sum(each.info.nbytes for each in checkpoint.tensors.values())
     with CheckpointWeights(checkpoint, torch.float32, "cpu") as weights:
         weights.tables()
         for index in range(len(checkpoint.spec.layers)):
             weights.layer(index)
+        _until(lambda: _bytes(read) == whole)
     assert _threads() == []
-    # Each byte of a tensor once
-    assert sum(size for *_, size in asked) == sum(each.info.nbytes for each in checkpoint.tensors.values())
-    for (file, start, size), (after, other, _) in zip(sorted(asked), sorted(asked)[1:], strict=False):
-        assert file != after or start + size <= other
-    for file in checkpoint.files:
-        last = max(start + size for path, start, size in asked if path == file)
-        assert last == file.stat().st_size  # offsets count from where the header ends
+    in_order = sorted(read, key=lambda each: (each.file, each.start))
+    assert all(a.file != b.file or a.end <= b.start for a, b in pairwise(in_order))
+    for file in checkpoint.files:  # offsets count from where the header ends
+        assert max(each.end for each in read if each.file == file) == file.stat().st_size
+
+
+class CountedFile:
+    """A file that counts the bytes that are read of it; `then` is called after each reading."""
+
+    def __init__(self, size: int, then: Callable[[], None] = lambda: None) -> None:
+        self.taken: list[tuple[int, int]] = []
+        self._size, self._then = size, then
+
+    def open(self, mode: str, buffering: int) -> Any:
+        assert (mode, buffering) == ("rb", 0)
+        counted = self
+
+        class Opened(io.BytesIO):
+            def readinto(self, room: Any) -> int:
+                at, found = self.tell(), super().readinto(room)
+                counted.taken.append((at, found))
+                counted._then()
+                return found
+
+        return Opened(bytes(self._size))
+
+
+def test_a_range_is_read_until_what_is_behind_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    monkeypatch.setattr(read_ahead, "PIECE_BYTES", 100)
+    ahead = ReadAhead(inspect_checkpoint(tmp_path))
+    file = CountedFile(1000)
+    ahead._read_range(ByteRange(cast(Path, file), 50, 275), 0)
+    assert file.taken == [(50, 100), (150, 100), (250, 25)]
+    for end in (lambda: ahead.layer(1), ahead.close):
+        file = CountedFile(1000, end)
+        ahead._read_range(ByteRange(cast(Path, file), 0, 1000), 0)
+        assert len(file.taken) == 1
+        ahead.layer(0)
 
 
 def test_no_thread_is_left_when_loading_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +102,7 @@ def test_no_thread_is_left_when_loading_fails(tmp_path: Path, monkeypatch: pytes
     weights, begun = CheckpointWeights(inspect_checkpoint(tmp_path), torch.float32, "cpu"), threading.Event()
     slow = threading.Event()
 
-    def wait(*_: int) -> None:
+    def wait(*_: object) -> None:
         begun.set()
         slow.wait(0.05)
 
@@ -63,7 +112,28 @@ def test_no_thread_is_left_when_loading_fails(tmp_path: Path, monkeypatch: pytes
             assert begun.wait(10)
             raise RuntimeError("packing failed")
 
-    monkeypatch.setattr(os, "posix_fadvise", wait)
+    monkeypatch.setattr(ReadAhead, "_read_range", wait)
     with pytest.raises(RuntimeError, match="packing failed"):
         fail()
+    assert _threads() == []
+
+
+def test_no_more_is_read_than_may_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[ByteRange]
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    checkpoint = inspect_checkpoint(tmp_path)
+    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 1)
+    ahead = ReadAhead(checkpoint)
+    layer = sum(each.end - each.start for each in ahead.ranges(0))
+    whole = sum(each.info.nbytes for each in checkpoint.tensors.values())
+    tables, count = whole - 2 * layer, len(checkpoint.spec.layers)
+    assert count == 2
+    ahead.tables()
+    _until(lambda: _bytes(read) == tables + layer)  # a layer is always read
+    time.sleep(0.05)
+    assert _bytes(read) == tables + layer
+    ahead.layer(0)
+    _until(lambda: _bytes(read) == whole)
+    ahead.close()
     assert _threads() == []

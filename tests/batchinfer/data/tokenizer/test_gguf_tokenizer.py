@@ -44,10 +44,11 @@ GPT4O = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
 DIGITS = pre_tokenizers.Digits(individual_digits=True)
-PATTERNS: dict[str, str | None] = {
-    "llama-bpe": LLAMA3, "dbrx": LLAMA3, "qwen2": QWEN2, "tekken": TEKKEN, "gpt-4o": GPT4O, "gpt-2": None,
-    "smollm": None,
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "llama-bpe": (LLAMA3,), "dbrx": (LLAMA3,), "qwen2": (QWEN2,), "tekken": (TEKKEN,), "gpt-4o": (GPT4O,), "gpt-2": (),
+    "smollm": (), "deepseek-coder": DEEPSEEK_CODER,
 }  # fmt: skip
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
@@ -67,11 +68,11 @@ def write(file: Path, keys: dict[str, Any], arch: str = "llama") -> Path:
 def trained(pre: str) -> RustTokenizer:
     """A tokenizer as the model's own tokenizer.json would have it."""
     rust = RustTokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
-    pattern = PATTERNS[pre]
+    patterns = PATTERNS[pre]
     cuts: list[Any] = [DIGITS] if pre == "smollm" else []
-    if pattern is not None:
-        cuts.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    cuts += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    cuts += [DIGITS] if pre.startswith("deepseek") else []
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
     rust.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     rust.decoder = decoders.ByteLevel()
     if pre == "qwen2":
@@ -105,6 +106,25 @@ def test_bytes_are_merged_as_by_the_models_own_tokenizer(tmp_path: Path, pre: st
         assert found.rust.encode(text, add_special_tokens=False).ids == ids
         assert found.decode(ids) == own.decode(ids, skip_special_tokens=True)
     assert set(found.specials) == set(SPECIAL)
+
+
+def test_deepseeks_words_are_of_the_letters_that_its_tokenizer_lists(tmp_path: Path) -> None:
+    # Outside of the stretches that are cut in any case: Georgian, Cherokee and others stand among those of CJK
+    listed = "µÀöøƺƼƿǄʓʕʯͰͿΆҊԯԱՖꙀꚀꜢꞇꞋꞎꭰꮿﬀﬗ𐐀𐑏𐒰𐳲𑢠𞥃"
+    others = "ƻʔʰͺՠֈꞐꟺꬰꭨ𐕰𖹀𝐀𝟋𝼀東가1_"
+    file = write(tmp_path / "x.gguf", tokenizer_keys(Wrapped(trained("gpt-2")), pre="deepseek-llm"))
+    cut = Tokenizer.load(file).rust.pre_tokenizer
+    assert cut is not None
+
+    def parts(text: str) -> int:
+        return len(cut.pre_tokenize_str(text))
+
+    assert [letter for letter in listed if parts(f"é{letter}é") != 1] == []
+    assert [letter for letter in others if parts(f"é{letter}é") != 3] == []
+    assert [parts(text) for text in ("ႳႴ", "Ⴓⴤ", "Ჰბ")] == [1, 2, 2]
+    # A letter, a mark and a line take a space before them along, a digit and the rest do not; white space at the end
+    texts = ("a b", "a ,.。‘b", "a 12", "՛  1", "東京 가", "a\r\n", "a   b", "a   ")
+    assert [parts(text) for text in texts] == [2, 4, 4, 2, 3, 3, 3, 2]
 
 
 def test_the_file_has_what_a_folder_would_have(tmp_path: Path) -> None:

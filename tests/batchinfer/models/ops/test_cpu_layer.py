@@ -57,7 +57,7 @@ def random_weights(spec, dtype):
 def layer_parts(ops, spec, dtype):
     angles = torch.rand(2048, spec.attention.head_dim // 2) * 6
     rope = RopeTable(angles.cos(), angles.sin(), spec.attention.rotation.interleaved)
-    return pack_layer(ops, spec, quantized_layer(spec, random_weights(spec, dtype)), rope)
+    return pack_layer(ops, spec, quantized_layer(ops, spec, random_weights(spec, dtype)), rope)
 
 
 def with_linears(parts, **changed):

@@ -172,7 +172,7 @@ def packed(
     ops = ops_of(kind, dtype)
     if quantization != "none":
         layer = layer.quantized(quantization)
-    return ops, layer, pack_layer(ops, layer, quantized_layer(layer, placed), rope, ranks=ranks)
+    return ops, layer, pack_layer(ops, layer, quantized_layer(ops, layer, placed), rope, ranks=ranks)
 
 
 def inputs_of(tokens: int, device: str, padding: int | None = None) -> AttentionInputs:

@@ -16,6 +16,7 @@ from batchinfer.models.checkpoint import weights as weights_module
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.checkpoint.read_ahead import ReadAhead
 from batchinfer.models.checkpoint.stored_parts import StoredParts, check_parts
+from batchinfer.models.checkpoint.stretch import Stretch
 from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights
 from batchinfer.models.formats.mxfp4 import mxfp4_values
 from batchinfer.models.parallel.place import Portion, RankPlace
@@ -66,6 +67,13 @@ class CountedSlice:
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(CountedFile, "read", Counter())
     monkeypatch.setattr(weights_module, "safe_open", CountedFile)
+    read_stretch = Stretch.read
+
+    def counted(stretch: Stretch, *given: Any) -> None:
+        CountedFile.read[f"{stretch.file.name} from {stretch.start}"] += stretch.shape[0] * stretch.line_bytes
+        read_stretch(stretch, *given)
+
+    monkeypatch.setattr(Stretch, "read", counted)
     return CountedFile.read
 
 

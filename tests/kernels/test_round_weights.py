@@ -1,0 +1,94 @@
+"""Weights are rounded to the codes and scales of the references, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchinfer_kernels.cpu import compiled as compiled_module
+from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.int4_linear import quantize_groups
+from batchinfer_kernels.quantized_linear import quantize_weight
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledOperators:
+    return CompiledOperators()
+
+
+def assert_same_bits(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    assert torch.equal(found[0], wanted[0])
+    assert (found[1].shape, found[1].dtype) == (wanted[1].shape, torch.float32)
+    assert torch.equal(
+        found[1].nan_to_num(7.0).view(torch.int32), wanted[1].nan_to_num(7.0).view(torch.int32)
+    )
+
+
+def strange(weight: Tensor) -> Tensor:
+    """Rows with what is no number, infinite, 0, -0, tiny, huge, twice the largest with other signs, and halves."""
+    values = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-39, 1e-44, 3e38, -2e-20, 2e20)
+    for row, value in enumerate(values):
+        weight[3 * row] = value
+        weight[3 * row + 1, 5] = value
+    most = weight[31].abs().max()
+    weight[31, 3], weight[31, 9] = -most, most
+    weight[32, 3], weight[32, 9] = most, -most
+    weight[33] = torch.arange(weight.shape[1]) - weight.shape[1] / 2 + 0.5
+    weight[34] = (torch.arange(weight.shape[1]) % 31 - 15) * 0.5
+    weight[35] = weight[35].sign()
+    return weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [16, 63, 96, 1000])
+def test_int8(compiled: CompiledOperators, dtype: torch.dtype, inputs: int) -> None:
+    weight = strange(torch.randn(500, inputs, generator=torch.Generator().manual_seed(inputs)))
+    weight = weight.to(dtype)
+    assert_same_bits(compiled.round_int8(weight), quantize_weight(weight))
+    turned = weight.T
+    assert_same_bits(compiled.round_int8(turned), quantize_weight(turned.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_int4(compiled: CompiledOperators, dtype: torch.dtype, group: int) -> None:
+    weight = strange(torch.randn(2000, 512, generator=torch.Generator().manual_seed(group)) * 0.02)
+    weight = weight.to(dtype)
+    assert_same_bits(compiled.round_int4(weight, group), quantize_groups(weight, group))
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(100, 32), (64, 24), (1024, 512)])
+def test_groups_of_other_sizes(compiled: CompiledOperators, inputs: int, group: int) -> None:
+    weight = torch.randn(40, inputs)
+    assert_same_bits(compiled.round_int4(weight, group), quantize_groups(weight, group))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1e-3, 0.05, 1.0, 30.0]), st.sampled_from(DTYPES))
+def test_few_different_values(seed: int, size: float, dtype: torch.dtype) -> None:
+    """Where weights are a few values, errors are often equal or nearly so."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randint(-6, 7, (60, 64), generator=generator) * size).to(dtype)
+    compiled = CompiledOperators()
+    assert_same_bits(compiled.round_int4(weight, 32), quantize_groups(weight, 32))
+    assert_same_bits(compiled.round_int8(weight), quantize_weight(weight))
+
+
+def test_few_groups_are_left_to_the_reference(
+    compiled: CompiledOperators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counted(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        asked.append(len(weight))
+        return quantize_groups(weight, group)
+
+    monkeypatch.setattr(compiled_module, "quantize_groups", counted)
+    weight = torch.randn(4000, 896, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert_same_bits(compiled.round_int4(weight, 32), quantize_groups(weight, 32))
+    assert sum(asked) < 300
