@@ -202,7 +202,7 @@ class WorkerHandle:
             self._loaded = True
             self._begins("getting ready" if self._configured else "waiting for the plan", message.at)
         elif isinstance(message, Ready):
-            self.info, self.waits_for = message.info, ""
+            self.info, self.untimed, self.waits_for = message.info, False, ""
             self._begins("computing")
         elif isinstance(message, Ask):
             self.asks = True

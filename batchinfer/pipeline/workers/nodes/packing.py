@@ -25,7 +25,7 @@ _ROOTS = (*messages.ALL, *ORDERS, RankStep, Tokens, Vector, Scores)
 
 def packed(message: object) -> bytes:
     """Return the bytes of a message. Raises TypeError for what is none."""
-    writing = _Writing()
+    writing = _MessageWriting()
     tree = json.dumps(writing.of(message), separators=(",", ":")).encode()
     return b"".join([_LENGTH.pack(len(tree)), tree, *writing.blobs])
 
@@ -39,7 +39,7 @@ def unpacked(data: bytes) -> Any:
     if end > len(data):
         raise ValueError("it is too short")
     try:
-        return _Reading(memoryview(data)[end:]).of(json.loads(data[_LENGTH.size : end]))
+        return _MessageReading(memoryview(data)[end:]).of(json.loads(data[_LENGTH.size : end]))
     except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no message: {error}") from error
 
@@ -74,7 +74,7 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(getattr(kind, "_fields"))  # noqa: B009 - of a NamedTuple, as `type` does not know
 
 
-class _Writing:
+class _MessageWriting:
     """Turns a message into what JSON can hold. Objects that it has several times are written once, as rows mostly share
     their parameters."""
 
@@ -122,7 +122,7 @@ class _Writing:
         return len(data)
 
 
-class _Reading:
+class _MessageReading:
     """Makes a message of what JSON holds. `blobs`: the bytes of all arrays, in their order."""
 
     def __init__(self, blobs: memoryview) -> None:
@@ -139,7 +139,7 @@ class _Reading:
         }
 
     def of(self, value: Any) -> Any:
-        """Return what `_Writing.of` was given."""
+        """Return what `_MessageWriting.of` was given."""
         if isinstance(value, list):
             return [self.of(one) for one in value]
         if not isinstance(value, dict):
