@@ -614,7 +614,7 @@ def test_machines_that_would_have_different_shares_are_refused(
 @pytest.mark.parametrize(
     ("settings", "refusal", "said"),
     [
-        ({"tensor_parallel_size": 2, "deterministic": True}, Unavailable, "pipeline_parallel_size keeps the bits"),
+        ({"tensor_parallel_size": 2, "deterministic": True}, Unavailable, "engine.expert_parallel_size keep the bits"),
         ({"tensor_parallel_size": 3}, CannotSplit, r"can be divided among 1, 2"),
         ({"pipeline_parallel_size": 5}, CannotSplit, r"engine.pipeline_parallel_size is \d+ at the most"),
         ({"pipeline_parallel_size": 2, "device": "cuda"}, CannotSplit, "on a CPU alone"),
