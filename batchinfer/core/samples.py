@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 LaunchMode = Literal["full_graph", "piecewise_graph", "eager"]
 LAUNCH_MODES: tuple[LaunchMode, ...] = ("full_graph", "piecewise_graph", "eager")
 # Where drafts come from: a row's prompt and answer so far; other answers of the job; the row's answer in the job's last
-# result; its answer by a smaller model
-DraftName = Literal["prompt", "answers", "earlier", "model"]
+# result; a smaller model; heads that were trained for the model
+DraftName = Literal["prompt", "answers", "earlier", "model", "heads"]
 ExpertTokens = Mapping[int, list[int]]  # layer → tokens that each of its experts was given
 
 
@@ -100,6 +100,9 @@ class StepSample:
     earlier_accepted: int = 0
     model_drafted: int = 0
     model_accepted: int = 0
+    heads_drafted: int = 0
+    heads_accepted: int = 0
+    proposing_s: float = 0.0  # of duration_s, what a draft model beside took, or heads
     drafts_saved_s: float = 0.0  # what the step's tokens would have taken without drafts, less what it took
 
     @property

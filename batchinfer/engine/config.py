@@ -9,6 +9,7 @@ from pathlib import Path
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
+from batchinfer.models.heads.stored_heads import StoredHeads
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -37,6 +38,16 @@ def most_queued(max_num_seqs: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideConfig:
+    """A draft model that an engine has beside its own."""
+
+    model: Path
+    dtype: Dtype
+    quantization: Quantization = "none"
+    kv_cache: KvCacheDtype = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class LoadConfig:
     """Settings that loading the weights needs: they are known before a row is read."""
 
@@ -50,6 +61,8 @@ class LoadConfig:
     kv_cache: KvCacheDtype = "auto"  # which operators can be used depends on it
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
     adapter_places: int | None = None  # how many of them are on the device at a time; None: all
+    beside: BesideConfig | None = None  # a smaller model, which proposes tokens; None: there is none
+    heads: StoredHeads | None = None  # heads of the model, which propose tokens; None: there are none
 
 
 @dataclass(frozen=True, slots=True)

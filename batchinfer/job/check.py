@@ -127,6 +127,18 @@ def _drafts(values: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(("drafts",), message, "remove it")
     if isinstance(drafts, list | tuple) and len({str(name) for name in drafts}) < len(drafts):
         yield Finding(("drafts",), "names a source twice", "name each source once")
+    if isinstance(drafts, dict):
+        yield from _draft_section(drafts)
+
+
+def _draft_section(drafts: Mapping[str, Any]) -> Iterator[Finding]:
+    model, heads = drafts.get("model"), drafts.get("heads")
+    if (model is None) == (heads is None):
+        both = "neither a model nor heads" if model is None else "a model and heads"
+        yield Finding(("drafts",), f"names {both}", "give drafts.model or drafts.heads")
+    for key in ("quantization", "runs"):
+        if heads is not None and drafts.get(key, "auto") != "auto":
+            yield Finding(("drafts", key), "is for drafts.model, not for heads", "remove it")
 
 
 def _written(section: Mapping[str, Any]) -> Iterator[Finding]:

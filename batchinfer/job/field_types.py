@@ -356,7 +356,7 @@ DraftSource = Literal[
 ]  # those that jobs name; that of a model is there with it
 DraftSources = Annotated[tuple[DraftSource, ...], Field(min_length=1)]
 DRAFTS = Right(
-    f"auto, off, a list of any of {', '.join(get_args(DraftSource))}, or a section with the key model"
+    f"auto, off, a list of any of {', '.join(get_args(DraftSource))}, or a section with the key model or heads"
 )
 Name = Annotated[
     str,

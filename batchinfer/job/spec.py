@@ -114,15 +114,25 @@ class ModelSection(Section):
 
 
 class DraftModelSection(Section):
-    """A smaller model that answers first, and whose answers are drafts."""
+    """A smaller model, or heads of the job's, whose tokens are drafts."""
 
-    model: ModelPath = Field(
-        description="Folder of its checkpoint, a GGUF file, or the name of a model that batchinfer pull has "
-        "downloaded. Its tokens are those of the job's model."
+    model: ModelPath | None = Field(
+        default=None,
+        description="Folder of a smaller model's checkpoint, a GGUF file, or the name of a model that batchinfer pull "
+        "has downloaded. Its tokens are those of the job's model.",
+    )
+    heads: ModelPath | None = Field(
+        default=None,
+        description="Folder of Medusa heads that were trained for the job's model, instead of model.",
     )
     quantization: AskedQuantization = Field(
         default="auto",
         description="How its linear layers are computed, as in model.quantization; int4 is rounded to nearest.",
+    )
+    runs: Literal["auto", "first", "beside"] = Field(
+        default="auto",
+        description="first: it answers all rows before the job's model is loaded. beside: it is in memory, too, and "
+        "proposes the tokens of rows that decode. auto: what is expected to take less time.",
     )
 
 
@@ -512,14 +522,14 @@ class Job(Section):
         if self.task != "generate" or self.drafts == "off":
             return ()
         if isinstance(self.drafts, DraftModelSection):
-            return "prompt", "answers", "model"
+            return get_args(DraftSource) if self.drafts.heads else ("prompt", "answers", "model")
         return get_args(DraftSource) if self.drafts == "auto" else self.drafts
 
     @property
     def drafting_job(self) -> Job | None:
         """Return the job as the model runs it whose answers are drafts; None: there is none."""
         drafts = self.drafts
-        if not isinstance(drafts, DraftModelSection):
+        if not isinstance(drafts, DraftModelSection) or drafts.model is None:
             return None
         model = ModelSection(
             path=drafts.model, dtype=self.model.dtype, quantization=drafts.quantization, calibration="off"

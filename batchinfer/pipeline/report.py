@@ -75,6 +75,7 @@ class RunReport:
         self._run_id = new_run_id()
         self._started = datetime.now(UTC) - timedelta(seconds=sum(watch.read().values()))
         self._facts: dict[str, Any] = setting.facts
+        self._facts |= {} if setting.beside is None else {"draft_model_runs": "beside"}
         self._meter: Meter | None = None
         self._sums: Future[Measured] | None = None  # of the meter, where they are made beside other work
         self._measured: Measured | None = None

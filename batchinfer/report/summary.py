@@ -234,7 +234,9 @@ def _drafts(row: Row) -> str:
         if saved and abs(saved) >= 0.1
         else ""
     )
-    return f"{percent(accepted / drafted)} of {short(drafted)} proposed tokens were right{told}"
+    beside = row.get("draft_model_runs") == "beside"
+    model = f"; the draft model took {seconds(row['proposing_s'])} beside" if beside else ""
+    return f"{percent(accepted / drafted)} of {short(drafted)} proposed tokens were right{told}{model}"
 
 
 def _time(row: Row) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from batchinfer.core.errors import BatchInferError, JobFileError
 from batchinfer.core.request import Request
@@ -23,11 +28,19 @@ from batchinfer.job import load_job
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.plans import earlier_drafts
 from batchinfer.pipeline.plans.earlier_drafts import drafted
+from batchinfer.pipeline.report import Outcome
+from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.stages import drafting
+from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
+from batchinfer.report.progress import Progress
+from tests.batchinfer.costed_engine import COSTED, known_peaks
+from tests.batchinfer.medusa_heads import heads_of, save_heads
 from tests.batchinfer.pipeline.test_pipeline import no_engine, run, table, write_job
+from tests.batchinfer.plan.forecast.forecasts import planned
+from tests.lora_adapters import make_adapter
 
-REAL = RunOptions(waves_from_s=float("inf"))
+REAL = RunOptions(waves_from_s=float("inf"), engine=COSTED)
 FLOAT32 = ("model.dtype", "float32")
 WEIGHTS = "model.safetensors"
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
@@ -50,6 +63,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "deterministic": {"sampling": {"max_tokens": 40}, "engine": {"deterministic": True}},
     "replicas": {"sampling": {"max_tokens": 40}, "engine": {"data_parallel": 2, "threads": 2}},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with known_peaks(tmp_path_factory.mktemp("cache")):
+        yield
 
 
 def rows(count: int = 24) -> list[dict[str, Any]]:
@@ -104,7 +123,7 @@ def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
     tmp_path: Path, model: Path, waves: bool
 ) -> None:
     """Rows have no ids, and stand elsewhere now."""
-    options = RunOptions(waves_from_s=0.0) if waves else REAL
+    options = replace(REAL, waves_from_s=0.0) if waves else REAL
     path, off = (job(tmp_path / name, model, drafts) for name, drafts in (("a", ["earlier"]), ("b", "off")))
     for one in (path, off):
         assert run(one, options, FLOAT32, ("sampling.max_tokens", "30")).row["drafted_tokens"] == 0
@@ -187,24 +206,153 @@ def small(model: Path, folder: Path) -> Path:
     return copied
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "penalised", "logprobs", "schema"])
-def test_rows_are_those_of_a_job_without_a_draft_model(tmp_path: Path, model: Path, kind: str) -> None:
-    plain = job(tmp_path / "off", model, "off", **JOBS[kind])
-    assert run(plain, REAL, FLOAT32).exit_code == 0
-    path = job(tmp_path / "model", model, {"model": str(small(model, tmp_path / "small"))}, **JOBS[kind])
-    got = run(path, REAL, FLOAT32)
+def deep(model: Path, folder: Path) -> Path:
+    """Make a model of several times as many layers, of which the further ones change little: it answers alike."""
+    copied = Path(shutil.copytree(model, folder))
+    config, weights = json.loads((copied / "config.json").read_text()), load_file(copied / WEIGHTS)
+    own = config["num_hidden_layers"]
+    for name, values in [*weights.items()]:
+        if name.startswith("model.layers.0."):
+            little = 0.002 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            for further in range(own, 8 * own):
+                weights[name.replace(".0.", f".{further}.", 1)] = (values * little).clone()
+    config |= {"num_hidden_layers": 8 * own} | (
+        {"layer_types": config["layer_types"][:1] * 8 * own} if "layer_types" in config else {}
+    )
+    (copied / "config.json").write_text(json.dumps(config))
+    save_file(weights, copied / WEIGHTS, {"format": "pt"})
+    return copied
+
+
+@pytest.fixture(scope="module")
+def large(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which `model` is a small one."""
+    return deep(model, tmp_path_factory.mktemp("deep") / "large")
+
+
+WITH_MODELS = {
+    **JOBS,
+    "several": {"sampling": {"max_tokens": 30, "n": 2, "temperature": 0.4}},
+    "ladder": {
+        "sampling": {"max_tokens": 12, "min_tokens": 12},
+        "on_invalid": [{"max_tokens": 20, "min_tokens": 20}, {"max_tokens": 26}],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    [
+        *((kind, "beside") for kind in WITH_MODELS if kind != "greedy"),
+        *((kind, "first") for kind in ("greedy", "sampled", "schema", "replicas", "ladder")),
+    ],
+)
+def test_rows_are_those_of_a_job_without_a_draft_model(
+    tmp_path: Path, model: Path, large: Path, kind: str, runs: str
+) -> None:
+    float32 = () if kind == "deterministic" else (FLOAT32,)
+    plain = job(tmp_path / "off", large, "off", **WITH_MODELS[kind])
+    wanted = run(plain, REAL, *float32)
+    path = job(tmp_path / "model", large, {"model": str(model), "runs": runs}, **WITH_MODELS[kind])
+    got = run(path, REAL, *float32)
     assert (got.exit_code, table(path)) == (0, table(plain))
-    # how many are drafted, and so how many of them are right, follows from what steps took
-    assert 0.3 * got.row["model_drafted"] < got.row["model_accepted"]
-    assert got.row["model_drafted"] > 0
-    assert 0 < got.row["draft_model_s"] < got.row["wall_s"]
+    row = got.row
+    assert row["draft_model_runs"] == runs
+    assert row["sampled_tokens"] == wanted.row["sampled_tokens"]
+    assert row["model_accepted"] > (0.7 if runs == "beside" else 0.5) * row["model_drafted"]
+    assert row["steps"] < (0.5 if runs == "beside" else 0.8) * wanted.row["steps"]
+    if runs == "first":
+        assert 0 < row["draft_model_s"] < row["wall_s"]
+    else:
+        assert row["draft_model_s"] is None
+        assert 0 < row["proposing_s"] < row["wall_s"]
+
+
+@pytest.mark.parametrize("runs", ["first", "beside"])
+def test_rows_with_adapters_have_drafts_by_a_model_without(
+    tmp_path: Path, model: Path, large: Path, runs: str
+) -> None:
+    source: PreTrainedModel = AutoModelForCausalLM.from_pretrained(large)
+    for seed, name in enumerate(("one", "two")):
+        make_adapter(tmp_path / name, source, ("q_proj", "down_proj"), seed=seed)
+    own = {"adapters": {name: str(tmp_path / name) for name in ("one", "two")}, "adapter_from_column": "who"}
+    given = [row | {"who": (None, "one", "two")[at % 3]} for at, row in enumerate(rows(15))]
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for at, drafts in enumerate(("off", {"model": str(model), "runs": runs})):
+        paths[at] = job(paths[at], large, drafts, sampling={"max_tokens": 24})
+        changed(paths[at], given, model=own)
+    plain, got = (run(path, REAL, FLOAT32) for path in paths)
+    assert table(paths[0]) == table(paths[1])
+    assert plain.row["drafted_tokens"] == 0 < got.row["model_accepted"]
+
+
+def notices(path: Path, options: RunOptions) -> tuple[Outcome, list[str]]:
+    said: list[str] = []
+    progress = Progress(io.StringIO(), quiet=True)
+    with Interrupts().installed() as interrupts:
+        return run_job(load_job(path, [FLOAT32]), options, progress, interrupts, said.append), said
+
+
+def asked_first(said: list[str]) -> int:
+    """Return how many requests a draft model answered first, as a run has said."""
+    (line,) = (line for line in said if "first" in line)
+    return int(line.split(" answers ")[1].split()[0])
+
+
+@pytest.mark.parametrize("ends", ["killed", "interrupted"])
+def test_a_draft_model_that_is_cut_short_goes_on_where_it_was(
+    tmp_path: Path, model: Path, large: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Its engine is killed, or the run gets a signal, when it has answered some rows: the job's has not begun."""
+    texts = [{"text": f"row {at} has some words"} for at in range(24)]
+    paths = [
+        job(tmp_path / name, large, {"model": str(model), "runs": "first"}, sampling={"max_tokens": 12})
+        for name in ("whole", "cut")
+    ]
+    for path in paths:
+        changed(path, texts)
+    whole, cut = paths
+    _, said = notices(whole, REAL)
+    assert asked_first(said) == 24
+    with monkeypatch.context() as patch:
+        if ends == "killed":
+            patch.setenv("DIES_AFTER", "9")
+            patch.setenv("DIED", str(tmp_path / "died"))
+            options = replace(REAL, engine="tests.batchinfer.dying_engine:build")
+        else:
+            patch.setattr(drafting._Sink, "take", interrupted_after(4))
+            options = REAL
+        with pytest.raises(BatchInferError):
+            notices(cut, options)
+    assert not (tmp_path / "cut/out/res").exists()
+    known = len(stored(tmp_path / "cut/out/.batchinfer-res/completions"))
+    assert 4 <= known < 24
+    _, said = notices(cut, REAL)
+    assert asked_first(said) == 24 - known
+    assert table(cut) == table(whole)
+
+
+def interrupted_after(count: int) -> Any:
+    """Make a sink's `take` after which, with so many answers, the process gets a signal, as by Ctrl-C."""
+    take, taken = drafting._Sink.take, list[int]()
+
+    def interrupting(self: Any, done: Any) -> None:
+        take(self, done)
+        taken.append(len(done.completions))
+        if sum(taken) >= count:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return interrupting
 
 
 def test_a_draft_model_may_be_the_same_one_with_other_weights(tmp_path: Path, model: Path) -> None:
     plain = job(tmp_path / "off", model, "off", sampling={"max_tokens": 40})
     run(plain, REAL, FLOAT32)
     path = job(
-        tmp_path / "int4", model, {"model": str(model), "quantization": "int4"}, sampling={"max_tokens": 40}
+        tmp_path / "int4",
+        model,
+        {"model": str(model), "quantization": "int4", "runs": "first"},
+        sampling={"max_tokens": 40},
     )
     got = run(path, REAL, FLOAT32)
     assert table(path) == table(plain)
@@ -221,7 +369,7 @@ def test_rows_that_ask_a_draft_model_the_same_ask_once_and_never_again(
     (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
     mixed = [{"text": text, "lp": lp} for text in ("one", "two", "word " * 80) for lp in (1, 2)]
     sections = {"sampling": {"max_tokens": 20, "from_columns": {"logprobs": "lp"}}}
-    path = job(tmp_path / "job", model, {"model": str(other)}, **sections)
+    path = job(tmp_path / "job", model, {"model": str(other), "runs": "first"}, **sections)
     changed(path, mixed)
     assert run(path, REAL, FLOAT32).exit_code == 0
     monkeypatch.setattr(drafting, "engines", no_engine)
@@ -240,7 +388,8 @@ def test_a_draft_models_greedy_answers_are_those_of_its_own_job(tmp_path: Path, 
     other, shared = small(model, tmp_path / "small"), {"path": str(tmp_path / "store")}
     own = job(tmp_path / "own", other, "off", sampling={"max_tokens": 20}, cache=shared)
     answered = run(own, REAL, FLOAT32).row["distinct_requests"]
-    both = job(tmp_path / "both", model, {"model": str(other)}, sampling={"max_tokens": 20}, cache=shared)
+    drafts = {"model": str(other), "runs": "first"}
+    both = job(tmp_path / "both", model, drafts, sampling={"max_tokens": 20}, cache=shared)
     before = len(stored(tmp_path / "store"))
     run(both, REAL, FLOAT32)
     assert len(stored(tmp_path / "store")) == before + answered
@@ -261,6 +410,55 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, model: Path)
         run(job(tmp_path / "gone", model, {"model": str(tmp_path / "nowhere")}), REAL)
 
 
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"engine": {"tensor_parallel_size": 2, "threads": 2}}, "divided among ranks"),
+        ({"model": "windowed"}, "every layer of the job's model has a window"),
+    ],
+)
+def test_a_model_that_cannot_be_beside_is_refused_there_and_answers_first_else(
+    tmp_path: Path, model: Path, sections: dict[str, Any], reason: str
+) -> None:
+    if sections.get("model") == "windowed":
+        model = Path(shutil.copytree(model, tmp_path / "windowed"))
+        config = json.loads((model / "config.json").read_text())
+        told = {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 16,
+        }
+        (model / "config.json").write_text(json.dumps(config | told))
+        sections = {}
+    drafts = {"model": str(model), "runs": "beside"}
+    with pytest.raises(
+        JobFileError, match=rf"drafts\.runs: beside: .*{reason}.*; use first, or leave it out"
+    ):
+        run(job(tmp_path / "beside", model, drafts, **sections), REAL, FLOAT32)
+    path = job(tmp_path / "auto", model, {"model": str(model)}, sampling={"max_tokens": 8}, **sections)
+    found = planned(path, FLOAT32)
+    assert found.draft_model is not None
+    assert found.draft_model["runs"] == "first"
+    assert reason in found.draft_model["why"]
+
+
+def test_forecasts_say_what_drafts_came_to_in_the_last_run(tmp_path: Path, model: Path) -> None:
+    path = job(tmp_path / "job", model, "auto", sampling={"max_tokens": 20})
+    ran = run(path, REAL, FLOAT32).row
+    longer = ("sampling.max_tokens", "22")
+    found = planned(path, FLOAT32, longer).forecast
+    assert found is not None
+    assert found.proposals is not None
+    told = (found.proposals.drafted, found.proposals.accepted, found.proposals.saved_s)
+    assert told == (ran["drafted_tokens"], ran["accepted_tokens"], ran["drafts_saved_s"])
+    changed(path, rows(), sampling={"max_tokens": 22})
+    _, said = notices(path, REAL)
+    (line,) = (line for line in said if line.startswith("drafts: "))
+    assert "proposed tokens were right in the last run, and " in line
+    off = planned(path, FLOAT32, longer, ("drafts", "off"), ("sampling.seed", "1")).forecast
+    assert off is None or off.proposals is None
+
+
 def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model: Path) -> None:
     path = job(tmp_path / "job", model, "auto", sampling={"max_tokens": 20})
     assert run(path, REAL, FLOAT32).row["drafted_tokens"] > 0
@@ -279,6 +477,16 @@ def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model:
             {"drafts": {"model": "small", "quantization": "int3"}},
             'found the text "int3"; it must be one of auto',
         ),
+        (
+            {"drafts": {"model": "small", "runs": "after"}},
+            'found the text "after"; it must be one of auto, first',
+        ),
+        ({"drafts": {"runs": "first"}}, "names neither a model nor heads"),
+        ({"drafts": {"model": "small", "heads": "heads"}}, "names a model and heads"),
+        (
+            {"drafts": {"heads": "heads", "runs": "first"}},
+            r"drafts\.runs: is for drafts\.model, not for heads",
+        ),
         ({"drafts": {"model": "small"}, "task": "embed"}, "no answers are generated"),
         ({"drafts": ["prompt", "prompt"]}, "names a source twice"),
         ({"drafts": ["prompt"], "task": "embed"}, "no answers are generated"),
@@ -288,3 +496,54 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
     path = write_job(tmp_path, model, rows(2), **sections)
     with pytest.raises((BatchInferError, JobFileError), match=message):
         load_job(path)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "penalised", "schema", "replicas"])
+def test_rows_are_those_of_a_job_without_heads(tmp_path: Path, model: Path, large: Path, kind: str) -> None:
+    """Heads that say the token once more: answers of a small random model repeat themselves."""
+    plain = job(tmp_path / "off", large, "off", **JOBS[kind])
+    wanted = run(plain, REAL, FLOAT32)
+    path = job(tmp_path / "job", large, {"heads": str(repeating(large, tmp_path / "heads"))}, **JOBS[kind])
+    got = run(path, REAL, FLOAT32)
+    assert (got.exit_code, table(path)) == (0, table(plain))
+    assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
+    assert got.row["heads_drafted"] > got.row["heads_accepted"]
+    if kind != "schema":
+        assert got.row["heads_accepted"] > 0
+        assert got.row["proposing_s"] > 0
+
+
+def repeating(model: Path, folder: Path, hidden: int = 0) -> Path:
+    """Make two heads that propose what the model's own head does; of another width, where one is given."""
+    weights = load_file(model / WEIGHTS)
+    out = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    heads = heads_of(hidden or out.shape[1], out.shape[0], 2, 1)
+    with torch.no_grad():
+        for head in heads:
+            for parameter in head.parameters():
+                parameter.zero_()
+            if not hidden:
+                head[-1].weight.copy_(out)
+    return save_heads(folder, heads, 1)
+
+
+def test_heads_are_checked_before_anything_runs_and_count_as_weights(tmp_path: Path, model: Path) -> None:
+    wide = repeating(model, tmp_path / "wide", 52)
+    with pytest.raises(
+        JobFileError, match=r"drafts\.heads: .*is of shape .52, 52., and the model's heads are of"
+    ):
+        run(job(tmp_path / "job", model, {"heads": str(wide)}), REAL)
+    ranks = {"tensor_parallel_size": 2, "threads": 2}
+    fitting = repeating(model, tmp_path / "fitting")
+    with pytest.raises(
+        JobFileError, match=r"drafts\.heads: a model that is divided among ranks has no heads"
+    ):
+        run(job(tmp_path / "ranks", model, {"heads": str(fitting)}, engine=ranks), REAL)
+    plain, found = (
+        planned(job(tmp_path / name, model, drafts), FLOAT32)
+        for name, drafts in (("plain", "off"), ("heads", {"heads": str(fitting)}))
+    )
+    assert plain.memory is not None
+    assert found.memory is not None
+    values = sum(one.numel() for one in load_file(fitting / "medusa_lm_head.safetensors").values())
+    assert found.memory.weights == plain.memory.weights + 4 * values

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchinfer.core.errors import StorageError
 from batchinfer.data.index import keeping
 from batchinfer.data.index.keeping import KeptIndex
 from batchinfer.data.kept import stretches
@@ -24,6 +26,7 @@ from batchinfer.data.results import join
 from batchinfer.data.results.reuse.answered import AnsweredRows
 from batchinfer.data.results.verify import verify_result
 from batchinfer.data.storage import state
+from batchinfer.pipeline import run as run_stages
 from tests.batchinfer.data.storage.failing_ops import FailingOps
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
 from tests.patience import PATIENCE_S
@@ -116,6 +119,22 @@ def test_files_before_one_that_is_new_or_changed_are_taken_over(
     assert taken[-2:] == [0, 0], "the column has texts now, in all rows"
 
 
+def test_a_first_night_that_was_interrupted_is_taken_over_once_it_is_published(
+    tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nights, rows = Nights(tmp_path, model), people(30)
+    nights.write("a", rows[:10])
+    nights.write("b", rows[10:20])
+    with monkeypatch.context() as broken:
+        broken.setattr(run_stages, "refuse_to_publish", Mock(side_effect=StorageError("no space")))
+        with pytest.raises(StorageError, match="no space"):
+            nights.run()
+    nights.run()
+    nights.write("c", rows[20:])
+    nights.check()
+    assert taken == [0, 20, 0], "the second run read nothing"
+
+
 def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
     tmp_path: Path, model: Path, taken: list[int]
 ) -> None:
@@ -128,6 +147,17 @@ def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
     nights.write("c", [rows[12], rows[3] | {"id": "again"}])
     nights.check()
     nights.write("d", [rows[13], rows[3] | {"id": "once more"}, rows[12] | {"id": "twice"}])
+    nights.check()
+
+
+def test_nights_of_a_job_with_several_answers_a_row(tmp_path: Path, model: Path) -> None:
+    sampling = {"temperature": 1.0, "max_tokens": 8, "n": 3}
+    nights, rows = Nights(tmp_path, model, sampling=sampling), people(14)
+    nights.write("a", rows[:10])
+    nights.run()
+    nights.write("a", [*rows[:4], rows[4] | {"text": "somebody else"}, *rows[5:11]])
+    nights.check()
+    nights.write("b", [rows[12], rows[3] | {"id": "again"}])
     nights.check()
 
 

@@ -6,30 +6,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from batchinfer.data.storage.part_writer import PartWriter
 
 BATCH_ROWS = 512
+MOST_ROWS, _MOST_BYTES = 16 * BATCH_ROWS, 4 << 20  # that are put together, if they are more than BATCH_ROWS
 
 
 class EvenBatches:
-    """Hands rows on to a PartWriter, BATCH_ROWS at a time."""
+    """Hands rows on to a PartWriter: as many times BATCH_ROWS as have few bytes of text together."""
 
     def __init__(self, writer: PartWriter, schema: pa.Schema) -> None:
         self._writer = writer
         self._none = schema.empty_table().to_batches() or [pa.RecordBatch.from_pylist([], schema)]
+        self._texts = [at for at, kind in enumerate(schema.types) if kind in (pa.string(), pa.binary())]
         self._held: list[pa.RecordBatch] = []
-        self._rows = 0
+        self._rows = self._bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Add rows to those that are held. Raises StorageError."""
         while batch.num_rows:
-            head = batch.slice(0, BATCH_ROWS - self._rows)
+            head = batch.slice(0, BATCH_ROWS - self._rows % BATCH_ROWS)
             batch = batch.slice(head.num_rows)
             self._held.append(head)
             self._rows += head.num_rows
-            if self._rows == BATCH_ROWS:
+            self._bytes += sum(_text_bytes(head.column(at)) for at in self._texts)
+            many = self._rows == MOST_ROWS or self._bytes >= _MOST_BYTES
+            if many and self._rows % BATCH_ROWS == 0:
                 self._hand_on()
 
     def commit(self) -> list[Path]:
@@ -40,7 +45,16 @@ class EvenBatches:
     def _hand_on(self) -> None:
         if self._rows:
             self._writer.append(_one_batch([*self._none, *self._held]))
-        self._held, self._rows = [], 0
+        self._held, self._rows, self._bytes = [], 0, 0
+
+
+def _text_bytes(texts: pa.Array) -> int:
+    """Return how long the texts are together: the same, however the rows are cut."""
+    offsets = texts.buffers()[1]
+    if offsets is None or not len(texts):
+        return 0
+    ends = np.frombuffer(offsets, np.int32)
+    return int(ends[texts.offset + len(texts)] - ends[texts.offset])
 
 
 def _one_batch(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:

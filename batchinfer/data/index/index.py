@@ -161,6 +161,13 @@ class Stretches(NamedTuple):
     rows: tuple[tuple[str, int], ...]
 
 
+def _stretches(value: Sequence[Any] | None) -> Stretches | None:
+    if value is None:
+        return None
+    identity, *rows = value
+    return Stretches(str(identity), tuple((str(folder), int(count)) for folder, count in rows))
+
+
 @dataclass(frozen=True)
 class Index:
     """A complete index. Open it with `Index.open(folder)`."""
@@ -247,6 +254,7 @@ class Index:
             *more,
             *calls,
             known_rows=int(known),
+            stretches=_stretches(value.get("stretches")),
             embedding=made,
             scoring=None if scored is None else Scoring.from_json(scored),
             samples=bool(value.get("several_samples", False)),
@@ -292,6 +300,8 @@ class Index:
             value["unread_calls"] = True
         if self.known_rows:
             value["known_rows"] = self.known_rows
+        elif self.stretches is not None:  # only an index without known rows is used by a run that comes later
+            value["stretches"] = [self.stretches.identity, *self.stretches.rows]
         if self.embedding is not None:
             value["embedding"] = self.embedding.to_json()
         if self.scoring is not None:

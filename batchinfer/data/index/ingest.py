@@ -48,6 +48,7 @@ from batchinfer.machine.cpus import usable_cpus
 if TYPE_CHECKING:
     from batchinfer.job import Job
 
+_MOST_SAMPLES = 16  # of rows that are kept: each takes 32 bytes
 INGEST_FORMAT = 8  # raise it when equal input would give another index
 
 
@@ -401,10 +402,10 @@ class Ingestion:
     ) -> AbstractContextManager[KeptIndex | None]:
         """Open what the last index knew, where that is asked for. Files and chunks of rows that a limit cuts off, or
         that a query gave, are not known as such."""
-        # Samples of a row are told apart by their tokens, which known rows do not have
-        if self._keeping is None or self._job.samples > 1:
-            return nullcontext()
         job = self._job
+        # A row has a key for each of its answers
+        if self._keeping is None or (job.samples > 1 and (job.attempts > 1 or job.samples > _MOST_SAMPLES)):
+            return nullcontext()
         settings = _settings(job, self._options, self._tokenizer)
         # which rows there are says nothing of what becomes of one
         for name in ("path", "sql", "limit", "unique_ids"):
@@ -418,10 +419,12 @@ class Ingestion:
             material,
             shape,
             job.attempts,
+            job.samples,
             reader.files,
             self._layout.folder,
             whole,
             taking if self._may_take else None,
+            reader.chunk,
         )
         return kept_index(self._keeping, asked, self._ops)
 

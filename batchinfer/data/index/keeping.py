@@ -24,7 +24,7 @@ from batchinfer.core.version import __version__
 from batchinfer.data.index.index import attempt_columns
 from batchinfer.data.index.known_answers import AnswersWriter, KnownAnswers
 from batchinfer.data.index.taken import NOTHING_TAKEN, TakenRows, taken_over
-from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.chunk import GrowingSize, InputChunk, SizeOfChunks
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.kept.chunks import KeptChunks, KeptReply, chunk_digest
@@ -40,10 +40,12 @@ from batchinfer.data.kept.files import (
     read_marker,
 )
 from batchinfer.data.kept.rows import (
+    SAMPLE_KEYS,
     SEVERAL,
     KeptSource,
     Marks,
     Records,
+    RecordShape,
     StretchSource,
     attempt_names,
     file_of,
@@ -105,17 +107,25 @@ class Keeping:
 @dataclass(frozen=True, slots=True)
 class RowsToKnow:
     """The rows that are to be known: what decides what becomes of one (`spec`, `material`), what more decides what is
-    written of it (`shape`), of which files they are, and the folder of their index. `whole`: whole files and chunks
-    may be used again; `taking`: whole stretches, too, as the first parts of an index, whose folders these are."""
+    written of it (`shape`), how many keys one has, of which files they are, and the folder of their index.
+    `whole`: whole files and chunks may be used again; `taking`: whole stretches, too, as the first parts of an index,
+    whose folders these are. `chunk`: how much is read at once of a file of which nothing is known."""
 
     spec: RenderSpec
     material: str
     shape: str
     attempts: int
+    samples: int
     files: Sequence[InputFile]
     folder: Path
     whole: bool
     taking: tuple[Path, Path] | None
+    chunk: SizeOfChunks
+
+    @property
+    def records(self) -> RecordShape:
+        """Return how many keys a row has."""
+        return RecordShape(self.attempts, self.samples)
 
     @property
     def identity(self) -> str:
@@ -138,7 +148,7 @@ def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[Ke
         earlier: EarlierRows | None = None
         try:
             marker = None if keeping.anew else read_marker(keeping.kept)
-            if marker is not None and (marker.identity, marker.attempts) == (asked.identity, asked.attempts):
+            if marker is not None and (marker.identity, marker.shape) == (asked.identity, asked.records):
                 opening = (opened(keeping.kept, one, fresh=keeping.fresh) for one in marker.stretches)
                 files = [stack.enter_context(one) for one in opening]
                 facts = [StretchFacts.from_json(whole_file(one["facts.json"])) for one in files]
@@ -153,7 +163,7 @@ def kept_index(keeping: Keeping, asked: RowsToKnow, ops: FileOps) -> Iterator[Ke
                 earlier = stack.enter_context(noted)
         except (ValueError, KeyError, TypeError, OSError) as error:
             keeping.notice(f"what the last run kept of its rows cannot be used, all are read anew: {error}")
-        source = KeptSource((), asked.attempts) if last is None else last.source(stack, asked.attempts)
+        source = KeptSource((), asked.records) if last is None else last.source(stack, asked.records)
         answers = None
         if last is not None and last.places is not None:
             answers = AnswersWriter(last.places, asked.folder, ops)
@@ -225,7 +235,7 @@ class _Last:
         rows = [one["rows.bin"] for one in files[taken:]]
         before = np.cumsum([0, *(one.rows for one in facts)]).tolist()
         there = None if places is None else places.places[before[taken] :] != NO_PLACE
-        self._usable, errors, samples = _usable(rows, marker.attempts, keeping, there)
+        self._usable, errors, samples = _usable(rows, marker.shape, keeping, there)
         self.has_samples = samples or any(one.sampled for one in facts[:taken])
         lacking = [np.zeros(one.rows, np.bool_) for one in facts[:taken]]
         lacking += [~(usable | bad) for usable, bad in zip(self._usable, errors, strict=True)]
@@ -241,15 +251,14 @@ class _Last:
                 self._of |= {one.file.path: (one, chunks) for one in stretch.files}
         self.stretches = marker.stretches[:taken]
 
-    def source(self, stack: ExitStack, attempts: int) -> KeptSource:
+    def source(self, stack: ExitStack, shape: RecordShape) -> KeptSource:
         """Return the rows as workers get them, while the stack is open."""
         stretches = []
         for number, files in enumerate(self._files):
             own = number - self._taken
             usable = None if own < 0 else stack.enter_context(file_of(self._usable[own]))
-            rows, words, order, params, ids, ends = (files[name] for name in OF_ROWS)
-            stretches.append(StretchSource(rows, words, order, params, ids, ends, usable))
-        return KeptSource(tuple(stretches), attempts)
+            stretches.append(StretchSource(tuple(files[name] for name in OF_ROWS), usable))
+        return KeptSource(tuple(stretches), shape)
 
     def find(self, digest: str) -> KeptReply | None:
         """Return a chunk with this digest that can be used again."""
@@ -271,7 +280,7 @@ class _Last:
 
 
 def _usable(
-    files: Sequence[int], attempts: int, keeping: Keeping, there: Marks | None
+    files: Sequence[int], shape: RecordShape, keeping: Keeping, there: Marks | None
 ) -> tuple[list[Marks], list[Marks], bool]:
     """Return of each stretch which rows need no tokens, which are error rows, and whether some of the first are
     sampled. The first have their answers, and no other row had the same key of a sampled answer. `there`: which rows
@@ -280,10 +289,10 @@ def _usable(
         return [], [], False
     usable, errors, sampled = ([np.zeros(0, np.bool_)] for _ in range(3))
     words, ends, at = [np.zeros(0, np.uint64)], [0], 0
-    for block in (block for file in files for block in _blocks_to_end(file, attempts, ends)):
+    for block in (block for file in files for block in _blocks_to_end(file, shape, ends)):
         errors.append(block["count"] == 0)
         several = block["sampled"] == SEVERAL  # of which each is another's key, made from the tokens
-        has = keeping.answered(block, attempts) if there is None else there[at : at + len(block)]
+        has = keeping.answered(block, shape.attempts) if there is None else there[at : at + len(block)]
         usable.append(~errors[-1] & ~several & has)
         at += len(block)
         sampled.append(block["sampled"] != 0)
@@ -297,10 +306,10 @@ def _usable(
     return np.split(found, cuts), np.split(np.concatenate(errors), cuts), bool(found[rows].any())
 
 
-def _blocks_to_end(file: int, attempts: int, ends: list[int]) -> Iterator[Records]:
+def _blocks_to_end(file: int, shape: RecordShape, ends: list[int]) -> Iterator[Records]:
     """Yield the records of a file, and then note how many there were with those of the files before."""
     rows = ends[-1]
-    for block in record_blocks(file, attempts):
+    for block in record_blocks(file, shape):
         rows += len(block)
         yield block
     ends.append(rows)
@@ -336,13 +345,14 @@ class KeptIndex:
         self.spec, self.taken = replace(asked.spec, kept=source), taken
         self._kept, self.asked, self._last, self._ops = kept, asked, last, ops
         self._earlier = earlier
-        self._attempts, self._whole = asked.attempts, asked.whole
+        self._shape, self._whole = asked.records, asked.whole
         self._began = time.time()
         self._digests: deque[str] = deque()  # of chunks that were given out
         # and what was kept of them, with the number of the first row
         self._replies: deque[tuple[bytes, int] | None] = deque()
         self._files: list[tuple[InputFile, int]] = []  # and their first chunks
         self._given = self._appended = 0
+        self._size = GrowingSize(asked.chunk)
         self._cuts = StretchCuts(sum(file.size for file in asked.files))
         self._writer: KeptWriter | None = None  # of the stretch that is being written, once it has a row
         self._facts = StretchFacts()
@@ -392,7 +402,7 @@ class KeptIndex:
                 reader_sha256[file.path], chunks = known
                 yield from self._replayed(file, before, chunks)
             else:
-                one = replace(reader, files=(file,))
+                one = replace(reader, files=(file,), chunk=self._size)
                 for chunk in one.chunks(columns):
                     yield self._looked_up(replace(chunk, bytes_read=before + chunk.bytes_read))
                 reader.complete = reader.complete and one.complete
@@ -473,6 +483,9 @@ class KeptIndex:
             digest, self._facts.plain = "", False  # another time the machine may allow it
         reply = _kept_reply(rows) if known is None else known[0]
         writer.append(digest if prompts.digests else "", records, rows.facts.ids, reply)
+        writer.append_runs(prompts.runs, records)
+        if known is None:
+            self._size.read(len(rows), int(prompts.known_work().sum()))
 
     def _note_answers(self, rows: PreparedRows, first: int | None) -> None:
         """Note where the answers of rows are. `first`: the number of the first of a chunk that is known; None: its rows
@@ -498,11 +511,13 @@ class KeptIndex:
         facts.plain &= not prompts.unread
 
     def _records(self, writer: KeptWriter, prompts: Prepared) -> Records:
-        records = np.zeros(len(prompts), record_type(self._attempts))
+        records = np.zeros(len(prompts), record_type(self._shape))
         if prompts.digests:
             words = np.frombuffer(prompts.digests, "<u8").reshape(-1, 2)
             records["word"], records["rest"] = words[:, 0], words[:, 1]
         records["count"], records["opening"] = prompts.counts, prompts.openings
+        if self._shape.samples > 1:
+            records[SAMPLE_KEYS] = np.frombuffer(prompts.sample_keys, records.dtype[SAMPLE_KEYS])
         places = writer.texts(prompts.params)
         if not len(places):
             return records
@@ -577,7 +592,7 @@ class KeptIndex:
             self._written[number] = replace(one, stretch=replace(one.stretch, files=tuple(files)))
         asked, stretches = self.asked, [one.stretch for one in self._written]
         all_of_them = (*self._stretches_taken, *stretches)
-        marker = KeptMarker(asked.identity, asked.attempts, all_of_them, _tokenizer(asked.spec))
+        marker = KeptMarker(asked.identity, asked.records, all_of_them, _tokenizer(asked.spec))
         put_in_place(self._kept, marker, self._ops)
 
     @property

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.data.index.even_batches import BATCH_ROWS, EvenBatches
+from batchinfer.data.index.even_batches import BATCH_ROWS, MOST_ROWS, EvenBatches
 from batchinfer.data.index.index import (
     DIMENSIONS,
     INPUT_ROW,
@@ -36,6 +36,7 @@ from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.part_writer import PartWriter
 from batchinfer.data.storage.rebatch import repeated
 
+_TEXT_BYTES = 1 << 20  # of parameters, in the rows that are made at a time
 Int64s = NDArray[np.int64]
 
 
@@ -72,7 +73,7 @@ class IndexWriter:
     ) -> None:
         """schema: of the index, see `index_schema`. taken: its first rows, which are there already."""
         self._layout, self._max_model_len, self._schema, self._ops = layout, max_model_len, schema, ops
-        self._at_once = max(1, BATCH_ROWS // attempts)
+        self._attempts = attempts
         unlike = unlike_columns(attempts)
         self._parts = PartWriter(layout.index, self._schema, ops, unlike=unlike, before=taken.parts)
         self._even = EvenBatches(self._parts, self._schema)
@@ -110,8 +111,7 @@ class IndexWriter:
         self._note_params(params)
         self.own_dimensions |= done.dimensions is not None
         self.has_tools |= bool(done.own_texts.texts) and LABELS.name not in self._schema.names
-        # some at a time: the text of a schema stands in every row
-        for first, stop in _stretches(ends, self._at_once):
+        for first, stop in _stretches(ends, self._at_once(done)):
             size, own = stop - first, times[first:stop]
             columns = _work_columns(done, params, starts, slice(first, stop), self._max_model_len)
             columns |= _rung_columns(done, slice(first, stop), self._max_model_len)
@@ -125,9 +125,17 @@ class IndexWriter:
             columns[DIMENSIONS.name] = _dimensions(done.dimensions, first, size)
             columns = {name: repeated(one, own) for name, one in columns.items()}
             columns |= further.columns(columns, slice(first, stop), own)
+            columns |= _keys_of_known(columns, done, slice(first, stop), own)
             columns["row_id"] = _numbers(self.rows + int(ends[first] - times[first]), int(own.sum()))
             columns[SAMPLE.name] = _sample_numbers(own)
             yield pa.record_batch([columns[n] for n in self._schema.names], self._schema)
+
+    def _at_once(self, done: Prepared) -> int:
+        """Return how many rows are made at a time: fewer where texts are long, which stand in every row, as that of a
+        schema does."""
+        longest = max((len(text) for text in (*done.params, *done.own_texts.texts)), default=0)
+        most = min(MOST_ROWS, max(BATCH_ROWS, _TEXT_BYTES // max(1, longest)))
+        return max(1, most // self._attempts)
 
     def _count(self, done: Prepared, times: Int64s) -> None:
         self.rows += int(times.sum())
@@ -223,6 +231,22 @@ class _Further(NamedTuple):
         return {
             name: pc.replace_with_mask(columns[name], pa.array(marks), one) for name, one in values.items()
         }
+
+
+def _keys_of_known(
+    columns: Mapping[str, pa.Array], done: Prepared, rows: slice, times: Int64s
+) -> dict[str, pa.Array]:
+    """Return the keys of a stretch of rows, each of which stands there so often, with those of all samples of known
+    rows: other rows are told apart by their tokens later."""
+    if not done.sample_keys or done.known is None:
+        return {}
+    keys = np.frombuffer(done.sample_keys, np.uint8).reshape(len(done), -1, KEY_BYTES)[rows]
+    known = done.known_work()[rows] & (times == keys.shape[1] + 1)
+    marks = np.repeat(known, times)
+    marks[np.cumsum(times) - times] = False
+    values = pa.py_buffer(keys[known].tobytes())
+    further = pa.Array.from_buffers(pa.binary(KEY_BYTES), int(marks.sum()), [None, values])
+    return {"key": pc.replace_with_mask(columns["key"], pa.array(marks), further)}
 
 
 def _dimensions(asked: NDArray[np.int32] | None, first: int, size: int) -> pa.Array:

@@ -7,12 +7,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Self, overload
+from typing import Any, Protocol, Self, overload
 
 import pyarrow as pa
 
 from batchinfer.core.request import RowError
+from batchinfer.data.input.digests.runs import Runs
 from batchinfer.data.input.rows import Values
+
+
+class SizeOfChunks(Protocol):
+    """How much of a file becomes one chunk, asked for anew for each."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def lines(self) -> int: ...
+
+    @property
+    def times(self) -> int:
+        """How many times the usual number of rows with types there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +41,32 @@ class ChunkSize:
 
     bytes: int = 1 << 18
     lines: int = 1024
+    times: int = 1
 
 
 DEFAULT_SIZE = ChunkSize()
+_MOST_TIMES = 16
+
+
+class GrowingSize:
+    """The size of chunks while most rows are known: then a worker is soon done with one, and little comes of it, so
+    that handing it over takes the longest. They become twice as large up to 16 times, and are small again once a chunk
+    has many rows that are not known."""
+
+    def __init__(self, first: SizeOfChunks) -> None:
+        self._first, self.times = first, 1
+
+    @property
+    def bytes(self) -> int:
+        return self._first.bytes * self.times
+
+    @property
+    def lines(self) -> int:
+        return self._first.lines * self.times
+
+    def read(self, rows: int, known: int) -> None:
+        """Learn how many rows of a chunk were known."""
+        self.times = min(2 * self.times, _MOST_TIMES) if known >= 0.9 * rows else 1
 
 
 class LazyRows(Sequence[Values | RowError]):
@@ -81,6 +119,10 @@ class InputChunk(ABC):
         """Return what `read` gives, and the rows' digests (`row_digests`): of a row that reads alike wherever it
         stands. Nothing where there are none."""
         return (), b""
+
+    def runs(self, values: Collection[str] | None = None) -> Runs | None:
+        """Return the runs of all rows; None where there are none to be had."""
+        return None
 
     def packed(self) -> tuple[Self, bytes]:
         """Return this chunk for another process: without what is large, and that."""

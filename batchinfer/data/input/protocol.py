@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import pyarrow as pa
 
-from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk
+from batchinfer.data.input.chunk import DEFAULT_SIZE, InputChunk, SizeOfChunks
+from batchinfer.data.input.input_file import InputFile
 
 BATCH_ROWS = 512  # of one chunk of a typed format at most
 
@@ -39,16 +40,20 @@ class TextOptions:
 
 
 DEFAULT_TEXT = TextOptions()
+# Of files, the columns with values that are too large to be unpacked in many rows at once
+WideColumns = dict[InputFile, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
     """How to read: `columns` are those that are wanted (None: all), where a format can leave out the others.
 
-    `sample_bytes` ends the reading early: after about that many unpacked bytes of a format of lines.
+    `sample_bytes` ends the reading early: after about that many unpacked bytes of a format of lines. `wide` is shared
+    by the readers of a run: what the first one learnt of a file by looking at all of its values.
     """
 
     text: TextOptions = DEFAULT_TEXT
     columns: Sequence[str] | None = None
     sample_bytes: int | None = None
-    chunk: ChunkSize = DEFAULT_SIZE
+    chunk: SizeOfChunks = DEFAULT_SIZE
+    wide: WideColumns = field(default_factory=dict)

@@ -9,10 +9,10 @@ from typing import Literal
 import pyarrow as pa
 
 from batchinfer.core.request import RowError
-from batchinfer.data.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk, RowBatch, read_batch
+from batchinfer.data.input.chunk import DEFAULT_SIZE, InputChunk, RowBatch, SizeOfChunks, read_batch
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.openai import looks_like_openai
-from batchinfer.data.input.protocol import DEFAULT_TEXT, FormatReader, ReadOptions, TextOptions
+from batchinfer.data.input.protocol import DEFAULT_TEXT, FormatReader, ReadOptions, TextOptions, WideColumns
 from batchinfer.data.input.registry import by_name
 from batchinfer.data.input.typed_rows import check_same_schema, common_schema
 
@@ -58,8 +58,9 @@ class Reader:
     sample: SampleSize | None = None
     complete: bool = False
     strata: Strata | None = None  # all rows are read, and only these are handed on
-    chunk: ChunkSize = DEFAULT_SIZE
+    chunk: SizeOfChunks = DEFAULT_SIZE
     _schemas: list[pa.Schema | None] = field(default_factory=list)  # of all files, once they were looked at
+    _wide: WideColumns = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -68,7 +69,7 @@ class Reader:
         text: TextOptions = DEFAULT_TEXT,
         sample: SampleSize | None = None,
         strata: Strata | None = None,
-        chunk: ChunkSize | None = None,
+        chunk: SizeOfChunks | None = None,
     ) -> Reader:
         """Raises InputCorrupt for files that are not what they say, or whose schemas differ."""
         reader = cls(tuple(files), text, {}, sample, strata=strata, chunk=chunk or DEFAULT_SIZE)
@@ -91,7 +92,11 @@ class Reader:
         return any(by_name(file.format).values_are_text for file in self.files)
 
     def again(
-        self, files: Sequence[InputFile], sample: SampleSize | None, strata: Strata | None, chunk: ChunkSize
+        self,
+        files: Sequence[InputFile],
+        sample: SampleSize | None,
+        strata: Strata | None,
+        chunk: SizeOfChunks,
     ) -> Reader | None:
         """Return a reader of the same files, whose headers and footers are not read again; None if one of them has
         changed."""
@@ -182,7 +187,7 @@ class Reader:
 
     def _one(self, file: InputFile, columns: Sequence[str] | None) -> FormatReader:
         most = None if self.sample is None else self.sample.bytes
-        return by_name(file.format).open(file, ReadOptions(self.text, columns, most, self.chunk))
+        return by_name(file.format).open(file, ReadOptions(self.text, columns, most, self.chunk, self._wide))
 
     def shape(self) -> Shape:
         """Whether the first readable row is an OpenAI batch request, also where it is longer than a sample."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt
 from batchinfer.core.request import RowError
-from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.chunk import InputChunk, SizeOfChunks
+from batchinfer.data.input.digests.runs import Runs
+from batchinfer.data.input.digests.typed_runs import typed_digests, typed_runs
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.input.row_digest import row_digests
 from batchinfer.data.input.rows import Values, first_repeated, row_error
 from batchinfer.data.input.unpacked import unpacked_size
 
@@ -111,12 +113,12 @@ class TypedRows(InputChunk):
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> tuple[Sequence[Values | RowError], bytes]:
         rows = list(self.read(start, stop, values))
-        return rows, row_digests(map(_as_bytes, rows), "typed")
+        return rows, typed_digests(rows)
 
-
-def _as_bytes(row: Values | RowError) -> bytes | None:
-    """Return the row as Python writes it, to the bit: this is all that is read of it."""
-    return None if isinstance(row, RowError) else repr(row).encode("utf-8", "surrogatepass")
+    def runs(self, values: Collection[str] | None = None) -> Runs | None:
+        if self.table is None:
+            raise ValueError("rows that are packed")
+        return typed_runs(self.table, values, partial(_rows, self.file))
 
 
 def _checked_rows(
@@ -165,6 +167,25 @@ def sliced(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     half = batch.num_rows // 2
     yield from sliced(batch.slice(0, half))
     yield from sliced(batch.slice(half))
+
+
+def put_together(parts: Iterable[pa.RecordBatch], most: int, size: SizeOfChunks) -> Iterator[pa.RecordBatch]:
+    """Put small parts that follow one another together, as far as they stay small and have no more rows than so many
+    times `most`."""
+    held, rows, taken = list[pa.RecordBatch](), 0, 0
+    for part in parts:
+        part_bytes = unpacked_size(part)
+        if held and (rows + part.num_rows > most * size.times or taken + part_bytes > _SLICE_BYTES):
+            yield _joined(held)
+            held, rows, taken = [], 0, 0
+        held.append(part)
+        rows, taken = rows + part.num_rows, taken + part_bytes
+    if held:
+        yield _joined(held)
+
+
+def _joined(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    return parts[0] if len(parts) == 1 else pa.concat_batches([_unpacked(one) for one in parts])
 
 
 def _unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:

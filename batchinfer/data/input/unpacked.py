@@ -69,6 +69,15 @@ def column_size(column: pa.Array) -> int:
     return int(column.nbytes)
 
 
+def longest_value(column: pa.Array) -> int:
+    """Return the bytes of the longest value of an array of texts or bytes, in a dictionary or not; of another array no
+    less than those."""
+    values = column.dictionary if pa.types.is_dictionary(column.type) else column
+    return (
+        int(pc.max(pc.binary_length(values)).as_py() or 0) if _is_text(values.type) else column_size(values)
+    )
+
+
 def _dictionary_size(column: pa.Array) -> int:
     """Return the unpacked size without unpacking: the length of each value times the rows that have it."""
     kind = column.type.value_type

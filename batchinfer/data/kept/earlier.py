@@ -66,7 +66,7 @@ def earlier_rows(
     with ExitStack() as stack:
         files = [stack.enter_context(opened(kept, one)) for one in marker.stretches]
         sources = tuple(map(_source, files))
-        rows, file = KeptRows(KeptSource(sources, marker.attempts)), DurableFile(folder / _NAME, ops)
+        rows, file = KeptRows(KeptSource(sources, marker.shape)), DurableFile(folder / _NAME, ops)
         stack.callback(file.close)
         yield EarlierRows(rows, file, marker.tokenizer == tokenizer, is_of_result)
 
@@ -106,5 +106,4 @@ def _batch(rows: Numbers, notes: NDArray[np.void]) -> pa.RecordBatch:
 
 def _source(files: Mapping[str, int]) -> StretchSource:
     """Return the rows of a stretch, of which each may be found: whether its answer is stored does not matter."""
-    rows, words, order, params, ids, ends = (files[name] for name in OF_ROWS)
-    return StretchSource(rows, words, order, params, ids, ends, None)
+    return StretchSource(tuple(files[name] for name in OF_ROWS), None)

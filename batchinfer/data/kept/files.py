@@ -23,12 +23,22 @@ from typing import Any
 
 from batchinfer.core.errors import StorageError
 from batchinfer.data.input.input_file import InputFile
+from batchinfer.data.kept.rows import RecordShape
 from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import Digest, FileOps, storage, write_json
 
-KEPT_FORMAT = 4
+KEPT_FORMAT = 5
 MARKER, WHOLE = "kept.json", "whole.json"
-OF_ROWS = ("rows.bin", "words.bin", "order.bin", "params.bin", "ids.bin", "id_ends.bin")
+OF_ROWS = (
+    "rows.bin",
+    "words.bin",
+    "order.bin",
+    "params.bin",
+    "ids.bin",
+    "id_ends.bin",
+    "runs.bin",
+    "run_words.bin",
+)
 NAMES = (*OF_ROWS, "replies.bin", "chunks.jsonl", "facts.json")
 
 
@@ -69,7 +79,7 @@ class KeptMarker:
     another."""
 
     identity: str
-    attempts: int
+    shape: RecordShape
     stretches: tuple[KeptStretch, ...]
     tokenizer: str = ""  # a digest of what has cut the prompts into tokens; "": not known
 
@@ -82,7 +92,7 @@ class KeptMarker:
         return {
             "format": KEPT_FORMAT,
             "identity": self.identity,
-            "attempts": self.attempts,
+            "shape": list(self.shape),
             "stretches": [one.to_json() for one in self.stretches],
             "tokenizer": self.tokenizer,
         }
@@ -100,7 +110,9 @@ def read_marker(kept: Path) -> KeptMarker | None:
             return None
         stretches = tuple(KeptStretch.from_json(one) for one in value["stretches"])
         tokenizer = str(value.get("tokenizer", ""))
-        return KeptMarker(str(value["identity"]), int(value["attempts"]), stretches, tokenizer)
+        return KeptMarker(
+            str(value["identity"]), RecordShape(*map(int, value["shape"])), stretches, tokenizer
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not as it was written ({error!r})") from error
 

@@ -6,6 +6,8 @@
     params.bin  the texts of parameters and tools that the records point to, end to end
     ids.bin     the rows' ids, end to end
     id_ends.bin where each of these ends, behind a zero
+    runs.bin    for each run of rows the rest of its digest, its first row, and how many it has
+    run_words.bin  the first 8 bytes of their digests; both files in the order of these
 
 All are mapped into memory, and looked up many at a time: what is not looked at takes no memory.
 """
@@ -19,21 +21,23 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from batchinfer.data.input.row_digest import DIGEST_BYTES
+from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
 
 Numbers = NDArray[np.int64]
 Marks = NDArray[np.bool_]
 Records = NDArray[np.void]
 ORDER_TYPE = np.dtype("<u4")
+RUN_TYPE = np.dtype([("rest", "<u8"), ("first", "<u4"), ("rows", "<u4")])
 _WORDS = DIGEST_BYTES // 8
-_KEY = "V32"
+_KEY, KEY_BYTES = "V32", 32
+SAMPLE_KEYS = "sample_keys"  # those of the samples behind the first
 SEVERAL = 2
 _BLOCK = 1 << 16  # records that are read at once
 
@@ -45,40 +49,44 @@ def attempt_names(attempt: int) -> tuple[str, str, str, str]:
     return f"key{end}", f"params_at{end}", f"params_size{end}", f"most{end}"
 
 
-def record_type(attempts: int) -> np.dtype[np.void]:
+class RecordShape(NamedTuple):
+    """How many keys a row has: one for each of its attempts, or one for each of its `samples`, all of the first
+    attempt."""
+
+    attempts: int = 1
+    samples: int = 1
+
+
+def record_type(shape: RecordShape) -> np.dtype[np.void]:
     """Return the type of a record. `sampled` is 0 for greedy work, 1 for a sampled answer, SEVERAL for more of them.
     Where a row has no tools their size is 0. An error row has the count 0, and a digest
     of zeros: it is never found."""
     fields = [("word", "<u8"), ("rest", "<u8"), ("count", "<i4"), ("opening", "i1"), ("sampled", "i1")]
     fields += [("has_id", "i1")]
     fields += [("tools_at", "<i8"), ("tools_size", "<i4")]
-    for attempt in range(1, attempts + 1):
+    for attempt in range(1, shape.attempts + 1):
         names = attempt_names(attempt)
         fields += zip(names, (_KEY, "<i8", "<i4", "<i4"), strict=True)
+    if shape.samples > 1:
+        fields += [(SAMPLE_KEYS, f"V{KEY_BYTES * (shape.samples - 1)}")]
     return np.dtype(fields)
 
 
 @dataclass(frozen=True, slots=True)
 class StretchSource:
-    """The files of a stretch's rows as another process gets them: by their descriptors, which it has by the same
-    numbers.
+    """The files of a stretch's rows (OF_ROWS) as another process gets them: by their descriptors, which it has by the
+    same numbers.
 
     `usable` is a file with one byte a row: whether the row needs no tokens. None: all do not that have a digest.
     """
 
-    rows: int
-    words: int
-    order: int
-    params: int
-    ids: int
-    id_ends: int
+    of_rows: tuple[int, ...]
     usable: int | None
 
     @property
     def files(self) -> tuple[int, ...]:
         """Return the descriptors."""
-        always = self.rows, self.words, self.order, self.params, self.ids, self.id_ends
-        return always if self.usable is None else (*always, self.usable)
+        return self.of_rows if self.usable is None else (*self.of_rows, self.usable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ class KeptSource:
     """All kept rows as another process gets them."""
 
     stretches: tuple[StretchSource, ...]
-    attempts: int
+    shape: RecordShape
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -98,8 +106,8 @@ class KeptRows:
     """The rows of a kept index, in any process. They are numbered over all stretches."""
 
     def __init__(self, source: KeptSource) -> None:
-        self.attempts = source.attempts
-        self._stretches = [_StretchRows(one, source.attempts) for one in source.stretches]
+        self.shape = source.shape
+        self._stretches = [_StretchRows(one, source.shape) for one in source.stretches]
         self._firsts = np.cumsum([0, *(len(one.records) for one in self._stretches)], dtype=np.int64)
         self._texts: list[int] = np.cumsum([0, *(len(one.params) for one in self._stretches)]).tolist()
 
@@ -113,14 +121,29 @@ class KeptRows:
             found[open_] = np.where(places < 0, -1, places + first)
         return found
 
+    def find_runs(self, digests: bytes) -> tuple[Numbers, Numbers]:
+        """Return the numbers of the first rows of the runs with these digests, -1 where there is none or not all of its
+        rows are usable; and how many rows each has."""
+        words = np.frombuffer(digests, "<u8").reshape(-1, _WORDS)
+        found, sizes = np.full(len(words), -1, np.int64), np.zeros(len(words), np.int64)
+        for first, stretch in zip(self._firsts.tolist(), self._stretches, strict=False):
+            open_ = np.flatnonzero(found < 0)
+            places, rows = stretch.find_runs(words[open_])
+            found[open_] = np.where(places < 0, -1, places + first)
+            sizes[open_] = rows
+        return found, sizes
+
     def records(self, rows: Numbers) -> Records:
         """Return the records of the rows with these numbers. Their texts are numbered over all stretches, too."""
-        found = np.zeros(len(rows), record_type(self.attempts))
+        found = np.zeros(len(rows), record_type(self.shape))
         which = np.searchsorted(self._firsts, rows, side="right") - 1
         for number in np.unique(which).tolist():
             mine = which == number
             taken = self._stretches[number].records[rows[mine] - self._firsts[number]]
-            for name in (*(attempt_names(attempt)[1] for attempt in range(1, self.attempts + 1)), "tools_at"):
+            for name in (
+                *(attempt_names(attempt)[1] for attempt in range(1, self.shape.attempts + 1)),
+                "tools_at",
+            ):
                 taken[name] += self._texts[number]
             found[mine] = taken
         return found
@@ -145,13 +168,13 @@ class KeptRows:
 class _StretchRows:
     """The rows of a stretch."""
 
-    def __init__(self, source: StretchSource, attempts: int) -> None:
-        self.records: Records = np.frombuffer(mapped(source.rows), record_type(attempts))
-        self._words = np.frombuffer(mapped(source.words), "<u8")
-        self._order = np.frombuffer(mapped(source.order), ORDER_TYPE)
+    def __init__(self, source: StretchSource, shape: RecordShape) -> None:
+        rows, words, order, self.params, ids, id_ends, runs, run_words = map(mapped, source.of_rows)
+        self.records: Records = np.frombuffer(rows, record_type(shape))
+        self._words, self._order = np.frombuffer(words, "<u8"), np.frombuffer(order, ORDER_TYPE)
         self._usable = None if source.usable is None else np.frombuffer(mapped(source.usable), np.bool_)
-        self.params = mapped(source.params)
-        texts = [pa.py_buffer(mapped(source.id_ends)), pa.py_buffer(mapped(source.ids))]
+        self._runs, self._run_words = np.frombuffer(runs, RUN_TYPE), np.frombuffer(run_words, "<u8")
+        texts = [pa.py_buffer(id_ends), pa.py_buffer(ids)]
         self._ids = pa.LargeStringArray.from_buffers(len(self.records), *texts) if len(self.records) else None
 
     def ids(self, rows: Numbers) -> pa.StringArray:
@@ -173,6 +196,23 @@ class _StretchRows:
         found[same] = rows[same]
         return found
 
+    def find_runs(self, words: NDArray[np.uint64]) -> tuple[Numbers, Numbers]:
+        """Return the first rows of the runs with digests of these words, -1 where there is none or not all of its rows
+        are usable; and how many rows each has, 0 where there is none."""
+        found, sizes = np.full(len(words), -1, np.int64), np.zeros(len(words), np.int64)
+        if not len(self._run_words) or not len(words):
+            return found, sizes
+        places = np.minimum(np.searchsorted(self._run_words, words[:, 0]), len(self._run_words) - 1)
+        runs = self._runs[places]
+        there = (self._run_words[places] == words[:, 0]) & (runs["rest"] == words[:, 1]) & words.any(axis=1)
+        if self._usable is not None and there.any():
+            rows = runs["rows"][there].astype(np.int64)
+            starts = np.cumsum(rows) - rows
+            own = np.repeat(runs["first"][there] - starts, rows) + np.arange(int(rows.sum()))
+            there[there] = np.logical_and.reduceat(self._usable[own], starts)
+        found[there], sizes[there] = runs["first"][there], runs["rows"][there]
+        return found, sizes
+
 
 @contextmanager
 def file_of(marks: Marks) -> Iterator[int]:
@@ -189,10 +229,10 @@ def mapped(file: int) -> Any:
     return mmap.mmap(file, size, prot=mmap.PROT_READ) if size else b""
 
 
-def record_blocks(file: int, attempts: int) -> Iterator[Records]:
+def record_blocks(file: int, shape: RecordShape) -> Iterator[Records]:
     """Yield all records of an open file, some at a time. They are read, not mapped: a disk that fails does not kill
     this process."""
-    kind, at = record_type(attempts), 0
+    kind, at = record_type(shape), 0
     while block := os.pread(file, _BLOCK * kind.itemsize, at):
         yield np.frombuffer(block, kind)
         at += len(block)
@@ -209,6 +249,17 @@ def iter_pieces(file: int, at: int, size: int) -> Iterator[bytes]:
     while size > 0 and (piece := os.pread(file, size, at)):
         yield piece
         at, size = at + len(piece), size - len(piece)
+
+
+def sorted_runs(
+    digests: Sequence[bytes], firsts: Numbers, rows: Numbers
+) -> tuple[NDArray[np.uint64], NDArray[np.void]]:
+    """Return the first words of the digests of runs sorted, and what else is kept of each, in this order."""
+    words = np.frombuffer(b"".join(digests), "<u8").reshape(-1, _WORDS)
+    order = np.argsort(words[:, 0], kind="stable")
+    found = np.zeros(len(order), RUN_TYPE)
+    found["rest"], found["first"], found["rows"] = words[order, 1], firsts[order], rows[order]
+    return words[order, 0], found
 
 
 def sorted_words(words: Sequence[NDArray[np.uint64]]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:

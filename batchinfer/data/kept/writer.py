@@ -10,9 +10,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
+from batchinfer.data.input.digests.runs import RunsOfRows
 from batchinfer.data.kept.facts import StretchFacts
 from batchinfer.data.kept.files import NAMES, new_folder
-from batchinfer.data.kept.rows import Records, sorted_words
+from batchinfer.data.kept.rows import Numbers, Records, sorted_runs, sorted_words
 from batchinfer.data.storage.durable import Digest, DurableFile, FileOps
 
 _AT_ONCE = 1 << 17  # numbers, of a megabyte
@@ -27,6 +29,8 @@ class KeptWriter:
         self._folder = new_folder(kept, ops)
         self._files = {name: DurableFile(self._folder / name, ops) for name in NAMES}
         self._words: list[NDArray[np.uint64]] = []
+        self._rows = 0
+        self._runs: list[tuple[bytes, Numbers, Numbers]] = []  # digests, first rows, numbers of rows
         self._texts: dict[str, tuple[int, int]] = {}
         self._text_bytes = 0
         self._files["id_ends.bin"].write(bytes(8))
@@ -60,6 +64,19 @@ class KeptWriter:
         replies.write(reply)
         self._files["chunks.jsonl"].write(json.dumps(line).encode() + b"\n")
 
+    def append_runs(self, runs: RunsOfRows, records: Records) -> None:
+        """Note the runs that the rows appended last are: those of which each row can be found."""
+        first, self._rows = self._rows, self._rows + len(records)
+        sizes = runs.sizes[runs.sizes > 0].astype(np.int64)
+        if not len(sizes):
+            return
+        digests = np.frombuffer(runs.digests, np.uint8).reshape(-1, DIGEST_BYTES)[runs.sizes > 0]
+        starts = np.cumsum(sizes) - sizes
+        found = np.logical_and.reduceat(
+            (records["word"] != 0) | (records["rest"] != 0), starts
+        ) & digests.any(axis=1)
+        self._runs.append((digests[found].tobytes(), first + starts[found], sizes[found]))
+
     @property
     def folder(self) -> str:
         """Return the name of the stretch's folder."""
@@ -73,6 +90,12 @@ class KeptWriter:
             for start in range(0, len(numbers), _AT_ONCE):
                 self._files[name].write(numbers[start : start + _AT_ONCE].tobytes())
         self._words = []
+        none = np.zeros(0, np.int64)
+        digests, firsts, rows = zip((b"", none, none), *self._runs, strict=True)
+        run_words, runs = sorted_runs(digests, np.concatenate(firsts), np.concatenate(rows))
+        self._files["run_words.bin"].write(run_words.tobytes())
+        self._files["runs.bin"].write(runs.tobytes())
+        self._runs = []
         self._files["facts.json"].write(facts.to_json())
         return {name: file.commit() for name, file in self._files.items()}
 

@@ -17,6 +17,7 @@ from batchinfer.core.sampling import SamplingParams, Truncate
 from batchinfer.data.constraints.constraint_check import ConstraintChecker
 from batchinfer.data.constraints.per_constraint import PerConstraint
 from batchinfer.data.input.chunk import InputChunk
+from batchinfer.data.input.digests.runs import OneRun, Runs
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 from batchinfer.data.kept.rows import KeptRows
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
@@ -122,7 +123,7 @@ class Preparer:
         self._segments = tokenizer.segments()
         self._continued = self._joining(plan)
         self._plain = plan.params  # of most rows; their constraint was checked before
-        self._ladder = plan.ladder
+        self._ladder, self._samples = plan.ladder, plan.samples
         self._constraints = CheckedConstraints(plan.params, tokenizer.definition)
         self._reasoned = ReasonedRows(plan.reasoning, tokenizer)
         self._named = NamedTokens(tokenizer, limits.vocab_size)
@@ -141,7 +142,8 @@ class Preparer:
         """Prepare the rows of a chunk; of a piece of it, if there is one."""
         piece = piece or RowPiece(0, chunk.most_rows)
         facts = FactsOfRows(self._fields)
-        work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
+        samples = 1 if self._kept is None else self._kept.shape.samples
+        work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder, samples)
         held = _Drafts()
         rows, known = self._rows(chunk, piece)
         size = 0
@@ -173,20 +175,29 @@ class Preparer:
         if self._kept is None or piece.careful or piece.accused:
             return chunk.read(piece.start, piece.stop, self._fields.values), None
         self._report(BULK)
-        rows, digests = chunk.digested(piece.start, piece.stop, self._fields.values)
-        if not digests:
+        runs = self._runs(chunk, piece)
+        if runs is None:
             return chunk.read(piece.start, piece.stop, self._fields.values), None
-        return rows, KnownRows(self._kept, digests, skips=self._fields.only_ids)
+        return (), KnownRows(self._kept, runs, skips=self._fields.only_ids)
+
+    def _runs(self, chunk: InputChunk, piece: RowPiece) -> Runs | None:
+        """Return the runs of a piece, or its rows as one run; None: its rows have no digests."""
+        if not piece.start and piece.stop >= chunk.most_rows:
+            runs = chunk.runs(self._fields.values)
+            if runs is not None:
+                return runs
+        rows, digests = chunk.digested(piece.start, piece.stop, self._fields.values)
+        return OneRun(rows, digests) if digests else None
 
     def _reported(
         self, rows: Iterable[Values | RowError], known: KnownRows | None
     ) -> Iterator[tuple[int, Values | RowError]]:
         """Number the rows, and leave out those that are known and not read. A row is at work from before it is read, as
         reading may take all memory, too."""
-        if known is not None and isinstance(rows, Sequence):
+        if known is not None:
             for index in known.read:
                 self._report(index)
-                yield index, rows[index]
+                yield index, known.row(index)
             return
         each = iter(rows)
         for index in count():
@@ -202,7 +213,8 @@ class Preparer:
             draft = self._builder.build(self._fields.needed(row))
             if draft.unread:
                 work.unread.add(draft.unread)
-            if draft.unread or draft.samples > 1 or draft.dimensions:
+            other_samples = draft.samples not in (0, self._samples)
+            if draft.unread or draft.further or other_samples or draft.dimensions:
                 work.anew.append(index)
             if draft.params is not self._plain and self._constraints.are_due(draft.params):
                 self._report(checking(index))
@@ -447,8 +459,13 @@ class _Drafts:
 class _FinishedPrompts:
     """Collects finished prompts, in the order of their rows."""
 
-    def __init__(self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung] = ()) -> None:
+    def __init__(
+        self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung] = (), samples: int = 1
+    ) -> None:
+        """samples: of each row, whose keys are wanted."""
         self._context, self._reasoned = context, reasoned
+        self._further_keys: list[bytes] = []  # of the samples behind the first
+        self._further_samples = range(1, samples)
         self._rungs = [_FinishedRung(rung) for rung in ladder]
         self.errors: dict[int, RowError] = {}
         self.unread = UnreadArguments()
@@ -482,13 +499,15 @@ class _FinishedPrompts:
             self._max_tokens.append(params.max_tokens)
             self._samples.append(draft.samples)
             self._dimensions.append(draft.dimensions)
-            self._keys.append(self._makers[number].key(data[start:end]))
+            maker, own = self._makers[number], data[start:end]
+            self._keys.append(maker.key(own))
+            self._further_keys += [maker.key(own, sample) for sample in self._further_samples]
             said = draft.tools if draft.labels is None else draft.labels
             self._own_text_of.append(
                 0 if said is None else self._own_texts.setdefault(said, len(self._own_texts) + 1)
             )
             if self._rungs:
-                self._climb(draft.params, opening, number, data[start:end])
+                self._climb(draft.params, opening, number, own)
         self._rows += held.rows
         self._openings.append(openings)
         self._counts.append(counts)
@@ -537,6 +556,8 @@ class _FinishedPrompts:
             *map(np.concatenate, (self._counts, self._tokens)),
         )
         keys = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, KEY_BYTES)
+        width = KEY_BYTES * len(self._further_samples)
+        of_samples = np.frombuffer(b"".join(self._further_keys), np.uint8).reshape(len(rows), width)
         first, further = _first_prompts(rows, self.errors)
         of_first, of_further = np.repeat(first, counts), np.repeat(further, counts)
         mine = rows[first]
@@ -560,6 +581,7 @@ class _FinishedPrompts:
             self.unread.rows,
             rungs,
             own,
+            sample_keys=column(of_samples, np.uint8).tobytes(),
             samples=column(self._samples) if any(self._samples) else None,
             dimensions=column(self._dimensions) if any(self._dimensions) else None,
             further=FurtherPrompts(

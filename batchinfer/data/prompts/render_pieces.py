@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from batchinfer.core.reasoning import UNSAID
 from batchinfer.core.request import RowError, TokenIds
-from batchinfer.data.input.row_digest import DIGEST_BYTES
+from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
 from batchinfer.data.input.rows import row_error
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES

@@ -18,9 +18,10 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import CLOSED, OPEN, UNSAID
 from batchinfer.core.request import RowError
 from batchinfer.core.sampling import MAX_SAMPLES
+from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
+from batchinfer.data.input.digests.runs import RunsOfRows
 from batchinfer.data.input.json_kinds import KINDS
 from batchinfer.data.input.openai import MAX_INPUTS
-from batchinfer.data.input.row_digest import DIGEST_BYTES
 from batchinfer.data.prompts.arguments.unread import UnreadArguments
 from batchinfer.data.prompts.keys import KEY_BYTES
 from batchinfer.data.prompts.prepared.rows import (
@@ -73,6 +74,7 @@ def packed(done: PreparedRows) -> bytes:
     parts += [b"" if one is None else one.tobytes() for one in numbers]
     parts += [more.keys, prompts.digests]
     parts.append(b"" if prompts.kept_rows is None else (prompts.kept_rows + 1).tobytes())
+    parts += [prompts.runs.digests, prompts.runs.sizes.tobytes(), prompts.sample_keys]
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
 
 
@@ -150,6 +152,20 @@ class _ReplyParts:
         found = self.next()
         if len(found) not in (0, DIGEST_BYTES * count):
             raise ValueError("the digests are not those of the rows")
+        return found
+
+    def runs(self, count: int) -> RunsOfRows:
+        """Return the runs that so many rows are, or none."""
+        found = RunsOfRows(self.next(), self.numbers(below=count + 1))
+        if len(found.digests) != DIGEST_BYTES * len(found.sizes) or found.sizes.sum() not in (0, count):
+            raise ValueError("the runs are not those of the rows")
+        return found
+
+    def sample_keys(self, count: int) -> bytes:
+        """Return the keys of further answers to so many rows: as many of each, or none."""
+        found = self.next()
+        if len(found) % (KEY_BYTES * max(1, count)) or len(found) > KEY_BYTES * MAX_SAMPLES * count:
+            raise ValueError("the keys of further answers are not those of the rows")
         return found
 
     def marks(self, count: int) -> NDArray[np.bool_] | None:
@@ -233,6 +249,7 @@ def _rows(
     prompts.dimensions, prompts.further = parts.of_rows(size), parts.further(prompts, vocab_size)
     prompts.digests = parts.digests(size)
     prompts.kept_rows = parts.kept_rows(prompts.known)
+    prompts.runs, prompts.sample_keys = parts.runs(size), parts.sample_keys(size)
     if len(tokens) != int(prompts.tokens_there().sum()):
         raise ValueError("tokens are not those of the rows")
     return PreparedRows(prompts, facts)

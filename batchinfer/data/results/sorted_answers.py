@@ -8,9 +8,11 @@ the rows are made of is collected in runs, each sorted by row; runs for which th
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,10 +23,28 @@ from batchinfer.data.results.attempts import PART_SHIFT
 from batchinfer.data.results.join import Join
 from batchinfer.data.storage.durable import storage
 from batchinfer.data.store.parts import damaged, padded
+from batchinfer.machine.cpus import usable_cpus
 
 RUN_BYTES = 64 << 20
 ROW = "row_id"
 Numbers = NDArray[np.int64]
+
+
+_Taken = tuple[pa.RecordBatch, Numbers]
+_MOST_THREADS = 4
+
+
+class _Share(NamedTuple):
+    """The rows that are made of a part's answers, and the positions of these in it, which ascend."""
+
+    part: Path
+    positions: Numbers
+    rows: Numbers
+
+    @classmethod
+    def of(cls, join: Join, number: int) -> _Share:
+        own = join.of_part(number)
+        return cls(join.parts[number], join.positions[own] - (number << PART_SHIFT), join.rows[own])
 
 
 class SortedAnswers:
@@ -44,8 +64,8 @@ class SortedAnswers:
         self._held: list[pa.RecordBatch] = []
         self._held_bytes = 0
         try:
-            for number, part in enumerate(join.parts):
-                self._read(join, number, part)
+            for batch, rows in self._taken(join):
+                self._hold(batch, rows)
             self._close_run()
         except BaseException:
             self.close()
@@ -71,16 +91,33 @@ class SortedAnswers:
         together = pa.concat_tables(found or [self._schema.empty_table()]).combine_chunks()
         return together.take(pa.array(np.argsort(together.column(ROW).to_numpy()))).combine_chunks()
 
-    def _read(self, join: Join, number: int, part: Path) -> None:
-        share, first = join.of_part(number), number << PART_SHIFT
-        positions, rows = join.positions[share] - first, join.rows[share]
-        if not len(rows):
-            return
-        for start, batch in _batches(part, self._schema, self._at_once):
-            low, high = np.searchsorted(positions, [start, start + batch.num_rows]).tolist()
+    def _taken(self, join: Join) -> Iterator[_Taken]:
+        """Yield the answers that the rows are made of, in the order of the parts. Some small parts are read at once:
+        most of the time goes into opening them."""
+        shares = [_Share.of(join, number) for number in range(len(join.parts))]
+        ahead: deque[Future[list[_Taken]]] = deque()
+        with ThreadPoolExecutor(threads := min(_MOST_THREADS, usable_cpus()), "answers") as pool:
+            try:
+                for share in shares:
+                    small = len(share.rows) <= self._at_once
+                    while ahead and (len(ahead) > 2 * threads or not small):
+                        yield from ahead.popleft().result()
+                    if not small:
+                        yield from self._of_part(share)
+                    elif len(share.rows):
+                        ahead.append(pool.submit(lambda one: [*self._of_part(one)], share))
+                for one in ahead:
+                    yield from one.result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _of_part(self, share: _Share) -> Iterator[_Taken]:
+        """Yield a part's answers, each with the row that it is of."""
+        for start, batch in _batches(share.part, self._schema, self._at_once):
+            low, high = np.searchsorted(share.positions, [start, start + batch.num_rows]).tolist()
             for some in range(low, high, self._at_once):  # each of equal rows gets a copy of the answer
                 wanted = slice(some, min(high, some + self._at_once))
-                self._hold(batch.take(pa.array(positions[wanted] - start)), rows[wanted])
+                yield batch.take(pa.array(share.positions[wanted] - start)), share.rows[wanted]
 
     def _hold(self, taken: pa.RecordBatch, rows: Numbers) -> None:
         columns = [pa.array(rows) if name == ROW else taken.column(name) for name in self._schema.names]

@@ -10,19 +10,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.drafts.acceptance import Acceptance
+from batchinfer.engine.drafts.model_choice import ModelChoice
+from batchinfer.engine.drafts.patience import Patience
 from batchinfer.engine.drafts.source import LAST_WORDS, DraftSource, Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
-from batchinfer.engine.drafts.worth import LEAST_GAIN, drafts_worth
+from batchinfer.engine.drafts.worth import LEAST_GAIN, drafts_worth, expected_right
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.sequence import Sequence
 
 MOST_DRAFTS = 24  # of a row in a step
 SHARE = 0.05  # of the time that steps would take without drafts: looking for drafts takes no more
-_LONGEST_PAUSE = 32  # tokens, after a row's text turned out to have nothing to offer
 _SAVED_STEPS = 20  # of whose time the share may be spent at once
 _PENALISED_TOKENS = 1 << 16  # of the texts of a row's drafts together
 _MISSED = 1.1  # tokens that a row gets less where it waits: it misses a step
@@ -30,25 +32,19 @@ _ENOUGH = 6.0  # tokens that are expected to be right: then no further source is
 _FADED = 0.002  # of what was measured, with each step
 
 
+_Found = tuple[Sequence, str, Proposal]
+
+
 @dataclass(slots=True)
 class _Row:
     """The state of a row whose drafts are looked for."""
 
-    failures: int = 0  # how often one after the other nothing was found, or right
-    resumes: int = 0  # the length from which on it is looked at again
+    texts: Patience  # with sources that know texts
+    model: Patience  # with a model
     source: str = ""  # of its newest drafts
     proposal: Proposal | None = None
     # What the proposal has behind a token that was wrong: a copy in which one word is another goes on behind it
     rest: Proposal | None = None
-
-    def failed(self, length: int, patience: int) -> None:
-        """Leave the row alone for a while, if that was so more often than `patience` allows."""
-        self.failures += 1
-        if self.failures > patience:
-            self.resumes = length + min(_LONGEST_PAUSE, 1 << min(self.failures - patience, 10))
-
-    def succeeded(self) -> None:
-        self.failures = self.resumes = 0
 
 
 class CostedDrafter:
@@ -59,6 +55,8 @@ class CostedDrafter:
 
     `looks_ahead`: a row with drafts misses the step behind, so that it gains only where more than one of them is right.
     Rows for which nothing was found, or was right, are looked at less and less often.
+
+    `model` is asked about rows of which the sources know less than it is expected to, where its own time pays.
     """
 
     def __init__(
@@ -68,7 +66,9 @@ class CostedDrafter:
         most_sampled: int,
         looks_ahead: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        model: ModelChoice | None = None,
     ) -> None:
+        self._model = model
         self._sources, self._times, self._looks_ahead, self._clock = sources, times, looks_ahead, clock
         self._most_sampled, self._acceptance = most_sampled, Acceptance()
         # Behind a word that a copy changes nothing is found for some tokens. Where a row waits, each costs a step
@@ -90,21 +90,30 @@ class CostedDrafter:
         decodes, others = len(rows) + ahead, max(others, self._expected_prompt_tokens)
         self._pays = decodes > 0 and self._may_pay(decodes, others)
         asked = self._asked(rows) if self._pays else []
-        chosen = self._best(self._found(asked), decodes, others) if asked else []
+        found = self._found(asked) if asked else []
+        self._allowed_s -= self._clock() - began
+        if self._pays and self._model is not None:
+            found = self._with_model(self._model, rows, found, decodes, others)
+        began = self._clock()
+        chosen = self._best(found, decodes, others) if found else []
         if self._looks_ahead:
             given = {sequence for sequence, _ in chosen}
             for row in asked:
                 if row not in given:  # it waited for nothing
-                    self._rows[row].failed(len(row), self._patience)
+                    self._rows[row].texts.failed(len(row))
         self._allowed_s -= self._clock() - began
         return chosen
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a row's drafts were right lately, or it is time to look; see `Drafter`."""
-        if not self._pays or (self._search_s and self._allowed_s < self._search_s):
+        if not self._pays:
             return False
         row = self._rows.get(sequence)
-        return row is None or len(sequence) >= row.resumes
+        if self._model is not None and self._model.paid and (row is None or row.model.over(len(sequence))):
+            return True
+        if self._search_s and self._allowed_s < self._search_s:
+            return False
+        return row is None or row.texts.over(len(sequence))
 
     def verified(self, taken: AcceptedTokens) -> None:
         """Count a row's drafts, and those that were right."""
@@ -114,16 +123,20 @@ class CostedDrafter:
         self._acceptance.verified(row.source, row.proposal, drafts, taken.right)
         before = self._counts.get(row.source, (0, 0))
         self._counts[row.source] = (before[0] + drafts, before[1] + taken.right)
-        rest = row.proposal.tokens[taken.right + 1 :]
+        computed = self._model is not None and row.source == self._model.name
+        rest = () if computed else row.proposal.tokens[taken.right + 1 :]
         row.rest = Proposal(rest, 1) if taken.right < drafts and len(rest) else None
+        patience = row.model if computed else row.texts
         if taken.right:
-            row.succeeded()
+            patience.succeeded()
         else:
-            row.failed(len(taken.sequence), self._patience)
+            patience.failed(len(taken.sequence))
 
     def ended(self, sequence: Sequence) -> None:
         """Let the sources learn an answer."""
         self._rows.pop(sequence, None)
+        if self._model is not None:
+            self._model.ended(sequence)
         if sequence.output_length:
             self._tell(sequence.tokens[max(0, sequence.prompt_length - LAST_WORDS) :])
 
@@ -136,9 +149,14 @@ class CostedDrafter:
         if self._counts:
             sample = replace(sample, **self._counted(sample))
             self._counts = {}
-        self._times.measured(sample)
+        spent_s = 0.0 if self._model is None else self._model.take_spent_s()
+        if spent_s:
+            saved_s = sample.drafts_saved_s if sample.drafted_tokens else -spent_s
+            sample = replace(sample, proposing_s=spent_s, drafts_saved_s=saved_s)
+        steps_s = max(0.0, sample.duration_s - spent_s)
+        self._times.measured(replace(sample, duration_s=steps_s) if spent_s else sample)
         self._acceptance.fade(_FADED)
-        share = SHARE * (sample.duration_s + max(0.0, sample.drafts_saved_s))
+        share = SHARE * (steps_s + max(0.0, sample.drafts_saved_s))
         self._most_allowed_s = _SAVED_STEPS * share
         self._allowed_s = min(self._allowed_s + share, self._most_allowed_s)
         self._expected_prompt_tokens = sample.prefill_tokens if sample.waiting else 0
@@ -169,7 +187,7 @@ class CostedDrafter:
 
     def _asked(self, rows: Seq[Sequence]) -> list[Sequence]:
         """Return the rows that are looked at now, in turn, as many as there is time for."""
-        ready = [row for row in rows if len(row) >= self._rows.setdefault(row, _Row()).resumes]
+        ready = [row for row in rows if self._row(row).texts.over(len(row))]
         most = len(ready)
         if self._search_s > 0:
             most = int(max(0.0, self._allowed_s) / self._search_s)
@@ -180,36 +198,83 @@ class CostedDrafter:
         self._turn = (self._turn + most) % len(ready)  # whose turn it was not is next
         return [*ready[self._turn :], *ready[: self._turn]][:most]
 
-    def _found(self, rows: list[Sequence]) -> list[tuple[Sequence, str, Proposal]]:
+    def _found(self, rows: list[Sequence]) -> list[_Found]:
         """Return the most promising proposal for each row that has any."""
         began = self._clock()
         best: dict[Sequence, tuple[float, str, Proposal]] = {}
         for row, name, proposal in self._proposals(rows, lambda row: row in best and best[row][0] >= _ENOUGH):
-            value = _expected(self._acceptance.rate(name, proposal), len(proposal.tokens))
+            value = expected_right(self._acceptance.rate(name, proposal), len(proposal.tokens))
             if row not in best or value > best[row][0]:
                 best[row] = (value, name, proposal)
         for row in rows:
             if row not in best:
-                self._rows[row].failed(len(row), self._patience)
+                self._rows[row].texts.failed(len(row))
         each = (self._clock() - began) / len(rows)
         self._search_s += 0.2 * (each - self._search_s) if self._search_s else each
         return [(row, source, proposal) for row, (_, source, proposal) in best.items()]
 
-    def _best(
-        self, found: list[tuple[Sequence, str, Proposal]], decodes: int, others: int
-    ) -> list[tuple[Sequence, Seq[int]]]:
-        """Return the drafts that pay, of those that were found."""
+    def _row(self, row: Sequence) -> _Row:
+        found = self._rows.get(row)
+        if found is None:
+            found = self._rows[row] = _Row(Patience(self._patience), Patience(self._patience))
+        return found
+
+    def _with_model(
+        self, model: ModelChoice, rows: Seq[Sequence], found: list[_Found], decodes: int, others: int
+    ) -> list[_Found]:
+        """Return what was found, with proposals of the model in the place of those that are worth less, where they
+        pay."""
+        ready = [row for row in rows if self._row(row).model.over(len(row))]
+        rate = self._acceptance.rate(model.name, model.believed)
+        asked, kept = model.asked(ready, found, self._value, rate)
+        if not asked:
+            return found
+        times = self._times
+        before = self._worth(found, decodes, others)
+        verified, certain = self._worth(kept, decodes, others) if kept else (0, 0.0)
+        least = (decodes + before[1]) / times.seconds(decodes, others, before[0])
+        count = model.worth(
+            asked,
+            rate,
+            decodes + certain,
+            lambda each: times.seconds(decodes, others, verified + each * len(asked)),
+            (self._most_sampled - decodes - verified) // len(asked),
+            least,
+        )
+        return [*kept, *model.proposals(asked, count)] if count else found
+
+    def _value(self, found: _Found) -> float:
+        _, source, proposal = found
+        return expected_right(self._acceptance.rate(source, proposal), len(proposal.tokens))
+
+    def _worth(self, found: list[_Found], decodes: int, others: int) -> tuple[int, float]:
+        """Return how many of these drafts it pays to verify, and how many of those are expected to be right."""
+        if not found:
+            return 0, 0.0
+        rates, counts = self._counts_worth(found, decodes, others)
+        right = (expected_right(rate, n) for rate, n in zip(rates.tolist(), counts.tolist(), strict=True))
+        return int(counts.sum()), sum(right)
+
+    def _counts_worth(
+        self, found: list[_Found], decodes: int, others: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return how likely the tokens of each proposal are to be right, and how many of them it pays to verify."""
         rates = np.array([self._acceptance.rate(source, proposal) for _, source, proposal in found])
         lengths = np.array([_verified(row, proposal) for row, _, proposal in found], np.int64)
         times = self._times
         counts = drafts_worth(
             rates, lengths, lambda n: times.seconds(decodes, others, n), decodes, self._most_sampled - decodes
         )
+        return rates, counts
+
+    def _best(self, found: list[_Found], decodes: int, others: int) -> list[tuple[Sequence, Seq[int]]]:
+        """Return the drafts that pay, of those that were found."""
+        rates, counts = self._counts_worth(found, decodes, others)
         each = zip(found, rates.tolist(), counts.tolist(), strict=True)
         return [
             self._chosen(sequence, source, proposal, count)
             for (sequence, source, proposal), rate, count in each
-            if count and not (self._looks_ahead and _expected(rate, count) < _MISSED)
+            if count and not (self._looks_ahead and expected_right(rate, count) < _MISSED)
         ]
 
     def _proposals(
@@ -241,8 +306,3 @@ def _verified(row: Sequence, proposal: Proposal) -> int:
     if not row.request.params.penalised:
         return len(proposal.tokens)
     return min(len(proposal.tokens), _PENALISED_TOKENS // len(row))
-
-
-def _expected(rate: float, tokens: int) -> float:
-    """Return how many of a proposal's tokens are expected to be right."""
-    return rate * (1 - rate**tokens) / (1 - rate)

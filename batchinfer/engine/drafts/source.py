@@ -38,3 +38,31 @@ class DraftSource(Protocol):
 
     def learn(self, text: array[int]) -> None:
         """Take a whole answer, of this engine with the LAST_WORDS of its prompt before it."""
+
+
+class DraftingModel(Protocol):
+    """Proposes tokens by computing them, which takes time: it is asked where that pays."""
+
+    @property
+    def name(self) -> DraftName:
+        """The name by which reports know it."""
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that it is asked about at once."""
+
+    @property
+    def most_proposed(self) -> int:
+        """The most tokens that it proposes of a row."""
+
+    def takes(self, row: Sequence) -> bool:
+        """Whether it can be asked about a row."""
+
+    def seconds(self, rows: Seq[Sequence], count: int) -> float:
+        """Return about how long it takes to propose `count` tokens of each of these rows."""
+
+    def propose(self, rows: Seq[Sequence], count: int) -> list[list[int]]:
+        """Return up to `count` tokens that may follow each of these rows. No sequence has drafts or placeholders."""
+
+    def ended(self, row: Sequence) -> None:
+        """Forget a row, which has ended."""

@@ -9,9 +9,12 @@ from functools import partial
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.drafter import CostedDrafter
 from batchinfer.engine.drafts.given_answer import GivenAnswer
+from batchinfer.engine.drafts.heads_beside import HeadsBeside, HeadsRunner
+from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
+from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
-from batchinfer.engine.drafts.source import DraftSource
+from batchinfer.engine.drafts.source import DraftingModel, DraftSource
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.runner.runner import Runner
 from batchinfer_kernels.cost import Peaks
@@ -30,9 +33,14 @@ FEW_ROWS = 64
 
 
 def drafter_of(
-    names: Seq[DraftName], runner: Runner, peaks: Peaks | None, max_num_seqs: int
+    names: Seq[DraftName],
+    runner: Runner,
+    peaks: Peaks | None,
+    max_num_seqs: int,
+    beside: BesideRunner | HeadsRunner | None = None,
 ) -> CostedDrafter | None:
-    """Make a drafter of the sources of these names; None where there are none, or nobody knows what steps cost.
+    """Make a drafter of the sources of these names, and of the model or the heads `beside` the engine's model, if there
+    are any; None where there are none, or nobody knows what steps cost.
 
     A GPU's memory is shared out for logits of `max_num_seqs` rows; on a CPU steps with drafts may have twice as many.
     """
@@ -40,6 +48,10 @@ def drafter_of(
         return None
     times = DraftedStepTimes(runner.cost, peaks)
     most = max(FEW_ROWS, max_num_seqs if runner.looks_ahead else 2 * max_num_seqs)
+    sources = [make() for name, make in _SOURCES.items() if name in names]
+    model: DraftingModel | None = None
+    if beside is not None:
+        model = HeadsBeside(beside, peaks) if isinstance(beside, HeadsRunner) else ModelBeside(beside, peaks)
     return CostedDrafter(
-        [make() for name, make in _SOURCES.items() if name in names], times, most, runner.looks_ahead
+        sources, times, most, runner.looks_ahead, model=None if model is None else ModelChoice(model)
     )

@@ -53,6 +53,31 @@ def drafts_worth(
     return np.bincount(rows, minlength=len(rates)).astype(np.int64)
 
 
+def worth_asking(
+    rate: float, rows: int, certain: float, seconds: Callable[[int], float], most: int, least: float
+) -> int:
+    """Return how many tokens of each of `rows` rows, `most` or fewer, it pays to have a model propose, so that the step
+    gives the most tokens a second; 0: it does not pay to ask.
+
+    rate: how likely each of its tokens is to be right where those before it are; certain: the tokens that the step
+    gives anyway; seconds: of a step with so many tokens of each row, their proposal included; least: the tokens a
+    second that there are without.
+    """
+    if most <= 0:
+        return 0
+    best = max(
+        range(1, most + 1), key=lambda each: (certain + rows * expected_right(rate, each)) / seconds(each)
+    )
+    found = (certain + rows * expected_right(rate, best)) / seconds(best)
+    return best if found > LEAST_GAIN * least else 0
+
+
+def expected_right(rate: float, tokens: float) -> float:
+    """Return how many of a proposal's tokens are expected to be right."""
+    found: float = rate * (1 - rate**tokens) / (1 - rate)
+    return found
+
+
 def _tried(most: int) -> list[int]:
     """Return the numbers of drafts that are tried first: 1, 2, 3, 4, 6, 8, 12, and so on up to `most`."""
     powers = [1 << bit for bit in range(most.bit_length())]

@@ -21,10 +21,12 @@ from batchinfer.engine.config import (
     Untimed,
     alone,
 )
+from batchinfer.engine.load.beside import WeightsBeside, load_beside
 from batchinfer.engine.load.cache_fit import fit_cache
 from batchinfer.engine.load.cache_memory import CacheMemory
 from batchinfer.engine.load.device_fit import Fitted
-from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.load.heads import LoadedHeads, load_heads
+from batchinfer.engine.load.loaded_model import AnyBeside, LoadedModel
 from batchinfer.engine.load.ranked import (
     AnyEngine,
     Tell,
@@ -78,6 +80,8 @@ class LoadedWeights:
     untimed: Untimed
     cost: ModelCost  # of the whole model, of which this may be the part of one rank
     company: Company
+    beside: WeightsBeside | None = None  # a draft model's; None: there is none
+    heads: LoadedHeads | None = None  # of the model; None: there are none
 
     def engine(
         self,
@@ -117,12 +121,22 @@ class LoadedWeights:
         own, cost = staged(model, company, self.arithmetic), source.cost(self.arithmetic)
         layout = layout_for(source, block_size, longest)
         runner = ModelRunner(own, ops, [], layout, sampler, cost, device, in_group=company.divided)
+        if self.heads is not None:
+            runner = self.heads.watching(runner)
         runner.give_adapters(_numbers(config.load.adapters, source))
         dtype = self.arithmetic.dtype
-        memory = CacheMemory(config, source, runner, limits, dtype, longest, company.everyone, turns)
+        memory = CacheMemory(
+            config, source, runner, limits, dtype, longest, company.everyone, turns, self.beside, self.heads
+        )
         counters = model.expert_loads if captured else None
         fitted = fit_cache(runner, limits, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work
+        beside: AnyBeside | None = None
+        if self.heads is not None:
+            beside = self.heads.runner(fitted.runner)
+        elif self.beside is not None:
+            blocks = fitted.blocks, longest
+            beside = self.beside.runner(fitted.runner, source.spec, fitted.limits, *blocks, self.masks)
         return LoadedModel(
             runner=fitted.runner,
             limits=fitted.limits,
@@ -135,6 +149,7 @@ class LoadedWeights:
             expert_loads=model.expert_loads,
             masks=self.masks,
             drafts=config.drafts,
+            beside=beside,
             turns=turns,
         )
 
@@ -164,7 +179,10 @@ def load_weights(
     decoder = source.load(ops, arithmetic)
     eos = frozenset(source.spec.eos_token_ids)
     masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
-    return LoadedWeights(config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, company)
+    more = load_beside(config, device, company), load_heads(config, arithmetic, company)
+    return LoadedWeights(
+        config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, company, *more
+    )
 
 
 def load_model(

@@ -8,7 +8,9 @@ import torch
 
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
+from batchinfer.engine.load.beside import WeightsBeside
 from batchinfer.engine.load.device_fit import CacheRoom
+from batchinfer.engine.load.heads import LoadedHeads
 from batchinfer.engine.ranks.joining import fewest
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
@@ -31,11 +33,15 @@ class CacheMemory:
     longest: int  # tokens of a sequence
     group: Group
     turns: int = 1  # engines that have a part of it each
+    beside: WeightsBeside | None = None  # a draft model, whose cache lies in the same blocks
+    heads: LoadedHeads | None = None
 
     @property
     def block_bytes(self) -> int:
+        """Count the bytes of a block, in the draft model's cache, too."""
         runner = self.runner
-        return block_bytes(runner.ops, self.source.spec.caches, runner.layout, self.dtype.itemsize)
+        own = block_bytes(runner.ops, self.source.spec.caches, runner.layout, self.dtype.itemsize)
+        return own if self.beside is None else own + self.beside.block_bytes(runner.layout.block_size)
 
     def room(self) -> CacheRoom:
         """Return what `fit` asks of the cache."""
@@ -52,7 +58,12 @@ class CacheMemory:
             memory = memory // ranks if isinstance(memory, int) else memory
         if device.type == "cpu" and config.memory is not None:
             weights = self.source.weight_bytes(self.runner.cost)
+            weights += sum(one.weight_bytes for one in (self.beside, self.heads) if one is not None)
             free = min(free, max(0, config.memory // ranks - weights))
+        if self.beside is not None:
+            spare = self.beside.spare_bytes(self.runner.layout.block_size, limits.max_num_seqs)
+            needed += spare
+            memory = memory - spare if isinstance(memory, int) else memory
         if self.turns > 1:
             free //= self.turns
             memory = memory // self.turns if isinstance(memory, int) else memory

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.drafts.heads_beside import HeadsRunner
+from batchinfer.engine.drafts.model_beside import BesideRunner
 from batchinfer.engine.drafts.sources import drafter_of
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.drafting import Drafter
@@ -19,6 +21,8 @@ from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer_kernels.cost import Peaks
 
+AnyBeside = BesideRunner | HeadsRunner
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
@@ -31,6 +35,7 @@ class LoadedModel:
     expert_loads: ExpertLoads
     masks: ConstraintMasks | None = None
     drafts: tuple[DraftName, ...] = ()  # the sources that may be asked, where peaks are known
+    beside: AnyBeside | None = None  # a draft model, or heads, which may be asked, too
     turns: int = (
         1  # engines that it is made for at a time, each with such limits, and with a part of the cache
     )
@@ -65,5 +70,5 @@ class LoadedModel:
         scheduler = Scheduler(self.limits, pool, windows=windows)
         limits = self.engine_limits
         runner = runner or self.runner
-        drafter = drafter or drafter_of(self.drafts, runner, peaks, self.limits.max_num_seqs)
+        drafter = drafter or drafter_of(self.drafts, runner, peaks, self.limits.max_num_seqs, self.beside)
         return Engine(runner, scheduler, limits, peaks, stop_streams, drafter=drafter, masks=self.masks)

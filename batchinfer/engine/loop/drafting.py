@@ -99,7 +99,7 @@ class Drafting:
         assert self._masks is not None, "a constraint without masks"
         state = constraint.fork()
         for at, token in enumerate(tokens):
-            if not _takes(state, token):
+            if not takes(state, token):
                 return tokens[:at]
             sequence.draft_masks.append(self._masks.put(state.fork()))
             if state.jump_forward():
@@ -107,7 +107,7 @@ class Drafting:
         return tokens
 
 
-def _takes(state: Constraint, token: int) -> bool:
+def takes(state: Constraint, token: int) -> bool:
     """Let a constraint take a token; False: it may not come, or nothing that is sampled can follow it."""
     if not state.allows(token):
         return False

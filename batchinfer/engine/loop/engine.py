@@ -163,6 +163,7 @@ class Engine:
             return End("error", error=failed.error)
         sequence.needs_sync = _needs_sync(sequence)
         if end is not None:
+            self._drop_mask(sequence)
             self._early.requests.append(request_sample(sequence, end, self._now()))
             return end
         try:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
+from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
@@ -100,6 +101,9 @@ class ModelRunner:
     wants: PlanWants = COMPUTES
     state: StepState = field(default_factory=StepState)
     in_group: bool = False  # whether other ranks run the same steps, each a part of the model
+    kept: KeptStates | None = (
+        None  # which keeps the hidden states of rows that are sampled; None: nobody needs them
+    )
 
     def give_adapters(self, numbers: Mapping[str, int]) -> None:
         """Have rows find the adapters of a model of ours, whose numbers these are by their fingerprints."""
@@ -137,6 +141,8 @@ class ModelRunner:
         hidden, sampling, padded = self.forward(plan)
         if not plan.sampled_rows:
             return RunnerOutput([], padded, launch=self._launch)
+        if self.kept is not None:
+            self.kept.take(hidden, plan)
         sampled = self.next_tokens(hidden, sampling)
         masked, found, states, counts = sampled.masked, sampled.logprobs, sampled.states, plan.sampled_counts
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()

@@ -52,7 +52,7 @@ def drafts_of(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) ->
         return without_drafts if drafts is None else drafts.of_plan(plan, index.index_parts, index.folder)
     began = time.monotonic()
     answers = _Drafting(run, model, plan, index, store).answers()
-    run.report.note(draft_model_s=time.monotonic() - began)
+    run.report.note(draft_model_s=time.monotonic() - began, draft_model_runs="first")
     return partial(_given, GivenAnswers(answers), run.setup.checkpoint.spec.vocab)
 
 

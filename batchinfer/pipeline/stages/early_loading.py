@@ -31,8 +31,8 @@ class EarlyLoading:
             self._open()
 
     def read(self, keys: bytes, last: bool = False) -> None:
-        """Take the keys of rows that were read, 32 bytes each; `last`: there are no more. Raises what keeps a single
-        engine from loading."""
+        """Take the keys of rows that were read, 32 bytes each; `last`: there are no more, or few. Raises what keeps a
+        single engine from loading."""
         if self._waits and keys and not (last and self._is_large()):
             lacking = self._watched()
             lacking.look(keys)

@@ -83,7 +83,7 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
     run.report.planned(plan, forecast.engine)
     run.progress.close()
     tell(run, plan, forecast)
-    deadline = _deadline(run, plan, forecast.engine)
+    deadline = _deadline(run, plan, index, forecast.engine)
     run.report.note(**({} if deadline is None else deadline.facts))
     nothing = (
         plan.rows_to_run == _unknown_rows(index) and index.attempts == 1 and not run.options.retry_errors
@@ -126,9 +126,15 @@ def _tell_of_retries(run: OpenRun, index: Index, store: CompletionStore) -> None
         run.notice("--retry-errors: no row has an error that is marked retryable; none is run again")
 
 
-def _deadline(run: OpenRun, plan: Plan, forecast: EngineForecast | None) -> DeadlineWatch | None:
+def _deadline(
+    run: OpenRun, plan: Plan, index: Index, forecast: EngineForecast | None
+) -> DeadlineWatch | None:
     """Return what watches the job's deadline, if it has one; a notice says whether it will be met."""
-    found = Deadline.of(run.job, run.now, forecast)
+    first, drafts = None, run.setup.drafts
+    if run.job.deadline is not None and drafts is not None and run.setup.drafting is not None:
+        drafting = forecast_run(drafts.job, run.setup.drafting, plan, index.tokens, settles=False)
+        first, forecast = drafting.engine, None if drafting.engine is None else forecast
+    found = Deadline.of(run.job, run.now, forecast, first=first)
     if found is not None and plan.to_run:
         run.notice(f"deadline: {found.text}")
     return None if found is None else DeadlineWatch(found, run.notice)

@@ -23,6 +23,8 @@ from batchinfer.pipeline.stages.early_loading import EarlyLoading
 from batchinfer.pipeline.stages.verdict import refuse_hopeless
 from batchinfer.plan.setup.input_check import check_input
 
+_LITTLE_BYTES = 1 << 20  # of an input, which are read in less time than the keys of a large store
+
 
 @dataclass(frozen=True, slots=True)
 class UnreadInput:
@@ -105,7 +107,7 @@ def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInpu
     try:
         for at in steps:
             run.progress.read(at.rows, at.bytes_read, at.bytes_total)
-            early.read(at.keys, last=at.bytes_read >= at.bytes_total)
+            early.read(at.keys, last=at.bytes_total - at.bytes_read <= _LITTLE_BYTES)
             left_s = _left_s(run, at, time.monotonic() - began)
             if ingestion.is_final and early.waits_for(left_s):
                 return UnreadInput(ingestion, steps, at)

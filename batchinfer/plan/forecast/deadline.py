@@ -33,18 +33,24 @@ class Deadline:
 
     @classmethod
     def of(
-        cls, job: Job, started: datetime, forecast: EngineForecast | None, clock: Clock = now
+        cls,
+        job: Job,
+        started: datetime,
+        forecast: EngineForecast | None,
+        clock: Clock = now,
+        first: EngineForecast | None = None,
     ) -> Deadline | None:
-        """The first one after a run `started`, which may be past by now; None: the job has none."""
+        """The first one after a run `started`, which may be past by now; None: the job has none. `first`: of the draft
+        model that answers before the engine begins, if there is one."""
         if job.deadline is None:
             return None
         at = deadline_after(job.deadline, started)
         left_s = (at - clock()).total_seconds()
-        return (
-            cls(at, left_s, None)
-            if forecast is None
-            else cls(at, left_s, forecast.seconds, forecast.upper_bound)
-        )
+        each = [forecast] if first is None else [first, forecast]
+        takes = [one.seconds for one in each if one is not None and one.seconds is not None]
+        if len(takes) < len(each):
+            return cls(at, left_s, None)
+        return cls(at, left_s, sum(takes), any(one is not None and one.upper_bound for one in each))
 
     @property
     def spare_s(self) -> float | None:

@@ -15,7 +15,7 @@ from batchinfer.plan.forecast.divided import (
     chooses_among_all,
     measured_stages,
 )
-from batchinfer.plan.forecast.room import captures_of, engine_room, held_bytes
+from batchinfer.plan.forecast.room import beside_block, beside_weights, captures_of, engine_room, held_bytes
 from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
 from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.order.plan import Plan
@@ -26,7 +26,13 @@ from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes
 from batchinfer.plan.simulation.stages import SimulatedStage
-from batchinfer.report.tables.earlier_runs import earlier_lengths, earlier_power, earlier_steps
+from batchinfer.report.tables.earlier_runs import (
+    EarlierProposals,
+    earlier_lengths,
+    earlier_power,
+    earlier_proposals,
+    earlier_steps,
+)
 from batchinfer.report.tables.folder import report_folder
 from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds
 
@@ -60,6 +66,9 @@ class EngineForecast:
     mbu: float | None = None
     energy_j: float | None = None  # None where no run of this model on this machine knows what it took
     order: OrderChoice | None = None  # None: the default one, without a choice
+    proposals: EarlierProposals | None = (
+        None  # of the last run, where the job has drafts, which are not counted here
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +85,14 @@ class ForecastEngine:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.machine.blocks * block_bytes(self.machine.layout, self.machine.cost)
+        layout = self.machine.layout
+        beside = beside_block(self.setup, layout.block_size)
+        return self.machine.blocks * (block_bytes(layout, self.machine.cost) + beside)
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights of an engine, adapters included."""
-        return held_bytes(self.setup) + self.setup.setting.adapter_bytes
+        """Return the bytes of weights of an engine, adapters and a draft model beside it included."""
+        return held_bytes(self.setup) + self.setup.setting.adapter_bytes + beside_weights(self.setup)
 
     def least_s(self) -> float | None:
         """Return the seconds that the run takes at the hardware's limit, attention left out; None without peaks."""
@@ -109,6 +120,7 @@ class ForecastEngine:
             answers_from=answers_from,
             upper_bound=guessed and not answers_from,
             times=self.times,
+            proposals=self._proposals(),
         )
         peaks = self.setup.setting.peaks
         return found if peaks is None or not whole.seconds else self._timed(found, peaks)
@@ -135,6 +147,10 @@ class ForecastEngine:
         size = round(whole / engines)
         run = simulated_whole(self.machine, requests, half_of(requests), lengths, size)
         return run.counted(engines)
+
+    def _proposals(self) -> EarlierProposals | None:
+        drafts = self.setup.setting.draft_sources(self.job)
+        return earlier_proposals(report_folder(self.job.results_root)) if drafts else None
 
     def lengths(self) -> tuple[AnswerLengths, int]:
         """Return how long answers will be, and from how many earlier runs that is known."""

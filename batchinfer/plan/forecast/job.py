@@ -70,6 +70,8 @@ class JobForecast:
     memory: Memory | None = None  # None: nor where the job does not fit
     forecast: EngineForecast | None = None
     drafting: EngineForecast | None = None  # of the draft model, which answers first; None: there is none
+    # Where the draft model `runs`, first or beside the job's, and `why`; None: there is none
+    draft_model: dict[str, str] | None = None
     context: int = 0  # tokens of the longest row that there may be
     # rows that are longer, which become error rows; None: they are cut, and not counted
     rows_over: int | None = None
@@ -184,10 +186,10 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
     blocks = machine.blocks * engines
     memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
     forecast = settled_forecast(engine, known.index.tokens, PLAN_MOST_S)
-    deadline = Deadline.of(known.job, now(), forecast)
+    drafting = _of_drafts(known, setup)
+    deadline = Deadline.of(known.job, now(), forecast, first=drafting)
     # of a sample they would count the sample's tokens
     findings = () if known.drawn else tuple(Linter(known.job, setup, known.index, scratch).findings())
-    drafting = _of_drafts(known, setup)
     return replace(
         found, memory=memory, forecast=forecast, drafting=drafting, deadline=deadline, findings=findings
     )
@@ -207,6 +209,7 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
     """Return the forecast that needs no engine, scaled to all rows."""
     times = 1.0 if drawn is None else drawn.times
     codes = {code: round(rows * times) for code, rows in summarise_errors(index.index_parts).codes.items()}
+    drafts = setup.beside or setup.drafts
     found = JobForecast(
         job.name,
         plan if drawn is None else drawn.whole_plan(plan),
@@ -215,6 +218,7 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
         context=setup.setting.max_model_len,
         rows_over=_rows_over(job, codes),
         sample=drawn,
+        draft_model=None if drafts is None else drafts.place.said,
     )
     if not plan.to_run:
         return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from batchinfer.engine.drafts.model_beside import spare_blocks
 from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
@@ -16,6 +17,7 @@ from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import Caches, CacheSpec
 from batchinfer.plan.forecast.divided import DividedModel, divided_model
+from batchinfer.plan.setup.draft_place import PlacedModel
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.plan.simulation.launching import Captures
@@ -46,13 +48,15 @@ def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
     if divided is None:
         kept: Caches = [CacheSpec(1, 1, window=window) for window in cost.windows]
         layout = cache_layout(kept, block_size, longest)
-        taken = [(held_bytes(setup) + setting.adapter_bytes, block_bytes(layout, cost))]
+        weights = held_bytes(setup) + setting.adapter_bytes + beside_weights(setup)
+        taken = [(weights, block_bytes(layout, cost) + beside_block(setup, block_size))]
     else:
         layout = cache_layout(divided.whole.caches, block_size, longest)
         beside = setting.adapter_bytes // setting.division.ranks
         taken = [(p.weight_bytes + beside, p.block_bytes(layout, divided.whole)) for p in divided.parts]
+    spare = spare_blocks(block_size, limits.max_num_seqs) * beside_block(setup, block_size)
     panel = PANEL_BYTES if setting.device == "cuda" and _widens(setup) and not setting.deterministic else 0
-    return EngineRoom(limits, layout, _blocks(setting, config, limits, layout, taken, panel), divided)
+    return EngineRoom(limits, layout, _blocks(setting, config, limits, layout, taken, panel, spare), divided)
 
 
 def _blocks(
@@ -62,18 +66,21 @@ def _blocks(
     layout: CacheLayout,
     taken: Sequence[tuple[int, int]],
     panel: int,
+    spare: int,
 ) -> int:
     """Return the blocks of the KV cache of all engines that take turns, as many as the rank with the least room has.
-    `taken`: bytes of weights, and of a block, on a rank of each stage."""
+    `taken`: bytes of weights, and of a block, on a rank of each stage; `spare`: of a cache in no block of a row."""
     on_gpu, ranks = setting.device == "cuda", setting.division.ranks
     turns = min(setting.division.stages, limits.max_num_seqs)
     size = JobSize(config.longest, limits.max_num_seqs // turns, limits.max_num_batched_tokens)
     whole, memory = config.memory or setting.memory(), config.kv_memory
     free = (setting.hardware.memory_bytes or 1 << 62) if on_gpu else whole // ranks
     if isinstance(memory, int):
-        memory //= turns * (1 if on_gpu else ranks)
+        memory = memory // (turns * (1 if on_gpu else ranks)) - spare
     rooms = (
-        cache_blocks(block, layout.sizes, size, memory, (free - weights) // turns, setting.device, panel)
+        cache_blocks(
+            block, layout.sizes, size, memory, (free - weights) // turns, setting.device, panel + spare
+        )
         for weights, block in taken
     )
     return turns * min(rooms)
@@ -86,6 +93,19 @@ def held_bytes(setup: Setup) -> int:
         return checkpoint.weight_bytes
     spec = checkpoint.spec.quantized(setting.quantization)
     return loaded_bytes(spec, checkpoint.parameters, setting.itemsize)
+
+
+def beside_weights(setup: Setup) -> int:
+    """Return the bytes of the weights of a draft model or heads beside an engine's own model, 0 without any."""
+    beside, heads = setup.beside, setup.setting.heads
+    own = 0 if beside is None else PlacedModel(beside.checkpoint, beside.setting).weight_bytes
+    return own if heads is None else own + heads.weight_bytes(setup.setting.itemsize)
+
+
+def beside_block(setup: Setup, block_size: int) -> int:
+    """Return the bytes that a block takes in the cache of a draft model beside an engine's own, 0 without one."""
+    beside = setup.beside
+    return 0 if beside is None else beside.setting.model_cost(beside.checkpoint).kv_bytes(block_size)
 
 
 def _widens(setup: Setup) -> bool:

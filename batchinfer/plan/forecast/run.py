@@ -8,7 +8,7 @@ from batchinfer.core.errors import OutOfMemory
 from batchinfer.job import Job
 from batchinfer.plan.forecast.engine import EngineForecast, ForecastEngine, forecast_engine
 from batchinfer.plan.forecast.order_choice import settle_order, settled_forecast, simulation_s
-from batchinfer.plan.forecast.text import engine_text, order_line
+from batchinfer.plan.forecast.text import drafts_line, engine_text, order_line
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.setup.job_setup import Setup
@@ -52,4 +52,5 @@ def _forecast(engine: ForecastEngine, prompts: Prompts, settles: bool) -> RunFor
         return RunForecast(None, order_line(settle_order(engine, prompts)) if settles else ())
     found = settled_forecast(engine, prompts, budget_s) if settles else engine.forecast(prompts, budget_s)
     lines = () if found.seconds is None else (f"forecast: {engine_text(found)}",)
-    return RunForecast(found, (*lines, *order_line(found.order)))
+    drafts = [f"drafts: {line}" for line in drafts_line(found)]
+    return RunForecast(found, (*lines, *drafts, *order_line(found.order)))

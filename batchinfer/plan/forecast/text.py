@@ -51,6 +51,18 @@ def engine_text(forecast: EngineForecast) -> str:
     return f"{seconds(forecast.seconds)}{bound}, {counted(forecast.run.steps, 'step')}, {which}; {_known(forecast)}"
 
 
+def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
+    """Return a line that says what drafts came to in the last run, if it had any: the forecast counts none."""
+    before = forecast.proposals
+    if before is None:
+        return ()
+    what = "saved" if before.saved_s >= 0 else "lost"
+    right = (
+        f"{percent(before.accepted / before.drafted)} of {short(before.drafted)} proposed tokens were right"
+    )
+    return (f"{right} in the last run, and {what} about {seconds(abs(before.saved_s))}; none are forecast",)
+
+
 def order_line(order: OrderChoice | None) -> tuple[str, ...]:
     """Return a line for a run whose order is another than usual, or would be."""
     if order is None or (order.policy is BY_DEFAULT and not order.failed):
@@ -93,6 +105,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
         "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
+        "draft_model": found.draft_model,
         "idle": None if found.idle is None else asdict(found.idle),
         "lint": [asdict(finding) for finding in found.findings],
         "deadline": None
@@ -152,6 +165,7 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
         "upper_bound": forecast.upper_bound,
         "times_from": forecast.times.known,
         "times_from_runs": forecast.times.runs,
+        "drafts_before": None if forecast.proposals is None else asdict(forecast.proposals),
         "energy_j": forecast.energy_j,
         "cost": _cost(forecast, price_per_hour),
         "order": None if forecast.order is None else _order_json(forecast.order),
@@ -195,12 +209,21 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
     yield from _times(found.forecast, price_per_hour)
     if found.drafting is not None and found.drafting.seconds is not None:
         yield "drafts", f"{engine_text(found.drafting)}: the draft model's answers, before the engine's time"
+    for line in drafts_line(found.forecast):
+        yield "drafts", line
+    if found.draft_model is not None:
+        yield "drafts", _draft_model(**found.draft_model)
     if found.idle is not None:
         yield "idle", _idle(found.idle)
     if found.deadline is not None:
         yield "deadline", found.deadline.text
     for finding in found.findings:
         yield "lint", finding_text(finding)
+
+
+def _draft_model(runs: str, why: str) -> str:
+    beside = "proposes tokens beside the job's, in the same engine"
+    return f"the draft model {beside if runs == 'beside' else 'answers all rows first'}: {why}"
 
 
 def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:

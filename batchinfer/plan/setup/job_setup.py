@@ -24,7 +24,9 @@ from batchinfer.job import Job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.models.opening import StoredModel, open_checkpoint
 from batchinfer.plan.setup.check_device import check_device
+from batchinfer.plan.setup.draft_heads import draft_heads
 from batchinfer.plan.setup.draft_model import DraftModel, draft_model
+from batchinfer.plan.setup.draft_place import PlacedModel
 from batchinfer.plan.setup.ingest_workers import ingest_workers
 from batchinfer.plan.setup.job_answers import AskedAnswers, answer_columns, asked_answers, check_names
 from batchinfer.plan.setup.job_reasoning import most_answer_tokens
@@ -45,7 +47,10 @@ class Setup:
     asked: AskedAnswers  # what these have besides, or in the place of texts
     most_tokens: int | None = None  # of an answer, where `sampling.max_tokens` is to fit the job's constraint
     workers: int = 1  # processes that read, render and tokenise rows
-    drafts: DraftModel | None = None  # the model whose answers are drafts; None: there is none
+    drafts: DraftModel | None = (
+        None  # the model whose answers are drafts, which come first; None: there is none
+    )
+    beside: DraftModel | None = None  # the model that proposes tokens beside the job's; None: there is none
     adapters: Mapping[str, str] = field(
         default_factory=dict
     )  # fingerprints, by the names that rows have for them
@@ -70,6 +75,7 @@ class Setup:
             tokenizer=drafts.tokenizer,
             columns=None,
             drafts=None,
+            beside=None,
             adapters={},
         )
 
@@ -133,6 +139,11 @@ def check_setup(
     check_names(job, kind, read)
     columns, workers = answer_columns(job, tokenizer, read), ingest_workers(job, setting)
     most = most_answer_tokens(job, read.reasoning)
+    drafts = draft_model(job, PlacedModel(checkpoint, setting), tokenizer, state, hardware)
+    beside = drafts if drafts is not None and drafts.place.beside else None
+    if beside is not None:
+        setting = dataclasses.replace(setting, beside=beside.config)
+    setting = dataclasses.replace(setting, heads=draft_heads(job, checkpoint, setting))
     return Setup(
         checkpoint,
         setting,
@@ -142,6 +153,7 @@ def check_setup(
         read,
         most,
         workers,
-        drafts=draft_model(job, tokenizer, state, hardware),
+        drafts=drafts if beside is None else None,
+        beside=beside,
         adapters=weights.adapters,
     )

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
 from batchinfer.core.samples import DraftName
-from batchinfer.engine.config import NUMERICS_VERSION, EngineConfig, LoadConfig
+from batchinfer.engine.config import NUMERICS_VERSION, BesideConfig, EngineConfig, LoadConfig
 from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.job import Job
+from batchinfer.job.field_types import DraftSource
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import (
     Hardware,
@@ -31,6 +32,7 @@ from batchinfer.machine.hardware import (
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.adapters.sizes import AdapterSizes
 from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
+from batchinfer.models.heads.stored_heads import StoredHeads
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.job_pairs import pair_mistakes
 from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype, Quantization
@@ -88,6 +90,10 @@ class Setting:
     free_memory: int | None = None
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
     adapter_sizes: AdapterSizes | None = None  # of those that stand beside the weights
+    beside: BesideConfig | None = (
+        None  # a draft model that engines have beside the job's; None: there is none
+    )
+    heads: StoredHeads | None = None  # of the job's model, which propose tokens; None: there are none
 
     def for_rows(self, rows: int) -> Setting:
         """Return the setting with no more engines than there are rows."""
@@ -223,6 +229,8 @@ class Setting:
             kv_cache=self.kv_cache,
             adapters=self.adapters,
             adapter_places=self.adapter_places,
+            beside=self.beside,
+            heads=self.heads,
         )
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
@@ -251,7 +259,9 @@ class Setting:
     def draft_sources(self, job: Job) -> tuple[DraftName, ...]:
         """Return where the engines' drafts come from. Whether they pay on a GPU was never measured: there are none
         unless the job names them."""
-        return () if self.device == "cuda" and job.drafts == "auto" else job.draft_sources
+        if self.device == "cuda" and job.drafts == "auto":
+            return ()
+        return get_args(DraftSource) if self.beside is not None else job.draft_sources
 
     def memory(self) -> int:
         """Return the bytes of memory that a CPU's engines may take, weights included."""

@@ -43,8 +43,8 @@ from batchinfer.report.tables.formulas import (
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
 # activities; since 7 accuracy, confusion and calibration; since 8 drafts;
-# since 9 those of earlier answers and of models
-TABLE_FORMAT = 9
+# since 9 those of earlier answers and of models; since 10 what proposals of models and heads take
+TABLE_FORMAT = 10
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
@@ -81,7 +81,8 @@ _DRAFTED = {
     "prompt": "the row's own prompt and answer",
     "answers": "other answers of the job",
     "earlier": "the row's answer in the job's last result",
-    "model": "the row's answer by the model of `drafts.model`",
+    "model": "the model of `drafts.model`",
+    "heads": "the heads of `drafts.heads`",
 }
 
 
@@ -102,6 +103,13 @@ def _drafts(of_run: bool) -> Iterator[Column]:
         for what in ("drafted", "accepted"):
             name = f"{source}_{what}"
             yield count(name, "tokens", f"part of `{what}_tokens`: from {where}", sql=summed(name))
+    yield seconds(
+        "proposing_s",
+        "part of `duration_s`: proposals of a draft model beside, or of heads"
+        if not of_run
+        else "proposals of a draft model beside, or of heads, part of the engines' time",
+        sql=_mean_of_engines("proposing_s") if of_run else "",
+    )
     yield seconds(
         "drafts_saved_s",
         "what the same tokens would have taken without drafts, by the times of such steps, less what they took",
@@ -194,8 +202,9 @@ RUN_COLUMNS: tuple[Column, ...] = (
     ),
     seconds(
         "draft_model_s",
-        "the answers of the model of `drafts.model`, part of `load_s` and `other_s`; null without one",
+        "the answers of the model of `drafts.model`, part of `load_s` and `other_s`; null where none answers first",
     ),
+    text("draft_model_runs", "where the model of `drafts.model` ran: `first` or `beside`; null without one"),
     text("kv_cache_dtype", "`auto`: the KV cache kept values in `dtype`; `int8`, `fp8`: such codes"),
     Column(
         "deterministic",

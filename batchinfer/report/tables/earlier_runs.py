@@ -88,6 +88,25 @@ def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
     return EarlierSteps(len(found), _joined(found)) if found else None
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierProposals:
+    """Proposals that a run verified, how many of them were right, and about how many seconds they saved; negative: they
+    took more."""
+
+    drafted: int
+    accepted: int
+    saved_s: float
+
+
+def earlier_proposals(folder: Path) -> EarlierProposals | None:
+    """Read what drafts came to in the newest run that left a table; None: there is no such run, or it had none."""
+    for run in islice(_newest(folder, RUN, ("drafted_tokens", "accepted_tokens", "drafts_saved_s")), 1):
+        drafted, accepted, saved_s = (float(values[0]) for values in run.values())
+        if drafted > 0:  # NaN is Arrow's null
+            return EarlierProposals(int(drafted), int(accepted), saved_s)
+    return None
+
+
 def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
     """Watts that the machine took while the engine ran, over the newest runs that are alike and know their energy.
 

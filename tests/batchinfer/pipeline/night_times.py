@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 import os
 import random
 import sys
@@ -22,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +33,7 @@ from batchinfer.data.index.ingest import ingest
 from batchinfer.data.index.keeping import Keeping
 from batchinfer.data.storage.state import state_of
 from batchinfer.job import load_job
-from batchinfer.pipeline import options
 from batchinfer.plan.setup.job_setup import check_setup
-from tests import fake_cli
 from tests.batchinfer.pipeline.whole_job_times import JOB, MODEL, PHASES, watched
 
 Row = tuple[int, str]
@@ -85,16 +81,10 @@ def changed(rows: list[Row], inserts: bool) -> list[Row]:
     return [one for at, row in enumerate(rows) for one in ([before[at], row] if at in before else [row])]
 
 
-def run() -> None:
-    """Run the command line with the fake engine and one plan: with waves, reading is a part of the engine's time."""
-    options.RunOptions = partial(options.RunOptions, waves_from_s=math.inf)  # type: ignore[assignment,misc]
-    fake_cli.main()
-
-
 def night(folder: Path) -> dict[str, Any]:
     """Run the job once more. Return what it took, by phase."""
-    code = "from tests.batchinfer.pipeline.night_times import run; run()"
-    found = watched([sys.executable, "-c", code, "run", str(folder / "job.yaml"), "-q"], folder)
+    command = [sys.executable, "-m", "tests.batchinfer.pipeline.one_plan_cli", "run"]
+    found = watched([*command, str(folder / "job.yaml"), "-q"], folder)
     report = max((folder / "res-report").glob("run-*.parquet"), key=lambda path: path.stat().st_mtime)
     times = duckdb.sql(f"SELECT {', '.join(PHASES)} FROM '{report}'").fetchall()[0]
     phases = dict(zip(PHASES, (round(one, 2) for one in times), strict=True))

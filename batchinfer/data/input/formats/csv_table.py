@@ -16,6 +16,9 @@ import pyarrow as pa
 from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.core.request import RowError
 from batchinfer.data.input.chunk import InputChunk, LazyRows
+from batchinfer.data.input.digests.line_runs import LineRuns
+from batchinfer.data.input.digests.row_digest import row_digests
+from batchinfer.data.input.digests.runs import Runs
 from batchinfer.data.input.format import TABS, unpacked_name
 from batchinfer.data.input.formats.csv_dialect import CsvDialect, detected_delimiter
 from batchinfer.data.input.formats.csv_records import CsvRecords, Found
@@ -23,7 +26,6 @@ from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.lines import HashingFile, WholeLines, unpacked_chunks
 from batchinfer.data.input.protocol import ReadOptions
-from batchinfer.data.input.row_digest import row_digests
 from batchinfer.data.input.rows import RowProblem, Values, first_repeated, row_error
 from batchinfer.data.input.text_encoding import decoded
 
@@ -158,13 +160,33 @@ class CsvLines(InputChunk):
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> tuple[Sequence[Values | RowError], bytes]:
         found = list(islice(self._found() if self.records is None else self.records, start, stop))
-        reading = ("csv", self.columns, self.kept, self.dialect, self.cap, self.encoding)
-        records = (None if isinstance(record, RowError) else record for _, record in found)
-        return LazyRows(found, lambda one: self._row(*one)), row_digests(records, reading)
+        return LazyRows(found, self._numbered), self._digests(found)
+
+    def runs(self, values: Collection[str] | None = None) -> Runs | None:
+        if self.records is not None or not self.data:
+            return None
+        ends = self.dialect.record_ends(self.data)
+        if ends is None:
+            return None
+        return LineRuns(self.data, self.line, ends, self._cut, self._digests, self._numbered, self._reading)
+
+    @property
+    def _reading(self) -> tuple[object, ...]:
+        return "csv", self.columns, self.kept, self.dialect, self.cap, self.encoding
+
+    def _digests(self, found: Sequence[ReadRecord]) -> bytes:
+        return row_digests((None if isinstance(one, RowError) else one for _, one in found), self._reading)
+
+    def _numbered(self, one: ReadRecord) -> Values | RowError:
+        return self._row(*one)
+
+    def _cut(self, first: int, data: bytes) -> Iterator[ReadRecord]:
+        return map(
+            _sendable, CsvRecords(LineBuffer(iter([data]), first), self.dialect, self.cap, lambda: False)
+        )
 
     def _found(self) -> Iterator[ReadRecord]:
-        lines = LineBuffer(iter([self.data]), self.line)
-        return map(_sendable, CsvRecords(lines, self.dialect, self.cap, lambda: False))
+        return self._cut(self.line, self.data)
 
     def _row(self, number: int, record: bytes | RowError) -> Values | RowError:
         if isinstance(record, RowError):

@@ -10,15 +10,18 @@ from itertools import islice
 from batchinfer.core.errors import StorageError
 from batchinfer.core.request import RowError
 from batchinfer.data.input.chunk import InputChunk, LazyRows
+from batchinfer.data.input.digests.line_runs import LineRuns, line_ends
+from batchinfer.data.input.digests.row_digest import row_digests
+from batchinfer.data.input.digests.runs import Runs
 from batchinfer.data.input.input_file import InputFile
 from batchinfer.data.input.json_text import parse_row
 from batchinfer.data.input.line_buffer import LineBuffer
 from batchinfer.data.input.lines import HashingFile, WholeLines, line_blocks, unpacked_chunks
 from batchinfer.data.input.protocol import ReadOptions
-from batchinfer.data.input.row_digest import row_digests
 from batchinfer.data.input.rows import RowProblem, Values, row_error
 
 _BLANK = b" \t\r"
+Line = tuple[int, bytes]  # its number, and its bytes without the newline
 
 
 class JsonlReader:
@@ -86,13 +89,31 @@ class JsonLines(InputChunk):
         if self.too_long is not None:
             return (), b""
         found = [*islice(self._lines(), start, stop)]
-        rows = LazyRows(found, lambda one: self._row(*one))
-        return rows, row_digests((line for _, line in found), ("jsonl", self.cap, self.encoding))
+        return LazyRows(found, self._numbered), self._digests(found)
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        for number, line in enumerate(self.data.split(b"\n"), self.line):
+    def runs(self, values: Collection[str] | None = None) -> Runs | None:
+        if self.too_long is not None or not self.data:
+            return None
+        ends = line_ends(self.data)
+        return LineRuns(self.data, self.line, ends, self._cut, self._digests, self._numbered, self._reading)
+
+    @property
+    def _reading(self) -> tuple[str, int, str]:
+        return "jsonl", self.cap, self.encoding
+
+    def _digests(self, found: Sequence[Line]) -> bytes:
+        return row_digests((line for _, line in found), self._reading)
+
+    def _numbered(self, one: Line) -> Values | RowError:
+        return self._row(*one)
+
+    def _cut(self, first: int, data: bytes) -> Iterator[Line]:
+        for number, line in enumerate(data.split(b"\n"), first):
             if len(line) > self.cap + 1 or line.strip(_BLANK):
                 yield number, line
+
+    def _lines(self) -> Iterator[Line]:
+        return self._cut(self.line, self.data)
 
     def _row(self, number: int, line: bytes) -> Values | RowError:
         if len(line) > self.cap + 1:  # one more, for a carriage return

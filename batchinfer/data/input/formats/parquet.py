@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,14 +14,24 @@ from batchinfer.data.input.chunk import InputChunk
 from batchinfer.data.input.formats.parquet_footer import BYTE_ARRAY, BadFooter, ColumnChunk, column_chunks
 from batchinfer.data.input.input_file import QUERY, InputFile
 from batchinfer.data.input.protocol import BATCH_ROWS, ReadOptions
-from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, sliced, table_rows
-from batchinfer.data.input.unpacked import ROW_BYTES, BombGuard, fixed_width, is_bomb, refuse_bomb
+from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, put_together, sliced, table_rows
+from batchinfer.data.input.unpacked import (
+    ROW_BYTES,
+    BombGuard,
+    fixed_width,
+    is_bomb,
+    longest_value,
+    refuse_bomb,
+)
 from batchinfer.data.storage.durable import sha256_of
 
 _WIDEST = 16 << 20  # of a value of a fixed size; 512 rows of a kilobyte each are read at once
 _BATCH_BYTES = 64 << 20
 _VALUE_BYTES = 8  # of one of a list's values at least: its levels and its place in a dictionary
 _WIDE_DICTIONARY = 128 << 10  # a dictionary value of this size, repeated in 512 rows, is 64 MiB
+_INDEX_BYTES = 4  # of a value's place in a dictionary
+# Each batch has whole dictionaries, so that 512 rows at once take ten times as long
+_PROBED_ROWS = 1 << 16
 
 
 class ParquetReader:
@@ -29,6 +40,7 @@ class ParquetReader:
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
         self._columns = None if options.columns is None else list(options.columns)
+        self._size, self._known = options.chunk, options.wide
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
@@ -39,33 +51,32 @@ class ParquetReader:
     def chunks(self) -> Iterator[InputChunk]:
         """Rows in file order. Raises InputCorrupt when a page is damaged or the file changes."""
         before = self._file.opened()
-        with self._open() as probe:
-            chunks = self._chunks(probe.metadata.num_columns)
-            self._check_sizes(probe, chunks)
-            wide, shared = _dictionaries(probe, chunks, self._file.size)
-        guard = BombGuard(self._file.path, None if self._file.name == QUERY else self._file.size)
-        if shared and self._file.name != QUERY:
-            with self._open(shared) as parquet:
-                for batch in self._decoded(parquet, _columns_of(parquet, shared)):
-                    guard.add(batch)
+        with self._open() as footer:
+            chunks = self._chunks(footer.metadata.num_columns)
+            self._check_sizes(footer, chunks)
+            wide = self._known.get(self._file)
+            if wide is None:
+                wide = self._probed(_dictionaries(footer, chunks, self._file.size))
+        if self._columns is None:
+            self._known[self._file] = wide
         first = 0
         with self._open(wide) as parquet:
             rows = parquet.metadata.num_rows
-            for batch in self._decoded(parquet, self._columns):
-                for part in sliced(batch):
-                    done = first + part.num_rows
-                    yield table_rows(self._file.name, part, first, self._file.size * done // max(rows, 1))
-                    first = done
+            small = (part for batch in self._decoded(parquet, self._columns) for part in sliced(batch))
+            for part in put_together(small, BATCH_ROWS, self._size):
+                done = first + part.num_rows
+                yield table_rows(self._file.name, part, first, self._file.size * done // max(rows, 1))
+                first = done
         self.sha256 = sha256_of(Path(self._file.path))
         before.check_unchanged()
 
-    def _open(self, dictionaries: list[str] | None = None) -> pq.ParquetFile:
+    def _open(self, dictionaries: Sequence[str] | None = None) -> pq.ParquetFile:
         try:
             with names_in_utf8(self._file.path):
                 return pq.ParquetFile(
                     self._file.path,
                     page_checksum_verification=True,
-                    read_dictionary=dictionaries,
+                    read_dictionary=None if dictionaries is None else [*dictionaries],
                     pre_buffer=False,
                 )
         except (pa.ArrowException, EOFError) as error:
@@ -75,10 +86,29 @@ class ParquetReader:
                 raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
             raise InputCorrupt(f"{self._file.path}: the Parquet footer is damaged: {error}") from None
 
-    def _decoded(self, parquet: pq.ParquetFile, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+    def _probed(self, doubtful: _Doubtful) -> list[str]:
+        """Look at the values of columns of which the footer does not say enough. Return those with values so wide that
+        they are kept packed until the rows are cut small. Raises InputCorrupt where what the file's rows share unpacks
+        to very much."""
+        guard = BombGuard(self._file.path, None if self._file.name == QUERY else self._file.size)
+        wide = doubtful.wide if self._columns is None else doubtful.wide & {*self._columns}
+        names, longest = sorted(wide | doubtful.shared), dict.fromkeys(wide, 0)
+        if not names:
+            return []
+        with self._open(names) as parquet:
+            for batch in self._decoded(parquet, _columns_of(parquet, names), doubtful.rows_at_once):
+                guard.add(batch.drop_columns([*(wide - doubtful.shared)]))
+                for name in wide:
+                    longest[name] = max(longest[name], longest_value(batch.column(name)))
+        return sorted(name for name, size in longest.items() if size > _WIDE_DICTIONARY)
+
+    def _decoded(
+        self, parquet: pq.ParquetFile, columns: Sequence[str] | None, most: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
         done = 0
-        widest = sum(fixed_width(field.type) for field in parquet.schema_arrow)
-        most = max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, widest)))
+        if most is None:
+            widest = sum(fixed_width(field.type) for field in parquet.schema_arrow)
+            most = max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, widest)))
         try:
             for batch in parquet.iter_batches(most, columns=columns, use_threads=False):
                 done += batch.num_rows
@@ -121,24 +151,31 @@ class ParquetReader:
             refuse_bomb(path, self._file.size * max(1, metadata.num_columns), values)
 
 
-def _dictionaries(
-    parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk], size: int
-) -> tuple[list[str], list[str]]:
-    """Columns of bytes where one stored value may stand in many rows: those that are kept packed until the rows are cut
-    small, and those of them that may hold more than such a file should.
-    """
-    wide: set[str] = set()
-    most: dict[str, int] = {}
+@dataclass(frozen=True, slots=True)
+class _Doubtful:
+    """Columns of bytes where one stored value may stand in many rows: `wide` ones at the top, of which a value may be
+    large, and the paths of those that may hold more in all than such a file should (`shared`). `rows_at_once`: so many
+    have some 64 MiB of them, packed."""
+
+    wide: frozenset[str]
+    shared: frozenset[str]
+    rows_at_once: int
+
+
+def _dictionaries(parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk], size: int) -> _Doubtful:
+    wide, most, widest = set[str](), dict[str, int](), 1
     paths = [parquet.metadata.schema.column(at).path for at in range(parquet.metadata.num_columns)]
     for chunk in chunks:
         if chunk.kind == BYTE_ARRAY and chunk.dictionary:
             name, value = paths[chunk.column], chunk.unpacked
+            rows = parquet.metadata.row_group(chunk.group).num_rows
+            widest = max(widest, (value + _INDEX_BYTES * chunk.values) // max(1, rows))
             if value > _WIDE_DICTIONARY:
                 wide.add(name)
             most[name] = most.get(name, 0) + value * chunk.values
     shared = {name for name, bytes_ in most.items() if is_bomb(size, bytes_)}
-    top = set(parquet.schema_arrow.names)
-    return sorted((wide | shared) & top), sorted(shared)
+    at_once = max(BATCH_ROWS, min(_PROBED_ROWS, _BATCH_BYTES // widest))
+    return _Doubtful(frozenset(wide & {*parquet.schema_arrow.names}), frozenset(shared), at_once)
 
 
 def _columns_of(parquet: pq.ParquetFile, paths: Sequence[str]) -> list[str]:

@@ -10,8 +10,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.data.input.row_digest import DIGEST_BYTES
-from batchinfer.data.kept.rows import KeptRows, Numbers, Records, attempt_names
+from batchinfer.core.request import RowError
+from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
+from batchinfer.data.input.digests.runs import Runs, RunsOfRows
+from batchinfer.data.input.rows import Values
+from batchinfer.data.kept.rows import SAMPLE_KEYS, KeptRows, Numbers, Records, attempt_names
 from batchinfer.data.prompts.prepared.rows import KEY_TYPE, OwnTexts, Prepared, PreparedRungs
 from batchinfer.data.prompts.row_facts import RowFacts
 
@@ -21,15 +24,38 @@ Number = TypeVar("Number", bound=np.generic)
 class KnownRows:
     """The rows of one chunk: which of them are known, and the digests of all."""
 
-    def __init__(self, kept: KeptRows, digests: bytes, *, skips: bool) -> None:
+    def __init__(self, kept: KeptRows, runs: Runs, *, skips: bool) -> None:
         """skips: known rows are not read, but for the first one, which shows what columns there are."""
-        self._kept, self._digests = kept, digests
-        self._places = kept.find(digests)
+        self._kept = kept
+        firsts, sizes = kept.find_runs(runs.digests)
+        looked_at = (firsts < 0) | (not skips)
+        looked_at[:1] = True
+        which = np.flatnonzero(looked_at)
+        opened = runs.opened(which)
+        sizes[which] = opened.sizes
+        self._runs = RunsOfRows(runs.digests, sizes.astype(np.int32))
+        # of each row that was looked at, its number in the chunk
+        own = np.flatnonzero(np.repeat(looked_at, sizes))
+        starts = np.cumsum(sizes) - sizes
+        self._places = np.repeat(np.where(firsts < 0, 0, firsts - starts), sizes) + np.arange(
+            int(sizes.sum())
+        )
+        self._places[np.repeat(firsts < 0, sizes)] = -1
+        self._digests = np.zeros((len(self._places), DIGEST_BYTES), np.uint8)
+        self._digests[own] = np.frombuffer(opened.digests, np.uint8).reshape(-1, DIGEST_BYTES)
+        new = self._places[own] < 0
+        self._places[own[new]] = kept.find(self._digests[own[new]].tobytes())
+        self._looked_at = np.repeat(looked_at, sizes)
         known = self._places >= 0
         self.marks: list[bool] = known.tolist()
         self._skipped = known & skips
         self._skipped[:1] = False
         self.read: list[int] = np.flatnonzero(~self._skipped).tolist()
+        self._rows, self._at = opened.rows, np.cumsum(self._looked_at) - 1
+
+    def row(self, index: int) -> Values | RowError:
+        """Read one of the rows to `read`."""
+        return self._rows[int(self._at[index])]
 
     def facts(self, read: RowFacts) -> RowFacts:
         """Return the facts of all rows. read: of those that were."""
@@ -43,20 +69,19 @@ class KnownRows:
     def fill(self, prompts: Prepared, nameless: Iterable[int]) -> None:
         """Put what is known into the prompts of the chunk, whose other rows were prepared. `nameless`: rows that are
         not to be known next time."""
-        size = len(prompts)
-        digests = np.zeros((size, DIGEST_BYTES), np.uint8)
-        if self._digests:
-            digests[:] = np.frombuffer(self._digests, np.uint8).reshape(-1, DIGEST_BYTES)
-        digests[[*nameless, *prompts.errors]] = 0
-        prompts.digests = digests.tobytes()
+        size, digests = len(prompts), self._digests
         found = np.flatnonzero(self._places >= 0)
+        records = self._kept.records(self._places[found])
+        words = digests.view("<u8")
+        words[found, 0], words[found, 1] = records["word"], records["rest"]
+        digests[[*nameless, *prompts.errors]] = 0
+        prompts.digests, prompts.runs = digests.tobytes(), self._runs
         if not len(found):
             return
         known = np.zeros(size, np.bool_)
         known[found] = True
         prompts.known = known
         prompts.kept_rows = self._places.astype(np.int32)
-        records = self._kept.records(self._places[found])
         prompts.counts = _with(prompts.counts, found, records["count"])
         prompts.openings = _with(prompts.openings, found, records["opening"])
         numbers = {text: number for number, text in enumerate(prompts.params)}
@@ -65,6 +90,10 @@ class KnownRows:
         prompts.params_of = _with(prompts.params_of, found, self._params(records, 1, numbers))
         prompts.max_tokens = _with(prompts.max_tokens, found, records[most])
         prompts.keys = _with_keys(prompts.keys, found, records[key])
+        if prompts.sample_keys:
+            further = records[SAMPLE_KEYS]
+            own = np.frombuffer(prompts.sample_keys, further.dtype)
+            prompts.sample_keys = _with(own, found, further).tobytes()
         for attempt, rung in enumerate(prompts.rungs, 2):
             self._fill_rung(rung, attempt, found, records, numbers)
         prompts.params = [*numbers]

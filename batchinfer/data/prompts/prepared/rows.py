@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError, TokenIds
+from batchinfer.data.input.digests.runs import NO_RUNS, RunsOfRows
 from batchinfer.data.prompts.row_facts import RowFacts
 from batchinfer.data.tokenizer.reasoning_styles import Openings
 
@@ -72,9 +73,12 @@ class Prepared:
     themselves, 0 where a row asks for none; None: no row asks. Those of a row with `further` prompts are of one prompt
     each. `dimensions` (n,) are those of the vectors that rows ask for, 0 where a row does not say; None: no row does.
 
-    `digests` are those of the rows (row_digest.py), if they were taken. `known` says which rows the last index knew:
-    their tokens are not among `tokens`; and `kept_rows` (n,) which rows of it these are, -1 for others. None: it knew
-    none.
+    `sample_keys` are the keys of each row's answers behind its first one, as many as the job asks for, if nothing else
+    has them: where rows are to be known.
+
+    `digests` are those of the rows (row_digest.py), if they were taken, and `runs` the runs that the rows are. `known`
+    says which rows the last index knew: their tokens are not among `tokens`; and `kept_rows` (n,) which rows of it
+    these are, -1 for others. None: it knew none.
     """
 
     errors: dict[int, RowError]
@@ -94,6 +98,8 @@ class Prepared:
     dimensions: NDArray[np.int32] | None = None
     further: FurtherPrompts = NO_PROMPTS
     kept_rows: NDArray[np.int32] | None = None
+    sample_keys: bytes = b""
+    runs: RunsOfRows = NO_RUNS
 
     def __len__(self) -> int:
         return len(self.counts)

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from batchinfer.data.kept.rows import Marks, Records, attempt_names
+from batchinfer.data.kept.rows import SAMPLE_KEYS, Marks, Records, attempt_names
 from batchinfer.data.results.attempts import IS_INVALID, load_chosen
 from batchinfer.data.storage.duck import connection
 from batchinfer.data.store.answered_keys import KEY_WORDS, Words, answered_keys, key_words
@@ -55,13 +55,18 @@ class AnsweredRows:
         self._invalid: KeySet | None = None
 
     def __call__(self, records: Records, attempts: int) -> Marks:
-        """Return which of these rows have the answers of all attempts that are due. Raises StorageError."""
+        """Return which of these rows have the answers of all attempts that are due, and of all samples. Raises
+        StorageError."""
         if self._present is None:
             self._present = KeySet([answered_keys(part, self._retry, _KEPT) for part in self._parts])
         due = records["key"].copy()
         if attempts > 1:
             self._climb(due, records, attempts)
-        return self._present.has(due)
+        has = self._present.has(due)
+        if SAMPLE_KEYS in (records.dtype.names or ()):
+            further = np.ascontiguousarray(records[SAMPLE_KEYS]).view("V32").reshape(len(records), -1)
+            has &= self._present.has(further.reshape(-1)).reshape(further.shape).all(axis=1)
+        return has
 
     def _climb(self, due: NDArray[np.void], records: Records, attempts: int) -> None:
         """Put the key of the attempt that is due in the place of each row's first."""

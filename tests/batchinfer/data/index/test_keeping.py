@@ -90,7 +90,11 @@ class Nights:
         self.told: list[str] = []
 
     def answered(self, records: Records, attempts: int) -> Marks:
-        return np.array([key.tobytes() not in self.lacks for key in records["key"]], np.bool_)
+        has = np.array([key.tobytes() not in self.lacks for key in records["key"]], np.bool_)
+        for at, more in enumerate(records["sample_keys"] if "sample_keys" in records.dtype.names else ()):
+            keys = more.tobytes()
+            has[at] &= not any(keys[first : first + 32] in self.lacks for first in range(0, len(keys), 32))
+        return has
 
     def job(self, path: Path) -> Job:
         place = {} if "sql" in self.sections else {"path": str(path)}
@@ -318,6 +322,25 @@ def test_equal_sampled_rows_are_numbered_over_all_rows(tmp_path: Path) -> None:
     assert nights.check(jsonl(tmp_path, rows)) == 14
 
 
+def test_rows_with_several_answers_are_known(tmp_path: Path) -> None:
+    """A row has a key for each of its answers. It is prepared again where one of them is missing, where a row that is
+    new equals it, and where it says itself how many answers it wants."""
+    job = Nights(tmp_path, sampling={"temperature": 0.8, "n": 3, "from_columns": {"n": "several"}})
+    rows = people(12)
+    rows[5] |= {"several": 2}
+    assert job.check(jsonl(tmp_path, rows)) == 0
+    assert job.check(jsonl(tmp_path, rows[1:] + rows[:1])) == 3 * 11
+    rows.insert(2, rows[7] | {"id": "again"})
+    rows.append({"id": "new", "text": "somebody new", "more": None})
+    assert job.check(jsonl(tmp_path, rows)) == 3 * 10
+    assert job.check(jsonl(tmp_path, rows)) == 3 * 11
+    index = rows_of(job.ingest(jsonl(tmp_path, rows)))
+    job.lacks = {index[3 * 4 + 2]["key"]}
+    assert len({row["key"] for row in index}) == len(index)
+    assert job.check(jsonl(tmp_path, rows)) == 3 * 10
+    assert job.told == []
+
+
 @pytest.mark.slow
 def test_repeated_ids_are_found_over_all_rows(tmp_path: Path) -> None:
     nights = Nights(tmp_path, unique_ids=True)
@@ -518,15 +541,17 @@ def edited(rows: list[Any], edits: Sequence[tuple[str, int]]) -> list[Any]:
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(nights=st.lists(EDITS, min_size=1, max_size=3), sampled=st.booleans(), lost=st.integers(0, 15))
+@given(nights=st.lists(EDITS, min_size=1, max_size=3), samples=st.integers(0, 3), lost=st.integers(0, 15))
 def test_any_edits_of_a_table(
     tmp_path_factory: pytest.TempPathFactory,
     nights: list[list[tuple[str, int]]],
-    sampled: bool,
+    samples: int,
     lost: int,
 ) -> None:
+    """`samples`: of each row; 0: its answer is greedy."""
     folder = tmp_path_factory.mktemp("edits")
-    job = Nights(folder, unique_ids=True, sampling={"temperature": 0.5 if sampled else 0.0})
+    sampling = {"temperature": 0.5 if samples else 0.0, "n": max(1, samples)}
+    job = Nights(folder, unique_ids=True, sampling=sampling)
     rows: list[Any] = people(15)
     job.check(jsonl(folder, rows))
     job.lacks = {row["key"] for row in rows_of(job.ingest(jsonl(folder, rows)))[lost:][:1] if row["key"]}

@@ -17,6 +17,7 @@ import pytest
 
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.drafts.model_beside import spare_blocks
 from batchinfer.job import load_job
 from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline.options import RunOptions
@@ -172,13 +173,52 @@ def test_answers_are_as_long_as_those_of_earlier_runs(
 
 
 def test_a_draft_model_has_a_forecast_of_its_own(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
-    found = planned(write_job(tmp_path, model, people(5), drafts={"model": str(model)}))
+    drafts = {"model": str(model), "runs": "first"}
+    found = planned(write_job(tmp_path, model, people(5), drafts=drafts, deadline="06:00"))
     assert found.drafting.seconds > 0
+    both = found.deadline.left_s - found.drafting.seconds - found.forecast.seconds
+    assert found.deadline.spare_s == pytest.approx(both)
+    assert "answers all rows first: the job says so" in text(found)
     assert "the draft model's answers, before the engine's time" in text(found)
     assert forecast_json(found, None)["drafting"]["engine_s"] == found.drafting.seconds
     plain = planned(write_job(tmp_path, model, people(5)))
     assert forecast_json(plain, None)["drafting"] is None
     assert plain.forecast.seconds == pytest.approx(found.forecast.seconds)
+
+
+def test_a_model_beside_takes_memory(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+    drafts = {"model": str(model), "runs": "beside"}
+    engine = {"kv_memory": "16MiB"}
+    found, plain = (
+        planned(write_job(tmp_path, model, people(5), engine=engine, drafts=one)) for one in (drafts, "off")
+    )
+    assert found.drafting is None
+    assert found.memory.weights == 2 * plain.memory.weights
+    size, blocks = plain.memory.kv_cache // plain.memory.blocks, found.memory.blocks
+    assert found.memory.kv_cache == 2 * size * blocks
+    spare = size * spare_blocks(plain.memory.block_size, 256)
+    assert blocks in (plain.memory.blocks, ((16 << 20) - spare) // (2 * size))
+    assert "proposes tokens beside the job's, in the same engine: the job says so" in text(found)
+    assert forecast_json(found, None)["draft_model"] == {"runs": "beside", "why": "the job says so"}
+    assert forecast_json(plain, None)["draft_model"] is None
+
+
+def test_where_a_draft_model_runs_is_chosen(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside, where few rows wait for memory; first, where there is no room, or peaks are not known."""
+    peaks = {"float32": 1e12, "int8": 1e12}
+    runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30, peaks, 1e9, "measured"))
+    drafts = {"model": str(model), "quantization": "int8"}
+    found = planned(write_job(tmp_path, model, people(5), engine={"max_num_seqs": 2}, drafts=drafts))
+    assert found.draft_model["runs"] == "beside"
+    assert "ms a token expected beside it" in found.draft_model["why"]
+    small = {"max_num_seqs": 512, "kv_memory": "1MiB"}
+    refused = planned(write_job(tmp_path, model, people(5), engine=small, drafts=drafts)).draft_model
+    assert (refused["runs"], "do not fit into memory together" in refused["why"]) == ("first", True)
+    runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e12}, 1e9, "measured"))
+    unknown = planned(write_job(tmp_path, model, people(5), drafts=drafts)).draft_model
+    assert (unknown["runs"], "peaks are not known" in unknown["why"]) == ("first", True)
 
 
 def test_what_costs_money_and_time_is_said(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:

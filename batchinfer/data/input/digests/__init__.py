@@ -1,0 +1,1 @@
+"""Digests by which rows, and runs of rows, are recognised wherever they stand."""

@@ -1,0 +1,254 @@
+"""A smaller model beside the job's proposes what follows rows. Its K and V lie in the blocks that rows hold anyway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.samples import DraftName
+from batchinfer.engine.drafts.proposal_times import ProposalTimes
+from batchinfer.engine.loop.drafting import takes
+from batchinfer.engine.runner.runner import Runner
+from batchinfer.engine.schedule.constraints import ConstraintMasks
+from batchinfer.engine.schedule.plan_writer import PlanWriter
+from batchinfer.engine.schedule.scheduler import Chunk, Step
+from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
+from batchinfer_kernels.cost import Peaks
+
+MOST_PROPOSED = 16  # tokens of a row at a time
+MOST_ROWS = 256  # that it is asked about at a time
+
+
+def spare_blocks(block_size: int, max_num_seqs: int) -> int:
+    """Count the blocks of its cache behind those that rows hold: proposals reach beyond the blocks of their rows."""
+    return min(MOST_ROWS, max_num_seqs) * -(-MOST_PROPOSED // block_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BesideRunner:
+    """A draft model that is ready to run, and what it has to know of the job's model."""
+
+    runner: Runner  # with a cache of `blocks` and behind them `spare_blocks`
+    roots: ContentRoots  # of its own requests, with the positions that it has
+    vocab: int
+    blocks: int
+    max_num_seqs: int
+    most_tokens: int  # that it runs at once
+    table: int  # the cache group of the job's model whose tables its own blocks are named by
+    whole_vocab: int  # of the job's model
+    eos_token_ids: frozenset[int]  # of the job's model
+    masks: ConstraintMasks | None  # None: there are none, or they are for other tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """Remembers what the model has read of a row. `own` is the row as the model runs it, its proposals included."""
+
+    own: Sequence
+    preemptions: int  # of the row, when its blocks were looked at
+    known: int = 0  # tokens that were no proposals
+    room: int = 0  # positions in blocks that the row keeps
+    mask: int | None = None  # of its constraint, while the model proposes
+
+
+class ModelBeside:
+    """Proposes by a smaller model, which reads what it lacks of a row when it is asked about it, and nothing before: it
+    costs nothing where nothing is drafted.
+
+    The block that holds a position of a row in the job's model holds it in this one's cache, too. So what is shared,
+    preempted or taken back there is so here: a row's blocks hold what the model read as long as the row holds them, and
+    a prompt's full block is known by its digest to whichever row gets it. Behind a row's blocks proposals lie in spare
+    ones, from which they are run again if they turn out to be right.
+
+    It draws as the job's model will: with penalties, biases, bans and the draws of the token's position. Where a row
+    has a constraint, it proposes what that allows, if both models have as many tokens.
+    """
+
+    name: DraftName = "model"
+
+    def __init__(
+        self, beside: BesideRunner, peaks: Peaks, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._beside, self._clock = beside, clock
+        self._size = beside.runner.layout.block_size
+        self._times = ProposalTimes(beside.runner.cost, peaks)
+        self._writer = PlanWriter(beside.eos_token_ids, beside.runner.wants)
+        self._readings: dict[Sequence, _Reading] = {}
+        self._contents: dict[int, bytes] = {}  # full blocks of prompts that it has read, by what they hold
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that it is asked about at once."""
+        return min(MOST_ROWS, self._beside.max_num_seqs)
+
+    @property
+    def most_proposed(self) -> int:
+        """The most tokens that it proposes of a row at a time."""
+        return MOST_PROPOSED
+
+    def takes(self, row: Sequence) -> bool:
+        """Whether it can be asked about a row: it has the row's positions and tokens."""
+        beside, length = self._beside, len(row)
+        if min(length + MOST_PROPOSED, row.max_length) > beside.roots.max_model_len:
+            return False
+        return beside.vocab >= beside.whole_vocab or (
+            max(row.tokens) < beside.vocab and _most_named(row) < beside.vocab
+        )
+
+    def seconds(self, rows: Seq[Sequence], count: int) -> float:
+        """Return about how long it takes to propose `count` tokens of each of these rows. What it has to read of a row
+        first counts by the share that these tokens are of those that the row may still get."""
+        more = sum(self._unread(row) * min(1.0, (count + 1) / (row.max_length - len(row))) for row in rows)
+        each, context = len(rows), sum(map(len, rows)) / len(rows)
+        first = self._times.seconds(each + more, each, context)
+        return first + (count - 1) * self._times.seconds(each, each, context)
+
+    def propose(self, rows: Seq[Sequence], count: int) -> list[list[int]]:
+        """Return up to `count` tokens that may follow each of these rows, which `takes`: `most_rows` or fewer."""
+        readings = [self._reading(row, place) for place, row in enumerate(rows)]
+        found: dict[Sequence, list[int]] = {one.own: [] for one in readings}
+        try:
+            given, asking = self._read(readings), readings
+            for at in range(count):
+                asking = [one for one in asking if self._goes_on(one, given[one.own], found[one.own])]
+                if not asking or at + 1 == count:
+                    break
+                given = self._run([Chunk(one.own, one.own.computed, 1) for one in asking])
+        finally:
+            for one in readings:
+                self._forget_mask(one)
+        for one in readings:
+            self._note(one, one.known - 1)
+        return [found[one.own] for one in readings]
+
+    def ended(self, row: Sequence) -> None:
+        """Forget a row."""
+        self._readings.pop(row, None)
+
+    def _unread(self, row: Sequence) -> int:
+        """Count the tokens of a row that it has to read beyond the last one."""
+        one = self._readings.get(row)
+        held = self._found(row) if one is None or one.preemptions != row.preemptions else self._held(one, row)
+        return max(0, len(row) - 1 - held)
+
+    def _reading(self, row: Sequence, place: int) -> _Reading:
+        """Bring up to date what is known of a row, as if all of it were read: it is, before any row behind it."""
+        one = self._readings.get(row)
+        if one is None or one.preemptions != row.preemptions:
+            one = self._readings[row] = _Reading(self._copied(row), row.preemptions)
+            held = self._found(row)
+        else:
+            held = self._held(one, row)
+        table, spare = row.tables[self._beside.table], -(-MOST_PROPOSED // self._size)
+        first = self._beside.blocks + place * spare
+        own = one.own
+        own.tokens, own.tables = row.tokens[:], [[*table, *range(first, first + spare)]]
+        own.computed = min(held, len(row) - 1)
+        # Blocks behind what the job's model has computed may be taken back
+        one.known, one.room = len(row), -(-(len(row) - 1) // self._size) * self._size
+        self._take_mask(one, row)
+        self._note(one, own.computed)
+        return one
+
+    def _copied(self, row: Sequence) -> Sequence:
+        roots, params = self._beside.roots, row.request.params
+        return replace(
+            row,
+            tokens=row.tokens[:],
+            logprobs=None,
+            prompt_scores=None,
+            constraint=None,
+            mask=None,
+            rope_offset=roots.rope_offset(row.prompt_length, params),
+            status=SequenceStatus.RUNNING,
+            freed=[0],
+            draft_masks=[],
+        )
+
+    def _take_mask(self, one: _Reading, row: Sequence) -> None:
+        own, masks = one.own, self._beside.masks
+        own.constraint = own.mask = None
+        if masks is not None and row.constraint is not None and row.mask is not None:
+            own.constraint = row.constraint.fork()
+            own.mask = one.mask = masks.put(own.constraint)
+
+    def _forget_mask(self, one: _Reading) -> None:
+        if one.mask is not None and self._beside.masks is not None:
+            self._beside.masks.drop(one.mask)
+            one.mask = one.own.mask = None
+
+    def _held(self, one: _Reading, row: Sequence) -> int:
+        """Count the first positions of a row that lie in its blocks as it has them now: of the proposals those that the
+        row got."""
+        own, same = one.own, one.known
+        most = min(one.room, own.computed, len(row))
+        while same < most and own.tokens[same] == row.tokens[same]:
+            same += 1
+        return min(same, most)
+
+    def _found(self, row: Sequence) -> int:
+        """Count the positions of a row's prompt that lie in full blocks which were read for another row, or for it."""
+        table, size = row.tables[self._beside.table], self._size
+        full = row.prompt_blocks(len(row), size)
+        known = (at for at in range(full) if self._contents.get(table[at]) != row.block_hash(at, size))
+        return next(known, full) * size
+
+    def _note(self, one: _Reading, start: int) -> None:
+        """Note what blocks hold once the row's positions from `start` on are written, its proposals included."""
+        own, size = one.own, self._size
+        table, full = own.tables[0], own.prompt_blocks(one.known, size)
+        for at in range(start // size, -(-len(own.tokens) // size)):
+            if at < full:
+                self._contents[table[at]] = own.block_hash(at, size)
+            else:
+                self._contents.pop(table[at], None)
+
+    def _read(self, readings: Seq[_Reading]) -> dict[Sequence, int]:
+        """Read what is not read yet of these rows, one row behind the other; the token that follows each."""
+        given: dict[Sequence, int] = {}
+        chunks, room = list[Chunk](), self._beside.most_tokens
+        for one in readings:
+            own = one.own
+            start, end = own.computed, len(own.tokens)
+            while start < end:
+                length = min(room, end - start)
+                chunks.append(Chunk(own, start, length))
+                start, room = start + length, room - length
+                if not room:
+                    given |= self._run(chunks)
+                    chunks, room = [], self._beside.most_tokens
+        return given | self._run(chunks) if chunks else given
+
+    def _run(self, chunks: list[Chunk]) -> dict[Sequence, int]:
+        """Run a step; the tokens that follow those of its chunks that reach the ends of their rows."""
+        began, sampling = self._clock(), [c.sequence for c in chunks if c.samples]
+        plan = self._writer.of(Step(chunks=chunks), sampling)
+        tokens = self._beside.runner.launch(plan).tokens()
+        for sequence, start, length in chunks:
+            sequence.computed = start + length
+        context = sum(c.end for c in chunks) / len(chunks)
+        self._times.measured(sum(c.length for c in chunks), len(chunks), context, self._clock() - began)
+        return {sequence: given[0] for sequence, given in zip(sampling, tokens, strict=True)}
+
+    def _goes_on(self, one: _Reading, token: int, found: list[int]) -> bool:
+        """Take a token that the model gave; whether a further one may follow."""
+        own, constraint = one.own, one.own.constraint
+        if not 0 <= token < self._beside.whole_vocab or token in own.stop_token_ids:
+            return False
+        if constraint is not None and not takes(constraint, token):
+            return False
+        found.append(token)
+        own.tokens.append(token)
+        forced = constraint is not None and constraint.jump_forward()
+        return not forced and len(own.tokens) < min(own.max_length, self._beside.roots.max_model_len)
+
+
+def _most_named(row: Sequence) -> int:
+    """Return the largest token that a row's parameters name."""
+    params = row.request.params
+    named = [token for token, _ in params.logit_bias]
+    named += [*params.allowed_token_ids, *(token for words in params.bad_tokens for token in words)]
+    return max((*named, *row.stop_token_ids), default=0)

@@ -1,0 +1,50 @@
+"""Medusa heads (Cai et al., 2024, arXiv:2401.10774): each proposes the token that is one place further away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from batchinfer.models.heads.stored_heads import StoredHeads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Head:
+    """The weights of a head: residual blocks, (hidden, hidden) and (hidden,) each, and the logits', (vocab, hidden)."""
+
+    blocks: list[tuple[Tensor, Tensor]]
+    out: Tensor
+
+    def tokens(self, states: Tensor) -> Tensor:
+        """Return the argmax of its logits: states (n, hidden) → (n,) int64."""
+        for weight, bias in self.blocks:
+            states = states + silu(linear(states, weight, bias))
+        return linear(states, self.out).argmax(-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MedusaHeads:
+    """Heads on their device. The model's own head says which token follows a state, and head i the one that is i + 2
+    places behind the state's."""
+
+    heads: list[_Head]
+
+    @classmethod
+    def load(cls, stored: StoredHeads, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
+        """Load all of them, in the dtype of their model."""
+        with safe_open(str(stored.weights), framework="pt", device="cpu") as file:
+            heads = []
+            for head in range(stored.count):
+                *blocks, out = (file.get_tensor(name).to(device, dtype) for name, _ in stored.names(head))
+                heads.append(_Head(list(zip(blocks[::2], blocks[1::2], strict=True)), out))
+        return cls(heads)
+
+    @torch.inference_mode()
+    def tokens(self, states: Tensor, count: int) -> Tensor:
+        """Return the likeliest token of each of the first `count` heads: states behind the final norm, (n, hidden) →
+        (n, count) int64."""
+        return torch.stack([head.tokens(states) for head in self.heads[:count]], 1)

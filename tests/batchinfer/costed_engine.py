@@ -1,0 +1,50 @@
+"""The real engine, which believes that steps take what their costs say, and that looking for drafts takes no time: so
+which drafts are tried does not depend on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchinfer.engine.config import LoadConfig
+
+if TYPE_CHECKING:
+    from batchinfer.engine.load.build import LoadedWeights
+
+COSTED = "tests.batchinfer.costed_engine:build"
+
+
+def build(config: LoadConfig, *beside: Any) -> LoadedWeights:
+    """Load as batchinfer.engine.load.build.load_weights does, with what it gets `beside` the configuration."""
+    from batchinfer.engine.drafts import drafter, proposal_times, step_times
+    from batchinfer.engine.load.build import load_weights
+
+    drafter.SHARE = 1e9
+    step_times.DraftedStepTimes.measured = _unmeasured  # type: ignore[assignment,method-assign]
+    proposal_times.ProposalTimes.measured = _unmeasured  # type: ignore[assignment,method-assign]
+    return load_weights(config, *beside)
+
+
+def _unmeasured(*_: Any) -> None:
+    """Learn nothing of what a step took."""
+
+
+@contextmanager
+def known_peaks(folder: Path, flops_per_s: float = 1e12, bytes_per_s: float = 1e9) -> Iterator[None]:
+    """Have this machine be one with these peaks, as `doctor --measure` would note them in a folder of its own."""
+    from batchinfer.machine.hardware import detect, remember
+    from batchinfer_kernels.cpu.build import cache_folder
+
+    compiled = cache_folder()  # else the operators would be compiled again
+    compiled.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        cache_folder().parent.mkdir(parents=True, exist_ok=True)
+        cache_folder().symlink_to(compiled)
+        every = dict.fromkeys(("float32", "bfloat16"), flops_per_s)
+        remember(detect("cpu").measured(every, bytes_per_s))
+        yield

@@ -1,0 +1,156 @@
+"""Medusa heads: read as they are published, asked with the state from which a row's last token was sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchinfer.core.errors import JobFileError, SecurityRefusal
+from batchinfer.engine.drafts.heads_beside import HeadsBeside, HeadsRunner
+from batchinfer.engine.runner.kept_states import KeptStates
+from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.models.heads.medusa import MedusaHeads
+from batchinfer.models.heads.stored_heads import inspect_heads
+from tests.batchinfer.engine.hashing_model import EOS
+from tests.batchinfer.engine.random_work import EASY, Work, works
+from tests.batchinfer.engine.small_engine import checkpoint, drain, following, make_engine, watcher
+from tests.batchinfer.engine.speculating import Drafts, remembered
+from tests.batchinfer.engine.test_drafts import PEAKS
+from tests.batchinfer.engine.test_look_ahead import Way
+from tests.batchinfer.engine.word_constraints import WordConstraints
+from tests.batchinfer.medusa_heads import heads_of, save_heads
+from tests.examples import examples
+
+
+@pytest.mark.parametrize(("count", "layers", "stated"), [(3, 1, 3), (5, 2, 2)])
+def test_heads_propose_what_those_of_the_reference_do(
+    tmp_path: Path, count: int, layers: int, stated: int
+) -> None:
+    model = checkpoint("llama")
+    spec = model.spec
+    plain = heads_of(spec.hidden, spec.vocab, count, layers)
+    stored = inspect_heads(save_heads(tmp_path / "heads", plain, layers, stated), model)
+    assert (stored.count, stored.layers) == (count, layers)
+    assert stored.weight_bytes(4) == 4 * sum(one.numel() for one in plain.state_dict().values())
+    heads = MedusaHeads.load(stored, torch.float32, torch.device("cpu"))
+    states = torch.randn(7, spec.hidden)
+    with torch.inference_mode():
+        wanted = torch.stack([head(states).argmax(-1) for head in plain], 1)
+    assert torch.equal(heads.tokens(states, count), wanted)
+    assert torch.equal(heads.tokens(states, 2), wanted[:, :2])
+    assert len(wanted.unique()) > 5
+
+
+def changed(folder: Path, config: dict[str, Any]) -> None:
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | config))
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model = checkpoint("llama")
+    hidden, vocab = model.spec.hidden, model.spec.vocab
+    wide = save_heads(tmp_path / "wide", heads_of(hidden + 4, vocab, 2, 1), 1)
+    with pytest.raises(
+        JobFileError, match=r"0\.0\.linear\.weight is of shape .52, 52., and the model's heads are of"
+    ):
+        inspect_heads(wide, model)
+    other = save_heads(tmp_path / "other", heads_of(hidden, vocab + 1, 2, 1), 1)
+    with pytest.raises(JobFileError, match=r"0\.1\.weight is of shape"):
+        inspect_heads(other, model)
+    deep = save_heads(tmp_path / "deep", heads_of(hidden, vocab, 2, 2), 1)
+    with pytest.raises(JobFileError, match=r"has the tensor 0\.1\.linear\.bias, which no Medusa head has"):
+        inspect_heads(deep, model)
+    few = save_heads(tmp_path / "few", heads_of(hidden, vocab, 2, 1), 1, stated=4)
+    with pytest.raises(JobFileError, match=r"has 2 heads, and config\.json says 4"):
+        inspect_heads(few, model)
+    changed(few, {"medusa_num_heads": "two"})
+    with pytest.raises(JobFileError, match="medusa_num_heads is 'two'; wanted an integer from 1 to 16"):
+        inspect_heads(few, model)
+    damaged = save_heads(tmp_path / "damaged", heads_of(hidden, vocab, 2, 1), 1)
+    weights = damaged / "medusa_lm_head.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(SecurityRefusal, match=r"medusa_lm_head\.safetensors"):
+        inspect_heads(damaged, model)
+    weights.unlink()
+    with pytest.raises(JobFileError, match=r"has no medusa_lm_head\.safetensors"):
+        inspect_heads(damaged, model)
+    (damaged / "medusa_lm_head.pt").write_bytes(b"pickled")
+    with pytest.raises(JobFileError, match="is a pickle, which is not read: save its tensors as"):
+        inspect_heads(damaged, model)
+    with pytest.raises(JobFileError, match="nowhere is missing; a folder is needed"):
+        inspect_heads(tmp_path / "nowhere", model)
+
+
+class Telling:
+    """In the place of heads and of the model's norm: says which states it gets."""
+
+    def __init__(self) -> None:
+        self.heads, self.seen = [None] * 3, list[int]()
+
+    def states(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def tokens(self, states: Tensor, count: int) -> Tensor:
+        self.seen = states[:, 0].tolist()
+        return torch.zeros(len(states), count, dtype=torch.int64)
+
+
+def state_of(tokens: Seq[int]) -> int:
+    """The hashing model's state behind these tokens."""
+    return sum((token + 1) * (at * 40_503 % 1009 + 1) for at, token in enumerate(tokens)) % 65_521
+
+
+@dataclass
+class Asked(Drafts):
+    """Asks heads about all rows that they take, and proposes something else."""
+
+    def __init__(self, heads: HeadsBeside, told: Telling, guess: Any) -> None:
+        super().__init__(guess)
+        self.heads, self.told, self.asked, self.left = heads, told, 0, 0
+
+    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
+        asked = [row for row in rows if self.heads.takes(row)]
+        self.left += sum(row.output_length > 0 for row in rows) - len(asked)
+        if asked:
+            assert self.heads.propose(asked, 2) == [[0, 0]] * len(asked)
+            assert self.told.seen == [state_of(row.tokens[:-1]) for row in asked]
+            self.asked += len(asked)
+        return super().propose(rows, ahead, others)
+
+    def ended(self, sequence: Sequence) -> None:
+        self.heads.ended(sequence)
+
+
+@settings(max_examples=examples(30, 250), deadline=None, print_blob=True)
+@given(works(may_constrain=True), st.sampled_from([0.0, 0.6, 1.0]))
+def test_heads_get_the_state_behind_which_a_rows_last_token_was_sampled(work: Work, right: float) -> None:
+    """Whatever share of drafts was right, over chunks, preemptions and rows that come and go; where the last token had
+    to come, and was not sampled, no state is known."""
+    work = replace(work, windows=(None,))
+    wanted, told, kept = Way(forces=False).run(work, EASY), Telling(), KeptStates()
+    runner = Way().runner(work.limits, work.nan_every)
+    runner = replace(runner, kept=kept, wants=runner.wants._replace(requests=True))
+    runner, masks = following(runner, WordConstraints(EOS, True))
+    heads: Any = told
+    drafter = Asked(
+        HeadsBeside(HeadsRunner(heads, heads, kept, 10, 4), PEAKS), told, remembered(wanted, right, work.seed)
+    )
+    engine = make_engine(
+        runner, work.limits, frozenset([EOS]), stop_streams=watcher, masks=masks, drafter=drafter
+    )
+    got = drain(engine, work.rows, arrivals=work.arrivals)
+    assert got.answers == wanted.answers
+    assert not kept._of, "a row that has ended is remembered"
+    forced = sum(sample.forced_tokens for sample in got.requests.values())
+    assert drafter.left <= forced
+    event(f"asked: {drafter.asked > 0}, forced: {drafter.left > 0}")
