@@ -23,6 +23,7 @@ from batchinfer.cli.result_verbs import clean, query, verify
 from batchinfer.cli.schema_verb import schema
 from batchinfer.cli.status_verb import status
 from batchinfer.cli.terminal import say
+from batchinfer.cli.worker_verb import worker
 from batchinfer.core.errors import Interrupted, UsageError
 from batchinfer.core.version import __version__
 from batchinfer.pipeline.workers.interrupts import Interrupts
@@ -51,6 +52,7 @@ for _verb in (
     verify,
     clean,
     bench,
+    worker,
 ):
     app.command()(_verb)
 app.add_typer(schema, name="schema")

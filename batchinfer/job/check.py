@@ -81,6 +81,7 @@ def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
         *_columns(sections.get("output", {}), _result_columns(values, sections.get("sampling", {}))),
         *_expected(sections, _result_columns(values, sections.get("sampling", {}))),
         *_arithmetic(sections.get("model", {}), sections.get("engine", {})),
+        *_ranks(sections.get("engine", {})),
         *_folders(sections, file),
         *_drafts(values),
     ]
@@ -405,6 +406,14 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
         yield Finding(("model", "kv_cache_dtype"), f"is int8, which is {message}", hint)
     if engine.get("deterministic") is True:
         yield Finding(("engine", "deterministic"), f"is true, which is {message}", hint)
+
+
+def _ranks(engine: Mapping[str, Any]) -> Iterator[Finding]:
+    """Tensor ranks have whole experts already, where these divide."""
+    tensor, experts = (_whole(engine, f"{kind}_parallel_size", 1) for kind in ("tensor", "expert"))
+    if tensor is not None and experts is not None and tensor > 1 and experts > 1:
+        message = f"is {experts}, beside tensor_parallel_size, which is {tensor} and divides experts, too"
+        yield Finding(("engine", "expert_parallel_size"), message, "give one of the two")
 
 
 def task_columns(task: str) -> tuple[str, ...]:

@@ -77,6 +77,20 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
+_EVERYWHERE = ("0.0.0.0", "0")
+
+
+def _host_port(value: object) -> object:
+    """Return what may be an address and a port. One that stands for all addresses of a machine would listen where
+    nobody has thought of."""
+    if not isinstance(value, str):
+        return value
+    host, colon, port = value.rpartition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", host) or not re.fullmatch(r"[0-9]{1,5}", port):
+        return ()  # fits no type, so that the field's own words answer
+    return value if 1 <= int(port) <= 65535 and host not in _EVERYWHERE else ()
+
+
 def _folder(info: Info) -> Path:
     return info.context["folder"] if info.context else Path.cwd()
 
@@ -427,6 +441,13 @@ Bytes = Annotated[
     Field(ge=1, le=MAX_BYTES),
     BeforeValidator(_size, json_schema_input_type=Text | Annotated[int, Field(ge=1, le=MAX_BYTES)]),
     Right("a size such as 16MiB"),
+]
+HostPort = Annotated[
+    Text,
+    BeforeValidator(_host_port),
+    Right(
+        "HOST:PORT, such as 10.0.0.1:7700: one address of this machine, not all, and a port from 1 to 65535"
+    ),
 ]
 Encoding = Annotated[
     Text,

@@ -33,6 +33,7 @@ from batchinfer.job.field_types import (
     DraftSource,
     DraftSources,
     Encoding,
+    HostPort,
     JsonSchema,
     KvMemory,
     MaxLength,
@@ -224,6 +225,27 @@ class OutputSection(Section):
     rows_per_file: Whole = Field(default=100_000, description="Rows per result file.")
 
 
+class NodesSection(Section):
+    """Other machines that join the run and compute with it."""
+
+    listen: HostPort = Field(
+        description="Address of this machine, and port, at which the run waits for them: HOST:PORT."
+    )
+    token_file: PathField = Field(
+        description="File with the secret that they have too: 32 characters or more, readable by its owner alone."
+    )
+    count: Annotated[int, Field(ge=1, le=255)] = Field(description="How many join, this machine not counted.")
+    wait_s: float = Field(
+        default=300.0, gt=0, le=86_400, description="Seconds that the run waits for them before it gives up."
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Return the host and the port of `listen`."""
+        host, _, port = self.listen.rpartition(":")
+        return host, int(port)
+
+
 class EngineSection(Section):
     """How the engine works; nothing here changes what is asked of the model."""
 
@@ -255,10 +277,29 @@ class EngineSection(Section):
     pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1, description="Number of processes among which the layers of an engine are divided."
     )
+    expert_parallel_size: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="Number of processes of an engine among which the experts of each layer are divided.",
+    )
+    nodes: NodesSection | None = Field(
+        default=None,
+        description="Other machines on which engines run, or parts of one. null: none, and nothing listens.",
+    )
     deterministic: bool = Field(
         default=False,
         description="Whether answers are the same to the bit whatever other rows run. A little slower.",
     )
+
+    @property
+    def machines(self) -> int:
+        """Count the machines that compute, this one included."""
+        return 1 if self.nodes is None else 1 + self.nodes.count
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether one engine is divided among all machines: where its stages are, and not several are asked for."""
+        evenly = self.pipeline_parallel_size % self.machines == 0
+        return self.machines > 1 and evenly and self.data_parallel in ("auto", 1)
 
 
 class OnErrorSection(Section):

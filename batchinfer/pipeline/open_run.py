@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from batchinfer.data.results.output_file import OutputFile
@@ -17,6 +17,7 @@ from batchinfer.pipeline.report import RunReport
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.launch import Launch
+from batchinfer.pipeline.workers.nodes.opening import nodes_joining
 from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.report.progress import Progress
 from batchinfer.report.stopwatch import Stopwatch
@@ -62,7 +63,9 @@ def opened(
         state.lock(),
         ExitStack() as at_end,
         operators_built(setup.setting, notice, options.engine == ENGINE) as operators,
+        nodes_joining(job, options.transport, state, interrupts, notice) as transport,
     ):
+        options = replace(options, transport=transport)
         report = RunReport(job, setup.setting, watch)
         report.note(trial=options.limit is not None, price_per_hour=options.price_per_hour)
         now = datetime.now().astimezone()

@@ -136,7 +136,7 @@ class RunReport:
     def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
         """The meter that the engines' samples go to; `setting`: theirs; `cost`: of the model that they ran."""
         self._setting = setting
-        self.note(replicas=setting.replicas, ranks=setting.division.ranks)
+        self.note(replicas=setting.replicas, ranks=setting.division.ranks, machines=setting.machines_used)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, setting.replicas))
         return self._meter

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
-AT = "DIES_AT"  # which step
+AT = "DIES_AT"  # which step; LOADING: before it has loaded
+LOADING = "loading"
 HOW = "DIES_HOW"  # the name of a signal; "memory": it raises MemoryError
 DIED = "DIED"  # a file, which is there once a rank was lost
 
@@ -16,7 +18,8 @@ class DyingFollower:
     """Runs steps up to one."""
 
     def __init__(self, follower: Any) -> None:
-        self._follower, self._left = follower, int(os.environ[AT])
+        at = os.environ[AT]
+        self._follower, self._left = follower, 1 << 30 if at == LOADING else int(at)
 
     def run(self, step: Any) -> None:
         """Run a step, or be lost."""
@@ -51,5 +54,10 @@ class DyingWeights:
 def build(*arguments: Any, **named: Any) -> DyingWeights:
     """Load as batchinfer.engine.load.build.load_weights does."""
     from batchinfer.engine.load import build as building
+
+    if os.environ[AT] == LOADING and named["seat"].rank and not Path(os.environ[DIED]).exists():
+        Path(os.environ[DIED]).touch()
+        time.sleep(0.5)  # by then it has said that it loads
+        os.kill(os.getpid(), getattr(signal, os.environ[HOW]))
 
     return DyingWeights(building.load_weights(*arguments, **named))

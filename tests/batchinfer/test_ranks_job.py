@@ -43,6 +43,7 @@ pytestmark = [
 ]
 FLOAT32 = ("model.dtype", "float32")
 TENSOR, STAGES = "engine.tensor_parallel_size", "engine.pipeline_parallel_size"
+EXPERTS = "engine.expert_parallel_size"
 REAL = RunOptions(waves_from_s=float("inf"))
 ROWS = 80
 LIVES_S = 3.5  # of a rank of this job, when nobody else uses the machine
@@ -144,6 +145,33 @@ def test_ranks_share_the_experts(tmp_path: Path, experts: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(("division", "more"), first_of((
+    ({EXPERTS: 2}, ()),
+    ({EXPERTS: 4}, (("model.dtype", "bfloat16"),)),
+    ({EXPERTS: 2}, (("model.quantization", "int8"),)),
+    ({EXPERTS: 2, STAGES: 2}, ()),
+    ({EXPERTS: 2, "engine.data_parallel": 2}, ()),
+), 2))  # fmt: skip
+def test_ranges_of_experts_keep_the_bits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    division: dict[str, int],
+    more: tuple[tuple[str, str], ...],
+) -> None:
+    """Of sampled answers and log-probabilities."""
+    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)
+    make_model_folder(tmp_path / "model", "mixtral", num_local_experts=4)
+    sampling = (("sampling.temperature", "1.2"), ("sampling.logprobs", "2"), ("engine.deterministic", "true"))
+    found = []
+    for name, sizes in (("alone", {}), ("divided", division)):
+        path = job(tmp_path / name, tmp_path / "model")
+        row = run(path, REAL, *sampling, *more, *((key, str(size)) for key, size in sizes.items())).row
+        found.append([file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))])
+        assert row["ranks"] == sizes.get(EXPERTS, 1) * sizes.get(STAGES, 1)
+    assert found[0] == found[1]
+    assert ranks() == []
+
+
 def test_stages_have_the_block_tables_of_layers_with_windows_and_without(tmp_path: Path) -> None:
     """Stages of 2 and of 3 of the layers, of which every other one sees 16 tokens: what it has left is freed in all."""
     make_model_folder(tmp_path / "model", "gemma3_text", num_hidden_layers=5, sliding_window=16)
@@ -223,6 +251,31 @@ def test_the_engine_is_started_again_and_says_which_rank_was_lost(
     steps = [one for one in report(path, "steps") if one["engine"] == 1]
     tokens = max(one["prefill_tokens"] + one["decode_tokens"] for one in steps)
     assert (tokens <= 32) == ("memory" in said or "SIGKILL" in said)  # as which the kernel's killer is taken
+    assert ranks() == []
+
+
+@pytest.mark.parametrize(("division", "how", "said"), first_of((
+    (STAGES, "SIGSTOP", "because rank 1 of 2 made no progress"), (TENSOR, "SIGKILL", "rank 1 of 2 was killed"),
+    (TENSOR, "SIGSTOP", "because rank 1 of 2 made no progress"),
+), 1))  # fmt: skip
+def test_a_rank_that_is_lost_while_it_loads_does_not_keep_the_run_waiting(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    division: str, how: str, said: str,
+) -> None:  # fmt: skip
+    for name, value in (
+        (dying_rank.AT, dying_rank.LOADING),
+        (dying_rank.HOW, how),
+        (dying_rank.DIED, str(tmp_path / "died")),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(replica, "LOADING_SILENT_S", SILENT_S)
+    path, notices = job(tmp_path / "job", model), list[str]()
+    dying = replace(REAL, engine="tests.batchinfer.dying_rank:build")
+    settings = load_job(path, (FLOAT32, (division, "2")))
+    row = run_job(settings, dying, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append).row
+    assert (row["exit_code"], row["worker_restarts"]) == (0, 1)
+    assert table(path) == alone
+    assert any(said in notice for notice in notices)
     assert ranks() == []
 
 

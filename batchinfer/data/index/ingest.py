@@ -35,7 +35,6 @@ from batchinfer.data.input.job_input import input_files, open_input
 from batchinfer.data.input.openai import CHAT_URL, TEXT_URL, VECTOR_URL, openai_defaults
 from batchinfer.data.input.reader import Reader
 from batchinfer.data.input.sql import materialise
-from batchinfer.data.kept.rows import RecordShape
 from batchinfer.data.prompts.builder import Mode, PromptPlan
 from batchinfer.data.prompts.columns import Columns, choose_prompts
 from batchinfer.data.prompts.keys import CONSTRAINT_RULES
@@ -419,7 +418,8 @@ class Ingestion:
             spec,
             material,
             shape,
-            RecordShape(job.attempts, job.samples),
+            job.attempts,
+            job.samples,
             reader.files,
             self._layout.folder,
             whole,

@@ -107,19 +107,25 @@ class Keeping:
 @dataclass(frozen=True, slots=True)
 class RowsToKnow:
     """The rows that are to be known: what decides what becomes of one (`spec`, `material`), what more decides what is
-    written of it (`shape`), how many keys one has (`records`), of which files they are, and the folder of their index.
+    written of it (`shape`), how many keys one has, of which files they are, and the folder of their index.
     `whole`: whole files and chunks may be used again; `taking`: whole stretches, too, as the first parts of an index,
     whose folders these are. `chunk`: how much is read at once of a file of which nothing is known."""
 
     spec: RenderSpec
     material: str
     shape: str
-    records: RecordShape
+    attempts: int
+    samples: int
     files: Sequence[InputFile]
     folder: Path
     whole: bool
     taking: tuple[Path, Path] | None
     chunk: SizeOfChunks
+
+    @property
+    def records(self) -> RecordShape:
+        """Return how many keys a row has."""
+        return RecordShape(self.attempts, self.samples)
 
     @property
     def identity(self) -> str:

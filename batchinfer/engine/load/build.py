@@ -117,7 +117,9 @@ class LoadedWeights:
         model = self.decoder(ops, longest)
         eos = frozenset(source.spec.eos_token_ids)
         # Peers know what is asked of the head before the masks are looked at, and not behind that
-        sampler = Sampler(eos, self.masks, device.type == "cpu" and company.peers.size == 1, model.classifier)
+        sampler = Sampler(
+            eos, self.masks, device.type == "cpu" and company.division.tensor == 1, model.classifier
+        )
         own, cost = staged(model, company, self.arithmetic), source.cost(self.arithmetic)
         layout = layout_for(source, block_size, longest)
         runner = ModelRunner(own, ops, [], layout, sampler, cost, device, in_group=company.divided)
@@ -125,9 +127,9 @@ class LoadedWeights:
             runner = self.heads.watching(runner)
         runner.give_adapters(_numbers(config.load.adapters, source))
         dtype = self.arithmetic.dtype
-        memory = CacheMemory(
-            config, source, runner, limits, dtype, longest, company.everyone, turns, self.beside, self.heads
-        )
+        machines = company.division.machines
+        parts = company.everyone, turns, self.beside, self.heads, machines
+        memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
         fitted = fit_cache(runner, limits, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work

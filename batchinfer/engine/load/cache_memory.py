@@ -35,6 +35,7 @@ class CacheMemory:
     turns: int = 1  # engines that have a part of it each
     beside: WeightsBeside | None = None  # a draft model, whose cache lies in the same blocks
     heads: LoadedHeads | None = None
+    machines: int = 1  # that the ranks of the group are on
 
     @property
     def block_bytes(self) -> int:
@@ -50,16 +51,17 @@ class CacheMemory:
 
     def _blocks(self, needed: int) -> int:
         """How many blocks the cache gets on every rank, where steps need `needed` bytes; see `cache_blocks`. Ranks on a
-        CPU share its memory, and what the job gives to the cache."""
+        CPU share its memory, and all of them what the job gives to the cache."""
         config, limits, device = self.config, self.limits, self.runner.device
         free, memory, ranks = _free_bytes(device), config.kv_memory, self.group.size
+        here = ranks // self.machines
         if device.type == "cpu":
-            free //= ranks
+            free //= here
             memory = memory // ranks if isinstance(memory, int) else memory
         if device.type == "cpu" and config.memory is not None:
             weights = self.source.weight_bytes(self.runner.cost)
             weights += sum(one.weight_bytes for one in (self.beside, self.heads) if one is not None)
-            free = min(free, max(0, config.memory // ranks - weights))
+            free = min(free, max(0, config.memory // here - weights))
         if self.beside is not None:
             spare = self.beside.spare_bytes(self.runner.layout.block_size, limits.max_num_seqs)
             needed += spare

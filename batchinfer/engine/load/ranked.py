@@ -13,8 +13,9 @@ from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.loop.turns import EngineTurns
 from batchinfer.engine.ranks.following import Follower
 from batchinfer.engine.ranks.joining import Company
-from batchinfer.engine.ranks.leading import LeadingRunner, RankStep
+from batchinfer.engine.ranks.leading import LeadingRunner
 from batchinfer.engine.ranks.parts import place_of
+from batchinfer.engine.ranks.rank_step import RankStep
 from batchinfer.engine.ranks.staged_model import StagedModel
 from batchinfer.engine.runner.model_runner import Model
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
@@ -43,6 +44,8 @@ def part_of(whole: Source, config: LoadConfig, company: Company) -> Source:
     if not isinstance(whole, ModelSource):
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     place = place_of(company.rank, company.division, whole.spec)
+    if company.division.experts > 1:
+        return source_of(config, Ranks(experts=company.peers, exact=config.deterministic, place=place))
     return source_of(config, Ranks(company.peers, company.peers, place=place))
 
 

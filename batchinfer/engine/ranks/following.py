@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchinfer.engine.ranks.leading import RankStep
 from batchinfer.engine.ranks.passing_on import pass_on
+from batchinfer.engine.ranks.rank_step import RankStep
 from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.row_scores import row_scores
@@ -33,7 +33,7 @@ class Follower:
         hidden, sampling, _ = runner.forward(plan)
         if plan.sampled_rows and self.has_head:
             _make_logits(runner, hidden, sampling)
-            pass_on(runner, self.group, plan)
+        pass_on(runner, self.group, plan)
 
 
 def _make_logits(runner: ModelRunner, hidden: Tensor, plan: SamplingPlan) -> None:

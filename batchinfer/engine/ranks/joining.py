@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
 from batchinfer.engine.ranks.stage_wait import StageWait
+from batchinfer.engine.ranks.told_store import ToldStore
 from batchinfer.models.parallel.alone import Alone
 from batchinfer.models.parallel.group import Group
 from batchinfer.models.parallel.torch_group import TorchGroup
@@ -20,7 +22,6 @@ from batchinfer.models.parallel.torch_group import TorchGroup
 # A rank that computes, or is stopped, keeps the others waiting: whoever watches the engine decides how long. One that
 # ends is noticed at once.
 _ENDLESS = timedelta(days=365)
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class Company:
 
     @property
     def has_head(self) -> bool:
-        """Whether the rank's layers are the last ones."""
-        return self.division.neighbour(self.rank, 1) is None
+        """Whether the rank has a part of what makes logits, and not all of it, or nothing."""
+        return self.division.tensor > 1 and self.division.neighbour(self.rank, 1) is None
 
 
 def join(seat: Seat | None, device: torch.device) -> Company:
@@ -50,30 +51,32 @@ def join(seat: Seat | None, device: torch.device) -> Company:
     if seat is None:
         return Company()
     rank, division = seat.rank, seat.division
-    store = c10d.FileStore(seat.meeting, division.ranks)
-    everyone: Group = _met(c10d.PrefixStore("everyone", store), rank, division.ranks, device)
+    exchange = seat.exchange
+    store = c10d.FileStore(seat.meeting, division.ranks) if exchange is None else ToldStore(exchange)
+    met = partial(_met, device=device, address=seat.address)
+    everyone: Group = met(c10d.PrefixStore("everyone", store), rank, division.ranks)
     peers = everyone if division.stages == 1 else Alone()
-    if division.stages > 1 and division.tensor > 1:
+    if division.stages > 1 and division.peers > 1:
         stage = c10d.PrefixStore(f"stage {division.stage(rank)}", store)
-        peers = _met(stage, division.tensor_rank(rank), division.tensor, device)
+        peers = met(stage, division.peer(rank), division.peers)
     return Company(rank, division, everyone, peers)
 
 
-def _met(store: c10d.Store, rank: int, size: int, device: torch.device) -> TorchGroup:
+def _met(store: c10d.Store, rank: int, size: int, device: torch.device, address: str) -> TorchGroup:
     processes = c10d.ProcessGroup(store, rank, size)
     on_gpu = device.type == "cuda"
     kind = c10d.ProcessGroup.BackendType.NCCL if on_gpu else c10d.ProcessGroup.BackendType.GLOO
     processes._set_default_backend(kind)
-    backend = (_nccl if on_gpu else _gloo)(store, rank, size)
+    backend = _nccl(store, rank, size) if on_gpu else _gloo(store, rank, size, address)
     processes._register_backend(torch.device(device.type), kind, backend)
     return TorchGroup(processes)
 
 
-def _gloo(store: c10d.Store, rank: int, size: int) -> Any:
-    """Return what speaks on CPUs, and listens on the loopback alone: gloo's own choice would be the host's name."""
+def _gloo(store: c10d.Store, rank: int, size: int, address: str) -> Any:
+    """Return what speaks on CPUs, and listens on that address alone: gloo's own choice would be the host's name."""
     made: Any = distributed.ProcessGroupGloo  # what its stubs say of options is not what it takes
     options = made._Options()
-    options._devices = [made.create_device(hostname=_LOOPBACK)]
+    options._devices = [made.create_device(hostname=address)]
     options._timeout = _ENDLESS
     return made(store, rank, size, options)
 

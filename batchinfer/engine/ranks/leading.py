@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.ranks.passing_on import pass_on
 from batchinfer.engine.ranks.pending_step import PendingStep
+from batchinfer.engine.ranks.rank_step import RankStep
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
 from batchinfer.models.parallel.group import Group
 from batchinfer_kernels.cost import ModelCost
-
-
-class RankStep(NamedTuple):
-    """A step of one of the engines that take turns on the ranks."""
-
-    turn: int
-    plan: StepPlan
 
 
 class LeadingRunner:

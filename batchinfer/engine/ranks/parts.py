@@ -11,21 +11,35 @@ from batchinfer.engine.ranks.seat import Division
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.stored_parts import check_parts
 from batchinfer.models.parallel.place import Portion, RankPlace, Span
-from batchinfer.models.parallel.sharded import sharded, tensor_sizes
+from batchinfer.models.parallel.sharded import MOST_RANKS, sharded, tensor_sizes
 from batchinfer.models.spec.parameters import layer_parameters
 from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
 
 
 def place_of(rank: int, division: Division, spec: ModelSpec) -> RankPlace:
-    """Return the place of a rank in a model. Ranks have whole experts, where each has as many as the others. Raises
-    CannotSplit for more stages than it has layers."""
-    portion = Portion(division.tensor_rank(rank), division.tensor)
-    counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
-    even = bool(counts) and all(count % division.tensor == 0 for count in counts)
-    place = RankPlace(portion, portion if even and division.tensor > 1 else None)
+    """Return the place of a rank in a model. Tensor ranks have whole experts, where each has as many as the others.
+    Raises CannotSplit for more stages than it has layers, and where ranks of experts would not have as many each."""
+    share = Portion(division.peer(rank), division.peers)
+    whole = share if share.size > 1 and share.size in expert_sizes(spec) else None
+    place = RankPlace(share, whole) if division.experts == 1 else RankPlace(experts=share)
+    if division.experts > 1 and whole is None:
+        sizes = ", ".join(map(str, expert_sizes(spec)))
+        raise CannotSplit(
+            f"the experts of {spec.family} cannot be divided among {division.experts} ranks, as many to each; "
+            f"engine.expert_parallel_size can be {sizes or 1}"
+        )
     if division.stages == 1:
         return place
     return replace(place, layers=stage_spans(spec, division.stages)[division.stage(rank)])
+
+
+def expert_sizes(spec: ModelSpec) -> list[int]:
+    """Return the numbers of ranks that the experts of each layer can be divided among, as many to each; none for a
+    model without experts."""
+    counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
+    return [
+        size for size in range(1, MOST_RANKS + 1) if counts and all(count % size == 0 for count in counts)
+    ]
 
 
 def check_division(spec: ModelSpec, division: Division) -> None:
@@ -40,10 +54,12 @@ def check_stored(checkpoint: Checkpoint, division: Division) -> None:
     try:
         _check_stored(checkpoint, division)
     except CannotSplit as error:
-        able = [tensor for tensor in tensor_sizes(checkpoint.spec) if _reads_in(checkpoint, tensor)]
-        sizes = ", ".join(map(str, able))
+        spec, by_experts = checkpoint.spec, division.experts > 1
+        every = map(_of_experts, expert_sizes(spec)) if by_experts else map(Division, tensor_sizes(spec))
+        sizes = ", ".join(str(one.peers) for one in every if _reads_in(checkpoint, one))
+        option = "expert_parallel_size" if by_experts else "tensor_parallel_size"
         raise CannotSplit(
-            f"{error}; engine.tensor_parallel_size can be {sizes}, and engine.pipeline_parallel_size "
+            f"{error}; engine.{option} can be {sizes}, and engine.pipeline_parallel_size "
             f"1 to {len(checkpoint.spec.layers)}"
         ) from None
 
@@ -53,10 +69,14 @@ def _check_stored(checkpoint: Checkpoint, division: Division) -> None:
         check_parts(checkpoint, place_of(rank, division, checkpoint.spec))
 
 
-def _reads_in(checkpoint: Checkpoint, tensor: int) -> bool:
-    """Whether a checkpoint can be read by so many ranks that compute each layer together."""
+def _of_experts(ranks: int) -> Division:
+    return Division(experts=ranks)
+
+
+def _reads_in(checkpoint: Checkpoint, division: Division) -> bool:
+    """Whether a checkpoint can be read by these ranks."""
     try:
-        _check_stored(checkpoint, Division(tensor))
+        _check_stored(checkpoint, division)
     except CannotSplit:
         return False
     return True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,24 +14,36 @@ class Division:
 
     tensor: int = 1  # ranks that compute each layer together
     stages: int = 1  # parts of the layers, one behind the other
+    machines: int = 1  # that the ranks are on, in their order and as many on each
+    experts: int = 1  # ranks that divide the experts of each layer among them, and have all else of it each
 
     @property
     def ranks(self) -> int:
         """Count the ranks."""
-        return self.tensor * self.stages
+        return self.peers * self.stages
+
+    @property
+    def peers(self) -> int:
+        """Count the ranks with the same layers."""
+        return self.tensor * self.experts
+
+    @property
+    def ranks_here(self) -> int:
+        """Count the ranks of one machine."""
+        return self.ranks // self.machines
 
     @property
     def captured(self) -> bool:
         """Whether a GPU's steps may be captured: those of several ranks are not as yet."""
         return self.ranks == 1
 
-    def tensor_rank(self, rank: int) -> int:
-        """Return which of the ranks that compute each layer together this one is."""
-        return rank % self.tensor
+    def peer(self, rank: int) -> int:
+        """Return which of the ranks with the same layers this one is."""
+        return rank % self.peers
 
     def stage(self, rank: int) -> int:
         """Return which of the parts of the layers it has. Rank 0 has the last one, behind which tokens are sampled."""
-        return (rank // self.tensor - 1) % self.stages
+        return (rank // self.peers - 1) % self.stages
 
     def neighbour(self, rank: int, step: int) -> int | None:
         """Return the rank that has the stage before (-1) or behind (1), and the same part of its layers; None: there is
@@ -36,10 +51,20 @@ class Division:
         stage = self.stage(rank) + step
         if not 0 <= stage < self.stages:
             return None
-        return (stage + 1) % self.stages * self.tensor + self.tensor_rank(rank)
+        return (stage + 1) % self.stages * self.peers + self.peer(rank)
 
 
 UNDIVIDED = Division()
+
+
+class Exchange(Protocol):
+    """Tells all ranks what one of them tells, where they share no file."""
+
+    def tell(self, key: str, value: bytes) -> None:
+        """Tell the others."""
+
+    def hear(self) -> tuple[str, bytes]:
+        """Return what another rank tells, waiting for it. Raises EOFError when they are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +73,7 @@ class Seat:
 
     rank: int
     division: Division
-    meeting: str  # the path of a file, empty at first, in which each writes where the others reach it
+    # the path of a file, empty at first, in which each writes where the others reach it; "": they are told
+    meeting: str = ""
+    address: str = LOOPBACK  # of this machine: where the rank listens for the others
+    exchange: Exchange | None = None  # which tells them; not sent to another process

@@ -23,8 +23,12 @@ class RankTraffic:
     best: int = 0
 
 
-def rank_traffic(own: ModelSpec, itemsize: int) -> RankTraffic:
-    """Return the traffic of a rank with this part of a model. `itemsize`: bytes of an activation."""
+def rank_traffic(own: ModelSpec, itemsize: int, experts_alone: bool = False) -> RankTraffic:
+    """Return the traffic of a rank with this part of a model. `itemsize`: bytes of an activation; `experts_alone`:
+    nothing but its experts is divided among ranks with the same layers."""
+    if experts_alone:
+        sums = sum(isinstance(layer.feed_forward, ExpertsSpec) for layer in own.layers)
+        return RankTraffic(sums, own.hidden * itemsize)
     head = own.has_head
     first, end = own.tokens or (0, own.vocab)
     return RankTraffic(

@@ -38,9 +38,10 @@ class Launch:
 
     def _from_standby(self, spec: WorkerSpec) -> WorkerHandle | None:
         """Return a worker that is the process which stands by, if there is one and nothing had to be settled before its
-        imports."""
+        imports, as the ways to ranks on nodes are."""
         standby = self._standby
-        if standby is None or spec.factory != standby.factory or spec.place != EnginePlace():
+        fits = spec.place == EnginePlace() and not any(other.place.node for other in spec.others)
+        if standby is None or spec.factory != standby.factory or not fits:
             return None
         child = standby.taken()
         if child is None:

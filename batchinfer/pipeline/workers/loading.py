@@ -7,24 +7,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from batchinfer.engine.ranks.seat import Seat
 from batchinfer.engine.schedule.constraints import ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.machine.spawning import receiving
+from batchinfer.pipeline.workers.heartbeat import Heartbeat
 from batchinfer.pipeline.workers.messages import (
     Answer,
     Ask,
     Chosen,
     Configure,
+    ListensAt,
     Load,
     Loaded,
     Pulse,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.ranks.others import OtherRanks, Parent
+from batchinfer.pipeline.workers.ranks.exchange import FollowingExchange
+from batchinfer.pipeline.workers.ranks.others import OtherRanks
+from batchinfer.pipeline.workers.ranks.parent import Parent
 
 T = TypeVar("T")
 
@@ -38,8 +41,13 @@ class EngineLoading:
 
     def engine(self) -> Any:
         """Make the engine. Raises EOFError when the parent is gone, or needs none."""
-        load_weights, ranks = imported(self._spec.factory), self._ranks
+        load_weights = imported(self._spec.factory)
         self._received(Load)
+        with Heartbeat(self._beat):
+            return self._loaded(load_weights)
+
+    def _loaded(self, load_weights: Callable[..., Any]) -> Any:
+        ranks = self._ranks
         ranks.tell(Load())
         stop_streams, constraints = _tokenizer_parts(self._spec)
         if ranks.seat is None:
@@ -52,6 +60,9 @@ class EngineLoading:
         ranks.tell(configure)
         beside = () if ranks.seat is None else (ranks.tell,)
         return weights.engine(configure.config, stop_streams, self._agreed, *beside)
+
+    def _beat(self) -> None:
+        self._connection.send(Pulse(self._untimed_blocks > 0, self._ranks.silent()))
 
     def _received(self, kind: type[T]) -> T:
         return received(self._connection.recv, kind)
@@ -82,14 +93,23 @@ class EngineLoading:
 class RankLoading:
     """Makes a rank's part of an engine, in the same steps."""
 
-    def __init__(self, spec: WorkerSpec, seat: Seat, connection: Connection[Any, Any]) -> None:
+    def __init__(self, spec: WorkerSpec, seat: Seat, connection: Parent) -> None:
         self._spec, self._seat, self._connection = spec, seat, connection
 
     def follower(self) -> Any:
         """Make what runs the steps. Raises EOFError when the leading rank is gone."""
-        load_weights, recv = imported(self._spec.factory), self._connection.recv
-        received(recv, Load)
-        weights = load_weights(self._spec.load, seat=self._seat)
+        load_weights = imported(self._spec.factory)
+        received(self._connection.recv, Load)
+        with Heartbeat(lambda: self._connection.send(Pulse())):
+            found = self._loaded(load_weights)
+        self._connection.send(Pulse(untimed=True))  # from now on the engine as a whole is watched
+        return found
+
+    def _loaded(self, load_weights: Callable[..., Any]) -> Any:
+        seat, recv = self._seat, self._connection.recv
+        if not seat.meeting:
+            seat = replace(seat, exchange=FollowingExchange(self._connection))
+        weights = load_weights(self._spec.load, seat=seat)
         self._connection.send(Loaded(time.perf_counter()))
         config = replace(received(recv, Configure).config, load=self._spec.load)
         return weights.follower(config, self._agreed)
@@ -109,9 +129,11 @@ def imported(factory: str) -> Callable[..., Any]:
 
 
 def received(recv: Callable[[], object], kind: type[T]) -> T:
-    """Return the next message, which is of that kind. Raises EOFError when who sends is gone, or sends another."""
+    """Return the next message, which is of that kind; what ranks still tell that have met already is passed over.
+    Raises EOFError when who sends is gone, or sends another."""
     with receiving():
-        message = recv()
+        while isinstance(message := recv(), ListensAt):
+            continue
     if not isinstance(message, kind):
         raise EOFError(f"{type(message).__name__} was sent instead of {kind.__name__}")
     return message

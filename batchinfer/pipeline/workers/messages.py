@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -12,8 +12,9 @@ import numpy as np
 from batchinfer.core.request import Completion, Request, TokenIds
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
-from batchinfer.engine.ranks.seat import UNDIVIDED, Division
+from batchinfer.engine.ranks.seat import LOOPBACK, UNDIVIDED, Division
 from batchinfer.pipeline.workers.engine_entry import ENGINE
+from batchinfer.pipeline.workers.nodes.wire_end import WireEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,9 @@ class EnginePlace:
 
     cores: tuple[int, ...] = ()  # empty: all that this process may use
     gpu: str | None = None  # as CUDA_VISIBLE_DEVICES names it; None: all that CUDA may use
+    # Which of the nodes that joined the run; 0: none, it is this machine. A node chooses cores and GPUs itself
+    node: int = 0
+    part: tuple[int, int] = (0, 1)  # of a node: which of so many equal parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,9 @@ class WorkerSpec:
     division: Division = UNDIVIDED
     # How the other ranks load their parts of the same engine, from rank 1 on, where it has any
     others: tuple[WorkerSpec, ...] = ()
+    # The ways to those of the others that are on nodes, by rank: made when it is started
+    wires: Mapping[int, WireEnd] = field(default_factory=dict)
+    address: str = LOOPBACK  # of this machine, where ranks on several machines listen for each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,14 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
+class ListensAt:
+    """A rank tells the others where it listens; the leading rank passes it on."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """A worker reports that its engine can work."""
 
@@ -133,9 +148,11 @@ class WorkDone:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A worker reports that it is at work. `untimed`: there is no limit on the time until its next message."""
+    """A worker, or a rank, reports that it is at work. `untimed`: there is no limit on the time until its next message.
+    `waits_for`: a rank of it that has said nothing for a while, by which the engine cannot become ready."""
 
     untimed: bool = False
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +177,23 @@ class Left:
         None  # that a rank waited for steps and other stages; of several ranks, the mean
     )
     expert_tokens: ExpertTokens = field(default_factory=dict)  # of its model's layers that have experts
+
+
+ALL = (
+    WorkerSpec,
+    Load,
+    Loaded,
+    Configure,
+    Add,
+    Learn,
+    Finish,
+    Ask,
+    Answer,
+    Chosen,
+    ListensAt,
+    Ready,
+    WorkDone,
+    Pulse,
+    Failed,
+    Left,
+)

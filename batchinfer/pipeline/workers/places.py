@@ -1,7 +1,8 @@
-"""The engines of a run, and what each of them gets of the machine."""
+"""The engines of a run, and what each of them gets of which machine."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from batchinfer.job import Job
@@ -11,24 +12,47 @@ from batchinfer.plan.setup.resolve import Setting, thread_shares
 
 
 def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
-    """Return a specification for each engine. A single process has the machine to itself."""
-    load, ranks = setting.load_config(job), setting.division.ranks
-    if setting.replicas * ranks == 1:
-        return [WorkerSpec(load, job.model.path, factory)]
+    """Return a specification for each engine. A single process has its machine to itself."""
+    ranks, machines = setting.division.ranks, _machines(setting)
+    counts, begun, here = Counter(machines), Counter[int](), _here(job, setting, factory)
     asked = None if job.engine.threads == "auto" else job.engine.threads
-    shares = zip(thread_shares(asked, setting.replicas * ranks), _places(setting), strict=True)
-    each = [
-        WorkerSpec(replace(load, threads=threads), job.model.path, factory, place)
-        for threads, place in shares
-    ]
+    each = []
+    for machine in machines:
+        part = begun[machine]
+        begun[machine] += 1
+        if machine:
+            place = EnginePlace(node=machine, part=(part, counts[machine]))
+            each.append(replace(here[0], place=place, load=replace(here[0].load, threads=asked)))
+        else:
+            each.append(here[part])
     return [
         replace(each[first], division=setting.division, others=tuple(each[first + 1 : first + ranks]))
         for first in range(0, len(each), ranks)
     ]
 
 
+def _machines(setting: Setting) -> list[int]:
+    """Return the machine of each rank of each engine, those of an engine beside each other; 0: this one."""
+    division = setting.division
+    if division.machines > 1:
+        return [rank // division.ranks_here for rank in range(division.ranks)]
+    return [engine % setting.machines for engine in range(setting.replicas) for _ in range(division.ranks)]
+
+
+def _here(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
+    """Return the specification of each process of this machine."""
+    load, processes = setting.load_config(job), setting.processes_here
+    if processes == 1:
+        return [WorkerSpec(load, job.model.path, factory)]
+    asked = None if job.engine.threads == "auto" else job.engine.threads
+    return [
+        WorkerSpec(replace(load, threads=threads), job.model.path, factory, place)
+        for threads, place in zip(thread_shares(asked, processes), _places(setting), strict=True)
+    ]
+
+
 def _places(setting: Setting) -> list[EnginePlace]:
-    """Return a place for each rank of each engine, those of an engine beside each other."""
+    """Return a place for each rank of each engine of this machine, those of an engine beside each other."""
     if setting.device == "cuda":
         return [EnginePlace(gpu=gpu) for gpu in setting.gpus]
-    return [EnginePlace(cores) for cores in divided_cores(setting.replicas * setting.division.ranks)]
+    return [EnginePlace(cores) for cores in divided_cores(setting.processes_here)]

@@ -9,6 +9,7 @@ from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.machine.waiting import Waited
+from batchinfer.pipeline.workers.heartbeat import STARTING_S
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.suspects import RowGroup
 from batchinfer.pipeline.workers.transport import Transport
@@ -25,6 +26,8 @@ CODE = "engine_died"
 # An engine that has work and says nothing is taken to hang after SILENT_STEPS times the longest step that it was
 # forecast to have, or had, and at least SILENT_S seconds. A worker sends something after each step.
 SILENT_STEPS, SILENT_S = 10, 60.0
+# One that loads says so every second, from when it has imported what it needs, and takes as long as it takes.
+LOADING_SILENT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,8 @@ class Replica:
     def receive(self) -> list[WorkDone]:
         """Return the work that has come. Raises the error that ended the process."""
         heard = self.worker.receive(0)
-        self._silence.again()
+        if not self.worker.waits_for:
+            self._silence.again()
         for done in heard:
             done.engine, done.replica = self._engine, self.number
             for completion in done.completions:
@@ -121,16 +125,24 @@ class Replica:
         return heard
 
     def listen(self, longest_step_s: Callable[[], float]) -> None:
-        """Note that it has said nothing, once more. Ends a process that has work, and has said nothing for too long
-        while this process ran: a step is forecast to take `longest_step_s` at the most."""
-        if not self.unfinished or self.worker.untimed:
+        """Note that it has said nothing, once more. Ends a process that has work, or loads, and has said nothing for
+        too long while this process ran: a step is forecast to take `longest_step_s` at the most."""
+        loads = self.info is None
+        if (self.worker.untimed and not self.worker.waits_for) or not (loads or self.unfinished):
             self._silence.again()
             return
-        if self._silence.look() <= SILENT_S:
+        if self._silence.look() <= (least_s := self._silent_s(loads)):
             return
-        limit_s = max(SILENT_S, SILENT_STEPS * max(longest_step_s(), self._longest_step_s))
+        limit_s = (
+            least_s if loads else max(least_s, SILENT_STEPS * max(longest_step_s(), self._longest_step_s))
+        )
         if self._silence.seconds > limit_s:
             self.worker.give_up(limit_s)
+
+    def _silent_s(self, loads: bool) -> float:
+        if loads:
+            return LOADING_SILENT_S if self.worker.beats else STARTING_S
+        return SILENT_S
 
     def run_apart(self, group: RowGroup) -> None:
         """Hand out rows that are to run with no others; nothing else is unfinished."""

@@ -283,9 +283,12 @@ class ReplicaPool:
         links = self._transport.speaking([replica.worker.link for replica in heard], timeout_s)
         spoke = [replica for link in links for replica in heard if replica.worker.link is link]
         for replica in heard:
-            if replica not in spoke and replica.info is not None:
-                replica.listen(partial(self._longest_step_s, replica.info))
+            if replica not in spoke:
+                replica.listen(partial(self._longest_of, replica))
         yield from spoke
+
+    def _longest_of(self, replica: Replica) -> float:
+        return 0.0 if replica.info is None else self._longest_step_s(replica.info)
 
     def _told_others(self, replica: Replica) -> list[WorkDone]:
         """Return what an engine has to say, and tell the others of its answers where drafts may come from them."""

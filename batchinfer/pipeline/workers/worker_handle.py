@@ -95,6 +95,8 @@ class WorkerHandle:
         self.asks = self.decides = False
         self.chosen: str | None = None
         self.untimed = False  # what it does until its next message takes as long as it takes
+        self.beats = False  # whether it says now and then that it loads
+        self.waits_for = ""  # a rank of it that says nothing while it loads
         self._silent_s: float | None = None  # for so long, when it was given up
         self.crash: Crash | None = None  # what `receive` raised, if it is one
 
@@ -200,14 +202,14 @@ class WorkerHandle:
             self._loaded = True
             self._begins("getting ready" if self._configured else "waiting for the plan", message.at)
         elif isinstance(message, Ready):
-            self.info = message.info
+            self.info, self.waits_for = message.info, ""
             self._begins("computing")
         elif isinstance(message, Ask):
             self.asks = True
         elif isinstance(message, Chosen):
             self.decides, self.chosen = False, message.chosen
         elif isinstance(message, Pulse):
-            self.untimed = message.untimed
+            self.beats, self.untimed, self.waits_for = True, message.untimed, message.waits_for
         elif isinstance(message, Left):
             self.left, self.peak_rss = True, message.peak_rss
             self._begins(None)
@@ -234,7 +236,10 @@ class WorkerHandle:
     def _crash(self) -> Crash:
         """Return how a worker ended that could not say why."""
         if self._silent_s is not None:
-            what = f"the engine's process was ended, because it made no progress for {self._silent_s:.0f} s"
+            who = self.waits_for or "it"
+            what = (
+                f"the engine's process was ended, because {who} made no progress for {self._silent_s:.0f} s"
+            )
             return Crash(Unavailable, what, CONTINUES, silent=True)
         ended = self.link.wait(LEAVE_S)
         what = f"the engine's process {'closed its connection' if ended is None else ended}"

@@ -55,12 +55,12 @@ class DividedModel:
     def stages(self, devices: Devices, itemsize: int, all_logits: bool) -> tuple[SimulatedStage, ...]:
         """Return the stages, as they are simulated on these devices."""
         division, layers = self.division, sum(part.cost.layers for part in self.parts)
-        among, between = devices.link_among(division.tensor), devices.link_among(division.ranks)
+        among, between = devices.link_among(division.peers), devices.link_among(division.ranks)
         found = []
         for number, part in enumerate(self.parts, 1):
             behind = between if number < division.stages else None
-            traffic = rank_traffic(part.spec, itemsize)
-            sends = StageSends(traffic, division.tensor, among, behind, all_logits)
+            traffic = rank_traffic(part.spec, itemsize, division.experts > 1)
+            sends = StageSends(traffic, division.peers, among, behind, all_logits)
             found.append(SimulatedStage(part.cost, part.cost.layers / layers, sends))
         return tuple(found)
 
@@ -76,7 +76,7 @@ def divided_model(setup: Setup, division: Division) -> DividedModel | None:
 
 def divided_spec(whole: ModelSpec, division: Division, setting: Setting) -> DividedModel:
     """Return the parts of a model. Raises CannotSplit."""
-    firsts = sorted(range(0, division.ranks, division.tensor), key=division.stage)
+    firsts = sorted(range(0, division.ranks, division.peers), key=division.stage)
     return DividedModel(division, whole, tuple(_part(whole, division, rank, setting) for rank in firsts))
 
 

@@ -78,9 +78,10 @@ class Setting:
     tiles: bool = False  # whether this CPU grants its matrix tiles
     replicas: int = 1  # engines that share the work
     division: Division = UNDIVIDED  # of the ranks of each
+    machines: int = 1  # that engines run on, this one and its nodes: as many on each, or one engine on all
     gpus: tuple[
         str, ...
-    ] = ()  # one for each of several ranks of all engines, as CUDA_VISIBLE_DEVICES names them
+    ] = ()  # one for each of several ranks of all engines of this machine, as CUDA_VISIBLE_DEVICES names them
     arm: str = ""  # how an Arm CPU adds up; empty elsewhere
     kv_cache: KvCacheDtype = "auto"
     shares_prefixes: bool = True  # whether prompts may begin with what the cache has of others
@@ -97,9 +98,24 @@ class Setting:
 
     def for_rows(self, rows: int) -> Setting:
         """Return the setting with no more engines than there are rows."""
-        replicas = max(1, min(self.replicas, rows))
-        ranks = replicas * self.division.ranks
-        return replace(self, replicas=replicas, gpus=self.gpus[:ranks] if ranks > 1 else ())
+        fewer = replace(self, replicas=max(1, min(self.replicas, rows)))
+        ranks = fewer.processes_here
+        return replace(fewer, gpus=self.gpus[:ranks] if ranks > 1 else ())
+
+    @property
+    def machines_used(self) -> int:
+        """Count the machines that have an engine, or a part of one."""
+        return max(self.division.machines, min(self.machines, self.replicas))
+
+    @property
+    def engines_here(self) -> int:
+        """Count the engines of this machine, one of which may have ranks elsewhere."""
+        return self.replicas if self.division.machines > 1 else -(-self.replicas // self.machines)
+
+    @property
+    def processes_here(self) -> int:
+        """Count the ranks of all engines that run on this machine."""
+        return self.engines_here * self.division.ranks_here
 
     def without_sharing(self) -> Setting:
         """Return the setting of a job that needs the hidden states of more than the last token, or of an encoder: the
@@ -121,6 +137,7 @@ class Setting:
             "deterministic": self.deterministic,
             "replicas": self.replicas,
             "ranks": self.division.ranks,
+            "machines": self.machines_used,
         }
 
     @property
@@ -130,7 +147,10 @@ class Setting:
         whole = self.hardware.peaks(self.dtype, self.quantization)
         if whole is None or (self.device == "cuda" and self.division.ranks == 1):
             return whole
-        return whole.times(self.division.ranks) if self.device == "cuda" else whole.part(self.replicas)
+        if self.device == "cuda":
+            return whole.times(self.division.ranks)
+        # nodes are taken to be as this machine is
+        return whole.times(self.division.machines).part(self.engines_here)
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """Return what steps of the model cost, as it will lie in memory."""
@@ -217,7 +237,7 @@ class Setting:
 
     def load_config(self, job: Job) -> LoadConfig:
         """Return how the first engine loads its weights."""
-        threads, processes = _chosen(job.engine.threads), self.replicas * self.division.ranks
+        threads, processes = _chosen(job.engine.threads), self.processes_here
         return LoadConfig(
             model=self.weights or job.model.path,
             dtype=self.dtype,
@@ -239,7 +259,7 @@ class Setting:
         `longest`: tokens, prompt and output, of the longest sequence that is to run; `logprobs`: the most that one of
         the sequences asks for.
         """
-        engine, shared = job.engine, self.replicas > 1 and self.device == "cpu"
+        engine, shared = job.engine, self.engines_here > 1 and self.device == "cpu"
         kv_memory = None if engine.kv_memory == "auto" else engine.kv_memory
         return EngineConfig(
             self.load_config(job),
@@ -248,9 +268,9 @@ class Setting:
             max_num_seqs=_chosen(engine.max_num_seqs),
             max_num_batched_tokens=_chosen(engine.max_num_batched_tokens),
             block_size=_chosen(engine.block_size),
-            kv_memory=kv_memory // self.replicas if shared and isinstance(kv_memory, int) else kv_memory,
+            kv_memory=kv_memory // self.engines_here if shared and isinstance(kv_memory, int) else kv_memory,
             prefix_caching=engine.enable_prefix_caching and self.shares_prefixes,
-            memory=self.memory() // self.replicas if shared else None,
+            memory=self.memory() // self.engines_here if shared else None,
             peaks=self.peaks,
             logprobs=logprobs,
             drafts=self.draft_sources(job),
@@ -302,6 +322,7 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
         tiles=runs_in_tiles(device),
         replicas=replicas,
         division=division_of(job),
+        machines=job.engine.machines,
         gpus=gpus,
         arm=arm_sums(dtype) if device == "cpu" else "",
         kv_cache=job.model.kv_cache_dtype,
@@ -310,13 +331,15 @@ def resolve(job: Job, checkpoint: StoredModel, hardware: Hardware | None = None)
 
 
 def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...]]:
-    """How many engines share the work, and on which GPUs; none are named for a single rank, or for a machine elsewhere.
+    """How many engines share the work, and on which of this machine's GPUs; none are named for a single rank, or for a
+    machine elsewhere.
 
-    Raises JobFileError for more than this machine has room for.
+    Raises JobFileError for more than this machine has room for, or than its nodes get as many of.
     """
-    asked, ranks = job.engine.data_parallel, division_of(job).ranks
+    division, sharing = division_of(job), machines_sharing(job)
+    asked, ranks = engines_of_a_machine(job), division.ranks_here
     if not here or (device == "cpu" and asked == "auto" and ranks == 1):
-        return (1 if asked == "auto" else asked), ()
+        return sharing * (1 if asked == "auto" else asked), ()
     gpus = usable_gpus() if device == "cuda" else []
     fitting = len(gpus) // ranks if device == "cuda" else 1
     wanted = max(1, fitting) if asked == "auto" else asked
@@ -335,12 +358,36 @@ def _replicas(job: Job, device: Device, here: bool) -> tuple[int, tuple[str, ...
             "CUDA_VISIBLE_DEVICES (then all GPUs of the first one's kind are used), or set engine.data_parallel: 1"
         )
         raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
-    return wanted, tuple(gpus[: wanted * ranks]) if wanted * ranks > 1 else ()
+    return sharing * wanted, tuple(gpus[: wanted * ranks]) if wanted * ranks > 1 else ()
 
 
 def division_of(job: Job) -> Division:
     """Return how the job divides its model among ranks."""
-    return Division(job.engine.tensor_parallel_size, job.engine.pipeline_parallel_size)
+    engine = job.engine
+    machines = engine.machines if engine.spans_machines else 1
+    return Division(
+        engine.tensor_parallel_size, engine.pipeline_parallel_size, machines, engine.expert_parallel_size
+    )
+
+
+def machines_sharing(job: Job) -> int:
+    """Return how many machines have engines of their own."""
+    return 1 if job.engine.spans_machines else job.engine.machines
+
+
+def engines_of_a_machine(job: Job) -> int | Literal["auto"]:
+    """Return how many engines each machine has. Raises JobFileError where they are not as many on each."""
+    asked, machines = job.engine.data_parallel, machines_sharing(job)
+    if asked == "auto":
+        return asked
+    if asked % machines:
+        text = (
+            f"{asked} engine{'s' if asked > 1 else ''} cannot be shared out among {machines} machines, this one and "
+            f"engine.nodes.count others; use a multiple of {machines}, or leave it out. One engine is divided among "
+            f"them by a multiple of {machines} as engine.pipeline_parallel_size"
+        )
+        raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
+    return asked // machines
 
 
 def not_run(division: Division, device: Device) -> str | None:
@@ -349,7 +396,8 @@ def not_run(division: Division, device: Device) -> str | None:
 
 
 def _first_parallel(job: Job) -> str:
-    return "tensor_parallel_size" if job.engine.tensor_parallel_size > 1 else "pipeline_parallel_size"
+    kinds = ("tensor_parallel_size", "expert_parallel_size")
+    return next((kind for kind in kinds if getattr(job.engine, kind) > 1), "pipeline_parallel_size")
 
 
 def _refuse_division(job: Job, checkpoint: StoredModel, device: Device, quantization: Quantization) -> None:
@@ -365,7 +413,8 @@ def _refuse_division(job: Job, checkpoint: StoredModel, device: Device, quantiza
     if job.engine.deterministic and job.engine.tensor_parallel_size > 1:
         raise Unavailable(
             "engine.deterministic promises the bits of one process, and ranks that compute each layer together "
-            "(engine.tensor_parallel_size) add up in another order; engine.pipeline_parallel_size keeps the bits"
+            "(engine.tensor_parallel_size) add up in another order; engine.pipeline_parallel_size and "
+            "engine.expert_parallel_size keep the bits"
         )
 
 

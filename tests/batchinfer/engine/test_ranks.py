@@ -27,12 +27,13 @@ LISTENS = "0A"  # a state in /proc/net/tcp
 LOOPBACK = "0100007F"
 
 
-@given(st.integers(1, 6), st.integers(1, 6))
-def test_each_rank_has_one_seat_and_neighbours_are_mutual(tensor: int, stages: int) -> None:
-    division = Division(tensor, stages)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3))
+def test_each_rank_has_one_seat_and_neighbours_are_mutual(tensor: int, stages: int, experts: int) -> None:
+    division = Division(tensor, stages, experts=experts)
     every = range(division.ranks)
-    seats = {(division.stage(rank), division.tensor_rank(rank)) for rank in every}
-    assert seats == {(stage, part) for stage in range(stages) for part in range(tensor)}
+    seats = {(division.stage(rank), division.peer(rank)) for rank in every}
+    assert seats == {(stage, part) for stage in range(stages) for part in range(tensor * experts)}
+    assert division.ranks == len(seats)
     assert division.stage(0) == stages - 1
     for rank in every:
         behind = division.neighbour(rank, 1)
@@ -40,7 +41,7 @@ def test_each_rank_has_one_seat_and_neighbours_are_mutual(tensor: int, stages: i
             assert division.stage(rank) == stages - 1
             continue
         assert division.stage(behind) == division.stage(rank) + 1
-        assert division.tensor_rank(behind) == division.tensor_rank(rank)
+        assert division.peer(behind) == division.peer(rank)
         assert division.neighbour(behind, -1) == rank
 
 
@@ -72,6 +73,20 @@ def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
         model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
         assert place_of(1, Division(tensor=2), model) == RankPlace(Portion(1, 2), experts)
         check_division(model, Division(tensor=2))
+
+
+def test_ranks_of_experts_have_as_many_each_and_all_the_rest() -> None:
+    spec = llama_spec(3, 64, 128, 4, 2, 16, vocab=100)
+    routed = ExpertsSpec(Routing(6, 2), 128, "silu")
+    model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
+    assert place_of(4, Division(stages=2, experts=3), model) == RankPlace(
+        experts=Portion(1, 3), layers=(0, 2)
+    )
+    check_division(model, Division(stages=3, experts=2))
+    with pytest.raises(CannotSplit, match=r"engine.expert_parallel_size can be 1, 2, 3, 6$"):
+        check_division(model, Division(experts=4))
+    with pytest.raises(CannotSplit, match=r"engine.expert_parallel_size can be 1$"):
+        check_division(spec, Division(experts=2))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

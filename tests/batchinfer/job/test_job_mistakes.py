@@ -291,6 +291,21 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "kv_memory without a unit": (GOOD + "engine: {kv_memory: 4}\n", [(6, "engine.kv_memory", ("4GiB",))]),
     "kv_memory of nothing": (GOOD + "engine: {kv_memory: 0GiB}\n", [(6, "engine.kv_memory", ("0GiB",))]),
     "kv_memory true": (GOOD + "engine: {kv_memory: true}\n", [(6, "engine.kv_memory", ("found true",))]),
+    "experts divided twice": (
+        GOOD + "engine: {tensor_parallel_size: 2, expert_parallel_size: 4}\n",
+        [(6, "engine.expert_parallel_size", ("is 4", "tensor_parallel_size, which is 2", "one of the two"))],
+    ),
+    "nodes anywhere": (
+        GOOD + "engine:\n  nodes: {listen: '0.0.0.0:80', token_file: t, count: 0}\n",
+        [
+            (7, "engine.nodes.listen", ("0.0.0.0:80", "HOST:PORT", "not all")),
+            (7, "engine.nodes.count", ("number 0", "1")),
+        ],
+    ),
+    "nodes nowhere": (
+        GOOD + "engine:\n  nodes: {listen: here, token_file: t, count: 1, waits: 3}\n",
+        [(7, "engine.nodes.listen", ('"here"', "HOST:PORT")), (7, "engine.nodes.waits", ("wait_s",))],
+    ),
     "budget and commits": (
         GOOD + "on_error: {max_error_rate: 5}\ncommit: {rows: 0, seconds: 0}\n",
         [

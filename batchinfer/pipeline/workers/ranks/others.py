@@ -8,36 +8,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 from batchinfer.core.errors import OutOfMemory, Unavailable
 from batchinfer.engine.ranks.seat import Seat
 from batchinfer.machine.spawning import Child, Ended, receiving
 from batchinfer.pipeline.workers.engine_entry import RANK
-from batchinfer.pipeline.workers.messages import Failed, Finish, Left, Loaded, WorkerSpec
+from batchinfer.pipeline.workers.messages import Failed, Finish, Left, ListensAt, Loaded, Pulse, WorkerSpec
+from batchinfer.pipeline.workers.nodes.remote_process import RemoteProcess
+from batchinfer.pipeline.workers.nodes.wire import Wire
+from batchinfer.pipeline.workers.ranks.exchange import LeadingExchange
 from batchinfer.pipeline.workers.ranks.meeting import Meeting
+from batchinfer.pipeline.workers.ranks.parent import Parent
+from batchinfer.pipeline.workers.ranks.roll_call import RollCall
 
 _OTHERS_S = 0.5  # so long after one rank has ended the others are heard: one of them may know why
 _REAP_S = 5.0
 _LEAVE_S = 10.0  # ranks that were told to leave and have not by then are left to the system, which ends them
 
 
-class Parent:
-    """The way to the parent, on which one thread at a time sends."""
-
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self._connection, self._sending = connection, threading.Lock()
-        self.recv = connection.recv
-
-    def send(self, message: object) -> None:
-        """Send a message. Raises BrokenPipeError when the parent is gone."""
-        with self._sending:
-            self._connection.send(message)
-
-
 class OtherRanks:
-    """The ranks from 1 on, a process each; as many as there are specifications, which may be none.
+    """The ranks from 1 on, a process each; as many as there are specifications, which may be none. Those that have a
+    wire run on a node, and were started there already.
 
     A rank that ends before it is told to ends the engine: its parts of the weights and of the cache are gone. This
     process then tells the parent why and ends, whatever it is doing: it may wait for that rank for ever. The kernel
@@ -49,30 +42,52 @@ class OtherRanks:
         self._parent, self._size = parent, 1 + len(spec.others)
         self._changed = threading.Condition()
         self._loaded = 0
+        self._roll_call = RollCall(range(1, self._size))
         self.peaks: list[int] = []  # bytes that each that has left held at most
         self.waits: list[float] = []  # seconds that each that has left waited for steps and other stages
         self.seat: Seat | None = None  # of this process; None: there are no other ranks
-        self._children: list[Child] = []
+        self._children: list[Child | RemoteProcess] = []
+        self._sending = threading.Lock()
+        self._exchange = LeadingExchange(self.tell)
+        self._meeting: Meeting | None = None
         if not spec.others:
             return
-        self._meeting = Meeting(spec.division)
-        self.seat = self._meeting.seat(0)
-        for rank, other in enumerate(spec.others, 1):
-            child = Child(RANK, other, self._meeting.seat(rank), files=self._meeting.files)
-            self._children.append(child)
+        if spec.wires:
+            self.seat = Seat(0, spec.division, address=spec.address, exchange=self._exchange)
+        else:
+            self._meeting = Meeting(spec.division)
+            self.seat = self._meeting.seat(0)
+        self._children += [self._rank(rank, other, spec) for rank, other in enumerate(spec.others, 1)]
         threading.Thread(target=self._watch, daemon=True, name="ranks").start()
 
-    def tell(self, message: object) -> None:
-        """Send a message to all of them. Should one be gone, this process soon ends."""
-        for child in self._children:
-            with suppress(BrokenPipeError, ConnectionResetError):
-                child.connection.send(message)
+    def _rank(self, rank: int, other: WorkerSpec, spec: WorkerSpec) -> Child | RemoteProcess:
+        """Return the process of a rank, which is started unless it runs on a node."""
+        if (end := spec.wires.get(rank)) is not None:
+            return RemoteProcess(Wire.of(end))
+        assert not other.place.node, "ranks on nodes are started before"
+        if self._meeting is None:
+            return Child(RANK, other, Seat(rank, spec.division, address=spec.address))
+        return Child(RANK, other, self._meeting.seat(rank), files=self._meeting.files)
+
+    def tell(self, message: object, but: int | None = None) -> None:
+        """Send a message to all of them, but to that rank. Should one be gone, this process soon ends."""
+        with self._sending:
+            for rank, child in enumerate(self._children, 1):
+                if rank != but:
+                    with suppress(BrokenPipeError, ConnectionResetError):
+                        child.connection.send(message)
+
+    def silent(self) -> str:
+        """Name a rank that loads and has said nothing for a while, whatever it does; "": none."""
+        found = self._roll_call.silent()
+        return "" if found is None else f"rank {found} of {self._size}"
 
     def await_loaded(self) -> None:
         """Wait until all have loaded their weights."""
         with self._changed:
             self._changed.wait_for(lambda: self._loaded == len(self._children))
-        self._meeting.over()
+        if self._meeting is not None:
+            self._meeting.over()
 
     def finish(self) -> None:
         """Have them leave: nothing more is to be computed."""
@@ -95,12 +110,19 @@ class OtherRanks:
     def _watch(self) -> None:
         """Hear the ranks until one ends that was not to, or all have left."""
         left: set[int] = set()
-        rank_of = {child.connection: rank for rank, child in enumerate(self._children, 1)}
+        rank_of: dict[Any, int] = {child.connection: rank for rank, child in enumerate(self._children, 1)}
         while len(left) < len(rank_of):
             for connection in wait([one for one, rank in rank_of.items() if rank not in left]):
-                rank = rank_of[connection]  # type: ignore[index]
+                rank = rank_of[connection]
                 message = _heard(self._children[rank - 1])
-                if isinstance(message, Loaded | Left):
+                self._roll_call.heard(rank)
+                if isinstance(message, Pulse):
+                    if message.untimed:
+                        self._roll_call.done(rank)
+                elif isinstance(message, ListensAt):
+                    self.tell(message, but=rank)
+                    self._exchange.told(message)
+                elif isinstance(message, Loaded | Left):
                     self._note(message)
                     left |= {rank} if isinstance(message, Left) else set()
                 else:
@@ -124,10 +146,12 @@ class OtherRanks:
 
     def _also_ended(self, first: int) -> Iterator[tuple[int, Failed | None]]:
         """Yield what the ranks say that end now, too: when one is killed, the others find that it is gone."""
-        numbered = {child.connection: rank for rank, child in enumerate(self._children, 1) if rank != first}
+        numbered: dict[Any, int] = {
+            child.connection: rank for rank, child in enumerate(self._children, 1) if rank != first
+        }
         time.sleep(_OTHERS_S)
         for connection in wait([*numbered], 0) if numbered else ():
-            rank = numbered[connection]  # type: ignore[index]
+            rank = numbered[connection]
             message = _heard(self._children[rank - 1])
             if message is None or isinstance(message, Failed):
                 yield rank, message
@@ -151,7 +175,7 @@ def _rank_of_cause(failed: Failed) -> int:
     return 0 if not failed.detail else 1 if failed.exit_code == OutOfMemory.exit_code else 2
 
 
-def _heard(child: Child) -> Any:
+def _heard(child: Child | RemoteProcess) -> Any:
     """Return the next message of a rank; None: it has ended."""
     try:
         with receiving():

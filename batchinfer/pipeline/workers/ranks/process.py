@@ -14,25 +14,27 @@ from batchinfer.machine.spawning import receiving
 from batchinfer.pipeline.workers.endings import failure, leave, settle
 from batchinfer.pipeline.workers.loading import RankLoading
 from batchinfer.pipeline.workers.messages import Finish, Left, WorkerSpec
+from batchinfer.pipeline.workers.ranks.parent import Parent
 
 
 def main(spec: WorkerSpec, seat: Seat, connection: Connection[Any, Any]) -> None:
     """Entry point of the spawned process."""
+    parent = Parent(connection)
     try:
         settle(spec.place)
-        follower = RankLoading(spec, seat, connection).follower()
+        follower = RankLoading(spec, seat, parent).follower()
         with loaded_for_good():
-            _follow(follower, connection)
+            _follow(follower, parent)
     except EOFError:  # the leading rank is gone
         leave()
     except BaseException as error:  # noqa: BLE001 - whatever it was, the leading rank must hear of it
         with suppress(BrokenPipeError, ConnectionResetError):
-            connection.send(failure(error))
+            parent.send(failure(error))
         raise SystemExit(1) from None
     leave()
 
 
-def _follow(follower: Any, connection: Connection[Any, Any]) -> None:
+def _follow(follower: Any, connection: Parent) -> None:
     """Run each step that comes, until the engine has no more. follower: a Follower, or one of a test."""
     waited_s, began = 0.0, None  # for steps behind the first one
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -545,6 +546,69 @@ def test_ranks_have_a_place_each(tmp_path: Path, checkpoint: Checkpoint, machine
     alone = GPU.peaks(setting.dtype)
     assert alone is not None
     assert setting.peaks == alone.times(2)
+
+
+NODES = ("engine.nodes", "{listen: 'here:7700', token_file: token, count: 1}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "machines", "parts"),
+    [
+        # the machine of each process of each engine, and which part of the machine's processes it is
+        ({}, [[0], [1]], [[0], [0]]),
+        ({"data_parallel": 6}, [[0], [1]] * 3, [[0], [0], [1], [1], [2], [2]]),
+        ({"tensor_parallel_size": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
+        ({"pipeline_parallel_size": 2}, [[0, 1]], [[0, 0]]),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, [[0, 0, 1, 1]], [[0, 1, 0, 1]]),
+        ({"pipeline_parallel_size": 2, "data_parallel": 2}, [[0, 0], [1, 1]], [[0, 1], [0, 1]]),
+    ],
+)  # fmt: skip
+def test_machines_have_as_many_engines_or_as_many_ranks_of_one(
+    tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch,
+    settings: dict[str, int], machines: list[list[int]], parts: list[list[int]],
+) -> None:  # fmt: skip
+    cores = [(number,) for number in range(8)]
+    machine.setattr("batchinfer.pipeline.workers.places.divided_cores", lambda parts: cores[:parts])
+    machine.setattr(resolving, "_most_threads", lambda threads: threads or 8)
+    asked = tuple((f"engine.{name}", str(value)) for name, value in settings.items())
+    cpu = (("engine.device", "cpu"), ("model.dtype", "bfloat16"), ("engine.threads", "6"))
+    job = job_of(tmp_path, *cpu, NODES, *asked)
+    setting = resolve(job, checkpoint)
+    specs = worker_specs(job, setting, "a:b")
+    each = [one for spec in specs for one in (spec, *spec.others)]
+    assert [[one.place.node for one in (spec, *spec.others)] for spec in specs] == machines
+    many = len(each) // 2
+    wanted = [
+        (EnginePlace(node=1, part=(part, many)), 6)
+        if number
+        else (EnginePlace(cores[part] if many > 1 else ()), 6 // many)
+        for part, number in zip(chain(*parts), chain(*machines), strict=True)
+    ]
+    assert [(one.place, one.load.threads) for one in each] == wanted
+    assert setting.division.machines == len({*machines[0]})
+    assert (setting.machines_used, setting.for_rows(1).machines_used) == (2, len({*machines[0]}))
+    alone = setting.hardware.peaks(setting.dtype)
+    assert alone is not None
+    assert setting.peaks == alone.times(setting.division.machines).part(setting.engines_here)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data_parallel": 3}, "3 engines cannot be shared out among 2 machines"),
+        ({"data_parallel": 1}, "1 engine cannot be shared out among 2 machines"),
+        ({"data_parallel": 1, "tensor_parallel_size": 2}, "a multiple of 2 as engine.pipeline_parallel_size"),
+        ({"data_parallel": 6, "threads": 2}, "3 engines need 3 cores"),
+    ],
+)
+def test_machines_that_would_have_different_shares_are_refused(
+    tmp_path: Path, checkpoint: Checkpoint, machine: pytest.MonkeyPatch, settings: dict[str, int], said: str
+) -> None:
+    machine.setattr(resolving, "_most_threads", lambda threads: threads or 8)
+    asked = tuple((f"engine.{name}", str(value)) for name, value in settings.items())
+    job = job_of(tmp_path, ("engine.device", "cpu"), ("model.dtype", "bfloat16"), NODES, *asked)
+    with pytest.raises(JobFileError, match=said):
+        resolve(job, checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""The files that an engine reads, with their digests: those of a run and of its nodes have to be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from batchinfer.models.files.fingerprint import file_sha256
+from batchinfer.pipeline.workers.messages import WorkerSpec
+
+_READ = (".safetensors", ".gguf", ".json", ".jinja", ".model", ".txt")
+_NAMED = 5  # files that a message names
+
+
+def folders_of(spec: WorkerSpec) -> list[Path]:
+    """Return the folders, or files, that an engine or a rank reads."""
+    load = spec.load
+    found = [load.model, *(path for _, path in load.adapters)]
+    found += [] if load.beside is None else [load.beside.model]
+    found += [] if load.heads is None else [load.heads.weights]
+    return list(dict.fromkeys([*found, *([] if spec.tokenizer is None else [spec.tokenizer])]))
+
+
+def digests(path: Path, cache: MutableMapping[str, str]) -> dict[str, str]:
+    """Return the sha256 of each file of a folder that a model may be read from, by name; or of that one file. `cache`:
+    as of `file_sha256`. Raises OSError."""
+    files = [path] if path.is_file() else sorted(one for one in path.iterdir() if one.suffix in _READ)
+    return {one.name: file_sha256(one, cache, lambda _: None) for one in files if one.is_file()}
+
+
+def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """Say in words which files differ; "": none."""
+    names = [*_differing(expected, found)]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted({*expected, *found}):
+        if name not in found:
+            yield f"{name} is missing"
+        elif name not in expected:
+            yield f"{name} is not there at the run's machine"
+        elif expected[name] != found[name]:
+            yield f"{name} differs"

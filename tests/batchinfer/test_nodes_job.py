@@ -1,0 +1,288 @@
+"""A run with nodes: `batchinfer worker --join` in process groups of their own, over the loopback."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.core.errors import Unavailable
+from batchinfer.job import load_job
+from batchinfer.pipeline.run import run_job
+from batchinfer.pipeline.workers import replica
+from batchinfer.pipeline.workers.interrupts import Interrupts
+from batchinfer.pipeline.workers.nodes import lobby, node_transport
+from batchinfer.report.progress import Progress
+from tests.batchinfer.pipeline.test_orphans import MARK, marked
+from tests.batchinfer.pipeline.test_pipeline import run, table
+from tests.batchinfer.test_ranks_job import FLOAT32, REAL, SILENT_S, STAGES, TENSOR, job
+from tests.batchinfer.wrong_jobs import environment
+from tests.examples import first_of
+from tests.node_processes import ENGINE, RANK, Meeting, Node
+from tests.patience import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+DATA = "engine.data_parallel"
+ROOT = Path(__file__).parents[2]
+KINDS = {DATA: ENGINE, STAGES: RANK}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_children: None) -> list[dict[str, Any]]:
+    """What one process answers."""
+    path = job(tmp_path_factory.mktemp("alone") / "job", model)
+    run(path, REAL, FLOAT32)
+    return table(path)
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Meeting:
+    return Meeting(tmp_path)
+
+
+def run_with(meeting: Meeting, path: Path, count: int, *settings: tuple[str, str]) -> dict[str, Any]:
+    """Run a job with so many nodes."""
+    loaded = load_job(path, (FLOAT32, meeting.settings(count), *settings))
+    progress = Progress(io.StringIO(), quiet=True)
+    return run_job(loaded, REAL, progress, Interrupts(), meeting.notices.append).row
+
+
+@contextmanager
+def striking(find: Callable[[], list[int]], after_s: float, signum: int) -> Iterator[None]:
+    """Send a signal to the first process that is found, so long after it was."""
+    over = threading.Event()
+
+    def strike() -> None:
+        while not over.is_set():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if found := find():
+                    over.wait(after_s)
+                    os.kill(found[0], signum)
+                    return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(PATIENCE_S)
+
+
+def test_engines_of_two_nodes_answer_as_one_process_does(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting
+) -> None:
+    path = job(tmp_path / "job", model)
+    with meeting.nodes(2) as nodes:
+        row = run_with(meeting, path, 2)
+        assert [node.ended() for node in nodes] == [0, 0]
+        assert [node.left for node in nodes] == [[], []]
+    assert table(path) == alone
+    assert (row["exit_code"], row["replicas"], row["machines"], row["worker_restarts"]) == (0, 3, 3, 0)
+    assert sum("has joined" in line for line in meeting.notices) == 2
+    assert "joined the run" in nodes[0].text
+
+
+@pytest.mark.parametrize("division", first_of(({STAGES: 2}, {STAGES: 2, TENSOR: 2}), 1))
+def test_stages_on_two_machines_answer_as_one_process_does(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, division: dict[str, int]
+) -> None:
+    path = job(tmp_path / "job", model)
+    with meeting.nodes(1) as nodes:
+        row = run_with(meeting, path, 1, *((name, str(size)) for name, size in division.items()))
+        assert nodes[0].ended() == 0
+        assert nodes[0].left == []
+    assert table(path) == alone
+    ranks = division[STAGES] * division.get(TENSOR, 1)
+    assert (row["exit_code"], row["replicas"], row["ranks"], row["machines"]) == (0, 1, ranks, 2)
+
+
+def test_a_node_with_another_token_gets_nowhere(tmp_path: Path, model: Path, meeting: Meeting) -> None:
+    path, other = job(tmp_path / "job", model), tmp_path / "other"
+    other.touch(0o600)
+    other.write_text("f" * 48)
+    with meeting.nodes(1, other) as nodes:
+        loaded = load_job(path, (FLOAT32, meeting.settings(1, 4.0)))
+        progress = Progress(io.StringIO(), quiet=True)
+        with pytest.raises(Unavailable, match="0 of 1 nodes have joined"):
+            run_job(loaded, REAL, progress, Interrupts(), meeting.notices.append)
+        assert nodes[0].ended() == 77
+    assert "another token" in nodes[0].text
+    assert any("was refused" in line for line in meeting.notices)
+
+
+def test_a_node_of_another_version_is_sent_away(
+    tmp_path: Path, model: Path, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = lobby.about_this()
+    monkeypatch.setattr(lobby, "about_this", lambda: here | {"torch": "0.9"})
+    loaded = load_job(job(tmp_path / "job", model), (FLOAT32, meeting.settings(1, 6.0)))
+    with meeting.nodes(1) as nodes:
+        with pytest.raises(Unavailable, match="0 of 1 nodes have joined"):
+            run_job(loaded, REAL, Progress(io.StringIO(), quiet=True), Interrupts(), meeting.notices.append)
+        assert nodes[0].ended() == 69
+    said = f"torch {here['torch']}, and 0.9 where the job runs"
+    assert said in nodes[0].text
+    assert any(said in line for line in meeting.notices)
+
+
+def test_a_node_with_other_files_computes_nothing(
+    tmp_path: Path,
+    model: Path,
+    alone: list[dict[str, Any]],
+    meeting: Meeting,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank of another model would spoil the engine; an engine of another model would give other answers."""
+    read = node_transport.digests
+
+    def other(path: Path, cache: Any) -> dict[str, str]:
+        return read(path, cache) | {"model.safetensors": "0" * 64}
+
+    monkeypatch.setattr(node_transport, "digests", other)
+    path = job(tmp_path / "job", model)
+    said = r"is not what the run reads: model.safetensors differs"
+    with meeting.nodes(1), pytest.raises(Unavailable, match=said):
+        run_with(meeting, path, 1, (STAGES, "2"))
+    with meeting.nodes(1):
+        assert run_with(meeting, path, 1)["exit_code"] == 0
+    assert table(path) == alone
+    assert any("model.safetensors differs; the other engines go on" in line for line in meeting.notices)
+
+
+@pytest.mark.parametrize(("seed", "how"), first_of(
+    ((seed, how) for seed in range(10) for how in ("SIGKILL", "SIGSTOP", "SIGTERM")), 2
+))  # fmt: skip
+def test_the_others_go_on_without_a_lost_node(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, monkeypatch: pytest.MonkeyPatch,
+    seed: int, how: str,
+) -> None:  # fmt: skip
+    """At any moment since it has an engine."""
+    monkeypatch.setattr(replica, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(replica, "LOADING_SILENT_S", 2 * SILENT_S)
+    monkeypatch.setattr("batchinfer.pipeline.workers.nodes.node.START_S", 2.0)
+    monkeypatch.setattr("batchinfer.pipeline.workers.nodes.remote_process._KILL_S", 1.0)
+    path, after_s = job(tmp_path / "job", model), random.Random(seed).uniform(0, 4.0)
+    with meeting.nodes(2) as nodes:
+        lost = nodes[0]
+
+        def found() -> list[int]:
+            return [lost.process.pid] if lost.computing(ENGINE) else []
+
+        with striking(found, after_s, getattr(signal, how)):
+            assert run_with(meeting, path, 2)["exit_code"] == 0
+        if how == "SIGSTOP":
+            with suppress(ProcessLookupError):
+                os.kill(lost.process.pid, signal.SIGCONT)
+        codes = {"SIGKILL": (-9, 0), "SIGSTOP": (69, 0), "SIGTERM": (143, 0)}  # 0: it was over by then
+        assert lost.ended() in codes[how]
+        wait_until(lambda: not lost.left)
+        assert nodes[1].ended() == 0
+    assert table(path) == alone
+
+
+@pytest.mark.parametrize(("seed", "kind"), first_of(
+    ((seed, kind) for seed in range(10) for kind in (STAGES, DATA)), 2
+))  # fmt: skip
+def test_a_process_that_is_lost_on_a_node_is_started_again(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, seed: int, kind: str
+) -> None:
+    path, after_s = job(tmp_path / "job", model), random.Random(f"{kind} {seed}").uniform(0, 4.0)
+    with meeting.nodes(1) as nodes:
+        with striking(lambda: nodes[0].computing(KINDS[kind]), after_s, signal.SIGKILL):
+            row = run_with(meeting, path, 1, (kind, "2"))
+        assert (row["exit_code"], nodes[0].ended()) == (0, 0)
+    assert table(path) == alone
+
+
+def test_an_engine_that_lost_a_node_ends_and_the_same_command_goes_on(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting
+) -> None:
+    path = job(tmp_path / "job", model)
+    with meeting.nodes(1) as nodes:
+        lost = nodes[0]
+
+        def found() -> list[int]:
+            return [lost.process.pid] if lost.computing(RANK) else []
+
+        with striking(found, 1.0, signal.SIGKILL), pytest.raises(Unavailable, match=r"node 1 .* is gone"):
+            run_with(meeting, path, 1, (STAGES, "2"))
+        wait_until(lambda: not lost.left)
+    with meeting.nodes(1):
+        assert run_with(meeting, path, 1, (STAGES, "2"))["exit_code"] == 0
+    assert table(path) == alone
+
+
+@pytest.mark.parametrize("kind", first_of((STAGES, DATA), 1))
+def test_nothing_is_left_of_a_command_that_is_killed(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, kind: str
+) -> None:
+    path, mark = job(tmp_path / "job", model), "killed-" + meeting.folder.name
+    # a row at a time, so that it is killed before it is done
+    settings = [FLOAT32, (kind, "2"), ("engine.max_num_seqs", "1"), meeting.settings(1)]
+    command = [sys.executable, "-m", "batchinfer", "run", str(path), "-q"]
+    command += [word for name, value in settings for word in ("--set", f"{name}={value}")]
+    with meeting.nodes(1) as nodes:
+        with subprocess.Popen(command, start_new_session=True, env=environment(**{MARK: mark})) as process:
+            wait_until(lambda: _found(nodes[0], KINDS[kind]) or process.poll() is not None)
+            time.sleep(1.0)
+            assert process.poll() is None
+            process.kill()
+        assert nodes[0].ended() == 69
+        assert "is gone" in nodes[0].text
+        wait_until(lambda: not nodes[0].left and not marked(mark))
+    with meeting.nodes(1):
+        run_with(meeting, path, 1, (kind, "2"))
+    assert table(path) == alone
+
+
+def _found(node: Node, kind: bytes) -> list[int]:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return node.computing(kind)
+    return []
+
+
+@pytest.mark.parametrize("block", first_of((0, 1), 2))
+def test_the_commands_of_the_docs_run(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, block: int
+) -> None:
+    """By ssh, and under Slurm: each machine's command, on this one."""
+    page = (ROOT / "docs/large-models.md").read_text()
+    section = page.partition("## Several machines")[2].partition("\n## ")[0]
+    fenced = re.findall(r"```(yaml|sh)\n(.*?)```", section, re.DOTALL)
+    (yaml,) = (text for kind, text in fenced if kind == "yaml")
+    commands = [text for kind, text in fenced if kind == "sh"][block]
+    path = job(tmp_path / "job", model)
+    described = json.loads(path.read_text())  # JSON is YAML
+    engine = "".join(f"  {name}: {value}\n" for name, value in described.pop("engine").items())
+    sections = [f"{name}: {json.dumps(section)}\n" for name, section in described.items()]
+    path.write_text("".join([*sections, _here(yaml, meeting), engine]))
+    token, *by_ssh = next(text for kind, text in fenced if kind == "sh").splitlines()
+    processes = []
+    subprocess.run(["sh", "-c", token], cwd=path.parent, check=True)
+    for number in (0, 1):
+        script = by_ssh[number] if block == 0 else commands.replace("srun --nodes 2 --ntasks-per-node 1 ", "")
+        env = environment(SLURM_PROCID=str(number))
+        processes.append(subprocess.Popen(["sh", "-c", _here(script, meeting)], cwd=path.parent, env=env))
+    assert [process.wait(PATIENCE_S) for process in processes] == [0, 0]
+    assert [row["custom_id"] for row in table(path)] == [row["custom_id"] for row in alone]
+    assert {row["status"] for row in table(path)} == {"ok"}
+
+
+def _here(text: str, meeting: Meeting) -> str:
+    named = text.replace("10.0.0.1:7700", f"{meeting.host}:{meeting.port}")
+    return re.sub(r"\bbatchinfer (?=run|worker)", f"{sys.executable} -m batchinfer ", named)
