@@ -67,10 +67,14 @@ class HeadsBeside:
         began, states = self._clock(), self._runner.states
         hidden = torch.stack([states.of(row.request.key, row.output_length) for row in rows])
         tokens: list[list[int]] = self._runner.heads.tokens(self._runner.model.states(hidden), count).tolist()
-        found = (self._clock() - began) / self._least_s(len(rows), count)
+        self.measured(len(rows), count, self._clock() - began)
+        return tokens
+
+    def measured(self, rows: int, count: int, took_s: float) -> None:
+        """Take the time in which so many tokens of each row were proposed."""
+        found = took_s / self._least_s(rows, count)
         before = self._ratio or found
         self._ratio = before + _NEWEST * (min(found, 2 * before) - before)
-        return tokens
 
     def ended(self, row: Sequence) -> None:
         """Forget a row."""

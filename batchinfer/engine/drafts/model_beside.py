@@ -44,7 +44,7 @@ class BesideRunner:
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
+class _ReadRow:
     """Remembers what the model has read of a row. `own` is the row as the model runs it, its proposals included."""
 
     own: Sequence
@@ -76,7 +76,7 @@ class ModelBeside:
         self._size = beside.runner.layout.block_size
         self._times = ProposalTimes(beside.runner.cost, peaks)
         self._writer = PlanWriter(beside.eos_token_ids, beside.runner.wants)
-        self._readings: dict[Sequence, _Reading] = {}
+        self._readings: dict[Sequence, _ReadRow] = {}
         self._contents: dict[int, bytes] = {}  # full blocks of prompts that it has read, by what they hold
 
     @property
@@ -134,11 +134,11 @@ class ModelBeside:
         held = self._found(row) if one is None or one.preemptions != row.preemptions else self._held(one, row)
         return max(0, len(row) - 1 - held)
 
-    def _reading(self, row: Sequence, place: int) -> _Reading:
+    def _reading(self, row: Sequence, place: int) -> _ReadRow:
         """Bring up to date what is known of a row, as if all of it were read: it is, before any row behind it."""
         one = self._readings.get(row)
         if one is None or one.preemptions != row.preemptions:
-            one = self._readings[row] = _Reading(self._copied(row), row.preemptions)
+            one = self._readings[row] = _ReadRow(self._copied(row), row.preemptions)
             held = self._found(row)
         else:
             held = self._held(one, row)
@@ -168,19 +168,19 @@ class ModelBeside:
             draft_masks=[],
         )
 
-    def _take_mask(self, one: _Reading, row: Sequence) -> None:
+    def _take_mask(self, one: _ReadRow, row: Sequence) -> None:
         own, masks = one.own, self._beside.masks
         own.constraint = own.mask = None
         if masks is not None and row.constraint is not None and row.mask is not None:
             own.constraint = row.constraint.fork()
             own.mask = one.mask = masks.put(own.constraint)
 
-    def _forget_mask(self, one: _Reading) -> None:
+    def _forget_mask(self, one: _ReadRow) -> None:
         if one.mask is not None and self._beside.masks is not None:
             self._beside.masks.drop(one.mask)
             one.mask = one.own.mask = None
 
-    def _held(self, one: _Reading, row: Sequence) -> int:
+    def _held(self, one: _ReadRow, row: Sequence) -> int:
         """Count the first positions of a row that lie in its blocks as it has them now: of the proposals those that the
         row got."""
         own, same = one.own, one.known
@@ -196,7 +196,7 @@ class ModelBeside:
         known = (at for at in range(full) if self._contents.get(table[at]) != row.block_hash(at, size))
         return next(known, full) * size
 
-    def _note(self, one: _Reading, start: int) -> None:
+    def _note(self, one: _ReadRow, start: int) -> None:
         """Note what blocks hold once the row's positions from `start` on are written, its proposals included."""
         own, size = one.own, self._size
         table, full = own.tables[0], own.prompt_blocks(one.known, size)
@@ -206,7 +206,7 @@ class ModelBeside:
             else:
                 self._contents.pop(table[at], None)
 
-    def _read(self, readings: Seq[_Reading]) -> dict[Sequence, int]:
+    def _read(self, readings: Seq[_ReadRow]) -> dict[Sequence, int]:
         """Read what is not read yet of these rows, one row behind the other; the token that follows each."""
         given: dict[Sequence, int] = {}
         chunks, room = list[Chunk](), self._beside.most_tokens
@@ -233,7 +233,7 @@ class ModelBeside:
         self._times.measured(sum(c.length for c in chunks), len(chunks), context, self._clock() - began)
         return {sequence: given[0] for sequence, given in zip(sampling, tokens, strict=True)}
 
-    def _goes_on(self, one: _Reading, token: int, found: list[int]) -> bool:
+    def _goes_on(self, one: _ReadRow, token: int, found: list[int]) -> bool:
         """Take a token that the model gave; whether a further one may follow."""
         own, constraint = one.own, one.own.constraint
         if not 0 <= token < self._beside.whole_vocab or token in own.stop_token_ids:

@@ -20,6 +20,7 @@ from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import expected_right, worth_asking
+from batchinfer.engine.loop.drafting import takes
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.sequence import Sequence
@@ -60,7 +61,12 @@ class Beside:
             return []
         count = self.random.randint(1, self.most)
         assert self.model.seconds(asked, count) > 0
-        return zip(asked, self.model.propose(asked, count), strict=True)
+        found = self.model.propose(asked, count)
+        for row, tokens in zip(asked, found, strict=True):
+            if row.constraint is not None and row.mask is not None:
+                state = row.constraint.fork()
+                assert all(takes(state, token) for token in tokens), "the constraint does not allow it"
+        return zip(asked, found, strict=True)
 
     def waits(self, sequence: Sequence) -> bool:
         return self.random.random() < 0.8
