@@ -44,6 +44,7 @@ for _verb in (
     pull,
     quantize,
     doctor,
+    worker,
     status,
     query,
     report,
@@ -52,7 +53,6 @@ for _verb in (
     verify,
     clean,
     bench,
-    worker,
 ):
     app.command()(_verb)
 app.add_typer(schema, name="schema")

@@ -39,13 +39,13 @@ from batchinfer.data.kept.files import (
     put_in_place,
     read_marker,
 )
+from batchinfer.data.kept.record_shape import RecordShape
 from batchinfer.data.kept.rows import (
     SAMPLE_KEYS,
     SEVERAL,
     KeptSource,
     Marks,
     Records,
-    RecordShape,
     StretchSource,
     attempt_names,
     file_of,

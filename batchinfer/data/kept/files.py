@@ -23,7 +23,7 @@ from typing import Any
 
 from batchinfer.core.errors import StorageError
 from batchinfer.data.input.input_file import InputFile
-from batchinfer.data.kept.rows import RecordShape
+from batchinfer.data.kept.record_shape import RecordShape
 from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import Digest, FileOps, storage, write_json
 

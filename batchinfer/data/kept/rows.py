@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from batchinfer.data.input.digests.row_digest import DIGEST_BYTES
+from batchinfer.data.kept.record_shape import RecordShape
 
 Numbers = NDArray[np.int64]
 Marks = NDArray[np.bool_]
@@ -47,14 +48,6 @@ def attempt_names(attempt: int) -> tuple[str, str, str, str]:
     its max_tokens. The length is 0 where a row has no such attempt."""
     end = "" if attempt == 1 else f"_{attempt}"
     return f"key{end}", f"params_at{end}", f"params_size{end}", f"most{end}"
-
-
-class RecordShape(NamedTuple):
-    """How many keys a row has: one for each of its attempts, or one for each of its `samples`, all of the first
-    attempt."""
-
-    attempts: int = 1
-    samples: int = 1
 
 
 def record_type(shape: RecordShape) -> np.dtype[np.void]:
