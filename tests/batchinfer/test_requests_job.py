@@ -21,6 +21,7 @@ from batchinfer.core.errors import JobFileError
 from batchinfer.core.request import Completion, Request, RowError
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.data.results.reuse.draft_answers import DraftRequests
+from tests.batchinfer.costed_engine import COSTED, known_peaks
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
@@ -384,8 +385,9 @@ def test_a_draft_model_is_asked_for_texts_alone(tmp_path: Path, sentences: Path)
     one = Request(bytes(32), np.array([1, 2], np.int32), SamplingParams.vector("last"))
     assert DraftRequests(b"", 100, 300).of(one) is None
     requests = [text("hello", max_tokens=12), vectors(["one", "two"]), text("more", max_tokens=12)]
-    path = write_job(tmp_path, sentences, requests, drafts={"model": str(sentences)})
-    outcome = run(path, REAL)
+    path = write_job(tmp_path, sentences, requests, drafts={"model": str(sentences), "runs": "first"})
+    with known_peaks(tmp_path / "cache"):
+        outcome = run(path, replace(REAL, engine=COSTED))
     assert outcome.exit_code == 0
     assert outcome.row["model_accepted"] > 0
     (tmp_path / "plain").mkdir()
