@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pydantic_core import ErrorDetails
 from batchinfer.core.sampling import OTHER_NAMES
 from batchinfer.job.yaml_tree import Finding, Loc, resolve, shorten
 
+_A_WORD = re.compile(r"[\w.-]+")  # an example, as of an address, is none
 _NAMES: dict[object, str] = {
     int: "a whole number",
     float: "a number",
@@ -143,7 +145,7 @@ def _cure(value: object, expected: str) -> str | None:
         return "in YAML 1.2 only true and false are truth values, without quotes"
     if "number" in expected and isinstance(resolve(value), int | float):
         return "write the number without quotes; a ${VARIABLE} always gives a text, --set gives a number"
-    words = expected.replace(",", "").split()
+    words = [word for word in expected.replace(",", "").split() if _A_WORD.fullmatch(word)]
     same = _OTHER_WORDS.get(value.lower())
     near = [same] if same in words else difflib.get_close_matches(value, words, 1)
     return f'did you mean "{near[0]}"?' if near and value not in near else None

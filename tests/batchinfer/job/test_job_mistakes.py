@@ -551,6 +551,15 @@ def test_messages_are_for_people(folder: Path, name: str) -> None:
         )
 
 
+def test_an_example_is_not_taken_for_what_was_meant(folder: Path) -> None:
+    (folder / "job.yaml").write_text(
+        GOOD + "engine:\n  nodes: {listen: '0.0.0.0:7700', token_file: t, count: 1}\n"
+    )
+    with pytest.raises(JobFileError) as raised:
+        load_job(folder / "job.yaml")
+    assert "did you mean" not in str(raised.value)
+
+
 def test_the_good_one_is_good(folder: Path) -> None:
     (folder / "job.yaml").write_text(GOOD)
     assert load_job(folder / "job.yaml").name == "triage"
