@@ -12,15 +12,18 @@ import pyarrow as pa
 from batchinfer.data.storage.part_writer import PartWriter
 
 BATCH_ROWS = 512
+_NARROW = 64  # bytes of a value
 MOST_ROWS, _MOST_BYTES = 16 * BATCH_ROWS, 4 << 20  # that are put together, if they are more than BATCH_ROWS
 
 
 class EvenBatches:
-    """Hands rows on to a PartWriter: as many times BATCH_ROWS as have few bytes of text together."""
+    """Hands rows on to a PartWriter: as many times BATCH_ROWS as have few bytes of text together, where all columns are
+    texts or have a few bytes in each row."""
 
     def __init__(self, writer: PartWriter, schema: pa.Schema) -> None:
         self._writer = writer
         self._none = schema.empty_table().to_batches() or [pa.RecordBatch.from_pylist([], schema)]
+        self._most = MOST_ROWS if all(map(_is_narrow, schema.types)) else BATCH_ROWS
         self._texts = [at for at, kind in enumerate(schema.types) if kind in (pa.string(), pa.binary())]
         self._held: list[pa.RecordBatch] = []
         self._rows = self._bytes = 0
@@ -33,7 +36,7 @@ class EvenBatches:
             self._held.append(head)
             self._rows += head.num_rows
             self._bytes += sum(_text_bytes(head.column(at)) for at in self._texts)
-            many = self._rows == MOST_ROWS or self._bytes >= _MOST_BYTES
+            many = self._rows == self._most or self._bytes >= _MOST_BYTES
             if many and self._rows % BATCH_ROWS == 0:
                 self._hand_on()
 
@@ -46,6 +49,13 @@ class EvenBatches:
         if self._rows:
             self._writer.append(_one_batch([*self._none, *self._held]))
         self._held, self._rows, self._bytes = [], 0, 0
+
+
+def _is_narrow(kind: pa.DataType) -> bool:
+    """Whether all that a column's rows may take are texts, which are counted, and a few bytes each."""
+    if pa.types.is_fixed_size_binary(kind):
+        return bool(kind.byte_width <= _NARROW)
+    return kind in (pa.string(), pa.binary(), pa.null()) or bool(pa.types.is_primitive(kind))
 
 
 def _text_bytes(texts: pa.Array) -> int:

@@ -89,5 +89,5 @@ def quoted_line_ends(data: bytes, quote: int, delimiter: int) -> Numbers | None:
     if not (begins.all() and ends.all()):
         return None
     lines = line_ends(data)
-    outside: NDArray[np.bool_] = np.searchsorted(quotes, lines - 1) % 2 == 0
+    outside: NDArray[np.bool_] = np.searchsorted(quotes, lines) % 2 == 0
     return np.asarray(lines[outside], np.int64)

@@ -7,6 +7,7 @@ import io
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,17 @@ def test_equal_runs_read_alike(form: str, rows: Rows, other: Rows, cut: int) -> 
             digest = runs.digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
             own = [row for row in runs.opened(np.array([number])).rows if isinstance(row, dict)]
             assert found.setdefault(digest, own) == own
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+@settings(max_examples=60, deadline=None)
+@given(rows=ROWS)
+def test_the_last_line_needs_no_end(form: str, rows: Rows) -> None:
+    chunk = CHUNKS[form](rows)
+    chunk = replace(chunk, data=chunk.data.rstrip(b"\n"))
+    runs = runs_of(chunk)
+    if runs is not None:
+        assert [*runs.opened(every(runs)).rows] == [*chunk.read()]
 
 
 @pytest.mark.parametrize("form", CHUNKS)
