@@ -516,7 +516,7 @@ class KeptIndex:
             words = np.frombuffer(prompts.digests, "<u8").reshape(-1, 2)
             records["word"], records["rest"] = words[:, 0], words[:, 1]
         records["count"], records["opening"] = prompts.counts, prompts.openings
-        if self._shape.samples > 1:
+        if prompts.sample_keys:  # else there are error rows alone
             records[SAMPLE_KEYS] = np.frombuffer(prompts.sample_keys, records.dtype[SAMPLE_KEYS])
         places = writer.texts(prompts.params)
         if not len(places):

@@ -162,6 +162,7 @@ def joined_prompts(pieces: Iterable[Prepared]) -> Prepared:
         _joined_numbers([piece.dimensions for piece in pieces], pieces),
         _joined_further(pieces),
         _joined_places(pieces),
+        _joined_sample_keys(pieces),
     )
 
 
@@ -182,6 +183,12 @@ def _joined_places(pieces: Sequence[Prepared]) -> NDArray[np.int32] | None:
             for piece in pieces
         ]
     )
+
+
+def _joined_sample_keys(pieces: Sequence[Prepared]) -> bytes:
+    """Return the keys of further answers to all rows; those of a row of which nothing is known are zeros."""
+    width = max((len(piece.sample_keys) // len(piece) for piece in pieces if len(piece)), default=0)
+    return b"".join(piece.sample_keys or bytes(width * len(piece)) for piece in pieces)
 
 
 def _joined_numbers(
