@@ -54,6 +54,7 @@ class DeviceRun:
     masked: list[tuple[int, Masked]] = field(default_factory=list)
     stated: list[RowStates] = field(default_factory=list)  # of each that has any
     scored: int = 0  # micro-batches that have scores
+    collective_s: None = None  # the host does not wait for them
 
     def tokens(self) -> list[list[int]]:
         """Wait for the step; the next tokens of each chunk that samples."""
