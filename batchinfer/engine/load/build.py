@@ -139,7 +139,7 @@ class LoadedWeights:
         parts = company.everyone, turns, self.beside, self.heads, machines
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
-        fitted = fit_cache(runner, limits, memory.room(), counters, config, self.untimed)
+        fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work
         beside: AnyBeside | None = None
         if self.heads is not None:
