@@ -20,7 +20,7 @@ TARGET, DTYPE, DIM, ROWS = "sm_90", "bfloat16", 128, 64
 PARTS: dict[str, tuple[ModelSpec, int]] = {
     "3 KV heads over 6 ranks": (llama_spec(1, 3072, 8448, 24, 3, DIM, 32_003), 6),
     "9 heads of 3": (llama_spec(1, 2304, 6144, 18, 6, DIM, 50_257), 2),
-    "7 heads of 1": (llama_spec(1, 3584, 18_944, 28, 4, DIM, 151_936), 4),
+    "7 heads of 1": (llama_spec(1, 3584, 18_944, 28, 4, DIM, 151_938), 4),
     "5 heads of 5": (llama_spec(1, 1280, 5120, 10, 10, DIM, 128_259), 2),
 }
 
