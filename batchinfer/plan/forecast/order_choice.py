@@ -138,7 +138,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
     all_rows = every == 1 and engine.multiple == 1
     whole = None if all_rows else round((plan.prompt_tokens + plan.expected_tokens) * engine.multiple)
     sampled = PlanSample(requests, arrivals, whole)
-    seconds = compared(engine.machine, sampled, engine.lengths()[0])
+    seconds = compared(engine.machine, sampled, engine.lengths)
     share = len(requests) / (plan.to_run * engine.multiple)
     policy = best(seconds, all_rows)
     why = (
