@@ -22,7 +22,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
 from batchinfer.models.checkpoint.stored_parts import check_parts
-from batchinfer.models.checkpoint.weights import CheckpointWeights, Weights
+from batchinfer.models.checkpoint.weights import CheckpointWeights, ReadCount, Weights
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.foreign.spec import ForeignSpec
@@ -61,6 +61,7 @@ class ModelSource:
     adapter_places: int | None = None  # how many adapters are on the device at a time; None: all
     ranks: Ranks = ALONE  # with which it is computed; its spec and its weights are those of this rank's part
     whole: ModelSpec | None = None  # the model that it is a part of; None: it is all of it
+    read: ReadCount = field(default_factory=ReadCount)  # by its weights, of its checkpoint's files
     # Its decode steps launch the same kernels each time, and never wait for the device
     can_be_captured: ClassVar[bool] = True
 
@@ -197,8 +198,11 @@ def checkpoint_source(
         merged = next((adapter for adapter in found.values() if adapter.config.dora), None)
         beside = {name: adapter for name, adapter in found.items() if not adapter.config.dora}
         place = ranks.place
-        weights = partial(CheckpointWeights, checkpoint, place=place)
-        whole = ModelSource(spec, checkpoint.parameters, weights, beside, merged, path, adapter_places)
+        read = ReadCount()
+        weights = partial(CheckpointWeights, checkpoint, place=place, read=read)
+        whole = ModelSource(
+            spec, checkpoint.parameters, weights, beside, merged, path, adapter_places, read=read
+        )
         if place.whole:
             return whole
         check_parts(checkpoint, place)

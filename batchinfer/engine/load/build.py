@@ -30,6 +30,7 @@ from batchinfer.engine.load.loaded_model import AnyBeside, LoadedModel
 from batchinfer.engine.load.ranked import (
     AnyEngine,
     Tell,
+    account_of,
     follower_of,
     in_turns,
     layout_for,
@@ -40,15 +41,16 @@ from batchinfer.engine.load.ranked import (
 )
 from batchinfer.engine.load.settling import settled
 from batchinfer.engine.loop.engine import EngineLimits
+from batchinfer.engine.ranks.account import RankAccount
 from batchinfer.engine.ranks.following import Follower
 from batchinfer.engine.ranks.joining import Company, join
 from batchinfer.engine.ranks.seat import Seat
-from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import scheduler_config
 from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.machine.memory import own_resident_memory
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
@@ -63,7 +65,7 @@ class BuiltEngine:
     engine: AnyEngine
     info: EngineInfo
     read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
-    wait: StageWait  # of this process, for ranks of other stages
+    account: RankAccount | None = None  # of this process; None: it is no rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +84,7 @@ class LoadedWeights:
     company: Company
     beside: WeightsBeside | None = None  # a draft model's; None: there is none
     heads: LoadedHeads | None = None  # of the model; None: there are none
+    before_bytes: int | None = None  # in memory before anything was loaded; None: not known
 
     def engine(
         self,
@@ -94,14 +97,19 @@ class LoadedWeights:
         any."""
         loaded = self.model(config, agreed)
         if tell is None:
-            engine: AnyEngine = loaded.engine(config.peaks, stop_streams)
-        else:
-            engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
-        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self.company.wait)
+            return BuiltEngine(
+                loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read
+            )
+        engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
+        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self._account(loaded))
 
     def follower(self, config: EngineConfig, agreed: Agreed) -> Follower:
         """Make what follows the leading rank, whose choices `agreed` returns; raises as `model` does."""
-        return follower_of(self.model(config, agreed), self.company)
+        loaded = self.model(config, agreed)
+        return follower_of(loaded, self.company, self._account(loaded))
+
+    def _account(self, loaded: LoadedModel) -> RankAccount:
+        return account_of(self.source, loaded.info, self.company, self.before_bytes)
 
     def model(self, config: EngineConfig, agreed: Agreed = alone) -> LoadedModel:
         """Size the KV cache and warm up. A choice by time is made through `agreed`. Raises OutOfMemory when the job
@@ -131,7 +139,7 @@ class LoadedWeights:
         parts = company.everyone, turns, self.beside, self.heads, machines
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
-        fitted = fit_cache(runner, limits, memory.room(), counters, config, self.untimed)
+        fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work
         beside: AnyBeside | None = None
         if self.heads is not None:
@@ -169,7 +177,7 @@ def load_weights(
 
     Raises Unavailable without the device, and what loading a checkpoint raises.
     """
-    device, threads = settled(config)
+    before_bytes, (device, threads) = own_resident_memory(), settled(config)
     if device.type == "cuda":
         _announce_compilations(untimed)
     company = join(seat, device)
@@ -183,7 +191,7 @@ def load_weights(
     masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
     more = load_beside(config, device, company), load_heads(config, arithmetic, company)
     return LoadedWeights(
-        config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, company, *more
+        config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, company, *more, before_bytes
     )
 
 
