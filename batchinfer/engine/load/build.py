@@ -25,7 +25,8 @@ from batchinfer.engine.load.beside import WeightsBeside, load_beside
 from batchinfer.engine.load.cache_fit import fit_cache
 from batchinfer.engine.load.cache_memory import CacheMemory
 from batchinfer.engine.load.device_fit import Fitted
-from batchinfer.engine.load.heads import LoadedHeads, load_heads
+from batchinfer.engine.load.heads import load_heads
+from batchinfer.engine.load.loaded_heads import HeadedModel, LoadedHeads
 from batchinfer.engine.load.loaded_model import AnyBeside, LoadedModel
 from batchinfer.engine.load.ranked import (
     AnyEngine,
@@ -131,24 +132,17 @@ class LoadedWeights:
         own, cost = staged(model, company, self.arithmetic), source.cost(self.arithmetic)
         layout = layout_for(source, block_size, longest)
         runner = ModelRunner(own, ops, [], layout, sampler, cost, device, in_group=company.divided)
-        if self.heads is not None:
-            runner = self.heads.watching(runner)
         runner.give_adapters(_numbers(config.load.adapters, source))
         dtype = self.arithmetic.dtype
         machines = company.division.machines
-        parts = company.everyone, turns, self.beside, self.heads, machines
+        parts = company.everyone, turns, self.heads or self.beside, machines
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
         fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work
-        beside: AnyBeside | None = None
-        if self.heads is not None:
-            beside = self.heads.runner(fitted.runner)
-        elif self.beside is not None:
-            blocks = fitted.blocks, longest
-            beside = self.beside.runner(fitted.runner, source.spec, fitted.limits, *blocks, self.masks)
+        running, beside = self._with_beside(fitted, longest)
         return LoadedModel(
-            runner=fitted.runner,
+            runner=running,
             limits=fitted.limits,
             engine_limits=EngineLimits(source.spec.content_roots(longest), eos),
             info=replace(
@@ -162,6 +156,16 @@ class LoadedWeights:
             beside=beside,
             turns=turns,
         )
+
+    def _with_beside(self, fitted: Fitted, longest: int) -> tuple[ModelRunner, AnyBeside | None]:
+        """Return the engine's runner, and what proposes beside its model, if anything does."""
+        runner, spec = fitted.runner, self.source.spec
+        if self.heads is not None:
+            return self.heads.of(HeadedModel(runner, spec, fitted.limits, fitted.blocks, longest, self.masks))
+        if self.beside is None:
+            return runner, None
+        blocks = fitted.blocks, longest
+        return runner, self.beside.runner(runner, spec, fitted.limits, *blocks, self.masks)
 
 
 def load_weights(
