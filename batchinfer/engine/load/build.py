@@ -21,13 +21,11 @@ from batchinfer.engine.config import (
     Untimed,
     alone,
 )
-from batchinfer.engine.load.beside import WeightsBeside, load_beside
 from batchinfer.engine.load.cache_fit import fit_cache
 from batchinfer.engine.load.cache_memory import CacheMemory
 from batchinfer.engine.load.device_fit import Fitted
-from batchinfer.engine.load.heads import load_heads
-from batchinfer.engine.load.loaded_heads import HeadedModel, LoadedHeads
-from batchinfer.engine.load.loaded_model import AnyBeside, LoadedModel
+from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.load.proposers import Proposers, load_proposers
 from batchinfer.engine.load.ranked import (
     AnyEngine,
     Tell,
@@ -84,8 +82,7 @@ class LoadedWeights:
     untimed: Untimed
     cost: ModelCost  # of the whole model, of which this may be the part of one rank
     company: Company
-    beside: WeightsBeside | None = None  # a draft model's; None: there is none
-    heads: LoadedHeads | None = None  # of the model; None: there are none
+    proposers: Proposers
     before_bytes: int | None = None  # in memory before anything was loaded; None: not known
 
     def engine(
@@ -136,12 +133,12 @@ class LoadedWeights:
         runner.give_adapters(_numbers(config.load.adapters, source))
         dtype = self.arithmetic.dtype
         machines = company.division.machines
-        parts = company.everyone, turns, self.heads or self.beside, machines
+        parts = company.everyone, turns, self.proposers.loaded, machines
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
         fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work
-        running, beside = self._with_beside(fitted, longest)
+        running, beside = self.proposers.of(source, fitted, longest, self.masks)
         return LoadedModel(
             runner=running,
             limits=fitted.limits,
@@ -157,16 +154,6 @@ class LoadedWeights:
             beside=beside,
             turns=turns,
         )
-
-    def _with_beside(self, fitted: Fitted, longest: int) -> tuple[ModelRunner, AnyBeside | None]:
-        """Return the engine's runner, and what proposes beside its model, if anything does."""
-        runner, spec = fitted.runner, self.source.spec
-        if self.heads is not None:
-            return self.heads.of(HeadedModel(runner, spec, fitted.limits, fitted.blocks, longest, self.masks))
-        if self.beside is None:
-            return runner, None
-        blocks = fitted.blocks, longest
-        return runner, self.beside.runner(runner, spec, fitted.limits, *blocks, self.masks)
 
 
 def load_weights(
@@ -194,9 +181,20 @@ def load_weights(
     decoder = source.load(ops, arithmetic)
     eos = frozenset(source.spec.eos_token_ids)
     masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
-    more = load_beside(config, device, company), load_heads(config, arithmetic, company)
+    proposers = load_proposers(config, arithmetic, device, company)
     return LoadedWeights(
-        config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, company, *more, before_bytes
+        config,
+        source,
+        ops,
+        arithmetic,
+        threads,
+        decoder,
+        masks,
+        untimed,
+        cost,
+        company,
+        proposers,
+        before_bytes,
     )
 
 

@@ -187,7 +187,7 @@ class CheckpointWeights(Weights):
     def tensor(self, name: str) -> Tensor:
         """Read a tensor that is no parameter of the model, dequantised where it is packed."""
         part = stored_part(self._checkpoint, StoredParameter(name), None)
-        with _OpenFiles(self._checkpoint) as files:
+        with _OpenFiles(self._checkpoint, self._count) as files:
             return self._copied([files.found(part)], self._dtype)
 
     def _coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
