@@ -57,6 +57,7 @@ class ModelSource:
     weights: Callable[[torch.dtype, torch.device], Weights]
     adapters: Mapping[str, StoredAdapter] = field(default_factory=dict)  # by fingerprint
     merged: StoredAdapter | None = None  # an adapter that all rows have, in the weights
+    folder: Path | None = None  # may say that its channels are others than those that adapters were made for
     adapter_places: int | None = None  # how many adapters are on the device at a time; None: all
     ranks: Ranks = ALONE  # with which it is computed; its spec and its weights are those of this rank's part
     whole: ModelSpec | None = None  # the model that it is a part of; None: it is all of it
@@ -122,7 +123,7 @@ class ModelSource:
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
         with self.weights(*place) as own:
             stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
-            with AdaptedWeights(stored, self.spec, adapters, *kept, self._part) as adapted:
+            with AdaptedWeights(stored, self.spec, adapters, *kept, self._part, self.folder) as adapted:
                 watched = WatchedWeights(SmoothedWeights(adapted, self.spec, self.ranks.experts), self.spec)
                 # Looking for outliers takes passes over weights, which a run without codes need not wait for
                 weights = watched if rounded else adapted
@@ -199,7 +200,9 @@ def checkpoint_source(
         place = ranks.place
         read = ReadCount()
         weights = partial(CheckpointWeights, checkpoint, place=place, read=read)
-        whole = ModelSource(spec, checkpoint.parameters, weights, beside, merged, adapter_places, read=read)
+        whole = ModelSource(
+            spec, checkpoint.parameters, weights, beside, merged, path, adapter_places, read=read
+        )
         if place.whole:
             return whole
         check_parts(checkpoint, place)

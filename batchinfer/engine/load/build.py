@@ -21,12 +21,11 @@ from batchinfer.engine.config import (
     Untimed,
     alone,
 )
-from batchinfer.engine.load.beside import WeightsBeside, load_beside
 from batchinfer.engine.load.cache_fit import fit_cache
 from batchinfer.engine.load.cache_memory import CacheMemory
 from batchinfer.engine.load.device_fit import Fitted
-from batchinfer.engine.load.heads import LoadedHeads, load_heads
-from batchinfer.engine.load.loaded_model import AnyBeside, LoadedModel
+from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.load.proposers import Proposers, load_proposers
 from batchinfer.engine.load.ranked import (
     AnyEngine,
     Tell,
@@ -52,8 +51,9 @@ from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsF
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.machine.memory import own_resident_memory
 from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
+from batchinfer.models.ops.prefill_choice import PromptSizes
 from batchinfer.models.sources import Decoders, Source
 from batchinfer_kernels.cost import ModelCost
 
@@ -82,8 +82,7 @@ class LoadedWeights:
     untimed: Untimed
     cost: ModelCost  # of the whole model, of which this may be the part of one rank
     company: Company
-    beside: WeightsBeside | None = None  # a draft model's; None: there is none
-    heads: LoadedHeads | None = None  # of the model; None: there are none
+    proposers: Proposers
     before_bytes: int | None = None  # in memory before anything was loaded; None: not known
 
     def engine(
@@ -121,7 +120,7 @@ class LoadedWeights:
         captured = source.can_be_captured and company.division.captured
         limits, turns = in_turns(scheduler_config(config, self.cost, captured), company.division.stages)
         sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
-        ops = fastest_prefill(self.ops, sizes, device, source.plain_attention, agreed)
+        ops = fastest_operators(self.ops, sizes, device, source.plain_attention, agreed)
         model = self.decoder(ops, longest)
         eos = frozenset(source.spec.eos_token_ids)
         # Peers know what is asked of the head before the masks are looked at, and not behind that
@@ -131,24 +130,17 @@ class LoadedWeights:
         own, cost = staged(model, company, self.arithmetic), source.cost(self.arithmetic)
         layout = layout_for(source, block_size, longest)
         runner = ModelRunner(own, ops, [], layout, sampler, cost, device, in_group=company.divided)
-        if self.heads is not None:
-            runner = self.heads.watching(runner)
         runner.give_adapters(_numbers(config.load.adapters, source))
         dtype = self.arithmetic.dtype
         machines = company.division.machines
-        parts = company.everyone, turns, self.beside, self.heads, machines
+        parts = company.everyone, turns, self.proposers.loaded, machines
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
         fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work
-        beside: AnyBeside | None = None
-        if self.heads is not None:
-            beside = self.heads.runner(fitted.runner)
-        elif self.beside is not None:
-            blocks = fitted.blocks, longest
-            beside = self.beside.runner(fitted.runner, source.spec, fitted.limits, *blocks, self.masks)
+        running, beside = self.proposers.of(source, fitted, longest, self.masks)
         return LoadedModel(
-            runner=fitted.runner,
+            runner=running,
             limits=fitted.limits,
             engine_limits=EngineLimits(source.spec.content_roots(longest), eos),
             info=replace(
@@ -189,9 +181,20 @@ def load_weights(
     decoder = source.load(ops, arithmetic)
     eos = frozenset(source.spec.eos_token_ids)
     masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
-    more = load_beside(config, device, company), load_heads(config, arithmetic, company)
+    proposers = load_proposers(config, arithmetic, device, company)
     return LoadedWeights(
-        config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, company, *more, before_bytes
+        config,
+        source,
+        ops,
+        arithmetic,
+        threads,
+        decoder,
+        masks,
+        untimed,
+        cost,
+        company,
+        proposers,
+        before_bytes,
     )
 
 

@@ -17,7 +17,13 @@ from torch import Tensor
 from batchinfer.core.hub import GGUF
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.read_ahead import ReadAhead
-from batchinfer.models.checkpoint.stored_parts import NO_SLICES, StoredPart, StoredParts, slices_of
+from batchinfer.models.checkpoint.stored_parts import (
+    NO_SLICES,
+    StoredPart,
+    StoredParts,
+    slices_of,
+    stored_part,
+)
 from batchinfer.models.checkpoint.stretch import Stretch, stretch_of
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.families.family import Part
@@ -177,6 +183,12 @@ class CheckpointWeights(Weights):
                     parts = [files.coded(places[part]) for part, _ in linear.parts]
                     found |= self._coded(linear, parts)
             return found
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor that is no parameter of the model, dequantised where it is packed."""
+        part = stored_part(self._checkpoint, StoredParameter(name), None)
+        with _OpenFiles(self._checkpoint, self._count) as files:
+            return self._copied([files.found(part)], self._dtype)
 
     def _coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
         """The parts above one another, with their scales and, where blocks share these, the lines that say which."""
