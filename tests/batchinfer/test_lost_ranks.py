@@ -147,7 +147,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 )
 def test_a_process_that_is_lost_costs_nothing(tmp_path: Path, undisturbed: Undisturbed, number: int) -> None:
     """The command makes every loss good but its own, and that of memory while an engine loads, after which the same
-    command goes on. (Without memory it may not end: Python waits for a thread that could not begin.) What is published has the bytes of a run that nobody disturbed, and no process is left."""
+    command goes on. (Without memory it may not end: Python waits for a thread that could not begin.) What is published
+    has the bytes of a run that nobody disturbed, and no process is left."""
     division, who, what = ALL[number]
     chance = random.Random(f"{SEED} {number}")
     share, ranks = chance.random(), 1
