@@ -124,7 +124,8 @@ class DraftModelSection(Section):
     )
     heads: ModelPath | None = Field(
         default=None,
-        description="Folder of Medusa heads that were trained for the job's model, instead of model.",
+        description="Folder of Medusa heads or of an EAGLE-3 head that were trained for the job's model, or the "
+        "model's own where it has a layer for further tokens, instead of model.",
     )
     quantization: AskedQuantization = Field(
         default="auto",

@@ -35,7 +35,9 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.report.progress import Progress
 from tests.batchinfer.costed_engine import COSTED, known_peaks
+from tests.batchinfer.eagle_heads import SIZES, EagleReference, save_eagle
 from tests.batchinfer.medusa_heads import heads_of, save_heads
+from tests.batchinfer.mtp_layers import add_mtp, start_of
 from tests.batchinfer.pipeline.test_pipeline import no_engine, run, table, write_job
 from tests.batchinfer.plan.forecast.forecasts import planned
 from tests.lora_adapters import make_adapter
@@ -501,19 +503,44 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
         load_job(path)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "penalised", "schema", "replicas"])
-def test_rows_are_those_of_a_job_without_heads(tmp_path: Path, model: Path, large: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [
+        *((kind, "medusa") for kind in ("greedy", "penalised", "schema", "replicas")),
+        *((kind, "eagle") for kind in ("greedy", "sampled", "penalised", "logprobs", "schema", "replicas")),
+    ],
+)
+def test_rows_are_those_of_a_job_without_heads(
+    tmp_path: Path, model: Path, large: Path, kind: str, heads: str
+) -> None:
     """Heads that say the token once more: answers of a small random model repeat themselves."""
     plain = job(tmp_path / "off", large, "off", **JOBS[kind])
     wanted = run(plain, REAL, FLOAT32)
-    path = job(tmp_path / "job", large, {"heads": str(repeating(large, tmp_path / "heads"))}, **JOBS[kind])
+    folder = {"medusa": repeating, "eagle": echoing}[heads](large, tmp_path / "heads")
+    path = job(tmp_path / "job", large, {"heads": str(folder)}, **JOBS[kind])
     got = run(path, REAL, FLOAT32)
     assert (got.exit_code, table(path)) == (0, table(plain))
-    assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
+    if kind != "replicas":
+        assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
     assert got.row["heads_drafted"] > got.row["heads_accepted"]
     if kind != "schema":
         assert got.row["heads_accepted"] > 0
         assert got.row["proposing_s"] > 0
+
+
+def echoing(model: Path, folder: Path) -> Path:
+    """Make an EAGLE-3 head that proposes what the model's own head does of what the last layers read."""
+    weights, config = load_file(model / WEIGHTS), json.loads((model / "config.json").read_text())
+    out = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    vocab, hidden = out.shape
+    head = EagleReference(hidden, vocab, vocab)
+    with torch.no_grad():
+        for one in (head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj, head.fc):
+            one.weight.zero_()
+        head.fc.weight[:, 2 * hidden :].copy_(torch.eye(hidden))
+        head.norm.weight.copy_(weights["model.norm.weight"])
+        head.lm_head.weight.copy_(out)
+    return save_eagle(folder, head, vocab, rms_norm_eps=config["rms_norm_eps"])
 
 
 def repeating(model: Path, folder: Path, hidden: int = 0) -> Path:
@@ -550,3 +577,74 @@ def test_heads_are_checked_before_anything_runs_and_count_as_weights(tmp_path: P
     assert found.memory is not None
     values = sum(one.numel() for one in load_file(fitting / "medusa_lm_head.safetensors").values())
     assert found.memory.weights == plain.memory.weights + 4 * values
+
+
+def test_a_head_with_a_layer_counts_as_weights_and_as_cache(tmp_path: Path, model: Path, large: Path) -> None:
+    """Its layer's K and V of each token, and the state that it reads of it."""
+    folder = echoing(large, tmp_path / "eagle")
+    plain, found = (
+        planned(job(tmp_path / name, large, drafts), FLOAT32)
+        for name, drafts in (("plain", "off"), ("heads", {"heads": str(folder)}))
+    )
+    assert plain.memory is not None
+    assert found.memory is not None
+    tensors = load_file(folder / WEIGHTS).values()
+    values = sum(one.numel() for one in tensors if one.is_floating_point())
+    assert found.memory.weights == plain.memory.weights + 4 * values
+    tokens = found.memory.blocks * found.memory.block_size
+    assert tokens == plain.memory.blocks * plain.memory.block_size
+    layer, state = 2 * SIZES["num_key_value_heads"] * 12, SIZES["hidden_size"]
+    assert found.memory.kv_cache == plain.memory.kv_cache + 4 * tokens * (layer + state)
+
+
+def test_a_head_that_does_not_fit_is_refused_before_anything_runs(
+    tmp_path: Path, model: Path, large: Path
+) -> None:
+    folder = echoing(large, tmp_path / "heads")
+    few = job(tmp_path / "few", model, {"heads": str(folder)})
+    with pytest.raises(
+        JobFileError, match=r"drafts\.heads: .*a model of 2 layers needs eagle_aux"
+    ) as refused:
+        run(few, REAL)
+    assert refused.value.exit_code == 78
+    windowed = Path(shutil.copytree(large, tmp_path / "windowed"))
+    config = json.loads((windowed / "config.json").read_text())
+    told = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
+    (windowed / "config.json").write_text(json.dumps(config | told))
+    with pytest.raises(JobFileError, match=r"drafts\.heads: every layer of the job's model has a window"):
+        run(job(tmp_path / "job", windowed, {"heads": str(folder)}), REAL)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "schema"])
+def test_rows_are_those_of_a_job_without_the_layer_for_further_tokens(
+    tmp_path: Path, model: Path, kind: str
+) -> None:
+    """It is in the model's own folder, and says what follows a token where nothing else counts: nearly nothing does."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    add_mtp(folder, 12, vocab=json.loads((model / "config.json").read_text())["vocab_size"])
+    save_file(by_last_token(load_file(folder / WEIGHTS)), folder / WEIGHTS, {"format": "pt"})
+    plain = job(tmp_path / "off", folder, "off", **JOBS[kind])
+    wanted = run(plain, REAL, FLOAT32)
+    path = job(tmp_path / "job", folder, {"heads": str(folder)}, **JOBS[kind])
+    got = run(path, REAL, FLOAT32)
+    assert (got.exit_code, table(path)) == (0, table(plain))
+    assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
+    assert got.row["heads_accepted"] > 0.6 * got.row["heads_drafted"] > 0
+    if kind == "greedy":
+        assert got.row["steps"] < 0.6 * wanted.row["steps"]
+
+
+def by_last_token(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Make a model whose layers change little, and its layer for further tokens one that gives the embedding."""
+    hidden, start = len(weights["model.norm.weight"]), start_of(12)
+    for name, one in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            one.mul_(0.0 if name.startswith(start) else 0.001)
+    fuse = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+    further = {
+        "eh_proj": fuse,
+        "enorm": torch.ones(hidden),
+        "shared_head.norm": weights["model.norm.weight"].clone(),
+    }
+    return weights | {f"{start}{name}.weight": one for name, one in further.items()}

@@ -41,15 +41,20 @@ class BesideRunner:
     whole_vocab: int  # of the job's model
     eos_token_ids: frozenset[int]  # of the job's model
     masks: ConstraintMasks | None  # None: there are none, or they are for other tokens
+    # Whether it is a head of the job's model: at each position it reads the token behind it, beside a state that the
+    # job's model left there. What it made of its own proposals in place of such states is made again
+    head: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _ReadRow:
-    """Remembers what the model has read of a row. `own` is the row as the model runs it, its proposals included."""
+    """Remembers what the model has read of a row. `own` is the row as the model runs it, its proposals included; of a
+    head's the row's first token is left out."""
 
+    row: Sequence
     own: Sequence
     preemptions: int  # of the row, when its blocks were looked at
-    known: int = 0  # tokens that were no proposals
+    known: int = 0  # tokens of its own that were no proposals
     room: int = 0  # positions in blocks that the row keeps
     mask: int | None = None  # of its constraint, while the model proposes
 
@@ -65,9 +70,10 @@ class ModelBeside:
 
     It draws as the job's model will: with penalties, biases, bans and the draws of the token's position. Where a row
     has a constraint, it proposes what that allows, if both models have as many tokens.
-    """
 
-    name: DraftName = "model"
+    A head of the job's model is one, too. What it made at the last position of a block depends on the token behind,
+    which rows that part there do not share: they have what the first one of them had, which is worth a little less.
+    """
 
     def __init__(
         self, beside: BesideRunner, peaks: Peaks, clock: Callable[[], float] = time.perf_counter
@@ -76,8 +82,14 @@ class ModelBeside:
         self._size = beside.runner.layout.block_size
         self._times = ProposalTimes(beside.runner.cost, peaks)
         self._writer = PlanWriter(beside.eos_token_ids, beside.runner.wants)
+        self._ahead = int(beside.head)  # by how many tokens those that it reads are before their positions
         self._readings: dict[Sequence, _ReadRow] = {}
         self._contents: dict[int, bytes] = {}  # full blocks of prompts that it has read, by what they hold
+
+    @property
+    def name(self) -> DraftName:
+        """The name by which reports know it."""
+        return "heads" if self._beside.head else "model"
 
     @property
     def most_rows(self) -> int:
@@ -92,7 +104,7 @@ class ModelBeside:
     def takes(self, row: Sequence) -> bool:
         """Whether it can be asked about a row: it has the row's positions and tokens."""
         beside, length = self._beside, len(row)
-        if min(length + MOST_PROPOSED, row.max_length) > beside.roots.max_model_len:
+        if min(length + MOST_PROPOSED, row.max_length) > beside.roots.max_model_len or length <= self._ahead:
             return False
         return beside.vocab >= beside.whole_vocab or (
             max(row.tokens) < beside.vocab and _most_named(row) < beside.vocab
@@ -132,23 +144,23 @@ class ModelBeside:
         """Count the tokens of a row that it has to read beyond the last one."""
         one = self._readings.get(row)
         held = self._found(row) if one is None or one.preemptions != row.preemptions else self._held(one, row)
-        return max(0, len(row) - 1 - held)
+        return max(0, len(row) - self._ahead - 1 - held)
 
     def _reading(self, row: Sequence, place: int) -> _ReadRow:
         """Bring up to date what is known of a row, as if all of it were read: it is, before any row behind it."""
         one = self._readings.get(row)
         if one is None or one.preemptions != row.preemptions:
-            one = self._readings[row] = _ReadRow(self._copied(row), row.preemptions)
+            one = self._readings[row] = _ReadRow(row, self._copied(row), row.preemptions)
             held = self._found(row)
         else:
             held = self._held(one, row)
         table, spare = row.tables[self._beside.table], -(-MOST_PROPOSED // self._size)
         first = self._beside.blocks + place * spare
         own = one.own
-        own.tokens, own.tables = row.tokens[:], [[*table, *range(first, first + spare)]]
-        own.computed = min(held, len(row) - 1)
+        own.tokens, own.tables = row.tokens[self._ahead :], [[*table, *range(first, first + spare)]]
+        own.computed = min(held, len(own) - 1)
         # Blocks behind what the job's model has computed may be taken back
-        one.known, one.room = len(row), -(-(len(row) - 1) // self._size) * self._size
+        one.known, one.room = len(own), -(-(len(row) - 1) // self._size) * self._size
         self._take_mask(one, row)
         self._note(one, own.computed)
         return one
@@ -157,7 +169,9 @@ class ModelBeside:
         roots, params = self._beside.roots, row.request.params
         return replace(
             row,
-            tokens=row.tokens[:],
+            prompt_length=row.prompt_length - self._ahead,
+            max_length=row.max_length - self._ahead,
+            tokens=row.tokens[self._ahead :],
             logprobs=None,
             prompt_scores=None,
             constraint=None,
@@ -185,6 +199,8 @@ class ModelBeside:
         row got."""
         own, same = one.own, one.known
         most = min(one.room, own.computed, len(row))
+        if self._ahead:
+            return min(same, most)
         while same < most and own.tokens[same] == row.tokens[same]:
             same += 1
         return min(same, most)
@@ -198,11 +214,11 @@ class ModelBeside:
 
     def _note(self, one: _ReadRow, start: int) -> None:
         """Note what blocks hold once the row's positions from `start` on are written, its proposals included."""
-        own, size = one.own, self._size
-        table, full = own.tables[0], own.prompt_blocks(one.known, size)
+        own, row, size = one.own, one.row, self._size
+        table, full = own.tables[0], row.prompt_blocks(one.known, size)
         for at in range(start // size, -(-len(own.tokens) // size)):
             if at < full:
-                self._contents[table[at]] = own.block_hash(at, size)
+                self._contents[table[at]] = row.block_hash(at, size)
             else:
                 self._contents.pop(table[at], None)
 

@@ -21,15 +21,15 @@ from batchinfer.engine.config import (
     Untimed,
     alone,
 )
-from batchinfer.engine.load.beside import WeightsBeside, load_beside
 from batchinfer.engine.load.cache_fit import fit_cache
 from batchinfer.engine.load.cache_memory import CacheMemory
 from batchinfer.engine.load.device_fit import Fitted
-from batchinfer.engine.load.heads import LoadedHeads, load_heads
-from batchinfer.engine.load.loaded_model import AnyBeside, LoadedModel
+from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.load.proposers import Proposers, load_proposers
 from batchinfer.engine.load.ranked import (
     AnyEngine,
     Tell,
+    account_of,
     follower_of,
     in_turns,
     layout_for,
@@ -40,15 +40,16 @@ from batchinfer.engine.load.ranked import (
 )
 from batchinfer.engine.load.settling import settled
 from batchinfer.engine.loop.engine import EngineLimits
+from batchinfer.engine.ranks.account import RankAccount
 from batchinfer.engine.ranks.following import Follower
 from batchinfer.engine.ranks.joining import Company, join
 from batchinfer.engine.ranks.seat import Seat
-from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import scheduler_config
 from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.machine.memory import own_resident_memory
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.interface import Ops
@@ -64,7 +65,7 @@ class BuiltEngine:
     engine: AnyEngine
     info: EngineInfo
     read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
-    wait: StageWait  # of this process, for ranks of other stages
+    account: RankAccount | None = None  # of this process; None: it is no rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,8 +82,8 @@ class LoadedWeights:
     untimed: Untimed
     cost: ModelCost  # of the whole model, of which this may be the part of one rank
     company: Company
-    beside: WeightsBeside | None = None  # a draft model's; None: there is none
-    heads: LoadedHeads | None = None  # of the model; None: there are none
+    proposers: Proposers
+    before_bytes: int | None = None  # in memory before anything was loaded; None: not known
 
     def engine(
         self,
@@ -95,14 +96,19 @@ class LoadedWeights:
         any."""
         loaded = self.model(config, agreed)
         if tell is None:
-            engine: AnyEngine = loaded.engine(config.peaks, stop_streams)
-        else:
-            engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
-        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self.company.wait)
+            return BuiltEngine(
+                loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read
+            )
+        engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
+        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self._account(loaded))
 
     def follower(self, config: EngineConfig, agreed: Agreed) -> Follower:
         """Make what follows the leading rank, whose choices `agreed` returns; raises as `model` does."""
-        return follower_of(self.model(config, agreed), self.company)
+        loaded = self.model(config, agreed)
+        return follower_of(loaded, self.company, self._account(loaded))
+
+    def _account(self, loaded: LoadedModel) -> RankAccount:
+        return account_of(self.source, loaded.info, self.company, self.before_bytes)
 
     def model(self, config: EngineConfig, agreed: Agreed = alone) -> LoadedModel:
         """Size the KV cache and warm up. A choice by time is made through `agreed`. Raises OutOfMemory when the job
@@ -124,24 +130,17 @@ class LoadedWeights:
         own, cost = staged(model, company, self.arithmetic), source.cost(self.arithmetic)
         layout = layout_for(source, block_size, longest)
         runner = ModelRunner(own, ops, [], layout, sampler, cost, device, in_group=company.divided)
-        if self.heads is not None:
-            runner = self.heads.watching(runner)
         runner.give_adapters(_numbers(config.load.adapters, source))
         dtype = self.arithmetic.dtype
         machines = company.division.machines
-        parts = company.everyone, turns, self.beside, self.heads, machines
+        parts = company.everyone, turns, self.proposers.loaded, machines
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
-        fitted = fit_cache(runner, limits, memory.room(), counters, config, self.untimed)
+        fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work
-        beside: AnyBeside | None = None
-        if self.heads is not None:
-            beside = self.heads.runner(fitted.runner)
-        elif self.beside is not None:
-            blocks = fitted.blocks, longest
-            beside = self.beside.runner(fitted.runner, source.spec, fitted.limits, *blocks, self.masks)
+        running, beside = self.proposers.of(source, fitted, longest, self.masks)
         return LoadedModel(
-            runner=fitted.runner,
+            runner=running,
             limits=fitted.limits,
             engine_limits=EngineLimits(source.spec.content_roots(longest), eos),
             info=replace(
@@ -170,7 +169,7 @@ def load_weights(
 
     Raises Unavailable without the device, and what loading a checkpoint raises.
     """
-    device, threads = settled(config)
+    before_bytes, (device, threads) = own_resident_memory(), settled(config)
     if device.type == "cuda":
         _announce_compilations(untimed)
     company = join(seat, device)
@@ -182,9 +181,20 @@ def load_weights(
     decoder = source.load(ops, arithmetic)
     eos = frozenset(source.spec.eos_token_ids)
     masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
-    more = load_beside(config, device, company), load_heads(config, arithmetic, company)
+    proposers = load_proposers(config, arithmetic, device, company)
     return LoadedWeights(
-        config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, company, *more
+        config,
+        source,
+        ops,
+        arithmetic,
+        threads,
+        decoder,
+        masks,
+        untimed,
+        cost,
+        company,
+        proposers,
+        before_bytes,
     )
 
 

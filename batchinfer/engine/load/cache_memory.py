@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
-from batchinfer.engine.load.beside import WeightsBeside
 from batchinfer.engine.load.device_fit import CacheRoom
-from batchinfer.engine.load.heads import LoadedHeads
 from batchinfer.engine.ranks.joining import fewest
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
@@ -19,6 +18,20 @@ from batchinfer.machine.memory import available_memory
 from batchinfer.models.ops.interface import LayerCache
 from batchinfer.models.parallel.group import Group
 from batchinfer.models.sources import Source
+
+
+class KeptBeside(Protocol):
+    """A draft model, or heads, which are in memory beside an engine's model."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of its weights."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes that each block of the cache takes for it."""
+
+    def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
+        """Return the bytes that it keeps in no block of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +46,12 @@ class CacheMemory:
     longest: int  # tokens of a sequence
     group: Group
     turns: int = 1  # engines that have a part of it each
-    beside: WeightsBeside | None = None  # a draft model, whose cache lies in the same blocks
-    heads: LoadedHeads | None = None
+    beside: KeptBeside | None = None  # whose cache lies in the same blocks
     machines: int = 1  # that the ranks of the group are on
 
     @property
     def block_bytes(self) -> int:
-        """Count the bytes of a block, in the draft model's cache, too."""
+        """Count the bytes of a block, with what a draft model or heads have in it."""
         runner = self.runner
         own = block_bytes(runner.ops, self.source.spec.caches, runner.layout, self.dtype.itemsize)
         return own if self.beside is None else own + self.beside.block_bytes(runner.layout.block_size)
@@ -47,7 +59,7 @@ class CacheMemory:
     def room(self) -> CacheRoom:
         """Return what `fit` asks of the cache."""
         least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
-        return CacheRoom(self._blocks, self._allocate, self.longest, least)
+        return CacheRoom(self._blocks, self._allocate, self.longest, least, self._agreed)
 
     def _blocks(self, needed: int) -> int:
         """How many blocks the cache gets on every rank, where steps need `needed` bytes; see `cache_blocks`. Ranks on a
@@ -60,7 +72,7 @@ class CacheMemory:
             memory = memory // ranks if isinstance(memory, int) else memory
         if device.type == "cpu" and config.memory is not None:
             weights = self.source.weight_bytes(self.runner.cost)
-            weights += sum(one.weight_bytes for one in (self.beside, self.heads) if one is not None)
+            weights += 0 if self.beside is None else self.beside.weight_bytes
             free = min(free, max(0, config.memory // here - weights))
         if self.beside is not None:
             spare = self.beside.spare_bytes(self.runner.layout.block_size, limits.max_num_seqs)
@@ -78,7 +90,10 @@ class CacheMemory:
             kind=device.type,
             needed=needed,
         )
-        return self.turns * fewest(blocks, self.group, device)
+        return self.turns * self._agreed(blocks)
+
+    def _agreed(self, count: int) -> int:
+        return fewest(count, self.group, self.runner.device)
 
     def _allocate(self, blocks: int) -> list[LayerCache]:
         runner = self.runner

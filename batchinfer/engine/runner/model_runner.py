@@ -13,7 +13,6 @@ from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
@@ -54,6 +53,13 @@ class Model(LogitsHead, Protocol):
         `caches` one for each layer, which names its group."""
 
 
+class SampledStates(Protocol):
+    """Is given the hidden states of the rows that a step samples."""
+
+    def take(self, hidden: Tensor, plan: StepPlan) -> None:
+        """Take what a step gave: hidden (n, hidden) of the rows that its plan names."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerOutput:
     """The result of a step that was run at once."""
@@ -65,6 +71,7 @@ class RunnerOutput:
     launch: StepLaunch | None = None
     asked_states: Mapping[int, States] = field(default_factory=dict)
     token_scores: TokenScores = field(default_factory=partial(TokenScores.joined, ()))
+    collective_s: float | None = None
 
     def tokens(self) -> list[list[int]]:
         """Return the next tokens of each chunk that samples."""
@@ -101,8 +108,8 @@ class ModelRunner:
     wants: PlanWants = COMPUTES
     state: StepState = field(default_factory=StepState)
     in_group: bool = False  # whether other ranks run the same steps, each a part of the model
-    kept: KeptStates | None = (
-        None  # which keeps the hidden states of rows that are sampled; None: nobody needs them
+    kept: SampledStates | None = (
+        None  # is given the hidden states of rows that are sampled; None: nobody needs them
     )
 
     def give_adapters(self, numbers: Mapping[str, int]) -> None:

@@ -138,8 +138,15 @@ def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]
     shapes: dict[str, Shape] = {}
     head = {HEAD: tables[EMBEDDING]} if spec.causal else {}
     _add(shapes, table_names(spec, prefixes), {**head, **tables})
-    for index, layer in enumerate(spec.layers):
-        _add(shapes, layer_names(spec, index, prefixes), layer_parameters(layer))
+    for index in range(len(spec.layers)):
+        shapes |= layer_shapes(spec, index, prefixes)
+    return shapes
+
+
+def layer_shapes(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, Shape]:
+    """Name → shape of every tensor of a layer."""
+    shapes: dict[str, Shape] = {}
+    _add(shapes, layer_names(spec, index, prefixes), layer_parameters(spec.layers[index]))
     return shapes
 
 

@@ -16,9 +16,11 @@ from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer.models.decoder.norm import apply_norm
 from batchinfer.models.decoder.packed import PackedWeights
 from batchinfer.models.decoder.rope import rope_table
+from batchinfer.models.decoder.taps import Taps
 from batchinfer.models.ops.interface import (
     AttentionInputs,
     AttentionPlan,
+    Head,
     LayerCache,
     Ops,
     RopeTable,
@@ -62,6 +64,17 @@ class Decoder:
         self._attending = [index for index, layer in enumerate(spec.layers) if layer.attention is not None]
 
     @property
+    def embedding(self) -> Tensor:
+        """The table of its tokens, (vocab, hidden)."""
+        return self._tables.embedding
+
+    @property
+    def head(self) -> Head:
+        """The layer that makes logits of states behind the final norm."""
+        assert self._head is not None, "an encoder makes no logits"
+        return self._head
+
+    @property
     def expert_loads(self) -> ExpertLoads:
         """How many tokens the experts of its layers were given; empty where there are none."""
         found = {index: layer.loads for index, layer in enumerate(self._layers)}
@@ -80,10 +93,11 @@ class Decoder:
         caches: Sequence[LayerCache],
         plans: Sequence[AttentionPlan],
         before: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Run one step: token_ids (T,) int64 → hidden states (T, hidden) before the final norm. A model that does not
         begin with the embedding takes the hidden states that the layers before it gave, `before`, in place of them;
-        they have the bits that they have within one model.
+        they have the bits that they have within one model. `taps` are given what layers read.
 
         Writes K and V of the step's tokens to `caches`, one for each layer with attention, which names its group:
         `inputs` and `plans`, which come from `ops.plan_attention`, have an element a group. Raises ValueError for a
@@ -98,10 +112,14 @@ class Decoder:
         places = dict(zip(self._attending, caches, strict=True))
         for index, layer in enumerate(self._layers):
             cache = places.get(index)
+            if taps is not None:
+                taps.look(index, x, residual)
             if cache is None:
                 x, residual = layer(x, residual, inputs[0], None, None)
             else:
                 x, residual = layer(x, residual, inputs[cache.group], cache, plans[cache.group])
+        if taps is not None:
+            taps.look(len(self._layers), x, residual)
         return x if residual is None else x + residual
 
     def forward_split_at_attention(

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from batchinfer.models.heads.stored_heads import StoredHeads
+from batchinfer.models.heads.stored_medusa import StoredMedusa
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class MedusaHeads:
     heads: list[_Head]
 
     @classmethod
-    def load(cls, stored: StoredHeads, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
+    def load(cls, stored: StoredMedusa, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
         """Load all of them, in the dtype of their model."""
         with safe_open(str(stored.weights), framework="pt", device="cpu") as file:
             heads = []

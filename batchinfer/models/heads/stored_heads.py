@@ -1,102 +1,80 @@
-"""The folder of Medusa heads (Cai et al., 2024, arXiv:2401.10774), checked against their model before anything of it is
-loaded. No torch."""
+"""The base of what is known of heads before anything of them is loaded. No torch."""
 
 from __future__ import annotations
 
-import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.errors import JobFileError, Mistake
-from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.files.config_fields import Fields, load_json_object
-from batchinfer.models.files.folder import CheckpointFolder
-from batchinfer.models.files.safetensors_header import TensorInfo, read_header
-from batchinfer.models.files.weight_files import FLOAT_DTYPES, NAMED
+from batchinfer.models.files.safetensors_header import TensorInfo
+from batchinfer.models.files.weight_files import FLOAT_DTYPES
+from batchinfer.models.spec.parameters import Shape
+from batchinfer.models.spec.spec import ModelSpec
+from batchinfer_kernels.cost import ModelCost
 
-CONFIG, WEIGHTS, PICKLED = "config.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 WHERE = "drafts.heads"
-MOST_HEADS, MOST_LAYERS = 16, 8
-_HEAD = re.compile(r"(\d+)\.")
+CONFIG = "config.json"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredHeads:
-    """Medusa heads that fit their model: the file of their weights, how many they are, and of how many residual blocks
-    each."""
-
-    weights: Path
-    count: int
-    layers: int
-    hidden: int
-    vocab: int
+class StoredHeads(ABC):
+    """Heads that passed every check: they fit their model."""
 
     @property
-    def head_values(self) -> int:
-        """Count the values of one head."""
-        return self.layers * self.hidden * (self.hidden + 1) + self.vocab * self.hidden
+    @abstractmethod
+    def files(self) -> tuple[Path, ...]:
+        """The files of their weights."""
 
+    @abstractmethod
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of all heads once they are loaded."""
-        return self.count * self.head_values * itemsize
+        """Return the bytes of their weights once they are loaded, in values of that many bytes."""
 
-    def names(self, head: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the names and shapes of a head's tensors, as Medusa's ModuleList of Sequentials stores them."""
-        hidden = self.hidden
-        for layer in range(self.layers):
-            yield f"{head}.{layer}.linear.weight", (hidden, hidden)
-            yield f"{head}.{layer}.linear.bias", (hidden,)
-        yield f"{head}.{self.layers}.weight", (self.vocab, hidden)
+    def token_bytes(self, itemsize: int) -> int:
+        """Return the bytes that they keep of each token in the blocks of the KV cache."""
+        return 0
 
 
-def inspect_heads(path: Path, checkpoint: Checkpoint) -> StoredHeads:
-    """Check a folder of heads for a model. The file says how many there are: configurations that were published with
-    five heads say two.
+class StoredLayer(StoredHeads):
+    """A head with a layer of its own, which attends to what it kept of earlier tokens. It reads, of each token, a state
+    that is made of its model's hidden states."""
 
-    Raises JobFileError (something is missing, or does not fit the model) and SecurityRefusal (a path that leaves the
-    folder, a malformed file).
-    """
-    if not path.is_dir():
-        raise _wrong(path, f"{path} is {'a file' if path.exists() else 'missing'}; a folder is needed")
-    folder = CheckpointFolder(path)
-    config, weights = folder.file(CONFIG), folder.file(WEIGHTS)
-    if config is None or weights is None:
-        missing = CONFIG if config is None else WEIGHTS
-        pickled = weights is None and folder.file(PICKLED) is not None
-        hint = f"; {PICKLED} is a pickle, which is not read: save its tensors as {WEIGHTS}" if pickled else ""
-        raise _wrong(path, f"{path} has no {missing}: a folder of Medusa heads is needed{hint}")
-    mistakes = list[str]()
-    fields = Fields(load_json_object(config), CONFIG, mistakes)
-    least = fields.integer("medusa_num_heads", high=MOST_HEADS)
-    layers = fields.integer("medusa_num_layers", high=MOST_LAYERS)
-    if mistakes:
-        raise _wrong(path, *mistakes)
-    tensors, spec = read_header(weights), checkpoint.spec
-    count = max((int(found[1]) + 1 for name in tensors if (found := _HEAD.match(name))), default=0)
-    heads = StoredHeads(weights, min(count, MOST_HEADS), layers, spec.hidden, spec.vocab)
-    mistakes += _mistakes(heads, tensors)
-    if not mistakes and count < least:
-        mistakes.append(f"{WEIGHTS} has {count} heads, and {CONFIG} says {least}")
-    if mistakes:
-        raise _wrong(path, *mistakes[:NAMED])
-    return heads
+    @property
+    @abstractmethod
+    def spec(self) -> ModelSpec:
+        """A model of that one layer, whose tokens are those that the head proposes."""
+
+    @property
+    @abstractmethod
+    def tapped(self) -> tuple[int, ...]:
+        """The layers of its model whose inputs are read, ascending; the number of all layers: what the last one
+        gives."""
+
+    @abstractmethod
+    def cost(self, itemsize: int) -> ModelCost:
+        """Return the cost of its steps."""
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a token's K and V, and of its state."""
+        return self.cost(itemsize).kv_bytes(1) + self.spec.hidden * itemsize
 
 
-def _mistakes(heads: StoredHeads, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Yield what is missing, has another shape than the model asks for, or is unknown."""
-    expected = dict(pair for head in range(max(1, heads.count)) for pair in heads.names(head))
+def wrong_heads(path: Path, *messages: str) -> JobFileError:
+    """Make the error of heads that cannot be run."""
+    return JobFileError(str(path), [Mistake(WHERE, message) for message in messages])
+
+
+def unfit(
+    expected: Mapping[str, Shape], tensors: Mapping[str, TensorInfo], where: str, kind: str
+) -> Iterator[str]:
+    """Yield what is missing, has another shape than the model asks for, is stored as no floats, or is unknown. `where`
+    they are stored, and which `kind` of heads these are."""
     for name, shape in expected.items():
         info = tensors.get(name)
         if info is None:
-            yield f"{WEIGHTS} lacks the tensor {name}"
+            yield f"{where} lacks the tensor {name}"
         elif info.shape != shape:
-            yield f"{WEIGHTS}: {name} is of shape {info.shape}, and the model's heads are of {shape}"
+            yield f"{where}: {name} is of shape {info.shape}, and the model's heads are of {shape}"
         elif info.dtype not in FLOAT_DTYPES:
-            yield f"{WEIGHTS}: {name} is stored as {info.dtype}; floating-point numbers are needed"
+            yield f"{where}: {name} is stored as {info.dtype}; floating-point numbers are needed"
     for name in sorted(tensors.keys() - expected.keys()):
-        yield f"{WEIGHTS} has the tensor {name}, which no Medusa head has"
-
-
-def _wrong(path: Path, *messages: str) -> JobFileError:
-    return JobFileError(str(path), [Mistake(WHERE, message) for message in messages])
+        yield f"{where} has the tensor {name}, which no {kind} has"

@@ -103,8 +103,10 @@ def beside_weights(setup: Setup) -> int:
 
 
 def beside_block(setup: Setup, block_size: int) -> int:
-    """Return the bytes that a block takes in the cache of a draft model beside an engine's own, 0 without one."""
-    beside = setup.beside
+    """Return the bytes that a block takes for a draft model or heads beside an engine's own model, 0 without any."""
+    beside, heads = setup.beside, setup.setting.heads
+    if heads is not None:
+        return block_size * heads.token_bytes(setup.setting.itemsize)
     return 0 if beside is None else beside.setting.model_cost(beside.checkpoint).kv_bytes(block_size)
 
 

@@ -8,7 +8,8 @@ from batchinfer.core.errors import JobFileError
 from batchinfer.job import Job
 from batchinfer.job.spec import DraftModelSection
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.heads.stored_heads import WHERE, StoredHeads, inspect_heads
+from batchinfer.models.heads.inspection import inspect_heads
+from batchinfer.models.heads.stored_heads import WHERE, StoredHeads, StoredLayer
 from batchinfer.models.opening import StoredModel
 from batchinfer.plan.setup.resolve import Setting
 
@@ -27,8 +28,11 @@ def draft_heads(job: Job, checkpoint: StoredModel, setting: Setting) -> StoredHe
     if setting.device == "cuda":
         raise job.mistake(WHERE, "heads run on a CPU alone as yet; remove them, or use engine.device: cpu")
     try:
-        return inspect_heads(section.heads, checkpoint)
+        heads = inspect_heads(section.heads, checkpoint)
     except JobFileError as error:
         wrong = [replace(one, where=WHERE) for one in error.mistakes]
         with job.located():
             raise JobFileError(str(job.source), wrong) from error
+    if isinstance(heads, StoredLayer) and all(window is not None for window in checkpoint.spec.windows):
+        raise job.mistake(WHERE, "every layer of the job's model has a window, whose blocks are given up")
+    return heads

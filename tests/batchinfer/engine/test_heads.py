@@ -19,8 +19,9 @@ from batchinfer.core.errors import JobFileError, SecurityRefusal
 from batchinfer.engine.drafts.heads_beside import HeadsBeside, HeadsRunner
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.models.heads.inspection import inspect_heads
 from batchinfer.models.heads.medusa import MedusaHeads
-from batchinfer.models.heads.stored_heads import inspect_heads
+from batchinfer.models.heads.stored_medusa import StoredMedusa
 from tests.batchinfer.engine.hashing_model import EOS
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import checkpoint, drain, following, make_engine, watcher
@@ -40,6 +41,7 @@ def test_heads_propose_what_those_of_the_reference_do(
     spec = model.spec
     plain = heads_of(spec.hidden, spec.vocab, count, layers)
     stored = inspect_heads(save_heads(tmp_path / "heads", plain, layers, stated), model)
+    assert isinstance(stored, StoredMedusa)
     assert (stored.count, stored.layers) == (count, layers)
     assert stored.weight_bytes(4) == 4 * sum(one.numel() for one in plain.state_dict().values())
     heads = MedusaHeads.load(stored, torch.float32, torch.device("cpu"))

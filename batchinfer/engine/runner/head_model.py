@@ -1,0 +1,59 @@
+"""A head with a layer of its own, as the model of a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.engine.schedule.step_plan import StepPlan
+from batchinfer.engine.tensors.slot_states import SlotStates
+from batchinfer.models.heads.layer_head import LayerHead
+from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+
+
+class HeadModel:
+    """Its tokens are those behind the ones at their positions, whose states lie at their slots. What it gives behind
+    the last token that is known takes the place of the next token's state, which the head's model has not computed yet:
+    so it runs on behind its own proposals."""
+
+    def __init__(self, head: LayerHead, kept: SlotStates) -> None:
+        self._head, self._kept = head, kept
+        self._inputs: AttentionInputs | None = None  # of the newest step
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        inputs: Seq[AttentionInputs],
+        caches: Seq[LayerCache],
+        plans: Seq[AttentionPlan],
+    ) -> Tensor:
+        """Run a step: (T,) → (T, width)."""
+        (own,), (cache,), (plan,) = inputs, caches, plans
+        self._inputs = own
+        return self._head.forward(token_ids, self._kept.read(own.slots), own, cache, plan)
+
+    def take(self, hidden: Tensor, plan: StepPlan) -> None:
+        """Keep what the newest step gave behind the last tokens of rows, (n, width), as the states of the next ones."""
+        own, size = self._inputs, self._kept.values.shape[1]
+        assert own is not None, "a step has run"
+        chunks = np.arange(len(plan.starts))
+        if plan.sampled is not None:
+            chunks = np.searchsorted(np.cumsum(plan.chunk_lengths), plan.sampled, side="right")
+        contexts = torch.tensor(own.context_lens)[torch.from_numpy(chunks)].to(own.slots.device)
+        blocks = own.block_tables[torch.from_numpy(chunks).to(own.slots.device), contexts // size]
+        self._kept.write(blocks.long() * size + contexts % size, hidden)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Apply the head's last norm."""
+        return self._head.states(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Make the head's logits."""
+        return self._head.logits(hidden)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Find the argmax of the head's logits."""
+        return self._head.argmax(hidden)

@@ -1,0 +1,164 @@
+"""EAGLE-3 (Li et al., 2025, arXiv:2503.01840): a decoder layer that reads a token's embedding beside the state of the
+token before it, which is made of three of the model's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from batchinfer.models.decoder.attention import AttentionHalf, attention_half
+from batchinfer.models.decoder.block import pack_layer
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.decoder.feed_forward import feed_forward
+from batchinfer.models.decoder.norm import apply_norm
+from batchinfer.models.decoder.rope import rope_table
+from batchinfer.models.heads.stored_eagle import EMBEDDING, HEAD, NORMS, OFFSETS, StoredEagle
+from batchinfer.models.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    Head,
+    LayerCache,
+    LayerParts,
+    Linear,
+    Ops,
+)
+from batchinfer.models.spec.spec import NormSpec
+
+_FINAL = "final_norm"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagleWeights:
+    """The weights of a head, packed for its operators. What is None is the model's."""
+
+    stored: StoredEagle
+    ops: Ops
+    parts: LayerParts
+    norms: Mapping[str, Tensor]
+    fuse: Linear
+    embedding: Tensor | None
+    head: Head | None
+    targets: Tensor | None  # (tokens of the head,) int64: which of the model's they are; None: the same
+
+    @classmethod
+    def load(cls, stored: StoredEagle, ops: Ops, dtype: torch.dtype, device: torch.device) -> EagleWeights:
+        """Load all of them, in the dtype of the model."""
+        found = _tensors(stored, dtype, device)
+        layer, start = stored.spec.layers[0], stored.start
+
+        def joined(*parts: str, end: str = "weight") -> Tensor:
+            return torch.cat([found[f"{start}{part}_proj.{end}"] for part in parts])
+
+        attended = [f"self_attn.{part}" for part in "qkv"]
+        weights = {
+            "qkv": joined(*attended),
+            "o": joined("self_attn.o"),
+            "gate_up": joined("mlp.gate", "mlp.up"),
+            "down": joined("mlp.down"),
+            **{name: found[f"{start}{module}.weight"] for name, module in NORMS.items()},
+        }
+        if stored.attention.qkv_bias:
+            weights["qkv.bias"] = joined(*attended, end="bias")
+        targets = None
+        if stored.offsets:
+            targets = found[OFFSETS] + torch.arange(stored.spec.vocab, device=device)
+        return cls(
+            stored,
+            ops,
+            pack_layer(ops, layer, weights),
+            {"state_norm": weights["state_norm"], _FINAL: found["norm.weight"]},
+            ops.pack_linear(found["fc.weight"], None),
+            found.get(EMBEDDING),
+            ops.pack_head(found[HEAD]) if stored.head else None,
+            targets,
+        )
+
+    def of(self, model: Decoder, positions: int) -> EagleHead:
+        """Make the head of a model, for sequences of up to so many tokens."""
+        layer = self.stored.spec.layers[0]
+        assert layer.rotation is not None, "a layer with attention rotates its heads"
+        rope = rope_table(layer.rotation, positions, self.norms[_FINAL].device)
+        parts = replace(self.parts, rope=rope)
+        half = attention_half(self.ops, layer.attention, parts)
+        assert half is not None, "an EAGLE-3 head attends"
+        embedding = model.embedding if self.embedding is None else self.embedding
+        head = model.head if self.head is None else self.head
+        return EagleHead(self, parts, half, embedding, head)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagleHead:
+    """A head that is ready to run; see LayerHead."""
+
+    weights: EagleWeights
+    parts: LayerParts
+    attention: AttentionHalf
+    embedding: Tensor
+    head: Head
+
+    def kept(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
+        """Make the states of a step's tokens, the low, the middle and the high one side by side."""
+        return self.weights.fuse(torch.cat([*tapped], -1))
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        states: Tensor,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Run a step; see LayerHead."""
+        ops, layer, parts = self.weights.ops, self.weights.stored.spec.layers[0], self.parts
+        embedded = self._normed("input_norm", ops.embedding(token_ids, self.embedding))
+        state = self._normed("state_norm", states)
+        residual = state if self.weights.stored.norms_residual else states
+        queries = self.attention.queries(torch.cat((embedded, state), -1), inputs, cache)
+        attended = self.attention.result(self.attention.attended(queries, inputs, cache, plan), inputs)
+        x, residual = apply_norm(ops, self._norm, parts.norms, "post_norm", attended, residual)
+        return feed_forward(ops, layer, parts, x, inputs) + residual
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Apply the last norm."""
+        return self._normed(_FINAL, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Make the logits of all tokens of the model."""
+        logits, targets = self.head(self.states(hidden)), self.weights.targets
+        if targets is None:
+            return logits
+        whole = logits.new_full((len(logits), self.weights.stored.model_vocab), float("-inf"))
+        whole[:, targets] = logits
+        return whole
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Find the argmax of the logits."""
+        tokens, targets = self.head.argmax(self.states(hidden)), self.weights.targets
+        return tokens if targets is None else torch.where(tokens < 0, tokens, targets[tokens.clamp(min=0)])
+
+    @property
+    def _norm(self) -> NormSpec:
+        norm = self.weights.stored.spec.final_norm
+        assert norm is not None, "all of its norms are alike"
+        return norm
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        norms = self.parts.norms if name in self.parts.norms else self.weights.norms
+        return apply_norm(self.weights.ops, self._norm, norms, name, x)[0]
+
+
+def _tensors(stored: StoredEagle, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Read the tensors of a head: its weights in a dtype, and the numbers of its tokens."""
+    wanted, found = stored.shapes(), dict[str, Tensor]()
+    with ExitStack() as stack:
+        for path in stored.files:
+            file = stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+            for name in {*file.keys()} & {*wanted, OFFSETS}:
+                tensor = file.get_tensor(name)
+                found[name] = tensor.to(device, torch.int64 if name == OFFSETS else dtype)
+    return found

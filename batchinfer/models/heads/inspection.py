@@ -1,0 +1,45 @@
+"""Finds out which kind of heads a folder has, and checks them against their model. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.files.config_fields import load_json_object
+from batchinfer.models.files.folder import CheckpointFolder
+from batchinfer.models.heads.stored_eagle import inspect_eagle
+from batchinfer.models.heads.stored_heads import CONFIG, StoredHeads, wrong_heads
+from batchinfer.models.heads.stored_medusa import PICKLED, WEIGHTS, inspect_medusa
+from batchinfer.models.heads.stored_mtp import inspect_mtp
+
+
+def inspect_heads(path: Path, checkpoint: Checkpoint) -> StoredHeads:
+    """Check a folder of heads for a model.
+
+    Raises JobFileError (something is missing, or does not fit the model) and SecurityRefusal (a path that leaves the
+    folder, a malformed file).
+    """
+    if not path.is_dir():
+        raise wrong_heads(path, f"{path} is {'a file' if path.exists() else 'missing'}; a folder is needed")
+    folder = CheckpointFolder(path)
+    config = folder.file(CONFIG)
+    if config is None:
+        raise wrong_heads(path, f"{path} has no {CONFIG}: a folder of heads is needed")
+    if folder.path == checkpoint.path.resolve():
+        return inspect_mtp(checkpoint)
+    raw = load_json_object(config)
+    if "medusa_num_heads" in raw or any(folder.file(name) is not None for name in (WEIGHTS, PICKLED)):
+        return inspect_medusa(folder, checkpoint)
+    if _is_eagle(raw):
+        return inspect_eagle(folder, checkpoint)
+    keys = "neither medusa_num_heads, nor draft_vocab_size, which EAGLE-3 heads have"
+    raise wrong_heads(path, f"{path} has no heads of a kind that is known: {CONFIG} has {keys}")
+
+
+def _is_eagle(raw: Mapping[str, Any]) -> bool:
+    named = raw.get("architectures")
+    return "draft_vocab_size" in raw or (
+        isinstance(named, list) and any("eagle3" in str(n).lower() for n in named)
+    )

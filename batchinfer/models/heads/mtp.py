@@ -1,0 +1,101 @@
+"""The layer for multi-token prediction of DeepSeek-V3 (DeepSeek-AI, 2024, 2.2): one more layer of the model, which
+reads a token's embedding beside the state of the token before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.decoder.block import build_layer, pack_layer
+from batchinfer.models.decoder.decoder import Decoder
+from batchinfer.models.decoder.norm import apply_norm
+from batchinfer.models.decoder.rope import rope_table
+from batchinfer.models.heads.stored_mtp import EMBEDDING_NORM, FUSE, NORM, STATE_NORM, StoredMtp
+from batchinfer.models.ops.interface import (
+    AttentionInputs,
+    AttentionPlan,
+    DecoderLayer,
+    LayerCache,
+    LayerParts,
+    Linear,
+    Ops,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MtpWeights:
+    """The weights of such a layer, packed for its operators."""
+
+    stored: StoredMtp
+    ops: Ops
+    parts: LayerParts
+    norms: Mapping[str, Tensor]
+    fuse: Linear
+
+    @classmethod
+    def load(cls, stored: StoredMtp, ops: Ops, dtype: torch.dtype, device: torch.device) -> MtpWeights:
+        """Load all of them, in the dtype of the model."""
+        weights, start = CheckpointWeights(stored.checkpoint, dtype, device), stored.start
+        return cls(
+            stored,
+            ops,
+            pack_layer(ops, stored.spec.layers[0], weights.layer(stored.index)),
+            {name: weights.tensor(f"{start}{name}.weight") for name in (EMBEDDING_NORM, STATE_NORM, NORM)},
+            ops.pack_linear(weights.tensor(f"{start}{FUSE}.weight"), None),
+        )
+
+    def of(self, model: Decoder, positions: int) -> MtpHead:
+        """Make the layer of a model, for sequences of up to so many tokens."""
+        layer = self.stored.spec.layers[0]
+        assert layer.rotation is not None, "a layer with attention rotates its heads"
+        rope = rope_table(layer.rotation, positions, self.norms[NORM].device)
+        return MtpHead(self, build_layer(self.ops, layer, replace(self.parts, rope=rope)), model)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MtpHead:
+    """A layer for further tokens that is ready to run; see LayerHead. A state is behind the last norm, the model's as
+    its own, as SGLang has it."""
+
+    weights: MtpWeights
+    layer: DecoderLayer
+    model: Decoder
+
+    def kept(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
+        """Make the states of a step's tokens: what the model's final norm gives."""
+        return self.model.states(hidden)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        states: Tensor,
+        inputs: AttentionInputs,
+        cache: LayerCache,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Run a step; see LayerHead."""
+        embedded = self.weights.ops.embedding(token_ids, self.model.embedding)
+        both = self._normed(EMBEDDING_NORM, embedded), self._normed(STATE_NORM, states)
+        x, residual = self.layer(self.weights.fuse(torch.cat(both, -1)), None, inputs, cache, plan)
+        return self._normed(NORM, x, residual)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Return the states as they are."""
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Make the logits by the model's head."""
+        return self.model.head(hidden)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Find the argmax of the logits."""
+        return self.model.head.argmax(hidden)
+
+    def _normed(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        norm = self.weights.stored.spec.final_norm
+        assert norm is not None, "all of its norms are alike"
+        return apply_norm(self.weights.ops, norm, self.weights.norms, name, x, residual)[0]

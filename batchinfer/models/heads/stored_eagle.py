@@ -1,0 +1,262 @@
+"""The folder of an EAGLE-3 head (Li et al., 2025, arXiv:2503.01840), checked against its model before anything of it is
+loaded. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchinfer.core.hub import PICKLE_SUFFIXES, WEIGHT_INDEX, WEIGHTS
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.families.family import attention, gated_feed_forward, hidden_size, rms_eps
+from batchinfer.models.families.llama import llama_layer
+from batchinfer.models.files.config_fields import Fields, load_json_object, shown
+from batchinfer.models.files.folder import CheckpointFolder
+from batchinfer.models.files.weight_files import NAMED, StoredTensor, listed, read_weight_files
+from batchinfer.models.heads.stored_heads import CONFIG, StoredLayer, unfit, wrong_heads
+from batchinfer.models.spec.model_cost import model_cost
+from batchinfer.models.spec.parameters import Shape
+from batchinfer.models.spec.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormSpec
+from batchinfer_kernels.cost import ModelCost, OperatorCost, linear_cost
+
+READ_STATES = 3  # hidden states of a token that are read together: a low, a middle and a high one
+_LAYERS = ("midlayer.", "layers.0.")  # what begins the names of its layer's tensors: SafeAILab's, vLLM's
+EMBEDDING, HEAD, OFFSETS, TAKEN = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+_STATED = "eagle_aux_hidden_state_layer_ids"
+_NESTED = "transformer_layer_config"  # where vLLM's speculators state the sizes of the layer
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEagle(StoredLayer):
+    """An EAGLE-3 head that fits its model. `start` begins the names of its layer's tensors. `offsets`: whether it has
+    tokens of its own, and says which of the model's they are; `embedding`, `head`: whether these are its own, and not
+    the model's. `norms_residual`: whether its residual is the state behind its norm."""
+
+    weights: tuple[Path, ...]
+    layer: ModelSpec
+    states: tuple[int, ...]
+    model_hidden: int
+    model_vocab: int
+    start: str
+    offsets: bool
+    embedding: bool
+    head: bool
+    norms_residual: bool = False
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of its weights."""
+        return self.weights
+
+    @property
+    def spec(self) -> ModelSpec:
+        """A model of its layer, whose tokens are those that it proposes."""
+        return self.layer
+
+    @property
+    def tapped(self) -> tuple[int, ...]:
+        """The layers of its model whose inputs it reads."""
+        return self.states
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of its layer."""
+        found = self.layer.attention
+        assert isinstance(found, AttentionSpec), "an EAGLE-3 head has no latents"
+        return found
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Return the bytes of its weights once they are loaded."""
+        return itemsize * sum(map(math.prod, self.shapes().values()))
+
+    def cost(self, itemsize: int) -> ModelCost:
+        """Return the cost of its steps: its layer's, whose queries, keys and values are made of twice as many
+        values."""
+        found, hidden = model_cost(self.layer, itemsize), self.layer.hidden
+        outputs = self.attention.q_width + 2 * self.attention.kv_width
+        read = linear_cost(0, hidden, outputs, itemsize, itemsize)
+        each = linear_cost(1, hidden, outputs, itemsize, itemsize) - read
+        return replace(found, operators=(*found.operators, OperatorCost("qkv_of_embedding", read, each)))
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shapes of its tensors, but for the numbers of its tokens."""
+        hidden, attended, fed = self.layer.hidden, self.attention, self.layer.layers[0].feed_forward
+        assert isinstance(fed, FeedForwardSpec), "an EAGLE-3 head has no experts"
+        heads = {"q": attended.q_width, "k": attended.kv_width, "v": attended.kv_width}
+        found: dict[str, Shape] = {
+            **{f"self_attn.{part}_proj.weight": (outputs, 2 * hidden) for part, outputs in heads.items()},
+            "self_attn.o_proj.weight": (hidden, attended.q_width),
+            "mlp.gate_proj.weight": (fed.inner, hidden),
+            "mlp.up_proj.weight": (fed.inner, hidden),
+            "mlp.down_proj.weight": (hidden, fed.inner),
+            **{f"{name}.weight": (hidden,) for name in NORMS.values()},
+        }
+        if attended.qkv_bias:
+            found |= {f"self_attn.{part}_proj.bias": (outputs,) for part, outputs in heads.items()}
+        found = {self.start + name: shape for name, shape in found.items()}
+        found |= {"fc.weight": (hidden, READ_STATES * self.model_hidden), "norm.weight": (hidden,)}
+        found |= {HEAD: (self.layer.vocab, hidden)} if self.head else {}
+        return found | ({EMBEDDING: (self.model_vocab, hidden)} if self.embedding else {})
+
+
+# The norms of its layer, by the names that ours have for them
+NORMS = {
+    "input_norm": "input_layernorm",
+    "state_norm": "hidden_norm",
+    "post_norm": "post_attention_layernorm",
+}
+
+
+def inspect_eagle(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredEagle:
+    """Check the folder of an EAGLE-3 head for a model: as SafeAILab publishes it, and SpecForge, AngelSlim and vLLM's
+    speculators.
+
+    Raises JobFileError (something is missing, or does not fit the model) and SecurityRefusal (a path that leaves the
+    folder, a malformed file).
+    """
+    path, config = folder.path, folder.file(CONFIG)
+    assert config is not None, "its configuration says what kind of heads it has"
+    pickles = folder.names(*PICKLE_SUFFIXES)
+    if pickles and folder.file(WEIGHTS) is None and folder.file(WEIGHT_INDEX) is None:
+        raise wrong_heads(
+            path, f"{listed(pickles)} is a pickle, which is not read: save its tensors as {WEIGHTS}"
+        )
+    files, mistakes = read_weight_files(folder), list[str]()
+    stored = _parsed(load_json_object(config), files.tensors, files.files, checkpoint.spec, mistakes)
+    if not mistakes:
+        mistakes += _mistakes(stored, files.tensors)
+    if mistakes:
+        raise wrong_heads(path, *mistakes[:NAMED])
+    return stored
+
+
+def _parsed(
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor],
+    files: tuple[Path, ...],
+    model: ModelSpec,
+    mistakes: list[str],
+) -> StoredEagle:
+    nested = raw.get(_NESTED, {})
+    fields = Fields({**nested, **raw} if isinstance(nested, dict) else raw, CONFIG, mistakes)
+    hidden, vocab = hidden_size(fields), fields.integer("vocab_size", model.vocab)
+    layers = fields.integer("num_hidden_layers", 1)
+    if layers != 1:
+        mistakes.append(f"{CONFIG}: num_hidden_layers is {layers}; heads of one layer are supported")
+    if vocab != model.vocab:
+        mistakes.append(f"{CONFIG}: vocab_size is {vocab}, and the model's {model.vocab}")
+    if fields.integer("target_hidden_size", model.hidden) != model.hidden:
+        stated = raw["target_hidden_size"]
+        mistakes.append(
+            f"{CONFIG}: target_hidden_size is {stated}, and the model's hidden_size {model.hidden}"
+        )
+    norm = NormSpec(hidden, rms_eps(fields))
+    biased = fields.boolean("attention_bias", False)
+    layer = llama_layer(fields, attention(fields, qkv_bias=biased), gated_feed_forward(fields), norm)
+    draft_vocab = fields.integer("draft_vocab_size", vocab)
+    return StoredEagle(
+        files,
+        _spec(layer, draft_vocab, model),
+        _states(raw, len(model.layers), mistakes),
+        model.hidden,
+        model.vocab,
+        _LAYERS[any(name.startswith(_LAYERS[1]) for name in tensors)],
+        OFFSETS in tensors or draft_vocab != vocab,
+        EMBEDDING in tensors or hidden != model.hidden,
+        HEAD in tensors or hidden != model.hidden or draft_vocab != vocab,
+        fields.boolean("norm_before_residual", False),
+    )
+
+
+def _spec(layer: LayerSpec, vocab: int, model: ModelSpec) -> ModelSpec:
+    return replace(
+        model,
+        family="llama",
+        hidden=layer.hidden,
+        vocab=vocab,
+        layers=(layer,),
+        final_norm=layer.post_norm,
+        tied=False,
+        embedding_multiplier=1.0,
+        logit_multiplier=1.0,
+        logit_cap=None,
+        learned_positions=False,
+        head_form=None,
+    )
+
+
+def _states(raw: Mapping[str, Any], layers: int, mistakes: list[str]) -> tuple[int, ...]:
+    """Return the layers of the model whose inputs the head reads. What vLLM states are those; what is stated under
+    eagle_config, where SGLang looks, are the layers before them."""
+    told, nested = raw.get(_STATED), raw.get("eagle_config")
+    key, further = _STATED, 0
+    if told is None and isinstance(nested, dict):
+        told, key, further = nested.get(_STATED), f"eagle_config.{_STATED}", 1
+        if nested.get("use_aux_hidden_state") is False:
+            mistakes.append(
+                f"{CONFIG}: eagle_config.use_aux_hidden_state is false; EAGLE-3 reads three states"
+            )
+    wanted = f"{READ_STATES} different ones from {-further} to {layers - further}"
+    if told is None:
+        found = 2, layers // 2, layers - 3
+        if not found[0] < found[1] < found[2]:
+            mistakes.append(f"{CONFIG}: a model of {layers} layers needs {key}: {wanted}")
+        return found
+    if isinstance(told, list) and all(isinstance(one, int) and 0 <= one + further <= layers for one in told):
+        states = tuple(sorted({one + further for one in told}))
+        if len(states) == len(told) == READ_STATES:
+            return states
+    mistakes.append(f"{CONFIG}: {key} is {shown(told)}; wanted {wanted}")
+    return ()
+
+
+def _mistakes(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Yield what is missing, does not fit, or is unknown."""
+    named = {name: one for name, one in tensors.items() if name not in (OFFSETS, TAKEN)}
+    found = [
+        *unfit(
+            stored.shapes(),
+            {name: one.info for name, one in named.items()},
+            WEIGHTS,
+            "EAGLE-3 head of one layer",
+        ),
+        *_wrong_numbers(stored, tensors),
+    ]
+    yield from found or _wrong_tokens(stored, tensors)
+
+
+def _wrong_numbers(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Yield what is wrong with the tensors that say which tokens it proposes, but for what they say."""
+    kinds = {OFFSETS: (stored.spec.vocab, ("I64", "I32")), TAKEN: (stored.model_vocab, ("BOOL",))}
+    if stored.offsets and OFFSETS not in tensors:
+        yield f"{WEIGHTS} lacks the tensor {OFFSETS}, which says which of the model's tokens its own are"
+    for name, (count, dtypes) in kinds.items():
+        info = tensors[name].info if name in tensors else None
+        if info is not None and (info.shape != (count,) or info.dtype not in dtypes):
+            told = f"{info.dtype} of shape {info.shape}"
+            yield f"{WEIGHTS}: {name} is {told}; wanted {dtypes[0]} of shape {(count,)}"
+
+
+def _wrong_tokens(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Yield what is wrong with the tokens that it proposes: those of the model that are named by their distance."""
+    if not stored.offsets:
+        return
+    tokens = tensors[OFFSETS].integers() + np.arange(stored.spec.vocab)
+    inside = (tokens >= 0) & (tokens < stored.model_vocab)
+    if not inside.all():
+        wrong = int(np.flatnonzero(~inside)[0])
+        yield (
+            f"{WEIGHTS}: {OFFSETS} makes {tokens[wrong]} of the head's token {wrong}; the model has "
+            f"{stored.model_vocab}"
+        )
+    elif len(np.unique(tokens)) < len(tokens):
+        yield f"{WEIGHTS}: {OFFSETS} makes the same token of two of the head's"
+    elif TAKEN in tensors:
+        taken = np.flatnonzero(np.frombuffer(tensors[TAKEN].content(), np.bool_))
+        if not np.array_equal(taken, np.sort(tokens)):
+            yield f"{WEIGHTS}: {TAKEN} names other tokens than {OFFSETS}"

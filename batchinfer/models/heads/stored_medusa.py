@@ -1,0 +1,85 @@
+"""The folder of Medusa heads (Cai et al., 2024, arXiv:2401.10774), checked against their model before anything of it is
+loaded. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.files.config_fields import Fields, load_json_object
+from batchinfer.models.files.folder import CheckpointFolder
+from batchinfer.models.files.safetensors_header import read_header
+from batchinfer.models.files.weight_files import NAMED
+from batchinfer.models.heads.stored_heads import CONFIG, StoredHeads, unfit, wrong_heads
+
+WEIGHTS, PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+MOST_HEADS, MOST_LAYERS = 16, 8
+_HEAD = re.compile(r"(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMedusa(StoredHeads):
+    """Medusa heads that fit their model: the file of their weights, how many they are, and of how many residual blocks
+    each."""
+
+    weights: Path
+    count: int
+    layers: int
+    hidden: int
+    vocab: int
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The file of their weights."""
+        return (self.weights,)
+
+    @property
+    def head_values(self) -> int:
+        """Count the values of one head."""
+        return self.layers * self.hidden * (self.hidden + 1) + self.vocab * self.hidden
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all heads once they are loaded."""
+        return self.count * self.head_values * itemsize
+
+    def names(self, head: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the names and shapes of a head's tensors, as Medusa's ModuleList of Sequentials stores them."""
+        hidden = self.hidden
+        for layer in range(self.layers):
+            yield f"{head}.{layer}.linear.weight", (hidden, hidden)
+            yield f"{head}.{layer}.linear.bias", (hidden,)
+        yield f"{head}.{self.layers}.weight", (self.vocab, hidden)
+
+
+def inspect_medusa(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredMedusa:
+    """Check a folder of heads for a model. The file says how many there are: configurations that were published with
+    five heads say two.
+
+    Raises JobFileError (something is missing, or does not fit the model) and SecurityRefusal (a path that leaves the
+    folder, a malformed file).
+    """
+    path, config, weights = folder.path, folder.file(CONFIG), folder.file(WEIGHTS)
+    if config is None or weights is None:
+        missing = CONFIG if config is None else WEIGHTS
+        pickled = weights is None and folder.file(PICKLED) is not None
+        hint = f"; {PICKLED} is a pickle, which is not read: save its tensors as {WEIGHTS}" if pickled else ""
+        raise wrong_heads(path, f"{path} has no {missing}: a folder of Medusa heads is needed{hint}")
+    mistakes = list[str]()
+    fields = Fields(load_json_object(config), CONFIG, mistakes)
+    least = fields.integer("medusa_num_heads", high=MOST_HEADS)
+    layers = fields.integer("medusa_num_layers", high=MOST_LAYERS)
+    if mistakes:
+        raise wrong_heads(path, *mistakes)
+    tensors, spec = read_header(weights), checkpoint.spec
+    count = max((int(found[1]) + 1 for name in tensors if (found := _HEAD.match(name))), default=0)
+    heads = StoredMedusa(weights, min(count, MOST_HEADS), layers, spec.hidden, spec.vocab)
+    expected = dict(pair for head in range(max(1, heads.count)) for pair in heads.names(head))
+    mistakes += unfit(expected, tensors, WEIGHTS, "Medusa head")
+    if not mistakes and count < least:
+        mistakes.append(f"{WEIGHTS} has {count} heads, and {CONFIG} says {least}")
+    if mistakes:
+        raise wrong_heads(path, *mistakes[:NAMED])
+    return heads
