@@ -49,14 +49,15 @@ class ProductOps(Protocol):
     """Operators that have packed layers which the library may multiply."""
 
     @property
-    def library_layers(self) -> Sequence[LibraryChoice]:
-        """These layers, so far."""
+    def library_layers(self) -> Sequence[LibraryChoice] | None:
+        """Return these layers, so far; None where nothing may depend on a choice by time."""
 
 
 def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductContest | None:
-    """Return what chooses between our kernel and the library, if a layer can be multiplied by both; else None."""
-    layers = ops.library_layers if isinstance(ops, ProductOps) else ()
-    return ProductContest(layers, most_rows, device) if layers else None
+    """Return what chooses between our kernels and the library; None where nothing is chosen. Whether it is does not
+    depend on a rank's own layers, of which there may be none: all ranks of an engine have to ask, or none."""
+    layers = ops.library_layers if isinstance(ops, ProductOps) else None
+    return None if layers is None else ProductContest(layers, most_rows, device)
 
 
 class ProductContest:

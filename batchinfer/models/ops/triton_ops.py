@@ -149,9 +149,9 @@ class TritonOps(Ops):
         return self._shape
 
     @property
-    def library_layers(self) -> Sequence[LibraryChoice]:
+    def library_layers(self) -> Sequence[LibraryChoice] | None:
         """Return the layers that were packed and that the library can multiply, too; see ProductOps."""
-        return self._library_layers
+        return None if self._shape.deterministic else self._library_layers
 
     @property
     def latent(self) -> bool:

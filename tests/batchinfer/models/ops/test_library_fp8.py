@@ -213,6 +213,14 @@ def test_a_library_that_works_in_another_engine_alone_is_not_taken(monkeypatch, 
     assert "NotImplementedError" in caplog.text
 
 
+def test_a_rank_without_such_layers_hears_the_choice_as_others_do(library) -> None:
+    """What the leading rank tells and nobody awaits would be taken for its next message."""
+    ops, asked = TritonOps(AttentionShape(DTYPE, 4, 2, 64)), []
+    said = json.dumps({"products": {"of another rank": 32}})
+    assert fastest_operators(ops, SIZES, CPU, True, lambda choose: asked.append(choose()) or said) is ops
+    assert asked == ['{"products": {}}']
+
+
 def test_nothing_is_chosen_where_a_row_s_bits_must_not_depend_on_it(library) -> None:
     def asked(_: object) -> str:
         raise AssertionError("a choice was made by time")
