@@ -141,16 +141,16 @@ def test_what_the_library_has_no_product_for(monkeypatch, why) -> None:
 def test_it_is_taken_from_the_number_of_rows_on_from_which_it_is_always_faster(library, caplog) -> None:
     caplog.set_level(logging.INFO)
     layers = [layer(False), layer(False), layer(True)]
-    by_rows = [(3, 1), (1, 3), (3, 1), (3, 1)]
+    by_rows = [(1, 3), (3, 1), (1, 3), (3, 1)]
     never = [(3, 1), (3, 1), (3, 1), (100, 99)]
     found = contest(layers, *by_rows, *never)
     chosen = found.decide()
-    assert chosen == {"float8 by rows, 64 x 48": 16, "float8 by blocks, 64 x 48": None}
-    assert "64 x 48: the library multiplies 16 rows and more" in caplog.text
+    assert chosen == {"float8 by rows, 64 x 48": 32, "float8 by blocks, 64 x 48": None}
+    assert "64 x 48: the library multiplies 32 rows and more" in caplog.text
     assert "the library multiplies no rows" in caplog.text
     found.settle(chosen)
     library.calls = 0
-    for rows, calls in ((15, 0), (16, 1)):
+    for rows, calls in ((31, 0), (32, 1)):
         x = torch.randn(rows, 48, dtype=DTYPE)
         assert layers[0](x).shape == layers[2](x).shape == (rows, 64)
         assert library.calls == calls, "of the one layer, and never of blocks"
