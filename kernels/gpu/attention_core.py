@@ -122,15 +122,16 @@ def attend_span(
         if CODES != "none":
             scale_at = block * stride_scale + kv_head * BLOCK_SIZE + key % BLOCK_SIZE
             scores *= key_scales(k_scale_ptr + scale_at, inside, WHOLE)[None, :]
+        # What makes them logarithms to base 2 is greater than 0: it is multiplied where the maximum is subtracted
+        unit = scale * LOG2E
         if CAP:
-            scores = capped(scores, scale, cap) * (cap * LOG2E)
-        else:
-            scores = scores * (scale * LOG2E)
+            scores = capped(scores, scale, cap)
+            unit = cap * LOG2E
         if not WHOLE:
             scores = visible(scores, key, row_at, inside, window, CAUSAL, WINDOW)
-        higher = tl.maximum(top, tl.max(scores, 1))
+        higher = tl.maximum(top, tl.max(scores, 1) * unit)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * unit - base[:, None])
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(weights, 1)
         v = widened(tl.load(v_ptr + offsets, mask=loaded, other=0.0), q.dtype, CODES)

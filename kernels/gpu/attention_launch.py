@@ -187,7 +187,10 @@ def kernel_arguments(
     work: Work,
 ) -> dict[str, Any]:
     """Return the arguments that all kernels that read the cache are launched with. Those that layers have in common are
-    computed once."""
+    computed once. Raises ValueError for a scale that is not greater than 0: the largest score has to stay the largest
+    when it is scaled."""
+    if not scale > 0:
+        raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
     arch, codes = architecture(), _codes(k_cache.dtype, architecture())
     bits = codes == "fp8_bits"
     strides = (*q.stride()[:2], *k_cache.stride()[:3])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.interface import Experts, ExpertWeights, HeadsLinear
+from batchinfer.models.ops.library_grouped import LibraryGrouped
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.experts import choose_experts as choose_experts_reference
 from batchinfer_kernels.gated_activation import Activation
@@ -15,7 +16,7 @@ from batchinfer_kernels.gpu.choose_experts import choose_experts, chooses
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.grouped_coded_matmul import grouped_int4_matmul, grouped_mxfp4_matmul
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
-from batchinfer_kernels.gpu.sort_by_expert import sort_by_expert
+from batchinfer_kernels.gpu.sort_by_expert import ExpertRows, sort_by_expert
 from batchinfer_kernels.mxfp4 import packed_mxfp4
 from batchinfer_kernels.quantized_matmul import packed_int4_experts
 from batchinfer_kernels.routing import Routing
@@ -77,16 +78,44 @@ class TritonExperts(Experts):
         down: ExpertWeights,
         activation: Activation,
         deterministic: bool,
+        library: LibraryGrouped | None = None,
     ) -> None:
         self._gate_up, self._down = ((weights.weight, weights.scales) for weights in (gate_up, down))
         self._lines = (gate_up.lines, down.lines)
         self._biases = (gate_up.bias, down.bias)
         self._activation, self._deterministic = activation, deterministic
+        self._library = library
+        self.least_library_rows: int | None = None
         weight = gate_up.weight
         self.loads = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        rows = sort_by_expert(choice, self.loads, counted)
+        rows, least = sort_by_expert(choice, self.loads, counted), self.least_library_rows
+        many = least is not None and len(rows.tokens) >= least
+        made = self._by_library(x, rows) if many else self._by_kernels(x, rows)
+        return combine(made, rows.places, choice.weights)
+
+    @property
+    def form(self) -> str:
+        """Return what the time of the products depends on, as a name."""
+        (experts, outputs, inputs), kind = self._gate_up[0].shape, self._gate_up[0].dtype
+        return f"{experts} experts in {str(kind).removeprefix('torch.')}, {outputs} x {inputs}, {self._activation}"
+
+    def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        """Return the results of so many random rows, as many for each expert, by our kernels, and by the library; see
+        LibraryChoice."""
+        experts, _, inputs = self._gate_up[0].shape
+        x = torch.randn(rows, inputs, dtype=self._gate_up[0].dtype, device=device)
+        given = torch.arange(rows, device=device)[:, None] % experts
+        choice = Choice(given, torch.ones(rows, 1, device=device))
+        ordered = sort_by_expert(choice, torch.zeros_like(self.loads))
+        return lambda: self._by_kernels(x, ordered), lambda: self._by_library(x, ordered)
+
+    def _by_library(self, x: Tensor, rows: ExpertRows) -> Tensor:
+        assert self._library is not None, "it was asked before it was chosen"
+        return self._library(x, rows)
+
+    def _by_kernels(self, x: Tensor, rows: ExpertRows) -> Tensor:
         (gate_up, scales), (down, down_scales) = self._gate_up, self._down
         inner = grouped_matmul(
             x,
@@ -100,7 +129,7 @@ class TritonExperts(Experts):
             ends=rows.ends,
             deterministic=self._deterministic,
         )
-        made = grouped_matmul(
+        return grouped_matmul(
             inner,
             down,
             rows.starts,
@@ -110,7 +139,6 @@ class TritonExperts(Experts):
             ends=rows.ends,
             deterministic=self._deterministic,
         )
-        return combine(made, rows.places, choice.weights)
 
 
 class TritonHeads(HeadsLinear):

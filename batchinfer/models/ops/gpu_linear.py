@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -235,13 +235,12 @@ class Fp8Linear(KernelLinear):
         biased = "" if self._bias is None else ", bias"
         return f"float8 by {scales}, {len(self._codes)} x {self.in_features}{biased}{behind}"
 
-    def by_kernel(self, x: Tensor) -> Tensor:
-        """Return the layer's result by our kernel."""
-        return self._by_kernel(x, self._activation)
-
-    def by_library(self, x: Tensor) -> Tensor:
-        """Return the layer's result by the library, which there has to be."""
-        return self._by_library(x, self._activation)
+    def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        """Return the layer's result for so many random rows by our kernel, and by the library; see LibraryChoice."""
+        assert self.library is not None, "it can be multiplied by both"
+        x = torch.randn(rows, self.in_features, dtype=self.library.dtype, device=device)
+        gate = self._activation
+        return lambda: self._by_kernel(x, gate), lambda: self._by_library(x, gate)
 
     def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
         least = self.least_library_rows

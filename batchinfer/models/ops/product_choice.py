@@ -1,5 +1,5 @@
-"""Chooses who multiplies float8 codes on a GPU, for each shape of a weight: our kernel, or the library from some number
-of rows on.
+"""Chooses who multiplies float8 codes, and experts, on a GPU, for each shape of a weight: our kernel, or the library
+from some number of rows on.
 
 Both are timed when a model is loaded, with the weights of one layer of each shape.
 """
@@ -9,18 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prefill_choice import MARGIN, seconds_of
-
-if TYPE_CHECKING:
-    from batchinfer.models.ops.gpu_linear import Fp8Linear
 
 _log = logging.getLogger(__name__)
 
@@ -35,28 +31,41 @@ BROKEN = (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedErr
 Chosen = dict[str, int | None]  # from how many rows on the library multiplies weights of a shape; None: never
 
 
+class LibraryChoice(Protocol):
+    """A layer that our kernel and the library can multiply."""
+
+    least_library_rows: int | None  # from which on the library does; None: never
+
+    @property
+    def form(self) -> str:
+        """Return what the time of a product depends on, as a name."""
+
+    def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        """Return the layer's result for so many random rows by our kernel, and by the library."""
+
+
 @runtime_checkable
 class ProductOps(Protocol):
     """Operators that have packed layers which the library may multiply."""
 
     @property
-    def fp8_layers(self) -> Sequence[Fp8Linear]:
-        """The layers of float8 codes, so far."""
+    def library_layers(self) -> Sequence[LibraryChoice] | None:
+        """Return these layers, so far; None where nothing may depend on a choice by time."""
 
 
 def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductContest | None:
-    """Return what chooses between our kernel and the library, if a layer can be multiplied by both; else None."""
-    layers = ops.fp8_layers if isinstance(ops, ProductOps) else ()
-    layers = [layer for layer in layers if layer.library is not None]
-    return ProductContest(layers, most_rows, device) if layers else None
+    """Return what chooses between our kernels and the library; None where nothing is chosen. Whether it is does not
+    depend on a rank's own layers, of which there may be none: all ranks of an engine have to ask, or none."""
+    layers = ops.library_layers if isinstance(ops, ProductOps) else None
+    return None if layers is None else ProductContest(layers, most_rows, device)
 
 
 class ProductContest:
-    """Our kernel against the library, for the layers of one model."""
+    """Our kernels against the library, for the layers of one model."""
 
     def __init__(
         self,
-        layers: Sequence[Fp8Linear],
+        layers: Sequence[LibraryChoice],
         most_rows: int,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
@@ -79,7 +88,7 @@ class ProductContest:
         for layer in self._layers:
             layer.least_library_rows = chosen.get(layer.form)
 
-    def _least_rows(self, form: str, layer: Fp8Linear) -> int | None:
+    def _least_rows(self, form: str, layer: LibraryChoice) -> int | None:
         counts = sorted({min(rows, self._most) for rows in ROWS})
         try:
             faster = [self._is_faster(layer, rows) for rows in counts]
@@ -105,15 +114,13 @@ class ProductContest:
             return False
         return True
 
-    def _ways(self, layer: Fp8Linear, rows: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    def _ways(self, layer: LibraryChoice, rows: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
         """Return the product of so many rows by our kernel and by the library. Raises ValueError where they differ."""
-        assert layer.library is not None
-        x = torch.randn(rows, layer.in_features, dtype=layer.library.dtype, device=self._device)
-        ours, theirs = partial(layer.by_kernel, x), partial(layer.by_library, x)
+        ours, theirs = layer.trial(rows, self._device)
         _check(ours(), theirs())
         return ours, theirs
 
-    def _is_faster(self, layer: Fp8Linear, rows: int) -> bool:
+    def _is_faster(self, layer: LibraryChoice, rows: int) -> bool:
         """Whether the library takes clearly less time for so many rows. Raises ValueError for other results."""
         ways = self._ways(layer, rows)
         began, took = self._clock(), ([], [])  # type: tuple[float, tuple[list[float], list[float]]]
@@ -128,7 +135,7 @@ class ProductContest:
 def _warn(form: str, error: BaseException) -> None:
     said = str(error).strip().partition("\n")[0]
     _log.warning(
-        "torch's scaled_mm cannot multiply %s (%s: %s); batchinfer's own kernel does, which may be slower; a version "
+        "torch cannot multiply %s (%s: %s); batchinfer's own kernel does, which may be slower; a version "
         "of torch that docs/gpu.md names may help",
         *(form, type(error).__name__, said),
     )

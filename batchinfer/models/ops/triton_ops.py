@@ -51,6 +51,8 @@ from batchinfer.models.ops.interface import (
     values_of,
 )
 from batchinfer.models.ops.library_fp8 import LibraryFp8
+from batchinfer.models.ops.library_grouped import LibraryGrouped
+from batchinfer.models.ops.product_choice import LibraryChoice
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.cost import Peaks
@@ -139,7 +141,7 @@ class TritonOps(Ops):
         self._shape, self._latent, self._peaks = shape, latent, peaks
         self._panel = WeightPanel()
         self._prefill: FlashInferPrefill | None = None
-        self._fp8_layers: list[Fp8Linear] = []
+        self._library_layers: list[LibraryChoice] = []
 
     @property
     def shape(self) -> AttentionShape:
@@ -147,9 +149,9 @@ class TritonOps(Ops):
         return self._shape
 
     @property
-    def fp8_layers(self) -> Sequence[Fp8Linear]:
-        """Return the layers of float8 codes that were packed; see ProductOps."""
-        return self._fp8_layers
+    def library_layers(self) -> Sequence[LibraryChoice] | None:
+        """Return the layers that were packed and that the library can multiply, too; see ProductOps."""
+        return None if self._shape.deterministic else self._library_layers
 
     @property
     def latent(self) -> bool:
@@ -203,7 +205,11 @@ class TritonOps(Ops):
         fixed = self._shape.deterministic
         if gate_up.mxfp4 or gate_up.int4:
             return CodedExperts(gate_up, down, activation, fixed, self._shape.dtype)
-        return TritonExperts(gate_up, down, activation, fixed)
+        library = None if fixed else LibraryGrouped.of(gate_up, down, activation)
+        made = TritonExperts(gate_up, down, activation, fixed, library)
+        if library is not None:
+            self._library_layers.append(made)
+        return made
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
         return combine(made, torch.arange(len(made), device=made.device), weights)
@@ -225,8 +231,10 @@ class TritonOps(Ops):
     ) -> Fp8Linear:
         fixed = self._shape.deterministic
         library = None if fixed else LibraryFp8.of(weight, bias, self._shape.dtype)
-        self._fp8_layers.append(Fp8Linear(weight, bias, activation, fixed, library))
-        return self._fp8_layers[-1]
+        made = Fp8Linear(weight, bias, activation, fixed, library)
+        if library is not None:
+            self._library_layers.append(made)
+        return made
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
         return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device)

@@ -186,6 +186,9 @@ def test_what_prefill_does_not_cover_is_refused(device) -> None:
         prefill(replace(case, table=case.table.long()))
     with pytest.raises(ValueError, match="tiles of"):
         prefill(case, segment=31)
+    for scale in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="not greater than 0"):
+            prefill_attention(*case.tensors, case.queries, case.contexts, scale)
 
 
 # ---- decode alone

@@ -107,10 +107,9 @@ def test_the_library_is_given_what_it_wants(library, outputs, inputs, blocks, ro
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_gate_is_behind_it(library, blocks) -> None:
-    gated = layer(blocks, activation="silu")
-    x = torch.randn(7, 48, dtype=DTYPE)
-    torch.testing.assert_close(gated.by_library(x), gated.by_kernel(x), atol=2e-2, rtol=2e-2)
-    assert gated.by_library(x).shape == (7, 32)
+    ours, theirs = layer(blocks, activation="silu").trial(7, CPU)
+    torch.testing.assert_close(theirs(), ours(), atol=2e-2, rtol=2e-2)
+    assert theirs().shape == (7, 32)
 
 
 def uneven(weight: CodedWeight) -> CodedWeight:
@@ -139,31 +138,30 @@ def test_what_the_library_has_no_product_for(monkeypatch, why) -> None:
     assert LibraryFp8.of(weight, bias, dtype) is None
 
 
-def test_it_is_taken_from_the_number_of_rows_on_at_which_it_is_faster(library, caplog) -> None:
+def test_it_is_taken_from_the_number_of_rows_on_from_which_it_is_always_faster(library, caplog) -> None:
     caplog.set_level(logging.INFO)
     layers = [layer(False), layer(False), layer(True)]
-    by_rows = [(1, 3), (3, 1), (3, 1), (3, 1)]
+    by_rows = [(1, 3), (3, 1), (1, 3), (3, 1)]
     never = [(3, 1), (3, 1), (3, 1), (100, 99)]
     found = contest(layers, *by_rows, *never)
     chosen = found.decide()
-    assert chosen == {"float8 by rows, 64 x 48": 8, "float8 by blocks, 64 x 48": None}
-    assert "64 x 48: the library multiplies 8 rows and more" in caplog.text
+    assert chosen == {"float8 by rows, 64 x 48": 32, "float8 by blocks, 64 x 48": None}
+    assert "64 x 48: the library multiplies 32 rows and more" in caplog.text
     assert "the library multiplies no rows" in caplog.text
     found.settle(chosen)
     library.calls = 0
-    for rows, calls in ((7, 0), (8, 1)):
+    for rows, calls in ((31, 0), (32, 1)):
         x = torch.randn(rows, 48, dtype=DTYPE)
         assert layers[0](x).shape == layers[2](x).shape == (rows, 64)
         assert library.calls == calls, "of the one layer, and never of blocks"
 
 
-def test_rows_beyond_a_step_are_not_timed(library) -> None:
-    sizes: list[int] = []
-    one = layer(False)
-    kernel = one.by_kernel
-    one.by_kernel = lambda x: sizes.append(len(x)) or kernel(x)  # type: ignore[method-assign]
+def test_rows_beyond_a_step_are_not_timed(library, monkeypatch) -> None:
+    one, sizes = layer(False), []
+    trial = one.trial
+    monkeypatch.setattr(one, "trial", lambda rows, device: sizes.append(rows) or trial(rows, device))
     contest([one], *[(1, 3)] * 3, most=10).decide()
-    assert set(sizes) == {4, 8, 10}
+    assert sizes == [4, 8, 10]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +211,14 @@ def test_a_library_that_works_in_another_engine_alone_is_not_taken(monkeypatch, 
     contest([found]).settle({found.form: 4})
     assert found.least_library_rows is None
     assert "NotImplementedError" in caplog.text
+
+
+def test_a_rank_without_such_layers_hears_the_choice_as_others_do(library) -> None:
+    """What the leading rank tells and nobody awaits would be taken for its next message."""
+    ops, asked = TritonOps(AttentionShape(DTYPE, 4, 2, 64)), []
+    said = json.dumps({"products": {"of another rank": 32}})
+    assert fastest_operators(ops, SIZES, CPU, True, lambda choose: asked.append(choose()) or said) is ops
+    assert asked == ['{"products": {}}']
 
 
 def test_nothing_is_chosen_where_a_row_s_bits_must_not_depend_on_it(library) -> None:
