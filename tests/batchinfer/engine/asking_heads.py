@@ -148,6 +148,7 @@ def compare(
     chosen = random.Random(0).sample(plain, min(most, len(plain)))
     chosen = [one for one in chosen if not parts_at_a_block(one[0], rows, work.limits.block_size)]
     for row, tokens, proposed in chosen:
+        assert proposed or row.stop_token_ids, "its logits are no numbers"
         allowed = row.request.params.allowed_token_ids or range(model.spec.vocab)
         assert proposed == reference.proposed(tokens, len(proposed), list(allowed))
     return got, len(chosen)
