@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +31,6 @@ from batchinfer.core.request import (
 )
 from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
 from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed, alone
-from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.schedule.constraints import ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
 from tests.batchinfer.child_tasks import break_the_next_message
@@ -61,7 +60,7 @@ class BuiltFake:
     engine: FakeEngine
     info: EngineInfo
     read_loads: Callable[[], ExpertTokens] = dict
-    wait: StageWait = field(default_factory=StageWait)
+    account: None = None
 
 
 def answer(request: Request) -> np.ndarray:

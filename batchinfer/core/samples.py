@@ -104,8 +104,26 @@ class StepSample:
     heads_accepted: int = 0
     proposing_s: float = 0.0  # of duration_s, what a draft model beside took, or heads
     drafts_saved_s: float = 0.0  # what the step's tokens would have taken without drafts, less what it took
+    # Of model_s, the collectives of the rank that leads, with its waiting for other ranks; None: there are none, or the
+    # host does not wait for them, as on a GPU
+    collective_s: float | None = None
 
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens that the step ran for the first time."""
         return self.prefill_tokens - self.recomputed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RankUse:
+    """A rank's use says what it had of the model, and what it took, as it measured it itself."""
+
+    rank: int
+    stage: int  # from 0, in the order of the layers
+    weight_bytes: int
+    kv_bytes: int
+    read_bytes: int  # of the model's files
+    before_rss_bytes: int | None  # in memory before it loaded anything; None: not known
+    peak_rss_bytes: int
+    collective_s: float | None  # as `StepSample` has it, over all steps
+    stage_wait_s: float | None  # for steps and ranks of other stages; None: there are none

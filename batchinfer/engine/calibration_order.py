@@ -13,10 +13,12 @@ from batchinfer.engine.config import LoadConfig
 class CalibrationOrder:
     """An order for an int4 checkpoint in the empty `folder`, with groups of `group` inputs, of the
     model that `load` names. `prompts`: in the order in which they were drawn; `answer_tokens`: the most of an answer
-    to each, 0 where the job's rows have no answers that are texts."""
+    to each, 0 where the job's rows have no answers that are texts. `adapted`: whether adapters of the model are to
+    fit the checkpoint, too."""
 
     load: LoadConfig
     prompts: tuple[TokenIds, ...]
     answer_tokens: int
     folder: Path
     group: int
+    adapted: bool = False

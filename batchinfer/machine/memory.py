@@ -29,12 +29,20 @@ def peak_memory() -> int:
 
 def resident_memory() -> int | None:
     """Bytes that this process and those that it started have in memory now; None where no /proc says so."""
-    if not Path("/proc/self/statm").exists():
+    own = own_resident_memory()
+    if own is None:
         return None
-    pages = [int(Path("/proc/self/statm").read_text().split()[1])]
+    pages = [own // resource.getpagesize()]
     for task in Path("/proc/self/task").glob("*/children"):
         pages += [_pages(pid) for pid in task.read_text().split()]
     return sum(pages) * resource.getpagesize()
+
+
+def own_resident_memory() -> int | None:
+    """Bytes that this process alone has in memory now; None where no /proc says so."""
+    if not Path("/proc/self/statm").exists():
+        return None
+    return _pages("self") * resource.getpagesize()
 
 
 def _pages(pid: str) -> int:

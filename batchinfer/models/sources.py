@@ -22,7 +22,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
 from batchinfer.models.checkpoint.stored_parts import check_parts
-from batchinfer.models.checkpoint.weights import CheckpointWeights, Weights
+from batchinfer.models.checkpoint.weights import CheckpointWeights, ReadCount, Weights
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import pack_weights
 from batchinfer.models.foreign.spec import ForeignSpec
@@ -57,9 +57,11 @@ class ModelSource:
     weights: Callable[[torch.dtype, torch.device], Weights]
     adapters: Mapping[str, StoredAdapter] = field(default_factory=dict)  # by fingerprint
     merged: StoredAdapter | None = None  # an adapter that all rows have, in the weights
+    folder: Path | None = None  # may say that its channels are others than those that adapters were made for
     adapter_places: int | None = None  # how many adapters are on the device at a time; None: all
     ranks: Ranks = ALONE  # with which it is computed; its spec and its weights are those of this rank's part
     whole: ModelSpec | None = None  # the model that it is a part of; None: it is all of it
+    read: ReadCount = field(default_factory=ReadCount)  # by its weights, of its checkpoint's files
     # Its decode steps launch the same kernels each time, and never wait for the device
     can_be_captured: ClassVar[bool] = True
 
@@ -121,7 +123,7 @@ class ModelSource:
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
         with self.weights(*place) as own:
             stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
-            with AdaptedWeights(stored, self.spec, adapters, *kept, self._part) as adapted:
+            with AdaptedWeights(stored, self.spec, adapters, *kept, self._part, self.folder) as adapted:
                 watched = WatchedWeights(SmoothedWeights(adapted, self.spec, self.ranks.experts), self.spec)
                 # Looking for outliers takes passes over weights, which a run without codes need not wait for
                 weights = watched if rounded else adapted
@@ -196,8 +198,11 @@ def checkpoint_source(
         merged = next((adapter for adapter in found.values() if adapter.config.dora), None)
         beside = {name: adapter for name, adapter in found.items() if not adapter.config.dora}
         place = ranks.place
-        weights = partial(CheckpointWeights, checkpoint, place=place)
-        whole = ModelSource(spec, checkpoint.parameters, weights, beside, merged, adapter_places)
+        read = ReadCount()
+        weights = partial(CheckpointWeights, checkpoint, place=place, read=read)
+        whole = ModelSource(
+            spec, checkpoint.parameters, weights, beside, merged, path, adapter_places, read=read
+        )
         if place.whole:
             return whole
         check_parts(checkpoint, place)

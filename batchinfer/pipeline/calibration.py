@@ -46,7 +46,7 @@ def calibrated_setup(job: Job, setup: Setup, state: StateFolder, told: Listener)
     if not setup.setting.calibrates or setup.setting.weights is not None:
         return setup
     with _alone(state, told.notice):
-        folder = calibrated_folder(setup.checkpoint, state, remember=True)
+        folder = calibrated_folder(setup.checkpoint, state, bool(job.model.adapters), remember=True)
         if not (folder / RECORD).exists():
             if not write_calibrated(job, setup, state.int4 / _MAKING, told):
                 return setup
@@ -78,7 +78,9 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
     answers = min(ANSWER_TOKENS, setup.setting.max_model_len) if job.task == "generate" else 0
     began = time.monotonic()
     loss = calibrate_apart(
-        CalibrationOrder(load, prompts, answers, folder, group), _shown(told.progress), told.progress.tick
+        CalibrationOrder(load, prompts, answers, folder, group, bool(job.model.adapters)),
+        _shown(told.progress),
+        told.progress.tick,
     )
     write_json(folder / RECORD, record_of(loss), FileOps())
     told.notice(

@@ -35,6 +35,7 @@ from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.expert_tokens import write_experts
 from batchinfer.report.tables.folder import LAST_RUN, new_run_id, report_folder, table_path
 from batchinfer.report.tables.meter import Measured, Meter
+from batchinfer.report.tables.ranks import EngineRank, of_all, write_ranks
 from batchinfer.report.tables.row_keys import RowsBeside, write_rows
 from batchinfer.report.tables.tables import RunRow, run_row, write_run
 from batchinfer_kernels.cost import ModelCost
@@ -82,6 +83,7 @@ class RunReport:
         self._row: RunRow | None = None
         self._message: str | None = None  # why the exit code is not 0
         self._expert_tokens: ExpertTokens = {}
+        self._ranks: Sequence[EngineRank] = ()
         self._activities: list[Activity] = []
         self._kept = True
 
@@ -161,13 +163,14 @@ class RunReport:
         worker_peak_rss: int | None,
         other_cores: float | None = None,
         expert_tokens: ExpertTokens = MappingProxyType({}),
+        ranks: Sequence[EngineRank] = (),
     ) -> None:
         """Note what the engines' processes turned out to be; `infos` is empty where none became ready."""
-        self._expert_tokens = expert_tokens
+        self._expert_tokens, self._ranks = expert_tokens, ranks
         if self._meter is not None:
             self._meter.end_energy()
             self._sum_up(self._meter)
-        self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores)
+        self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores, **of_all(ranks))
         if infos:
             linear = {"linear": infos[0].linear} if infos[0].linear else {}
             threads = sum(info.threads * info.division.ranks for info in infos)
@@ -195,12 +198,14 @@ class RunReport:
         self.done(meant.status, meant.exit_code)
 
     def close(self) -> None:
-        """Write the run table, and that of the experts if there are some. Raises OSError."""
+        """Write the run table, and those of experts and ranks if there are some. Raises OSError."""
         row = self.row
         if not self._kept:
             return
         if self._expert_tokens:
             write_experts(self.folder, self._run_id, self._expert_tokens)
+        if self._ranks:
+            write_ranks(self.folder, self._run_id, self._ranks)
         self.folder.mkdir(parents=True, exist_ok=True)
         own = [Activity(COMMAND, _ACTIVITIES[phase], *times) for phase, *times in self._watch.spans]
         write_activities(self.folder, self._run_id, [*own, *self._activities])

@@ -185,6 +185,8 @@ def _lost(row: Row) -> str:
     ]
     if row["stage_wait_share"] is not None:
         shares.append(("stages waiting for one another", row["stage_wait_share"]))
+    if row["collective_share"] is not None:
+        shares.append(("sums over ranks", row["collective_share"]))
     return ", ".join(f"{name} {percent(share)}" for name, share in shares)
 
 
@@ -271,7 +273,13 @@ def _deadline(row: Row) -> str:
 
 def _memory(row: Row) -> str:
     peaks = [("parent", row["parent_peak_rss_bytes"]), ("worker", row["worker_peak_rss_bytes"])]
-    return ", ".join(f"{name} {size(peak)} at its peak" for name, peak in peaks if peak is not None)
+    parts = [f"{name} {size(peak)} at its peak" for name, peak in peaks if peak is not None]
+    if row["rank_peak_rss_bytes"] is not None:
+        parts.append(
+            f"a rank {size(row['rank_peak_rss_bytes'])} at the most, which read {size(row['rank_read_bytes'])} of the "
+            "model"
+        )
+    return ", ".join(parts)
 
 
 def _cost(row: Row) -> str:

@@ -52,6 +52,12 @@ def export_job_model(job: Job, output: Path, group: int, listener: Listener) -> 
     raises.
     """
     refuse_existing(output)
+    if job.model.adapters:
+        raise job.mistake(
+            "model.adapters",
+            "do not fit a calibrated model, whose channels are others, but in the job itself: leave them out "
+            "(--set model.adapters=null), or merge them into the model (PEFT: merge_and_unload)",
+        )
     job = _in_int4(job)
     setup, ops = _checked(job, state_of(job)), FileOps()
     making = output.with_name(f".batchinfer-{uuid.uuid4().hex[:16]}{TEMPORARY}")

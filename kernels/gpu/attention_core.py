@@ -39,9 +39,9 @@ def widened(x, dtype: tl.constexpr, CODES: tl.constexpr):
 
 
 @triton.jit
-def times(unit: tl.constexpr, a, b, c, d, e):
+def times(unit: tl.constexpr, a, b, c):
     """Strides that are passed in units, so that the compiler knows what divides them: how wide it may load."""
-    return a * unit, b * unit, c * unit, d * unit, e * unit
+    return a * unit, b * unit, c * unit
 
 
 @triton.jit
@@ -62,6 +62,24 @@ def key_scales(ptr, inside, WHOLE: tl.constexpr):
         return tl.load(ptr)
     else:
         return tl.load(ptr, mask=inside, other=0.0)
+
+
+@triton.jit
+def capped(scores, scale, cap):
+    """Return tanh(scores × scale / cap)."""
+    # tanh(y) = 1 - 2 / (1 + e^2y) holds for infinite y too
+    return 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / cap * (2.0 * LOG2E))))
+
+
+@triton.jit
+def visible(scores, key, row_at, inside, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Return scores, -inf for keys that are not inside, or that a row does not see."""
+    seen = inside[None, :]
+    if CAUSAL:
+        seen = seen & (key[None, :] <= row_at[:, None])
+    if WINDOW:
+        seen = seen & (key[None, :] > row_at[:, None] - window)
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
@@ -105,18 +123,11 @@ def attend_span(
             scale_at = block * stride_scale + kv_head * BLOCK_SIZE + key % BLOCK_SIZE
             scores *= key_scales(k_scale_ptr + scale_at, inside, WHOLE)[None, :]
         if CAP:
-            # cap × tanh(x / cap); tanh(y) = 1 - 2 / (1 + e^2y) holds for infinite y too
-            tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / cap * (2.0 * LOG2E))))
-            scores = tanh * (cap * LOG2E)
+            scores = capped(scores, scale, cap) * (cap * LOG2E)
         else:
             scores = scores * (scale * LOG2E)
         if not WHOLE:
-            seen = inside[None, :]
-            if CAUSAL:
-                seen = seen & (key[None, :] <= row_at[:, None])
-            if WINDOW:
-                seen = seen & (key[None, :] > row_at[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = visible(scores, key, row_at, inside, window, CAUSAL, WINDOW)
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
         weights = tl.exp2(scores - base[:, None])

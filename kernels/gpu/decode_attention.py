@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchinfer_kernels.gpu.attention_codes import attend_codes
 from batchinfer_kernels.gpu.attention_core import (
     LN2,
     as_part,
@@ -48,10 +49,11 @@ def _decode_attention_kernel(
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
+    WORDS: tl.constexpr,  # codes are multiplied in float16, by `attend_codes`
 ):  # fmt: skip
-    q_stride_token, q_stride_head, stride_block, stride_head, stride_key = times(
-        UNIT, q_stride_token, q_stride_head, stride_block, stride_head, stride_key
-    )
+    CACHE_UNIT: tl.constexpr = UNIT // 2 if WORDS else UNIT
+    q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
+    stride_block, stride_head, stride_key = times(CACHE_UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0).to(tl.int64) * 4
     index = tl.load(item).to(tl.int64)
     if index < 0:
@@ -77,27 +79,36 @@ def _decode_attention_kernel(
     row_at = tl.where(real, context - 1, -1)
     dim = tl.arange(0, D_PAD)
     cells = real[:, None] & (dim < D)[None, :]
-    q_at = token * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
-    q = tl.load(q_ptr + q_at, mask=cells, other=0.0)
-    no_sinks: tl.constexpr = None
-    if SEGMENTED or parts_ptr is not None:
-        total, top, mass = initial_state(no_sinks, head, real, ROWS, D_PAD)
+    q_at = token * q_stride_token + head[:, None] * q_stride_head
+    table_ptr = tables_ptr + sequence * stride_table
+    at_head = kv_head.to(tl.int64) * stride_head
+    if WORDS:
+        k_head = 2 * at_head if CODES == "fp8" else at_head
+        total, top, mass = attend_codes(
+            q_ptr, q_at, real, row_at, table_ptr, k_ptr + k_head, v_ptr + at_head,
+            k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
+            least, scale, cap, window,
+            D, D_PAD, ROWS, TILE, BLOCK_SIZE, WINDOW, CAP, CODES,
+        )  # fmt: skip
     else:
-        total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
-    total, top, mass = attend_span(
-        total, top, mass, q, row_at, tables_ptr + sequence * stride_table,
-        k_ptr + kv_head.to(tl.int64) * stride_head, v_ptr + kv_head.to(tl.int64) * stride_head,
-        k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
-        least, scale, cap, window,
-        D, D_PAD, TILE, BLOCK_SIZE, False, False, WINDOW, CAP, CODES, PRECISION,
-    )  # fmt: skip
+        q = tl.load(q_ptr + q_at + dim[None, :], mask=cells, other=0.0)
+        if SEGMENTED or parts_ptr is not None:
+            total, top, mass = initial_state(None, head, real, ROWS, D_PAD)
+        else:
+            total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
+        total, top, mass = attend_span(
+            total, top, mass, q, row_at, table_ptr, k_ptr + at_head, v_ptr + at_head,
+            k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
+            least, scale, cap, window,
+            D, D_PAD, TILE, BLOCK_SIZE, False, False, WINDOW, CAP, CODES, PRECISION,
+        )  # fmt: skip
     part, lse = as_part(total, top, mass)
     if parts_ptr is not None:
         slot = (first_own + tl.load(item + 3).to(tl.int64)) * heads + head
         tl.store(parts_ptr + slot[:, None] * D + dim[None, :], part, mask=cells)
         tl.store(part_lses_ptr + slot, lse, mask=real)
     else:
-        if SEGMENTED:
+        if SEGMENTED or WORDS:
             total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
             total, top, mass = fold(total, top, mass, part, lse)
             part, lse = as_part(total, top, mass)
@@ -189,5 +200,15 @@ def attend_own(
         first_own=0 if parts is None else parts.first_own,
         heads=heads,
         align=own.splits.align,
-        **arguments,
+        **_in_words(arguments, out.dtype),
     )
+
+
+def _in_words(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of the kernel with caches of codes as it reads them, for q of `dtype`: in words where a head
+    is whole words, unless more than float16 is wanted, or a row's bits."""
+    codes, even = arguments["CODES"], arguments["D"] % 2 == 0 and arguments["UNIT"] % 2 == 0
+    if codes == "none" or not even or arguments["SEGMENTED"] or dtype == torch.float32:
+        return {**arguments, "WORDS": False}
+    k, v = arguments["k_ptr"], arguments["v_ptr"].view(torch.int16)
+    return {**arguments, "k_ptr": k if codes == "fp8" else k.view(torch.int16), "v_ptr": v, "WORDS": True}

@@ -49,9 +49,8 @@ def _prefill_attention_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    q_stride_token, q_stride_head, stride_block, stride_head, stride_key = times(
-        UNIT, q_stride_token, q_stride_head, stride_block, stride_head, stride_key
-    )
+    q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
+    stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
     sequence, first_row = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)

@@ -32,9 +32,9 @@ class DyingFollower:
         self._follower.run(step)
 
     @property
-    def wait(self) -> Any:
-        """What the follower has waited."""
-        return self._follower.wait
+    def account(self) -> Any:
+        """What the follower has, and took."""
+        return self._follower.account
 
 
 class DyingWeights:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from batchinfer.core.errors import BatchInferError
 from batchinfer.job import load_job
+from batchinfer.models.adapters.channel_factors import FILE
 from batchinfer.models.adapters.sizes import sizes_of
 from batchinfer.models.adapters.stored_adapter import inspect_adapter
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
@@ -232,13 +234,36 @@ def test_a_dora_is_merged(tmp_path: Path, family: str) -> None:
         run(path, REAL)
 
 
-def test_weights_beside_which_adapters_stand_are_not_calibrated(
+def test_adapters_fit_the_channels_that_a_calibration_has_changed(
     tmp_path: Path, model: Path, models: Path
 ) -> None:
-    """A calibration changes the channels that adapters were made for."""
-    path = job(tmp_path / "job", model, models, rows_of(["one", None] * 6), model={"quantization": "int4"})
-    assert run(path, REAL).row["int4_tokens"] is None
-    assert not list((tmp_path / "job/out").rglob("calibration.json"))
+    """Their log-probabilities are nearer to those in floats than where the factors of the channels are lost."""
+    sections = {
+        "model": {"adapter_from_column": "who"},
+        "sampling": {"max_tokens": 2, "logprobs": 5},
+    }
+    rows = [{"text": f"word {at} and more of it", "who": ("one", "two", None)[at % 3]} for at in range(24)]
+    exact = job(tmp_path / "exact", model, models, rows, **sections)
+    int4 = job(tmp_path / "int4", model, models, rows, **sections)
+    assert run(exact, REAL, FLOAT32).exit_code == 0
+    done = run(int4, REAL, FLOAT32, ("model.quantization", "int4"))
+    assert done.exit_code == 0
+    assert done.row["int4_tokens"] > 0
+    (factors,) = (int4.parent / "out").rglob(FILE)
+    near = distance(exact, int4)
+    kept = load_file(factors)
+    assert {name.rpartition(".")[2] for name in kept} == {"inputs", "outputs"}
+    save_file({}, factors)
+    shutil.rmtree(int4.parent / "out" / "res")
+    others = ("cache.path", str(tmp_path / "others"))
+    assert run(int4, REAL, FLOAT32, ("model.quantization", "int4"), others).exit_code == 0
+    assert distance(exact, int4) > near
+
+
+def distance(one: Path, other: Path) -> float:
+    """Return by how much the log-probabilities of the first tokens differ, in the mean."""
+    pairs = zip(table(one), table(other), strict=True)
+    return sum(abs(a["logprobs"][0]["logprob"] - b["logprobs"][0]["logprob"]) for a, b in pairs)
 
 
 def test_the_plan_counts_what_adapters_take(tmp_path: Path, model: Path, models: Path) -> None:

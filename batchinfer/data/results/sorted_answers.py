@@ -135,10 +135,12 @@ class SortedAnswers:
         rows = table.column(ROW).to_numpy()
         order = np.argsort(rows)
         ends = np.append(np.searchsorted(rows[order], self._starts), len(rows))
-        table = table.take(pa.array(order)).combine_chunks()
-        self._memory -= size
-        path = self._spill / f"run-{len(self._runs):05d}.arrow"
-        self._runs.append(_InMemory(table, ends) if self._memory >= 0 else _Spilled(table, ends, path))
+        self._memory -= size + order.nbytes
+        if self._memory >= 0:
+            self._runs.append(_InMemory(table, order, ends))
+        else:
+            path = self._spill / f"run-{len(self._runs):05d}.arrow"
+            self._runs.append(_Spilled(table.take(pa.array(order)).combine_chunks(), ends, path))
 
 
 class _Run(Protocol):
@@ -152,14 +154,15 @@ class _Run(Protocol):
 
 
 class _InMemory:
-    """`ends` has the first row of each batch's share, and the end."""
+    """Answers as they were read, and the order of their rows, so that who wants a share sorts it: several threads do so
+    at once. `ends` has the place in that order of each batch's first row, and the end."""
 
-    def __init__(self, table: pa.Table, ends: Numbers) -> None:
-        self._table, self._ends = table, ends
+    def __init__(self, table: pa.Table, order: Numbers, ends: Numbers) -> None:
+        self._table, self._order, self._ends = table, order, ends
 
     def of(self, batch: int) -> pa.Table:
-        start = int(self._ends[batch])
-        return self._table.slice(start, int(self._ends[batch + 1]) - start)
+        share = self._order[int(self._ends[batch]) : int(self._ends[batch + 1])]
+        return self._table.take(pa.array(share)).combine_chunks()
 
     def close(self) -> None:
         self._table = self._table.schema.empty_table()

@@ -101,7 +101,8 @@ class _Pieces:
 class PiecewiseGraphs:
     """Captures the pieces of steps of up to `buffers.tokens` tokens, and replays them.
 
-    `groups`: how many cache groups there are; `padding_slot`: where padding tokens write K and V to.
+    `groups`: how many cache groups there are; `padding_slot`: where padding tokens write K and V to;
+    `in_group`: other ranks capture the same, and wait for this one.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class PiecewiseGraphs:
         padding_slot: int,
         buffers: StaticBuffers,
         recorder: GraphRecorder,
+        in_group: bool = False,
     ) -> None:
+        self._in_group = in_group
         self._model, self._caches, self._groups = model, caches, groups
         self._padding_slot, self._buffers, self._recorder = padding_slot, buffers, recorder
         self._pieces: dict[int, _Pieces] = {}
@@ -127,13 +130,16 @@ class PiecewiseGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all sizes, the largest first: the smaller ones find room in what it has taken. Sizes for which there
-        is no memory are left out; what the attempt has taken is there for the smaller ones."""
+        is no memory are left out; what the attempt has taken is there for the smaller ones. In a group other ranks
+        would not know: torch.OutOfMemoryError is raised."""
         began = time.perf_counter()
         refused: list[int] = []
         for size in reversed(token_sizes(self._buffers.tokens)):
             try:
                 self._pieces[size] = self._captured(size)
             except torch.OutOfMemoryError:
+                if self._in_group:
+                    raise
                 refused.insert(0, size)
             else:
                 self.sizes.insert(0, size)

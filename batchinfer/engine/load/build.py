@@ -21,16 +21,15 @@ from batchinfer.engine.config import (
     Untimed,
     alone,
 )
-from batchinfer.engine.load.beside import WeightsBeside, load_beside
 from batchinfer.engine.load.cache_fit import fit_cache
 from batchinfer.engine.load.cache_memory import CacheMemory
 from batchinfer.engine.load.device_fit import Fitted
-from batchinfer.engine.load.heads import load_heads
-from batchinfer.engine.load.loaded_heads import HeadedModel, LoadedHeads
-from batchinfer.engine.load.loaded_model import AnyBeside, LoadedModel
+from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.load.proposers import Proposers, load_proposers
 from batchinfer.engine.load.ranked import (
     AnyEngine,
     Tell,
+    account_of,
     follower_of,
     in_turns,
     layout_for,
@@ -41,18 +40,20 @@ from batchinfer.engine.load.ranked import (
 )
 from batchinfer.engine.load.settling import settled
 from batchinfer.engine.loop.engine import EngineLimits
+from batchinfer.engine.ranks.account import RankAccount
 from batchinfer.engine.ranks.following import Follower
 from batchinfer.engine.ranks.joining import Company, join
 from batchinfer.engine.ranks.seat import Seat
-from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import scheduler_config
 from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.machine.memory import own_resident_memory
 from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
+from batchinfer.models.ops.prefill_choice import PromptSizes
 from batchinfer.models.sources import Decoders, Source
 from batchinfer_kernels.cost import ModelCost
 
@@ -64,7 +65,7 @@ class BuiltEngine:
     engine: AnyEngine
     info: EngineInfo
     read_loads: Callable[[], ExpertTokens]  # how many tokens experts were given so far; waits for the device
-    wait: StageWait  # of this process, for ranks of other stages
+    account: RankAccount | None = None  # of this process; None: it is no rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,8 +82,8 @@ class LoadedWeights:
     untimed: Untimed
     cost: ModelCost  # of the whole model, of which this may be the part of one rank
     company: Company
-    beside: WeightsBeside | None = None  # a draft model's; None: there is none
-    heads: LoadedHeads | None = None  # of the model; None: there are none
+    proposers: Proposers
+    before_bytes: int | None = None  # in memory before anything was loaded; None: not known
 
     def engine(
         self,
@@ -95,14 +96,19 @@ class LoadedWeights:
         any."""
         loaded = self.model(config, agreed)
         if tell is None:
-            engine: AnyEngine = loaded.engine(config.peaks, stop_streams)
-        else:
-            engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
-        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self.company.wait)
+            return BuiltEngine(
+                loaded.engine(config.peaks, stop_streams), loaded.info, loaded.expert_loads.read
+            )
+        engine = leading_engine(loaded, self.company, self.cost, tell, config.peaks, stop_streams)
+        return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self._account(loaded))
 
     def follower(self, config: EngineConfig, agreed: Agreed) -> Follower:
         """Make what follows the leading rank, whose choices `agreed` returns; raises as `model` does."""
-        return follower_of(self.model(config, agreed), self.company)
+        loaded = self.model(config, agreed)
+        return follower_of(loaded, self.company, self._account(loaded))
+
+    def _account(self, loaded: LoadedModel) -> RankAccount:
+        return account_of(self.source, loaded.info, self.company, self.before_bytes)
 
     def model(self, config: EngineConfig, agreed: Agreed = alone) -> LoadedModel:
         """Size the KV cache and warm up. A choice by time is made through `agreed`. Raises OutOfMemory when the job
@@ -114,7 +120,7 @@ class LoadedWeights:
         captured = source.can_be_captured and company.division.captured
         limits, turns = in_turns(scheduler_config(config, self.cost, captured), company.division.stages)
         sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
-        ops = fastest_prefill(self.ops, sizes, device, source.plain_attention, agreed)
+        ops = fastest_operators(self.ops, sizes, device, source.plain_attention, agreed)
         model = self.decoder(ops, longest)
         eos = frozenset(source.spec.eos_token_ids)
         # Peers know what is asked of the head before the masks are looked at, and not behind that
@@ -127,12 +133,12 @@ class LoadedWeights:
         runner.give_adapters(_numbers(config.load.adapters, source))
         dtype = self.arithmetic.dtype
         machines = company.division.machines
-        parts = company.everyone, turns, self.heads or self.beside, machines
+        parts = company.everyone, turns, self.proposers.loaded, machines
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
-        fitted = fit_cache(runner, limits, memory.room(), counters, config, self.untimed)
+        fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)
         model.expert_loads.restart()  # what was measured and compiled with is nobody's work
-        running, beside = self._with_beside(fitted, longest)
+        running, beside = self.proposers.of(source, fitted, longest, self.masks)
         return LoadedModel(
             runner=running,
             limits=fitted.limits,
@@ -149,16 +155,6 @@ class LoadedWeights:
             turns=turns,
         )
 
-    def _with_beside(self, fitted: Fitted, longest: int) -> tuple[ModelRunner, AnyBeside | None]:
-        """Return the engine's runner, and what proposes beside its model, if anything does."""
-        runner, spec = fitted.runner, self.source.spec
-        if self.heads is not None:
-            return self.heads.of(HeadedModel(runner, spec, fitted.limits, fitted.blocks, longest, self.masks))
-        if self.beside is None:
-            return runner, None
-        blocks = fitted.blocks, longest
-        return runner, self.beside.runner(runner, spec, fitted.limits, *blocks, self.masks)
-
 
 def load_weights(
     config: LoadConfig,
@@ -173,7 +169,7 @@ def load_weights(
 
     Raises Unavailable without the device, and what loading a checkpoint raises.
     """
-    device, threads = settled(config)
+    before_bytes, (device, threads) = own_resident_memory(), settled(config)
     if device.type == "cuda":
         _announce_compilations(untimed)
     company = join(seat, device)
@@ -185,9 +181,20 @@ def load_weights(
     decoder = source.load(ops, arithmetic)
     eos = frozenset(source.spec.eos_token_ids)
     masks = None if constraints is None else ConstraintMasks(constraints(eos, source.spec.vocab))
-    more = load_beside(config, device, company), load_heads(config, arithmetic, company)
+    proposers = load_proposers(config, arithmetic, device, company)
     return LoadedWeights(
-        config, source, ops, arithmetic, threads, decoder, masks, untimed, cost, company, *more
+        config,
+        source,
+        ops,
+        arithmetic,
+        threads,
+        decoder,
+        masks,
+        untimed,
+        cost,
+        company,
+        proposers,
+        before_bytes,
     )
 
 

@@ -14,32 +14,35 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.budget import admission_costs, captured_tokens
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.models.decoder.expert_loads import ExpertLoads
+from batchinfer_kernels.cost import ModelCost
 
 
 def fit_cache(
     runner: ModelRunner,
     limits: SchedulerConfig,
+    cost: ModelCost,
     room: CacheRoom,
     loads: ExpertLoads | None,
     config: EngineConfig,
     untimed: Untimed,
 ) -> Fitted:
-    """Give the runner its cache. On a GPU steps are measured first, and then captured; `loads` are the counters of a
-    model that can be captured, None one that cannot."""
+    """Give the runner its cache. On a GPU steps are measured first, and then captured; `cost`: of the whole
+    model, of which the runner may have a part. `loads` are the counters of a model that can be captured, None one that
+    cannot."""
     if isinstance(runner.ops, GraphOps):
-        mixed = captured_tokens(runner.cost, config.peaks, limits.max_num_batched_tokens)
+        mixed = captured_tokens(cost, config.peaks, limits.max_num_batched_tokens)
         capture = None if loads is None else _Uncounted(GpuRecorder(), loads, untimed)
         found = fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed)
-        return found if found.captures_pieces else _by_operators(found, config)
+        return found if found.captures_pieces else _by_operators(found, cost, config)
     blocks = room.blocks(0)
     return Fitted(
         replace(runner, caches=room.allocate(blocks)), replace(limits, admission_costs=None), blocks
     )
 
 
-def _by_operators(found: Fitted, config: EngineConfig) -> Fitted:
+def _by_operators(found: Fitted, cost: ModelCost, config: EngineConfig) -> Fitted:
     """Steps that read prompts are launched an operator at a time: more of it has to be hidden."""
-    costs = found.limits.admission_costs and admission_costs(found.runner.cost, config.peaks, pieces=False)
+    costs = found.limits.admission_costs and admission_costs(cost, config.peaks, pieces=False)
     return replace(found, limits=replace(found.limits, admission_costs=costs))
 
 

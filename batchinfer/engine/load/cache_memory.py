@@ -59,7 +59,7 @@ class CacheMemory:
     def room(self) -> CacheRoom:
         """Return what `fit` asks of the cache."""
         least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
-        return CacheRoom(self._blocks, self._allocate, self.longest, least)
+        return CacheRoom(self._blocks, self._allocate, self.longest, least, self._agreed)
 
     def _blocks(self, needed: int) -> int:
         """How many blocks the cache gets on every rank, where steps need `needed` bytes; see `cache_blocks`. Ranks on a
@@ -90,7 +90,10 @@ class CacheMemory:
             kind=device.type,
             needed=needed,
         )
-        return self.turns * fewest(blocks, self.group, device)
+        return self.turns * self._agreed(blocks)
+
+    def _agreed(self, count: int) -> int:
+        return fewest(count, self.group, self.runner.device)
 
     def _allocate(self, blocks: int) -> list[LayerCache]:
         runner = self.runner

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.attention_boundary import StaticBuffers
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 # Each further attempt, when a cache cannot be allocated, asks for this share of the one before
@@ -41,6 +43,7 @@ class CacheRoom:
     allocate: Callable[[int], list[LayerCache]]  # raises torch.OutOfMemoryError
     longest: int  # tokens of a sequence
     least: int  # blocks that it holds alone
+    agreed: Callable[[int], int] = int  # the least of what all ranks of an engine found; each of them asks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +74,7 @@ def fit(
     """Give `runner`, which has no cache yet, the largest cache that leaves room for its steps.
 
     `capture` turns decode steps into graphs, if the operators can plan for graphs; None: the model cannot be captured.
+    Ranks of an engine come to the same limits and blocks, and capture the same steps, as these wait for one another.
     `logprobs`: the most log-probabilities that a row asks for; None: none does. `mixed`: the most tokens of a step that
     reads prompts and is captured in pieces, if `capture` can record them.
     Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for a step of one token
@@ -80,13 +84,18 @@ def fit(
     meter.restart()
     limits = profile.limits
     recorder = capture if isinstance(capture, GraphRecorder) else None
-    buffers = _static_buffers(runner, min(mixed, limits.max_num_batched_tokens)) if recorder else None
+    buffers: StaticBuffers | None = None
+    if recorder is not None:
+        buffers = _on_all(_static_buffers(runner, min(mixed, limits.max_num_batched_tokens)), room)
     needed = profile.step_bytes + (graph_bytes(buffers.tokens, profile.layers) if buffers else 0)
     # of steps that are launched, and of graphs, which keep what they take
     spare = runner.ops.spare_bytes(_most_rows(limits), room.longest, runner.device)
     needed += spare if capture is None else 2 * spare
-    tables = _graph_tables(runner, _largest(runner, limits, room)) if capture is not None else None
+    tables: GraphTables | None = None
+    if capture is not None:
+        tables = _on_all(_graph_tables(runner, _largest(runner, limits, room)), room)
     blocks, caches = _cache(room, room.blocks(needed))
+    blocks = room.agreed(blocks)
     fitted = replace(_with_cache(runner, caches), micro_batches=profile.micro_batches, recorder=recorder)
     if capture is not None and tables is not None:
         largest = _largest(runner, limits, room, blocks)
@@ -94,8 +103,20 @@ def fit(
     if buffers is not None and recorder is not None:
         fitted = replace(fitted, mixed=_piecewise(fitted, buffers, blocks, recorder))
     return _warmed_up(
-        Fitted(fitted, limits, blocks), DummySteps(fitted, limits, room.longest, blocks, logprobs), meter
+        Fitted(fitted, limits, blocks),
+        DummySteps(fitted, limits, room.longest, blocks, logprobs, _has_masks(runner, room)),
+        meter,
     )
+
+
+def _on_all(made: T | None, room: CacheRoom) -> T | None:
+    """Return what was allocated, if every rank could allocate it."""
+    return made if room.agreed(made is not None) else None
+
+
+def _has_masks(runner: ModelRunner, room: CacheRoom) -> bool:
+    """Whether rows may have masks. The rank that leads knows, and the others run the same steps."""
+    return not room.agreed(runner.sampler.mask is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +139,8 @@ def _profile(
 ) -> _Profile:
     """Run the largest steps on a small cache, which is gone afterwards. Raises OutOfMemory."""
     measured = _with_cache(runner, room.allocate(limits.max_num_seqs + 1))
-    steps = DummySteps(measured, limits, room.longest, limits.max_num_seqs, logprobs)
+    masked = _has_masks(runner, room)
+    steps = DummySteps(measured, limits, room.longest, limits.max_num_seqs, logprobs, masked)
     try:
         step_bytes = steps.profile(meter, mixed)
     except torch.OutOfMemoryError as error:
@@ -197,7 +219,9 @@ def _piecewise(
 ) -> PiecewiseGraphs:
     assert isinstance(runner.model, SplitModel), "it has made the buffers"
     groups, padding_slot = len(runner.layout.groups), blocks * runner.layout.block_size
-    return PiecewiseGraphs(runner.model, runner.caches, groups, padding_slot, buffers, recorder)
+    return PiecewiseGraphs(
+        runner.model, runner.caches, groups, padding_slot, buffers, recorder, runner.in_group
+    )
 
 
 def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, blocks: int = 0) -> GraphSize:

@@ -96,6 +96,7 @@ class DummySteps:
     longest: int  # tokens of a sequence
     scratch: int  # the block that dummy tokens write to; they read the blocks before it
     logprobs: int | None = None  # the most log-probabilities that a row asks for
+    masked: bool = False  # whether rows may have masks, of which the rank that leads alone knows more
 
     @property
     def rows(self) -> int:
@@ -136,7 +137,7 @@ class DummySteps:
         self._run(self.chunks(self.rows, self.rows, context, GREEDY, shared=True))
         for size in reversed(self.runner.graphs.sizes if self.runner.graphs else []):
             self._run(self.chunks(size, size, context, GREEDY))
-        if self.runner.sampler.mask is not None:
+        if self.masked:
             for params in (SAMPLED, GREEDY):
                 self._run(self.chunks(self.rows, self.rows, context, params), masked=True)
         if self.runner.graphs is not None:
@@ -147,7 +148,7 @@ class DummySteps:
     def _run(self, chunks: list[Chunk], masked: bool = False) -> None:
         """Run a step. `masked`: every row has a mask, if any row of the job may have one."""
         runner, sampler = self.runner, self.runner.sampler
-        if masked and sampler.mask is not None:
+        if masked and self.masked:
             runner = replace(runner, sampler=replace(sampler, mask=_EveryToken()))
             for chunk in chunks:
                 chunk.sequence.mask = 0

@@ -43,8 +43,9 @@ def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> Los
     source = checkpoint_source(order.load.model, quantization="int4")
     dtype = getattr(torch, order.load.dtype)
     ops = source.choose_ops(Arithmetic(dtype, torch.device("cpu")))
-    search = Search(checkpoint, ops, dtype, (SampleRows.of(split[0]), SampleRows.of(split[1])), order.group)
-    written = CalibratedFolder(order.folder, checkpoint, order.group)
+    samples = (SampleRows.of(split[0]), SampleRows.of(split[1]))
+    search = Search(checkpoint, ops, dtype, samples, order.group, order.adapted)
+    written = CalibratedFolder(order.folder, checkpoint, order.group, order.adapted)
     for index, layer in enumerate(search.layers()):
         written.add(index, layer)
         told(index + 1, count)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from batchinfer.core.errors import CannotSplit
-from batchinfer.engine.config import LoadConfig
+from batchinfer.engine.config import EngineInfo, LoadConfig
 from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout, stage_layout
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.loop.turns import EngineTurns
+from batchinfer.engine.ranks.account import RankAccount
 from batchinfer.engine.ranks.following import Follower
 from batchinfer.engine.ranks.joining import Company
 from batchinfer.engine.ranks.leading import LeadingRunner
@@ -75,17 +76,36 @@ def leading_engine(
 ) -> AnyEngine:
     """Make the engine of the rank that leads; several that take turns where there are several stages. cost: of the
     whole model."""
-    staged = company.division.stages > 1
+    staged, sums = company.division.stages > 1, company.sums
     engines = [
-        loaded.engine(peaks, stop_streams, LeadingRunner(turn, runner, company.everyone, tell, cost, staged))
+        loaded.engine(
+            peaks, stop_streams, LeadingRunner(turn, runner, company.everyone, tell, cost, staged, sums)
+        )
         for turn, runner in enumerate(loaded.runners)
     ]
     return EngineTurns(engines) if staged else engines[0]
 
 
-def follower_of(loaded: LoadedModel, company: Company) -> Follower:
+def follower_of(loaded: LoadedModel, company: Company, account: RankAccount) -> Follower:
     """Make what follows the leading rank."""
-    return Follower(loaded.runners, company.everyone, company.has_head, company.wait)
+    return Follower(loaded.runners, company.everyone, company.has_head, account)
+
+
+def account_of(source: Source, info: EngineInfo, company: Company, before_bytes: int | None) -> RankAccount:
+    """Return what this rank has; what its collectives took while it loaded and warmed up is forgotten."""
+    assert isinstance(source, ModelSource), "other models are not divided"
+    if company.sums is not None:
+        company.sums.restart()
+    return RankAccount(
+        rank=company.rank,
+        stage=company.division.stage(company.rank),
+        weight_bytes=info.weight_bytes,
+        kv_bytes=info.kv_bytes,
+        read_bytes=source.read.bytes,
+        before_bytes=before_bytes,
+        wait=company.wait if company.division.stages > 1 else None,
+        sums=company.sums,
+    )
 
 
 def staged(model: Model, company: Company, arithmetic: Arithmetic) -> Model:

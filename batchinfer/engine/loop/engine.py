@@ -521,6 +521,7 @@ class Engine:
             launch=launch.mode if launch else None,
             capture_s=launch.capture_s if launch else None,
             graph_bytes=launch.graph_bytes if launch else None,
+            collective_s=step.result.collective_s,
             metering_s=(time.perf_counter_ns() - metering) / 1e9,
         )
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchinfer.engine.ranks.account import RankAccount
 from batchinfer.engine.ranks.passing_on import pass_on
 from batchinfer.engine.ranks.rank_step import RankStep
-from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.row_scores import row_scores
 from batchinfer.engine.schedule.step_plan import SamplingPlan
@@ -24,7 +24,7 @@ class Follower:
     runners: Sequence[ModelRunner]
     group: Group
     has_head: bool  # whether it has a part of what makes logits
-    wait: StageWait
+    account: RankAccount
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> None:

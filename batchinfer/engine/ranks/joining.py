@@ -13,10 +13,11 @@ from torch import distributed
 from torch._C import _distributed_c10d as c10d
 
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division, Seat
-from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.engine.ranks.told_store import ToldStore
 from batchinfer.models.parallel.alone import Alone
 from batchinfer.models.parallel.group import Group
+from batchinfer.models.parallel.spent_time import SpentTime
+from batchinfer.models.parallel.timed_group import TimedGroup
 from batchinfer.models.parallel.torch_group import TorchGroup
 
 # A rank that computes, or is stopped, keeps the others waiting: whoever watches the engine decides how long. One that
@@ -32,7 +33,9 @@ class Company:
     division: Division = UNDIVIDED
     everyone: Group = field(default_factory=Alone)
     peers: Group = field(default_factory=Alone)
-    wait: StageWait = field(default_factory=StageWait)  # for ranks of other stages
+    wait: SpentTime = field(default_factory=SpentTime)  # for ranks of other stages
+    # On collectives; None: no rank computes the same layers, or they are a GPU's, for which nobody waits
+    sums: SpentTime | None = None
 
     @property
     def divided(self) -> bool:
@@ -59,7 +62,11 @@ def join(seat: Seat | None, device: torch.device) -> Company:
     if division.stages > 1 and division.peers > 1:
         stage = c10d.PrefixStore(f"stage {division.stage(rank)}", store)
         peers = met(stage, division.peer(rank), division.peers)
-    return Company(rank, division, everyone, peers)
+    if device.type == "cuda" or division.peers == 1:
+        return Company(rank, division, everyone, peers)
+    sums = SpentTime()
+    everyone, peers = (TimedGroup(group, sums) for group in (everyone, peers))
+    return Company(rank, division, everyone, peers, sums=sums)
 
 
 def _met(store: c10d.Store, rank: int, size: int, device: torch.device, address: str) -> TorchGroup:

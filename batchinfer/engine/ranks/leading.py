@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.ranks.passing_on import pass_on
 from batchinfer.engine.ranks.pending_step import PendingStep
 from batchinfer.engine.ranks.rank_step import RankStep
-from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.model_runner import ModelRunner, RunnerOutput
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
 from batchinfer.models.parallel.group import Group
+from batchinfer.models.parallel.spent_time import SpentTime
 from batchinfer_kernels.cost import ModelCost
 
 
@@ -28,11 +30,12 @@ class LeadingRunner:
         tell: Callable[[RankStep], None],
         cost: ModelCost,
         staged: bool,
+        sums: SpentTime | None = None,
     ) -> None:
         """turn: which of the engines on these ranks it is for; cost: of the whole model, of which `runner` has a
-        part."""
+        part; sums: what `group` and its like take this rank."""
         self._turn, self._runner, self._group, self._tell = turn, runner, group, tell
-        self.cost, self._staged = cost, staged
+        self.cost, self._staged, self._sums = cost, staged, sums
 
     @property
     def layout(self) -> CacheLayout:
@@ -60,6 +63,9 @@ class LeadingRunner:
         return PendingStep(partial(self._run, plan)) if self._staged else self._run(plan)
 
     def _run(self, plan: StepPlan) -> Launched:
+        spent = 0.0 if self._sums is None else self._sums.seconds
         launched = self._runner.launch(plan)
         pass_on(self._runner, self._group, plan)
-        return launched
+        if self._sums is None or not isinstance(launched, RunnerOutput):
+            return launched
+        return replace(launched, collective_s=self._sums.seconds - spent)

@@ -30,6 +30,11 @@ class PendingStep:
         """The way in which it was launched."""
         return self._ran.launch
 
+    @property
+    def collective_s(self) -> float | None:
+        """The seconds that collectives took."""
+        return self._ran.collective_s
+
     def tokens(self) -> list[list[int]]:
         """Run the last stage; the next tokens of each chunk that samples."""
         return self._ran.tokens()

@@ -34,8 +34,8 @@ class Division:
 
     @property
     def captured(self) -> bool:
-        """Whether a GPU's steps may be captured: those of several ranks are not as yet."""
-        return self.ranks == 1
+        """Whether a GPU's steps may be captured: those of stages, which wait for one another, are not."""
+        return self.stages == 1
 
     def peer(self, rank: int) -> int:
         """Return which of the ranks with the same layers this one is."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchinfer.engine.ranks.stage_wait import StageWait
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 from batchinfer.models.parallel.group import Group
+from batchinfer.models.parallel.spent_time import SpentTime
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class StagedModel:
     behind: int | None
     dtype: torch.dtype
     device: torch.device
-    wait: StageWait
+    wait: SpentTime
 
     def forward(
         self,
@@ -38,13 +38,13 @@ class StagedModel:
         came: Tensor | None = None
         if self.before is not None:
             shape = (len(token_ids), self.model.spec.hidden)
-            with self.wait.waiting():
+            with self.wait.spending():
                 came = self.group.receive(
                     torch.empty(shape, dtype=self.dtype, device=self.device), self.before
                 )
         hidden = self.model.forward(token_ids, inputs, caches, plans, came)
         if self.behind is not None:
-            with self.wait.waiting():
+            with self.wait.spending():
                 self.group.send(hidden, self.behind)
         return hidden
 

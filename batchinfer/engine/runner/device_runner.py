@@ -54,6 +54,7 @@ class DeviceRun:
     masked: list[tuple[int, Masked]] = field(default_factory=list)
     stated: list[RowStates] = field(default_factory=list)  # of each that has any
     scored: int = 0  # micro-batches that have scores
+    collective_s: None = None  # the host does not wait for them
 
     def tokens(self) -> list[list[int]]:
         """Wait for the step; the next tokens of each chunk that samples."""
@@ -137,7 +138,7 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token, and in a group when
-        there is none for the step as a whole."""
+        there is none for the step as a whole, or for its graph."""
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes = 0, 0, list[LaunchMode]()
@@ -216,6 +217,8 @@ class DeviceRunner(ModelRunner):
                 if ran is not None:
                     return *ran, "full_graph" if self.graphs.replayed else "eager"
             except torch.OutOfMemoryError:
+                if self.in_group:  # other ranks have captured it, or wait for this one
+                    raise
                 _log.debug("a step that could not be captured is launched as it is")
         if self.graphs is not None:
             self.graphs.interrupt()

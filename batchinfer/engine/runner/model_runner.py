@@ -71,6 +71,7 @@ class RunnerOutput:
     launch: StepLaunch | None = None
     asked_states: Mapping[int, States] = field(default_factory=dict)
     token_scores: TokenScores = field(default_factory=partial(TokenScores.joined, ()))
+    collective_s: float | None = None
 
     def tokens(self) -> list[list[int]]:
         """Return the next tokens of each chunk that samples."""

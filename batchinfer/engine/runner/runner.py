@@ -33,6 +33,10 @@ class Launched(Protocol):
     def launch(self) -> StepLaunch | None:
         """The way in which it was launched; None: on a CPU."""
 
+    @property
+    def collective_s(self) -> float | None:
+        """The seconds that collectives took, once the step was run; None: there are none, or nobody waits for them."""
+
     def tokens(self) -> list[list[int]]:
         """The next tokens of each chunk that samples, in order: any number of them, or none. Waits for the device.
 

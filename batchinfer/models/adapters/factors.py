@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from batchinfer.models.adapters.channel_factors import ChannelFactors
 from batchinfer.models.adapters.stored_adapter import ChangedModule, StoredAdapter, changes
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, stretches_of
@@ -64,10 +65,14 @@ class AdaptedWeights(Weights):
         dtype: torch.dtype,
         device: torch.device | str,
         part: PartOfLayers | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """`part`: what the spec is of layers of which other ranks have the rest; None: all."""
+        """`part`: what the spec is of layers of which other ranks have the rest; None: all. `folder`: the model's,
+        which may say that its channels are others than those that the adapters were made for."""
         self._weights, self._spec, self._adapters, self._part = weights, spec, adapters, part
         self._dtype, self._device = dtype, device
+        self._channels = ChannelFactors.of(folder) if folder is not None and adapters else ChannelFactors({})
+        self._channels = self._channels.of_layers(None if part is None else part.place.layers)
         self._files = FactorFiles()
 
     def __enter__(self) -> AdaptedWeights:
@@ -85,7 +90,8 @@ class AdaptedWeights(Weights):
         for linear, cuts in self._linears(index):
             for number, modules in enumerate(changes(self._adapters, index, linear.name)):
                 if modules:
-                    a, b = cut_factors(*self._factors(modules, linear), linear, cuts)
+                    whole = self._channels.changed(index, linear.name, *self._factors(modules, linear))
+                    a, b = cut_factors(*whole, linear, cuts)
                     found[f"{linear.name}{FACTOR_A}{number}"], found[f"{linear.name}{FACTOR_B}{number}"] = (
                         a,
                         b,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchinfer.models.checkpoint.smoothing import gated_halves, norm_readers
-from batchinfer.models.spec.parameters import BIAS
+from batchinfer.models.checkpoint.smoothing import gated_halves, norm_readers, scale_factors
+from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B
 from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, LinearSpec, NormSpec
 from batchinfer_kernels.int4_feedback import output_error
 from batchinfer_kernels.int4_linear import quantize_groups
@@ -52,6 +52,7 @@ def scale_channels(
         columns = scaled.spread(scaled.divide(weights, factors))
         for linear in scaled.readers:
             weights[linear.name] = weights[linear.name] * columns
+            scale_factors(weights, linear.name + FACTOR_A, columns)
         for linear in read:
             products[linear.name] = products[linear.name] / columns / columns[:, None]
 
@@ -140,4 +141,7 @@ def _divide_last(weights: Weights, linear: LinearSpec, factors: Tensor) -> Tenso
         found = weights[name].clone()
         found[-len(factors) :] /= factors if found.dim() == 1 else factors[:, None]
         weights[name] = found
+    divisors = torch.ones(linear.outputs)
+    divisors[-len(factors) :] = factors
+    scale_factors(weights, linear.name + FACTOR_B, 1 / divisors[:, None])
     return factors

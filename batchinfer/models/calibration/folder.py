@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from batchinfer.core.hub import PICKLE_SUFFIXES, WEIGHT_INDEX
+from batchinfer.models.adapters.channel_factors import marked_factors, write_factors
 from batchinfer.models.calibration.layer import RoundedLayer
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
@@ -34,9 +35,10 @@ _LEFT = (".safetensors", ".safetensors.index.json", ".gguf", ".py", *PICKLE_SUFF
 class CalibratedFolder:
     """A folder that is being written: layer by layer, then the rest."""
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint, group: int) -> None:
-        """folder: is empty."""
+    def __init__(self, folder: Path, checkpoint: Checkpoint, group: int, marks: bool = False) -> None:
+        """folder: is empty. `marks`: the weights of layers say by how much channels were changed."""
         self._folder, self._checkpoint, self._group = folder, checkpoint, group
+        self._factors: dict[str, Tensor] | None = {} if marks else None
         self._files: dict[str, str] = {}  # tensor → file
         self._packed: set[str] = set()  # names of weights that codes stand for now
         self._bytes, self._count = 0, len(checkpoint.spec.layers) + len(checkpoint.files)
@@ -45,6 +47,8 @@ class CalibratedFolder:
         """Write the tensors of a layer that a calibration changes. Raises OSError."""
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
         self._save(index, dict(self._changed(layer, names)))
+        if self._factors is not None:
+            self._factors |= marked_factors(index, layer.spec, layer.weights)
 
     def _changed(
         self, layer: RoundedLayer, names: Mapping[str, StoredParameter]
@@ -94,6 +98,8 @@ class CalibratedFolder:
         config = dict(load_json_object(self._checkpoint.path / CONFIG))
         config["quantization_config"] = quantization_config(self._group, sorted(ignored))
         _write_json(self._folder / CONFIG, config)
+        if self._factors is not None:
+            write_factors(self._folder, self._factors)
         whole = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._files.items()))}
         _write_json(self._folder / WEIGHT_INDEX, whole)
         for path in sorted(self._checkpoint.path.iterdir()):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from batchinfer.models.adapters.channel_factors import MarkedWeights
 from batchinfer.models.calibration.layer import RoundedLayer, WatchedLinear, rounded_layer, rounds
 from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.calibration.sample import LayerRun, SampleRows
@@ -48,12 +49,14 @@ class Search:
         dtype: torch.dtype,
         rows: tuple[SampleRows, SampleRows],
         group: int = INT4_GROUP,
+        marks: bool = False,
     ) -> None:
         """rows: of the search, one at the least, and those held out; `dtype`: of the run. So many inputs, a `group`,
-        share a scale."""
+        share a scale. `marks`: whether the layers' weights are to say by how much channels were changed."""
         self.spec, self._checkpoint = checkpoint.spec.quantized("int4"), checkpoint
         spec, self._stored = self.spec, getattr(torch, checkpoint.stored_dtype)
-        self._weights = SmoothedWeights(CheckpointWeights(checkpoint, torch.float32, CPU), spec)
+        own = CheckpointWeights(checkpoint, torch.float32, CPU)
+        self._weights = SmoothedWeights(MarkedWeights(own, spec) if marks else own, spec)
         self._ops, self._dtype, self._group = ops, dtype, group
         self._exact = replace(spec, layers=tuple(replace(layer, forms=()) for layer in spec.layers))
         steps, held_out = (list(sample.steps()) for sample in rows)

@@ -127,7 +127,7 @@ def _smooth_norm(
         weights |= _divided(weights, name, norm, factors)
         weights |= {reader.name: _times(weights[reader.name], factors) for reader in readers}
         for reader in readers:
-            _scale_factors(weights, reader.name + FACTOR_A, factors)
+            scale_factors(weights, reader.name + FACTOR_A, factors)
 
 
 def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSpec) -> None:
@@ -154,11 +154,11 @@ def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSp
         weights[first.name + BIAS] = _times(bias, 1 / divisors)
     weights[second.name] = _times(downs, factors[:, None]).view(back.shape)
     if count == 1:  # experts have no adapters
-        _scale_factors(weights, first.name + FACTOR_B, 1 / divisors[:, None])
-        _scale_factors(weights, second.name + FACTOR_A, factors[0])
+        scale_factors(weights, first.name + FACTOR_B, 1 / divisors[:, None])
+        scale_factors(weights, second.name + FACTOR_A, factors[0])
 
 
-def _scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> None:
+def scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> None:
     """Change the factors of all adapters whose names begin so as the weight beside which they stand."""
     for name in [name for name in weights if name.startswith(start)]:
         weights[name] = _times(weights[name], factors)

@@ -103,6 +103,18 @@ class Weights(ABC):
         """The weights of one layer, in tensors of their own."""
 
 
+class ReadCount:
+    """Counts bytes of tensors as they are stored, each time that they are read, out of files or the page cache. What is
+    read ahead is read again, and counts once."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def add(self, count: int) -> None:
+        """Count so many more."""
+        self.bytes += count
+
+
 class CheckpointWeights(Weights):
     """Weights out of safetensors files, mapped only while a layer is copied out of them, or of GGUF files. Of a rank's
     part of a model nothing else is read; layers are counted from its first one."""
@@ -113,12 +125,14 @@ class CheckpointWeights(Weights):
         dtype: torch.dtype,
         device: torch.device | str,
         place: RankPlace = EVERYTHING,
+        read: ReadCount | None = None,
     ) -> None:
-        """Raises CannotSplit where the checkpoint cannot be divided so."""
+        """`read`: counts what is read. Raises CannotSplit where the checkpoint cannot be divided so."""
         self._checkpoint = checkpoint
         self._parts = StoredParts(checkpoint, place)
         self._dtype = dtype
         self._device = device
+        self._count = ReadCount() if read is None else read
         self._ahead: ReadAhead | None = None
         self._pages = ReusedPages()
 
@@ -136,7 +150,7 @@ class CheckpointWeights(Weights):
         if self._ahead is not None:
             self._ahead.tables()
         parts = self._parts.tables()
-        with _OpenFiles(self._checkpoint) as files:
+        with _OpenFiles(self._checkpoint, self._count) as files:
             found = {
                 name: self._copied(
                     [files.found(part)], torch.float32 if name.startswith(CLASSIFIER) else self._dtype
@@ -157,7 +171,7 @@ class CheckpointWeights(Weights):
             self._ahead.layer(index)
         self._pages.forget()
         layer, places = self._parts.spec.layers[index], self._parts.layer(index)
-        with _OpenFiles(self._checkpoint) as files:
+        with _OpenFiles(self._checkpoint, self._count) as files:
 
             def joined(parameters: Sequence[str]) -> Tensor:
                 found = [files.found(places[parameter]) for parameter in parameters]
@@ -173,7 +187,7 @@ class CheckpointWeights(Weights):
     def tensor(self, name: str) -> Tensor:
         """Read a tensor that is no parameter of the model, dequantised where it is packed."""
         part = stored_part(self._checkpoint, StoredParameter(name), None)
-        with _OpenFiles(self._checkpoint) as files:
+        with _OpenFiles(self._checkpoint, self._count) as files:
             return self._copied([files.found(part)], self._dtype)
 
     def _coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
@@ -202,6 +216,7 @@ class CheckpointWeights(Weights):
             into = whole[start : start + part.shape[0]]
             if isinstance(part, Stretch):
                 part.read(into, self._pages)
+                self._count.add(part.shape[0] * part.line_bytes)
             else:
                 into.copy_(part)
             start += part.shape[0]
@@ -242,8 +257,8 @@ def _stretches(tensor: Tensor, part: Part | None) -> Tensor:
 class _OpenFiles:
     """The files of a checkpoint, mapped when first needed and unmapped at the end."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, count: ReadCount) -> None:
+        self._checkpoint, self._count = checkpoint, count
         self._stack = ExitStack()
         self._open: dict[Path, Any] = {}
         self._last: tuple[object, Tensor] | None = None
@@ -309,8 +324,14 @@ class _OpenFiles:
     def _read(self, name: str, index: int | None = None, slices: Slices = NO_SLICES) -> Tensor:
         """A view of the mapped file, or what a GGUF file stores."""
         stored = self._checkpoint.tensors[name]
-        tensor = read_stored(stored) if stored.file.suffix == GGUF else self._mapped(stored, name, slices)
-        return tensor if index is None else tensor[index]
+        if stored.file.suffix == GGUF:
+            self._count.add(stored.info.nbytes)
+            tensor = read_stored(stored)
+            return tensor if index is None else tensor[index]
+        tensor = self._mapped(stored, name, slices)
+        tensor = tensor if index is None else tensor[index]
+        self._count.add(tensor.nbytes)
+        return tensor
 
     def _mapped(self, stored: StoredTensor, name: str, slices: Slices) -> Tensor:
         path = stored.file

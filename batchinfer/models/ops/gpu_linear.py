@@ -18,6 +18,7 @@ from batchinfer.models.ops.interface import (
     Head,
     Linear,
 )
+from batchinfer.models.ops.library_fp8 import LibraryFp8
 from batchinfer_kernels.block_fp8_matmul import BlockWeight
 from batchinfer_kernels.cost import PANEL_BYTES, Peaks, least_panel_rows, widening_cost
 from batchinfer_kernels.gated_activation import Activation
@@ -208,21 +209,55 @@ class Int8Head(Head):
 
 
 class Fp8Linear(KernelLinear):
-    """A product of float8_e4m3fn values. Each row of x, or each group of a row, is quantised when it comes."""
+    """A product of float8_e4m3fn values, by our kernel, or by the library from some number of rows on, if it was found
+    to be faster. Each row of x, or each group of a row, is quantised when it comes."""
 
     def __init__(
-        self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None, deterministic: bool
+        self,
+        weight: CodedWeight,
+        bias: Tensor | None,
+        activation: Activation | None,
+        deterministic: bool,
+        library: LibraryFp8 | None = None,
     ) -> None:
         super().__init__(weight.shape, activation)
         self._codes, self._scales, self._bias = weight.codes, weight.scales, bias
         self._blocks = None if weight.lines is None else BlockWeight(self._codes, self._scales, weight.lines)
         self._deterministic = deterministic
+        self.library = library
+        self.least_library_rows: int | None = None
+
+    @property
+    def form(self) -> str:
+        """Return what the time of a product depends on, as a name."""
+        scales = "rows" if self._blocks is None else "blocks"
+        behind = "" if self._activation is None else f", {self._activation}"
+        biased = "" if self._bias is None else ", bias"
+        return f"float8 by {scales}, {len(self._codes)} x {self.in_features}{biased}{behind}"
+
+    def by_kernel(self, x: Tensor) -> Tensor:
+        """Return the layer's result by our kernel."""
+        return self._by_kernel(x, self._activation)
+
+    def by_library(self, x: Tensor) -> Tensor:
+        """Return the layer's result by the library, which there has to be."""
+        return self._by_library(x, self._activation)
 
     def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
-        gate, how = activation, self._deterministic
+        least = self.least_library_rows
+        many = least is not None and len(x) >= least
+        return self._by_library(x, activation) if many else self._by_kernel(x, activation)
+
+    def _by_kernel(self, x: Tensor, gate: Activation | None) -> Tensor:
+        how = self._deterministic
         if self._blocks is not None:
             return block_fp8_matmul(x, self._blocks, self._bias, activation=gate, deterministic=how)
         return fp8_matmul(x, self._codes, self._scales, self._bias, activation=gate, deterministic=how)
+
+    def _by_library(self, x: Tensor, gate: Activation | None) -> Tensor:
+        assert self.library is not None, "it was asked before it was chosen"
+        y = self.library(x)
+        return y if gate is None else gated_activation(y, gate)
 
 
 class Fp8Head(Head):

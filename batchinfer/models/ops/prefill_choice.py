@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from subprocess import CalledProcessError
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -74,33 +75,30 @@ BROKEN = (
 )
 
 
-def fastest_prefill(
+def prefill_contest(
     ops: Ops,
     sizes: PromptSizes,
     device: torch.device,
     plain: bool,
-    agreed: Callable[[Callable[[], str]], str],
     clock: Callable[[], float] = time.perf_counter,
-) -> Ops:
-    """The operators with prompts read by FlashInfer, if it is installed, can do it, and is faster; else as they are.
+) -> PromptContest | None:
+    """Return what chooses between our kernel and FlashInfer, if that is installed and can read prompts; else None.
 
-    `plain`: whether a layer has attention without a window, soft cap and sinks. `agreed`: makes a choice by time that
-    all engines of a run share, as both round differently. What keeps an installed FlashInfer from being used is logged:
-    as a warning where it is broken, or not as batchinfer knows it.
+    `plain`: whether a layer has attention without a window, soft cap and sinks. What keeps an installed FlashInfer from
+    being used is logged: as a warning where it is broken, or not as batchinfer knows it.
     """
     if not isinstance(ops, PromptOps) or not flashinfer_prefill.is_installed():
-        return ops
+        return None
     reason = flashinfer_prefill.why_not(ops.shape, ops.latent)
     if reason is None and not plain:
         reason = "every layer has a window, a soft cap, sinks, or codes in its cache"
     if reason is not None:
         _log.info("FlashInfer is installed and not used: %s", reason)
-        return ops
-    contest = _Contest(ops, sizes, device, clock)
-    return contest.winner(agreed(contest.decide))
+        return None
+    return PromptContest(ops, sizes, device, clock)
 
 
-class _Contest:
+class PromptContest:
     """Our kernel against FlashInfer."""
 
     def __init__(
@@ -215,17 +213,22 @@ def _timed(
     began, took = clock(), ([], [])  # type: tuple[float, tuple[list[float], list[float]]]
     for _ in range(ROUNDS):
         for ops, times in zip((ours, theirs), took, strict=True):
-            times.append(_seconds(ops, steps, device, clock))
+            times.append(seconds_of(partial(_run_all, ops, steps), device, clock))
         if clock() - began > BUDGET_S:
             break
     return median(took[0]) / LAYERS, median(took[1]) / LAYERS
 
 
-def _seconds(ops: Ops, steps: list[_Trial], device: torch.device, clock: Callable[[], float]) -> float:
-    _synchronize(device)
-    began = clock()
+def _run_all(ops: Ops, steps: list[_Trial]) -> None:
     for step in steps:
         step.run(ops)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    """Return how long it takes, until the device is done."""
+    _synchronize(device)
+    began = clock()
+    run()
     _synchronize(device)
     return clock() - began
 

@@ -50,6 +50,7 @@ from batchinfer.models.ops.interface import (
     Weight,
     values_of,
 )
+from batchinfer.models.ops.library_fp8 import LibraryFp8
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.cost import Peaks
@@ -138,11 +139,17 @@ class TritonOps(Ops):
         self._shape, self._latent, self._peaks = shape, latent, peaks
         self._panel = WeightPanel()
         self._prefill: FlashInferPrefill | None = None
+        self._fp8_layers: list[Fp8Linear] = []
 
     @property
     def shape(self) -> AttentionShape:
         """Return the attention's shape; see PromptOps."""
         return self._shape
+
+    @property
+    def fp8_layers(self) -> Sequence[Fp8Linear]:
+        """Return the layers of float8 codes that were packed; see ProductOps."""
+        return self._fp8_layers
 
     @property
     def latent(self) -> bool:
@@ -210,8 +217,16 @@ class TritonOps(Ops):
                 return WidenedLinear(weight, bias, activation, self._shape.dtype, panel, self._peaks)
             if weight.codes.dtype == torch.int8:
                 return Int8Linear(weight, bias, activation)
-            return Fp8Linear(weight, bias, activation, fixed)
+            return self._packed_fp8(weight, bias, activation)
         return InvariantLinear(values_of(weight, self.name), bias, activation) if fixed else None
+
+    def _packed_fp8(
+        self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None
+    ) -> Fp8Linear:
+        fixed = self._shape.deterministic
+        library = None if fixed else LibraryFp8.of(weight, bias, self._shape.dtype)
+        self._fp8_layers.append(Fp8Linear(weight, bias, activation, fixed, library))
+        return self._fp8_layers[-1]
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
         return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device)

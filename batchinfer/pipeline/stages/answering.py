@@ -179,10 +179,9 @@ def note_figures(run: OpenRun, pool: ReplicaPool, collector: Collector, facts: M
     facts."""
     for engine, activity, began, ended in pool.activities:
         run.report.happened(f"engine {engine}", activity, began, ended)
-    run.report.ran(pool.infos, pool.peak_rss, pool.other_cores, pool.expert_tokens)
+    run.report.ran(pool.infos, pool.peak_rss, pool.other_cores, pool.expert_tokens, pool.ranks)
     run.report.note(
         worker_restarts=pool.restarts,
-        stage_wait_s=pool.stage_wait_s,
         duplicate_saved_tokens=collector.saved_tokens,
         duplicate_saved_output_tokens=collector.saved_output_tokens,
         **facts,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from batchinfer.core.request import Completion, Request, TokenIds
-from batchinfer.core.samples import ExpertTokens, RequestSample, StepSample
+from batchinfer.core.samples import ExpertTokens, RankUse, RequestSample, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
 from batchinfer.engine.ranks.seat import LOOPBACK, UNDIVIDED, Division
 from batchinfer.pipeline.workers.engine_entry import ENGINE
@@ -173,10 +173,8 @@ class Left:
     peak_rss: int  # the most memory that it held, in bytes
     # CPU cores that other processes used meanwhile, on average; None: unknown
     other_cores: float | None = None
-    stage_wait_s: float | None = (
-        None  # that a rank waited for steps and other stages; of several ranks, the mean
-    )
     expert_tokens: ExpertTokens = field(default_factory=dict)  # of its model's layers that have experts
+    ranks: tuple[RankUse, ...] = ()  # what each of its ranks had and took; none where it is one alone
 
 
 ALL = (

@@ -15,6 +15,7 @@ from batchinfer.pipeline.workers.suspects import RowGroup
 from batchinfer.pipeline.workers.transport import Transport
 from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 from batchinfer.plan.order.backlog import tokens_of
+from batchinfer.report.tables.ranks import EngineRank
 
 # Deaths in a row with next to nothing done in between, after which an engine is not started again: rows that ran by
 # themselves have died one after the other by then, so that it is no row that kills it.
@@ -173,6 +174,11 @@ class Replica:
     def activities(self) -> list[WorkerActivity]:
         """Return what its processes did so far."""
         return [*self._past, *((self._engine, *activity) for activity in self.worker.activities)]
+
+    @property
+    def ranks(self) -> list[EngineRank]:
+        """Return what the ranks of its present process had and took, once that has left."""
+        return [EngineRank(self._engine, self.number, use) for use in self.worker.ranks]
 
     @property
     def may_restart(self) -> bool:

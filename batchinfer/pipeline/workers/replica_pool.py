@@ -22,6 +22,7 @@ from batchinfer.pipeline.workers.suspects import RowGroup, Suspects, proof_of
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
 from batchinfer.pipeline.workers.worker_handle import OF_ONE, WorkerHandle
 from batchinfer.plan.order.backlog import Backlog, piece_rows
+from batchinfer.report.tables.ranks import EngineRank
 
 # The fewer rows are left, the fewer wait in an engine: its even share of them divided by this.
 WAITING_LEFT = 2
@@ -187,10 +188,9 @@ class ReplicaPool:
         return max(0.0, sum(known) - own)
 
     @property
-    def stage_wait_s(self) -> float | None:
-        """The seconds that a stage waited, in the mean of all engines; None without stages."""
-        known = [r.worker.stage_wait_s for r in self._replicas if r.worker.stage_wait_s is not None]
-        return sum(known) / len(known) if known else None
+    def ranks(self) -> list[EngineRank]:
+        """Return what the ranks of each engine had and took; none of engines that died, or are one alone."""
+        return [rank for replica in self._replicas for rank in replica.ranks]
 
     @property
     def expert_tokens(self) -> ExpertTokens:

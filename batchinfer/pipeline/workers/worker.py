@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from statistics import fmean
+from operator import attrgetter
 from typing import Any
 
 from batchinfer.core.request import Request
@@ -76,7 +76,7 @@ class _Worker:
         """built: a BuiltEngine, or one of a test."""
         self._connection, self._ranks = parent, ranks
         self._engine, info, self._read_loads = built.engine, built.info, built.read_loads
-        self._wait = built.wait if info.division.stages > 1 else None
+        self._account = built.account
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done, self._sent_at = WorkDone(), time.monotonic()
         self._cores = _shared_cores(info)
@@ -94,9 +94,9 @@ class _Worker:
         others = self._cores.other_cores if self._cores else None
         loads = self._read_loads()
         self._ranks.finish()
-        waits = [] if self._wait is None else [self._wait.seconds, *self._ranks.waits]
-        waited_s = fmean(waits) if waits else None
-        self._connection.send(Left(peak_memory() + sum(self._ranks.peaks), others, waited_s, loads))
+        uses = () if self._account is None else (self._account.use(), *self._ranks.uses)
+        peak_rss = peak_memory() + sum(self._ranks.peaks)
+        self._connection.send(Left(peak_rss, others, loads, tuple(sorted(uses, key=attrgetter("rank")))))
 
     def _work(self) -> None:
         while self._leave_at is None or (self._engine.unfinished and time.monotonic() < self._leave_at):

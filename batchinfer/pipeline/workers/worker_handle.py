@@ -18,7 +18,7 @@ from batchinfer.core.errors import (
     Unavailable,
 )
 from batchinfer.core.request import Request, TokenIds
-from batchinfer.core.samples import ExpertTokens
+from batchinfer.core.samples import ExpertTokens, RankUse
 from batchinfer.engine.config import EngineConfig, EngineInfo
 from batchinfer.pipeline.workers.messages import (
     Add,
@@ -88,7 +88,7 @@ class WorkerHandle:
         # CPU cores that others used meanwhile, this process included; known then, too
         self.other_cores: float | None = None
         self.expert_tokens: ExpertTokens = {}  # known then, too
-        self.stage_wait_s: float | None = None  # likewise; None: it has no stages
+        self.ranks: tuple[RankUse, ...] = ()  # likewise; none where it is one alone
         self.info: EngineInfo | None = None  # known once it is ready
         # Whether it waits for an answer to its question what the engines of a run choose, and whether it was told to
         # choose, and has not said yet what; and what it chose
@@ -214,7 +214,7 @@ class WorkerHandle:
             self.left, self.peak_rss = True, message.peak_rss
             self._begins(None)
             self.other_cores, self.expert_tokens = message.other_cores, message.expert_tokens
-            self.stage_wait_s = message.stage_wait_s
+            self.ranks = message.ranks
         elif isinstance(message, Failed):
             self._failed = message
         else:

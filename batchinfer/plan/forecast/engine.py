@@ -80,6 +80,8 @@ class ForecastEngine:
     plan: Plan
     machine: SimulatedEngine
     times: StepTimes
+    lengths: AnswerLengths
+    answers_from: int  # earlier runs from which these are known
     # how many times as much as the plan the job is, where the plan has only a sample of its rows
     multiple: float = 1.0
 
@@ -110,15 +112,14 @@ class ForecastEngine:
 
     def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:
         """Simulate the plan, or of a large one as many batches as take about `budget_s` to simulate."""
-        lengths, answers_from = self.lengths()
         batches = self._batches(prompts, self.every(budget_s))
         guessed = any(not request.params.has_known_length for batch in batches for request in batch)
-        whole = self._whole(batches, lengths)
+        whole = self._whole(batches, self.lengths)
         found = EngineForecast(
             run=whole,
             simulated=sum(map(len, batches)) / (self.plan.to_run * self.multiple),
-            answers_from=answers_from,
-            upper_bound=guessed and not answers_from,
+            answers_from=self.answers_from,
+            upper_bound=guessed and not self.answers_from,
             times=self.times,
             proposals=self._proposals(),
         )
@@ -152,14 +153,6 @@ class ForecastEngine:
         drafts = self.setup.setting.draft_sources(self.job)
         return earlier_proposals(report_folder(self.job.results_root)) if drafts else None
 
-    def lengths(self) -> tuple[AnswerLengths, int]:
-        """Return how long answers will be, and from how many earlier runs that is known."""
-        earlier = earlier_lengths(report_folder(self.job.results_root))
-        if earlier is None:
-            return AnswerLengths.unknown(), 0
-        found = AnswerLengths.of(earlier.prompts, earlier.answers, earlier.cut)
-        return found, earlier.runs if found.are_known else 0
-
     def every(self, budget_s: float) -> int:
         """Return n such that one of every n batches is simulated."""
         batches = math.ceil(self.plan.to_run / REQUEST_BATCH)
@@ -191,7 +184,16 @@ def forecast_engine(
 ) -> ForecastEngine:
     """Return the engine that would run the plan, which is not empty; see `simulated_engine`."""
     machine, times = simulated_engine(job, setup, plan.longest, devices, learns)
-    return ForecastEngine(job, setup, plan, machine, times)
+    return ForecastEngine(job, setup, plan, machine, times, *_lengths(job))
+
+
+def _lengths(job: Job) -> tuple[AnswerLengths, int]:
+    """Return how long answers will be, and from how many earlier runs that is known."""
+    earlier = earlier_lengths(report_folder(job.results_root))
+    if earlier is None:
+        return AnswerLengths.unknown(), 0
+    found = AnswerLengths.of(earlier.prompts, earlier.answers, earlier.cut)
+    return found, earlier.runs if found.are_known else 0
 
 
 def simulated_engine(

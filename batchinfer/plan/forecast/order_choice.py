@@ -30,7 +30,7 @@ from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
 from batchinfer.plan.simulation.simulator import SimulatedEngine
 
-# Comparing orders may take these seconds, or this share of the time that the run takes at the least
+# Comparing orders may take these seconds, but no longer than the run at the least, or this share of that time
 COMPARE_LEAST_S, COMPARE_SHARE = 1.0, 0.02
 # Of a job that was simulated in part another order has to be better by this much (docs/measurements/order.md).
 SURE = 0.015
@@ -125,7 +125,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
         return OrderChoice(
             BY_DEFAULT, "the usual order: to compare others, this machine's peaks have to be known"
         )
-    budget_s = max(COMPARE_LEAST_S, COMPARE_SHARE * least_s) / len(POLICIES)
+    budget_s = max(min(COMPARE_LEAST_S, least_s), COMPARE_SHARE * least_s) / len(POLICIES)
     every = engine.every(budget_s)
     if simulation_s(engine, every) > budget_s:
         return OrderChoice(
@@ -138,7 +138,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
     all_rows = every == 1 and engine.multiple == 1
     whole = None if all_rows else round((plan.prompt_tokens + plan.expected_tokens) * engine.multiple)
     sampled = PlanSample(requests, arrivals, whole)
-    seconds = compared(engine.machine, sampled, engine.lengths()[0])
+    seconds = compared(engine.machine, sampled, engine.lengths)
     share = len(requests) / (plan.to_run * engine.multiple)
     policy = best(seconds, all_rows)
     why = (

@@ -47,7 +47,7 @@ def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, settles: 
 
 def _forecast(engine: ForecastEngine, prompts: Prompts, settles: bool) -> RunForecast:
     budget_s = engine.run_budget_s()
-    known = engine.lengths()[1] > 0  # then answers are simulated as long as they become, not as they may
+    known = engine.answers_from > 0  # then answers are simulated as long as they become, not as they may
     if not known and simulation_s(engine, engine.every(budget_s)) > max(MOST_S, TOO_MUCH * budget_s):
         return RunForecast(None, order_line(settle_order(engine, prompts)) if settles else ())
     found = settled_forecast(engine, prompts, budget_s) if settles else engine.forecast(prompts, budget_s)

@@ -35,32 +35,34 @@ def _is_plain(spec: ModelSpec) -> bool:
 
 
 def with_calibration(
-    job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder
+    job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder, merged: bool = False
 ) -> tuple[StoredModel, Setting]:
     """Return the model and the setting with the calibrated weights, if the job is to have such: without them, if no run
-    has made them yet."""
+    has made them yet. `merged`: an adapter is merged into the weights as they are loaded, which have to be floats."""
     asked = (setting.quantization, job.model.calibration, setting.device) == ("int4", "auto", "cpu")
-    # Adapters were made for the channels that a calibration changes
-    calibrates = asked and not job.model.adapters
-    if not calibrates or not can_calibrate(checkpoint):
+    if not asked or merged or not can_calibrate(checkpoint):
         return checkpoint, setting
     setting = replace(setting, calibrates=True)
-    found = any(state.int4.glob(f"*/{RECORD}")) and calibrated_folder(checkpoint, state)
+    any_there, adapted = any(state.int4.glob(f"*/{RECORD}")), bool(job.model.adapters)
+    found = calibrated_folder(checkpoint, state, adapted) if any_there else None
     if not found or not (found / RECORD).exists():
         return checkpoint, setting
     return inspect_checkpoint(found).held_for("int4"), replace(setting, weights=found)
 
 
-def calibrated_folder(checkpoint: StoredModel, state: StateFolder, remember: bool = False) -> Path:
-    """Return where the calibrated weights of this model lie, or are to lie. `remember`: the state is to know the
-    digests of weight files that it did not."""
+def calibrated_folder(
+    checkpoint: StoredModel, state: StateFolder, adapted: bool, remember: bool = False
+) -> Path:
+    """Return where the calibrated weights of this model lie, or are to lie: those that `adapted` jobs have, too, say
+    what their adapters need to know. `remember`: the state is to know the digests of weight files that it did not."""
     digests = read_strings(state.fingerprints)
     before = dict(digests)
     model = checkpoint.fingerprint(digests)
     if remember and digests != before:
         with state.exclusively():
             write_strings(state.fingerprints, digests, state.ops)
-    digest = hashlib.sha256(f"{model} {CALIBRATION_VERSION}".encode()).hexdigest()
+    version = f"{CALIBRATION_VERSION}{' adapted' if adapted else ''}"
+    digest = hashlib.sha256(f"{model} {version}".encode()).hexdigest()
     return state.int4 / digest[:_DIGITS]
 
 

@@ -31,7 +31,7 @@ def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: Stat
     held = checkpoint.held_for(setting.quantization)
     adapters = job_adapters(job, held, state)
     setting = with_adapters(setting, job, adapters)
-    found, setting = with_calibration(job, held, setting, state)
+    found, setting = with_calibration(job, held, setting, state, adapters.merged)
     if setting.division.ranks > 1 and isinstance(found, Checkpoint):
         check_stored(found, setting.division)
         if adapters.merged and setting.division.tensor > 1:

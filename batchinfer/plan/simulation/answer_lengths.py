@@ -27,7 +27,7 @@ class AnswerLengths:
         cls, prompts: NDArray[np.int64], answers: NDArray[np.int64], cut: NDArray[np.bool_]
     ) -> AnswerLengths:
         """Return the lengths from the tokens of earlier prompts and answers, and which of the answers were cut."""
-        sizes = np.array([int(prompt).bit_length() for prompt in prompts], np.int64)
+        sizes = np.frexp(prompts.astype(np.float64))[1]  # the bits of each
         found = {
             int(size): Survival.of(answers[sizes == size], cut[sizes == size]) for size in np.unique(sizes)
         }

@@ -37,6 +37,7 @@ class CountedStep:
     launch: StepLaunch | None
     scored: int = 0  # tokens that are scored
     padded_tokens: int = 0
+    collective_s: float | None = None
 
     def tokens(self) -> list[list[int]]:
         """Waits for the simulated device."""

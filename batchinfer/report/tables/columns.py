@@ -43,13 +43,14 @@ from batchinfer.report.tables.formulas import (
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
 # activities; since 7 accuracy, confusion and calibration; since 8 drafts;
-# since 9 those of earlier answers and of models; since 10 what proposals of models and heads take
-TABLE_FORMAT = 10
+# since 9 those of earlier answers and of models; since 10 what proposals of models and heads take; since 11 ranks
+TABLE_FORMAT = 11
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
 ROWS = "rows"
 EXPERTS = "experts"
+RANKS = "ranks"
 ACTIVITIES = "activities"
 PHASES = "phases"
 BUCKETS = "buckets"
@@ -447,6 +448,15 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "stage_wait_share", "`stage_wait_s` / `engine_wall_s`", formula=over("stage_wait_s", "engine_wall_s")
     ),
     seconds(
+        "collective_s",
+        "part of `model_s`: sums and gathers over ranks, as rank 0 measured them, its waiting for the others included; "
+        "`ranks` has those of each; null where no ranks have the same layers, and on GPUs",
+        sql=f"{whole('collective_s')} / $engines",
+    ),
+    ratio(
+        "collective_share", "`collective_s` / `engine_wall_s`", formula=over("collective_s", "engine_wall_s")
+    ),
+    seconds(
         "metering_s",
         "time that these measurements took: in the engine, for each step, and in the command",
         sql=_mean_of_engines("metering_s"),
@@ -571,6 +581,16 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "bytes",
         "peak resident memory of the worker with the model; sum over all workers",
     ),
+    count(
+        "rank_peak_rss_bytes",
+        "bytes",
+        "peak resident memory of the rank that had the most, part of `worker_peak_rss_bytes`; null without ranks",
+    ),
+    count(
+        "rank_read_bytes",
+        "bytes",
+        "bytes of the model's files that a rank read, of the rank that read the most; null without ranks",
+    ),
     seconds("forecast_s", "the forecast of `engine_wall_s` before the run, by simulation"),
     real(
         "forecast_error",
@@ -670,6 +690,11 @@ STEP_COLUMNS: tuple[Column, ...] = (
     seconds("capture_s", "capturing graphs for the step; null on a CPU"),
     count("graph_bytes", "bytes", "GPU memory that these graphs took; null on a CPU"),
     *_drafts(of_run=False),
+    seconds(
+        "collective_s",
+        "part of `model_s`: sums and gathers over ranks, as rank 0 measured them, its waiting for the others included; "
+        "null where no ranks have the same layers, and on GPUs",
+    ),
 )
 
 REQUEST_COLUMNS: tuple[Column, ...] = (
@@ -816,6 +841,35 @@ EXPERT_COLUMNS: tuple[Column, ...] = (
     real("load", "", "`tokens` ÷ the mean over the layer's experts; 1: an even share"),
 )
 
+RANK_COLUMNS: tuple[Column, ...] = (
+    _RUN_ID,
+    *_WHICH_ENGINE,
+    count("rank", "", "number of the rank in its engine, from 0"),
+    count("stage", "", "the stage that it is of, from 0, in the order of the layers"),
+    count("weight_bytes", "bytes", "weights of its part of the model, as they are loaded"),
+    count("kv_bytes", "bytes", "its part of the KV cache"),
+    count(
+        "read_bytes",
+        "bytes",
+        "bytes of the model's tensors that it read from its files, out of the page cache or from the disk; those of "
+        "adapters and draft models are not counted",
+    ),
+    count(
+        "before_rss_bytes",
+        "bytes",
+        "resident memory before it loaded anything: Python and libraries; null where the system does not say",
+    ),
+    count("peak_rss_bytes", "bytes", "peak resident memory"),
+    seconds(
+        "collective_s",
+        "as in `steps`, as this rank measured it, over all steps: the rank with the least waited the least for others",
+    ),
+    seconds(
+        "stage_wait_s",
+        "time for which it waited for steps and for ranks of other stages; null without stages",
+    ),
+)
+
 ACTIVITY_COLUMNS: tuple[Column, ...] = (
     _RUN_ID,
     text(
@@ -862,6 +916,7 @@ COLUMNS = {
     REQUESTS: REQUEST_COLUMNS,
     ROWS: ROW_COLUMNS,
     EXPERTS: EXPERT_COLUMNS,
+    RANKS: RANK_COLUMNS,
     ACTIVITIES: ACTIVITY_COLUMNS,
     PHASES: PHASE_COLUMNS,
     BUCKETS: BUCKET_COLUMNS,

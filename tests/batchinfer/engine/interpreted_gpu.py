@@ -19,6 +19,8 @@ from torch import Tensor
 
 from batchinfer.engine.load import cache_fit, dummy_steps, settling
 from batchinfer.engine.load.build import LoadedWeights, load_weights
+from batchinfer.engine.ranks import joining
+from batchinfer.engine.tensors import graph_sizes
 from batchinfer.models import sources
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.foreign import source as foreign_source
@@ -29,7 +31,7 @@ from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
-from tests.batchinfer.engine.taped import Taped
+from tests.batchinfer.engine.taped import Taped, TapedGroup
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
 Replace = Callable[[Any, str, Any], None]
@@ -64,6 +66,7 @@ def stand_in(replace: Replace, compiles: bool = True) -> None:
         replace(module, "choose_ops", _as_on_a_gpu)
     replace(cache_fit, "GpuMeter", lambda _: NoMeter())
     replace(cache_fit, "GpuRecorder", Taped)
+    replace(joining, "TorchGroup", TapedGroup)
     if not compiles:
         replace(dummy_steps, "sizes_between", lambda *_: [])
 
@@ -117,10 +120,17 @@ def triton_ops(model: Checkpoint, deterministic: bool = False) -> Any:
     return TritonOps(shape, attention.cache.latent)
 
 
-def build(*arguments: Any) -> LoadedWeights:
+def build(*arguments: Any, **named: Any) -> LoadedWeights:
     """Load a job's weights, as `load_weights` does, and without the steps that only compile kernels."""
     stand_in(setattr, compiles=False)
-    return load_weights(*arguments)
+    return load_weights(*arguments, **named)
+
+
+def build_capturing_later(*arguments: Any, **named: Any) -> LoadedWeights:
+    """The same with captures before the first step for contexts of up to 16 tokens alone: longer ones come up later."""
+    for module in (graph_sizes, dummy_steps):
+        module.SHORTEST = 16  # type: ignore[attr-defined]
+    return build(*arguments, **named)
 
 
 def build_without_triton(*arguments: Any) -> LoadedWeights:

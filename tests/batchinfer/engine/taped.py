@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from batchinfer.engine.graphs.graph_capture import GraphRecorder, R, Replay
+from batchinfer.models.parallel.torch_group import TorchGroup
 
 FORBIDDEN = ("aten._local_scalar_dense", "aten.nonzero", "aten.lift_fresh", "aten.item")
 
@@ -52,6 +57,32 @@ class Taped(GraphRecorder):
         return made, replay
 
 
+class TapedGroup(TorchGroup):
+    """Ranks whose collectives a recording holds, as NCCL's are part of a graph: each is one call, which a replay makes
+    again, on the same tensors, and in which all ranks have to meet."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return _launched(partial(super().all_reduce, x), x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        found, given = x.new_empty(self.size, *x.shape), x.contiguous()
+        gather = super().all_gather
+        return _launched(lambda: found.copy_(gather(given)), found)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        return _launched(partial(super().broadcast, x, source), x)
+
+
+def _launched(call: Callable[[], object], result: Tensor) -> Tensor:
+    """Make a call that fills a tensor, also in each replay of what is being recorded."""
+    tape: Any = _get_current_dispatch_mode()
+    if isinstance(tape, _Tape):
+        tape.launch(call)
+    else:
+        call()
+    return result
+
+
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operators of torch, with the tensors that they were given and have made; and Triton's kernels."""
 
@@ -74,11 +105,11 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.calls.append((partial(func, *args, **kwargs), results))
         return made
 
-    def launch(self, kernel: Callable[[], None]) -> None:
-        """A kernel of Triton's."""
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """A kernel of Triton's, or a collective."""
         with _disable_current_modes():
             kernel()
-        self.calls.append((kernel, []))
+        self.calls.append((partial(_nothing, kernel), []))
 
     def poison(self) -> None:
         """Overwrite what it has made: NaN, and integers that are no index."""
@@ -96,6 +127,10 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for old, new in zip(results, again, strict=False):  # kernels of Triton's return none
                 if _place(old) != _place(new):
                     old.copy_(new)
+
+
+def _nothing(call: Callable[[], object]) -> None:
+    call()
 
 
 def _place(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -66,12 +67,13 @@ class Device:
         capture: Capture | None = captured_eagerly,
         logprobs: int | None = None,
         mixed: int = 0,
+        agreed: Callable[[int], int] = int,
     ) -> Fitted:
         def blocks(needed: int) -> int:
             self.needed = needed
             return wanted
 
-        room = CacheRoom(blocks, self.allocate, LONGEST, -(-LONGEST // SIZE))
+        room = CacheRoom(blocks, self.allocate, LONGEST, -(-LONGEST // SIZE), agreed)
         runner: ModelRunner = replace(self.runner, model=self)
         return fit(runner, limits, room, self, capture, logprobs, mixed)
 
@@ -150,6 +152,41 @@ def test_the_largest_step_that_is_captured_in_pieces_is_measured_too(caplog):
     assert device.needed == 1000 * (250 + 6 + 90) + graphs * GRAPH_BYTES
     assert fitted.runner.mixed is not None
     assert (fitted.runner.mixed.sizes, fitted.runner.mixed.captured) == ([64, 90], graphs)
+
+
+def test_ranks_agree_on_blocks_and_on_whether_steps_are_captured():
+    """Each has what the one with the least could allocate."""
+    device = Device(ops=AsOnAGpu())
+    fitted = device.fit(capture=Taped(), mixed=90, agreed=lambda count: min(count, 50))
+    assert (fitted.blocks, device.wanted[-1]) == (50, 61)
+    assert fitted.runner.graphs is not None
+    assert fitted.runner.mixed is not None
+    found = Device(ops=AsOnAGpu()).fit(capture=Taped(), mixed=90, agreed=lambda count: count - (count == 1))
+    assert (found.runner.graphs, found.runner.mixed, found.blocks) == (None, None, 60)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_rank_that_cannot_capture_a_step_leaves_its_group(pieces, monkeypatch):
+    """The others have captured it, or wait for this one."""
+    refused, taped = Mock(side_effect=torch.OutOfMemoryError("none left")), Taped()
+    if pieces:
+        monkeypatch.setattr(device_fit, "GraphTables", refused)
+        monkeypatch.setattr(taped, "warm_up", refused)
+    device = Device(ops=AsOnAGpu())
+    device.runner = replace(device.runner, in_group=True)
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        device.fit(capture=taped if pieces else refused, mixed=90 if pieces else 0)
+
+
+def test_ranks_run_the_same_steps_before_the_first_one_whoever_knows_masks():
+    """The rank that leads knows them; the others, which do not, run steps with masks as it does."""
+    leads, follows = Device(), Device()
+    leads.runner = replace(
+        leads.runner, sampler=replace(leads.runner.sampler, mask=ConstraintMasks(WordConstraints(0)))
+    )
+    leads.fit(agreed=int)
+    follows.fit(agreed=lambda count: 0 if count is True else count)
+    assert leads.steps == follows.steps
 
 
 def test_what_graphs_read_is_there_before_the_rest_is_asked_for(monkeypatch):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from batchinfer.models.adapters.channel_factors import ChannelFactors
 from batchinfer.models.calibration.folder import CalibratedFolder
 from batchinfer.models.calibration.layer import RoundedLayer
 from batchinfer.models.calibration.loss import Loss
@@ -20,6 +21,7 @@ from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer_kernels.int4_feedback import codes_with_feedback
 from tests.batchinfer.engine.small_engine import cpu_ops, quantized
 from tests.batchinfer.models.test_logits import check_logits
 from tests.checkpoints import edit_json, make_checkpoint
@@ -45,7 +47,9 @@ def sequences(count: int, seed: int, length: int = 40) -> SampleRows:
     return SampleRows.of((row.astype(np.int32), length // 2) for row in rows)
 
 
-def calibrate(source: Path, folder: Path, group: int = 32) -> tuple[list[RoundedLayer], Loss | None]:
+def calibrate(
+    source: Path, folder: Path, group: int = 32, marks: bool = False
+) -> tuple[list[RoundedLayer], Loss | None]:
     checkpoint = inspect_checkpoint(source)
     folder.mkdir()
     search = Search(
@@ -54,13 +58,51 @@ def calibrate(source: Path, folder: Path, group: int = 32) -> tuple[list[Rounded
         torch.float32,
         (sequences(12, 1), sequences(4, 2)),
         group,
+        marks,
     )
-    written, layers = CalibratedFolder(folder, checkpoint, group), []
+    written, layers = CalibratedFolder(folder, checkpoint, group, marks), []
     for index, layer in enumerate(search.layers()):
         written.add(index, layer)
         layers.append(layer)
     written.finish()
     return layers, search.loss()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_the_model_before_are_told_how_channels_were_changed(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter that is the weight itself becomes the weight that is rounded; an outlier is smoothed, too."""
+    make_checkpoint(tmp_path / "plain", family, **{**SIZES, **FAMILIES[family]})
+    for path in (tmp_path / "plain").glob("*.safetensors"):
+        stored = load_file(path)
+        for name, tensor in stored.items():
+            if tensor.dim() == 1 and "norm" in name:
+                tensor[3] *= 40.0
+        save_file(stored, path, metadata={"format": "pt"})
+    changed: list[Tensor] = []
+
+    def watched(weight: Tensor, *others: Any) -> Tensor:
+        changed.append(weight.clone())
+        return codes_with_feedback(weight, *others)
+
+    monkeypatch.setattr("batchinfer.models.calibration.layer.codes_with_feedback", watched)
+    layers, _ = calibrate(tmp_path / "plain", tmp_path / "int4", marks=True)
+    checkpoint, factors = inspect_checkpoint(tmp_path / "plain"), ChannelFactors.of(tmp_path / "int4")
+    before, moved = CheckpointWeights(checkpoint, torch.float32, "cpu"), 0
+    for index, layer in enumerate(layers):
+        own = before.layer(index)
+        rounded = [linear for linear in layer.spec.linears if linear.stored]
+        others = [one for one in layer.spec.linears if not one.stored and not one.experts]
+        after = [*(changed.pop(0) for _ in rounded), *(layer.weights[one.name] for one in others)]
+        for linear, weight in zip([*rounded, *others], after, strict=True):
+            a, b = factors.changed(index, linear.name, torch.eye(linear.inputs), own[linear.name].float())
+            torch.testing.assert_close(b @ a, weight, rtol=1e-4, atol=1e-6)
+            moved += not torch.equal(b @ a, own[linear.name])
+    assert moved >= 4
+    same = torch.eye(SIZES["hidden_size"])
+    of_stage = factors.of_layers((1, 2)).changed(0, "o", same, same)
+    assert all(map(torch.equal, of_stage, factors.changed(1, "o", same, same)))
 
 
 def index_of(folder: Path) -> dict[str, str]:

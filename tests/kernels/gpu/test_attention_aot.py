@@ -99,6 +99,19 @@ def test_codes_are_widened_after_wide_loads(target: str) -> None:
     assert_multiplies(kernel, PRODUCTS[target])
 
 
+@pytest.mark.parametrize("target", first_of(("sm_90", "sm_80", "sm_100"), 2))
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
+def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> None:
+    """No value is converted by itself, the hardware sorts V, and no byte is read from shared memory alone."""
+    found = compiled("decode", target, "bfloat16", 128, 4, 16, None, None, codes, False)
+    kernel = named(found, "decode")
+    assert_multiplies(kernel, r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32")
+    for slow in ("F2F.", "I2F.S8", "LDS.U8", "LDS.S8", "LDG.E.U"):
+        assert f" {slow}" not in kernel.sass, slow
+    assert ".MT88.4" in kernel.sass
+    assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == (codes != "int8" and target != "sm_80")
+
+
 @pytest.mark.parametrize("codes", [None, "int8"])
 def test_heads_that_16_does_not_divide_are_read_wide(codes: str | None) -> None:
     """72 values are 9 times 16 bytes, or 8."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +11,12 @@ import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.data.input.chunk import InputChunk
-from batchinfer.data.input.formats.parquet_footer import BYTE_ARRAY, BadFooter, ColumnChunk, column_chunks
+from batchinfer.data.input.formats.parquet_dictionaries import (
+    WIDE_DICTIONARY,
+    DoubtfulColumns,
+    doubtful_columns,
+)
+from batchinfer.data.input.formats.parquet_footer import BadFooter, ColumnChunk, column_chunks
 from batchinfer.data.input.input_file import QUERY, InputFile
 from batchinfer.data.input.protocol import BATCH_ROWS, ReadOptions
 from batchinfer.data.input.typed_rows import declared_schema, names_in_utf8, put_together, sliced, table_rows
@@ -28,10 +33,6 @@ from batchinfer.data.storage.durable import sha256_of
 _WIDEST = 16 << 20  # of a value of a fixed size; 512 rows of a kilobyte each are read at once
 _BATCH_BYTES = 64 << 20
 _VALUE_BYTES = 8  # of one of a list's values at least: its levels and its place in a dictionary
-_WIDE_DICTIONARY = 128 << 10  # a dictionary value of this size, repeated in 512 rows, is 64 MiB
-_INDEX_BYTES = 4  # of a value's place in a dictionary
-# Each batch has whole dictionaries, so that 512 rows at once take ten times as long
-_PROBED_ROWS = 1 << 16
 
 
 class ParquetReader:
@@ -56,7 +57,7 @@ class ParquetReader:
             self._check_sizes(footer, chunks)
             wide = self._known.get(self._file)
             if wide is None:
-                wide = self._probed(_dictionaries(footer, chunks, self._file.size))
+                wide = self._probed(self._doubtful(footer, chunks))
         if self._columns is None:
             self._known[self._file] = wide
         first = 0
@@ -86,7 +87,13 @@ class ParquetReader:
                 raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
             raise InputCorrupt(f"{self._file.path}: the Parquet footer is damaged: {error}") from None
 
-    def _probed(self, doubtful: _Doubtful) -> list[str]:
+    def _doubtful(self, footer: pq.ParquetFile, chunks: Sequence[ColumnChunk]) -> DoubtfulColumns:
+        with ExitStack() as stack, open(self._file.path, "rb") as raw:
+            return doubtful_columns(
+                footer, chunks, self._file.size, raw, lambda names: stack.enter_context(self._open(names))
+            )
+
+    def _probed(self, doubtful: DoubtfulColumns) -> list[str]:
         """Look at the values of columns of which the footer does not say enough. Return those with values so wide that
         they are kept packed until the rows are cut small. Raises InputCorrupt where what the file's rows share unpacks
         to very much."""
@@ -100,7 +107,7 @@ class ParquetReader:
                 guard.add(batch.drop_columns([*(wide - doubtful.shared)]))
                 for name in wide:
                     longest[name] = max(longest[name], longest_value(batch.column(name)))
-        return sorted(name for name, size in longest.items() if size > _WIDE_DICTIONARY)
+        return sorted(name for name, size in longest.items() if size > WIDE_DICTIONARY)
 
     def _decoded(
         self, parquet: pq.ParquetFile, columns: Sequence[str] | None, most: int | None = None
@@ -149,33 +156,6 @@ class ParquetReader:
             values += chunk.values * _VALUE_BYTES
         if self._file.name != QUERY:
             refuse_bomb(path, self._file.size * max(1, metadata.num_columns), values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Doubtful:
-    """Columns of bytes where one stored value may stand in many rows: `wide` ones at the top, of which a value may be
-    large, and the paths of those that may hold more in all than such a file should (`shared`). `rows_at_once`: so many
-    have some 64 MiB of them, packed."""
-
-    wide: frozenset[str]
-    shared: frozenset[str]
-    rows_at_once: int
-
-
-def _dictionaries(parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk], size: int) -> _Doubtful:
-    wide, most, widest = set[str](), dict[str, int](), 1
-    paths = [parquet.metadata.schema.column(at).path for at in range(parquet.metadata.num_columns)]
-    for chunk in chunks:
-        if chunk.kind == BYTE_ARRAY and chunk.dictionary:
-            name, value = paths[chunk.column], chunk.unpacked
-            rows = parquet.metadata.row_group(chunk.group).num_rows
-            widest = max(widest, (value + _INDEX_BYTES * chunk.values) // max(1, rows))
-            if value > _WIDE_DICTIONARY:
-                wide.add(name)
-            most[name] = most.get(name, 0) + value * chunk.values
-    shared = {name for name, bytes_ in most.items() if is_bomb(size, bytes_)}
-    at_once = max(BATCH_ROWS, min(_PROBED_ROWS, _BATCH_BYTES // widest))
-    return _Doubtful(frozenset(wide & {*parquet.schema_arrow.names}), frozenset(shared), at_once)
 
 
 def _columns_of(parquet: pq.ParquetFile, paths: Sequence[str]) -> list[str]:

@@ -1,10 +1,12 @@
-"""Reads what a Parquet footer says about its column chunks.
+"""Reads what a Parquet footer says about its column chunks, and how many values a chunk's dictionary has.
 
 pyarrow's own objects for it end the whole process where a footer is damaged: their exceptions pass through code that
 declares none. A footer is a struct of Thrift's compact protocol; of it these are read:
 
     FileMetaData {4: [RowGroup {1: [ColumnChunk {3: ColumnMetaData}]}]}
-    ColumnMetaData {1: type, 2: [encoding], 5: num_values, 6: total_uncompressed_size, 7: total_compressed_size}
+    ColumnMetaData {1: type, 2: [encoding], 5: num_values, 6: total_uncompressed_size, 7: total_compressed_size,
+                    9: data_page_offset, 11: dictionary_page_offset}
+    PageHeader     {1: type, 7: DictionaryPageHeader {1: num_values}}
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ _DEEPEST = 32
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _STRUCT = 1, 2, 3, 7, 8, 12
 _LISTS = (9, 10)
 _DICTIONARIES = (2, 8)  # PLAIN_DICTIONARY, RLE_DICTIONARY
+_DICTIONARY_PAGE = 2
+_PAGE_HEADER = 64 << 10  # statistics of a page of texts, which it may have, too, are shorter in honest files
 BYTE_ARRAY = 6
 
 
@@ -29,7 +33,8 @@ class BadFooter(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """A column chunk: the place of its column among all leaves, the type, and what it says of its sizes."""
+    """A column chunk: the place of its column among all leaves, the type, what it says of its sizes, and where its
+    first page begins."""
 
     group: int
     column: int
@@ -38,6 +43,7 @@ class ColumnChunk:
     values: int
     unpacked: int
     packed: int
+    start: int
 
 
 def column_chunks(raw: BinaryIO) -> list[ColumnChunk]:
@@ -52,6 +58,32 @@ def column_chunks(raw: BinaryIO) -> list[ColumnChunk]:
         return list(_chunks(_Compact(raw.read(length))))
     except (IndexError, RecursionError) as error:
         raise BadFooter(str(error)) from None
+
+
+def dictionary_values(raw: BinaryIO, chunk: ColumnChunk) -> int | None:
+    """Return how many values the dictionary of a chunk has by its header; None: the chunk does not begin with one, or
+    the header is damaged."""
+    raw.seek(max(0, chunk.start))
+    data, kind = _Compact(raw.read(_PAGE_HEADER)), -1
+    try:
+        for number, form in data.fields():
+            if number == 1:
+                kind = data.signed()
+            elif number == 7 and form == _STRUCT and kind == _DICTIONARY_PAGE:
+                return _first_number(data)
+            else:
+                data.skip(form)
+    except (IndexError, RecursionError, BadFooter):
+        return None
+    return None
+
+
+def _first_number(data: _Compact) -> int | None:
+    for number, form in data.fields():
+        if number == 1 and form in (4, 5, 6):
+            return data.signed()
+        data.skip(form)
+    return None
 
 
 def _chunks(data: _Compact) -> Iterator[ColumnChunk]:
@@ -77,7 +109,7 @@ def _of_group(data: _Compact, group: int) -> Iterator[ColumnChunk]:
 
 
 def _chunk(data: _Compact, group: int, column: int) -> ColumnChunk:
-    found = {1: -1, 5: 0, 6: 0, 7: 0}
+    found = {1: -1, 5: 0, 6: 0, 7: 0, 9: 0, 11: 0}
     dictionary = False
     for number, kind in data.fields():
         if number in found and kind in (4, 5, 6):
@@ -87,7 +119,8 @@ def _chunk(data: _Compact, group: int, column: int) -> ColumnChunk:
             dictionary = any(one in _DICTIONARIES for one in encodings)
         else:
             data.skip(kind)
-    return ColumnChunk(group, column, found[1], dictionary, found[5], found[6], found[7])
+    start = found[11] if 0 < found[11] < found[9] else found[9]  # as Arrow reads it
+    return ColumnChunk(group, column, found[1], dictionary, found[5], found[6], found[7], start)
 
 
 class _Compact:

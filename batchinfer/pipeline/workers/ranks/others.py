@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from batchinfer.core.errors import OutOfMemory, Unavailable
+from batchinfer.core.samples import RankUse
 from batchinfer.engine.ranks.seat import Seat
 from batchinfer.machine.spawning import Child, Ended, receiving
 from batchinfer.pipeline.workers.engine_entry import RANK
@@ -44,7 +45,7 @@ class OtherRanks:
         self._loaded = 0
         self._roll_call = RollCall(range(1, self._size))
         self.peaks: list[int] = []  # bytes that each that has left held at most
-        self.waits: list[float] = []  # seconds that each that has left waited for steps and other stages
+        self.uses: list[RankUse] = []  # what each that has left had and took
         self.seat: Seat | None = None  # of this process; None: there are no other ranks
         self._children: list[Child | RemoteProcess] = []
         self._sending = threading.Lock()
@@ -132,7 +133,7 @@ class OtherRanks:
         with self._changed:
             if isinstance(message, Left):
                 self.peaks.append(message.peak_rss)
-                self.waits.append(message.stage_wait_s or 0.0)
+                self.uses += message.ranks
             else:
                 self._loaded += 1
             self._changed.notify_all()

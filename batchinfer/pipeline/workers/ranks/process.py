@@ -41,7 +41,7 @@ def _follow(follower: Any, connection: Parent) -> None:
         with receiving():
             message = connection.recv()
         if isinstance(message, Finish):
-            connection.send(Left(peak_memory(), stage_wait_s=waited_s + follower.wait.seconds))
+            connection.send(Left(peak_memory(), ranks=(follower.account.use(waited_s),)))
             return
         waited_s += 0.0 if began is None else time.perf_counter() - began
         follower.run(message)

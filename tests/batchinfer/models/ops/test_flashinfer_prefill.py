@@ -25,7 +25,7 @@ from batchinfer.engine.config import Agreed, alone
 from batchinfer.models.ops import flashinfer_prefill, prefill_choice
 from batchinfer.models.ops.flashinfer_prefill import FlashInferPrefill, PromptPages
 from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
-from batchinfer.models.ops.prefill_choice import PromptSizes, fastest_prefill
+from batchinfer.models.ops.prefill_choice import PromptSizes, prefill_contest
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import CacheSpec
@@ -92,7 +92,9 @@ def chosen(
     ours_s: float, theirs_s: float, ops: Ops | None = None, plain: bool = True, agreed: Agreed = alone
 ) -> Ops:
     clock = timed(ours_s, theirs_s)
-    return fastest_prefill(ops or TritonOps(SHAPE), SIZES, DEVICE, plain, agreed, lambda: next(clock))
+    ops = ops or TritonOps(SHAPE)
+    contest = prefill_contest(ops, SIZES, DEVICE, plain, lambda: next(clock))
+    return ops if contest is None else contest.winner(agreed(contest.decide))
 
 
 @pytest.mark.parametrize(

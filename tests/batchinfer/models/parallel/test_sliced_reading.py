@@ -17,7 +17,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoi
 from batchinfer.models.checkpoint.read_ahead import ReadAhead
 from batchinfer.models.checkpoint.stored_parts import StoredParts, check_parts
 from batchinfer.models.checkpoint.stretch import Stretch
-from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights
+from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights, ReadCount
 from batchinfer.models.formats.mxfp4 import mxfp4_values
 from batchinfer.models.parallel.place import Portion, RankPlace
 from batchinfer.models.parallel.sharded import sharded
@@ -77,11 +77,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return CountedFile.read
 
 
-def read_all(checkpoint: Checkpoint, place: RankPlace) -> None:
-    weights = CheckpointWeights(checkpoint, torch.float32, "cpu", place)
+def read_all(checkpoint: Checkpoint, place: RankPlace) -> int:
+    """Read what a rank has; the bytes by its own count."""
+    count = ReadCount()
+    weights = CheckpointWeights(checkpoint, torch.float32, "cpu", place, count)
     weights.tables()
     for index in range(len(sharded(checkpoint.spec, place).layers)):
         weights.layer(index)
+    return count.bytes
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "gemma2", "mixtral", "gpt_oss"])
@@ -97,7 +100,7 @@ def test_a_rank_reads_its_parameters_and_nothing_else(
         share = Portion(rank, 4)
         place = RankPlace(share, share if experts else None)
         read.clear()
-        read_all(checkpoint, place)
+        assert read_all(checkpoint, place) == sum(read.values())
         assert sum(read.values()) <= 4 * parameter_count(sharded(checkpoint.spec, place))
         if not rank:
             assert sum(read.values()) == 4 * parameter_count(sharded(checkpoint.spec, place))

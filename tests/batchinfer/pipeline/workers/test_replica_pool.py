@@ -99,7 +99,7 @@ class Started:
         self.heard += 1
         if self.leaves:  # what runs may finish
             last, self.queue = self.queue[:AT_ONCE], []
-            return [*([self._answered(last)] if last else []), Left(10, 0.5, None, {0: [1, 2]})]
+            return [*([self._answered(last)] if last else []), Left(10, 0.5, {0: [1, 2]})]
         if not self.loaded:
             return self._load()
         spent = self.fate.dies_after is not None and self.finished >= self.fate.dies_after

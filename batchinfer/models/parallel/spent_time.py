@@ -1,4 +1,4 @@
-"""The time that a rank of a stage waits for those of other stages."""
+"""The time that a rank spends on others."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class StageWait:
-    """Adds up the seconds for which a rank of this process has waited."""
+class SpentTime:
+    """Adds up seconds."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def spending(self) -> Iterator[None]:
         """Count the time inside."""
         began = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - began
+
+    def restart(self) -> None:
+        """Forget what was counted."""
+        self.seconds = 0.0

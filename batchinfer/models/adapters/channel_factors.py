@@ -1,0 +1,83 @@
+"""The factors by which a calibration has changed a model's channels, for adapters that were made for the model before.
+
+    channel_factors.safetensors    LAYER.PRODUCT.inputs (in,) and LAYER.PRODUCT.outputs (out,), float32
+
+A product of the changed model reads inputs that are divided by `inputs`, and its outputs are multiplied with `outputs`.
+So an adapter B A adds what it did before once A's columns are multiplied with `inputs`, and B's rows with `outputs`.
+Factors that are all 1 are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
+from batchinfer.models.spec.parameters import FACTOR_A, FACTOR_B
+from batchinfer.models.spec.spec import LayerSpec, ModelSpec
+
+FILE = "channel_factors.safetensors"
+_A, _B = FACTOR_A + "0", FACTOR_B + "0"
+
+
+class ChannelFactors:
+    """The factors of all products of a model."""
+
+    def __init__(self, factors: Mapping[str, Tensor], first: int = 0) -> None:
+        """`first`: the number of the layer that counts as 0."""
+        self._factors, self._first = factors, first
+
+    @classmethod
+    def of(cls, folder: Path) -> ChannelFactors:
+        """Read those of a checkpoint's folder; without the file there are none. Raises what reading it raises."""
+        path = folder / FILE
+        return cls(load_file(path) if path.exists() else {})
+
+    def of_layers(self, layers: tuple[int, int] | None) -> ChannelFactors:
+        """Return those of the layers from the first to before the second, numbered from 0 on; None: of all."""
+        return self if layers is None else ChannelFactors(self._factors, self._first + layers[0])
+
+    def changed(self, layer: int, product: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an adapter's factors A (rank, in) and B (out, rank) for the changed model."""
+        start = f"{self._first + layer}.{product}"
+        inputs, outputs = (self._factors.get(f"{start}.{end}") for end in ("inputs", "outputs"))
+        a = a if inputs is None else (a.float() * inputs.to(a.device)).to(a.dtype)
+        b = b if outputs is None else (b.float() * outputs.to(b.device)[:, None]).to(b.dtype)
+        return a, b
+
+
+class MarkedWeights(Weights):
+    """Hands on a model's weights with an adapter of ones beside each: whoever changes channels changes it, too, so that
+    it says by how much."""
+
+    def __init__(self, weights: Weights, spec: ModelSpec) -> None:
+        self._weights, self._spec = weights, spec
+
+    def tables(self) -> Tables:
+        return self._weights.tables()
+
+    def layer(self, index: int) -> LayerWeights:
+        found = dict(self._weights.layer(index))
+        for linear in self._spec.layers[index].linears:
+            if not linear.experts:  # these have no adapters
+                found[linear.name + _A] = torch.ones(1, linear.inputs)
+                found[linear.name + _B] = torch.ones(linear.outputs, 1)
+        return found
+
+
+def marked_factors(index: int, layer: LayerSpec, weights: LayerWeights) -> Iterator[tuple[str, Tensor]]:
+    """Yield the factors of a layer whose weights were marked, by their names in the file."""
+    for linear in layer.linears:
+        for mark, end in ((_A, "inputs"), (_B, "outputs")):
+            found = weights.get(linear.name + mark)
+            if found is not None and bool((found != 1).any()):
+                yield f"{index}.{linear.name}.{end}", found.flatten().float().contiguous()
+
+
+def write_factors(folder: Path, factors: Mapping[str, Tensor]) -> None:
+    """Write the file. Raises OSError."""
+    save_file(dict(factors), folder / FILE)

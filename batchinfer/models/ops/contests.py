@@ -1,0 +1,45 @@
+"""Operators are chosen by time when a model is loaded: one choice, which all engines of a run share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.prefill_choice import PromptSizes, prefill_contest
+from batchinfer.models.ops.product_choice import product_contest
+
+
+def fastest_operators(
+    ops: Ops,
+    sizes: PromptSizes,
+    device: torch.device,
+    plain: bool,
+    agreed: Callable[[Callable[[], str]], str],
+) -> Ops:
+    """Return the operators with prompts read, and float8 products computed, by who is fastest; see `prefill_choice` and
+    `product_choice`.
+
+    `plain`: whether a layer has attention without a window, soft cap and sinks. `agreed`: makes one choice that all
+    engines of a run share, as operators round differently; what another engine had nothing to choose of stays as it is.
+    """
+    prompts = prefill_contest(ops, sizes, device, plain)
+    products = product_contest(ops, sizes.tokens, device)
+    if prompts is None and products is None:
+        return ops
+
+    def decide() -> str:
+        chosen: dict[str, Any] = {}
+        if prompts is not None:
+            chosen["prompts"] = prompts.decide()
+        if products is not None:
+            chosen["products"] = products.decide()
+        return json.dumps(chosen)
+
+    chosen = json.loads(agreed(decide))
+    if products is not None:
+        products.settle(chosen.get("products", {}))
+    return ops if prompts is None or "prompts" not in chosen else prompts.winner(chosen["prompts"])

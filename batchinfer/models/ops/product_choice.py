@@ -1,0 +1,144 @@
+"""Chooses who multiplies float8 codes on a GPU, for each shape of a weight: our kernel, or the library from some number
+of rows on.
+
+Both are timed when a model is loaded, with the weights of one layer of each shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.prefill_choice import MARGIN, seconds_of
+
+if TYPE_CHECKING:
+    from batchinfer.models.ops.gpu_linear import Fp8Linear
+
+_log = logging.getLogger(__name__)
+
+# Rows of a step: few and many that decode, and prompts
+ROWS = (64, 256, 1024, 8192)
+# Each is timed so often, in turns, while the time of its shape lasts; the first calls do not count
+ROUNDS, BUDGET_S = 5, 0.5
+# Of results, both rounded to 16 bits, relative to the largest: sums of float8 keep some 13 bits on Hopper
+TOLERANCE = 2e-2
+# What torch raises where a product is not what it was when this was written
+BROKEN = (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError)
+Chosen = dict[str, int | None]  # from how many rows on the library multiplies weights of a shape; None: never
+
+
+@runtime_checkable
+class ProductOps(Protocol):
+    """Operators that have packed layers which the library may multiply."""
+
+    @property
+    def fp8_layers(self) -> Sequence[Fp8Linear]:
+        """The layers of float8 codes, so far."""
+
+
+def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductContest | None:
+    """Return what chooses between our kernel and the library, if a layer can be multiplied by both; else None."""
+    layers = ops.fp8_layers if isinstance(ops, ProductOps) else ()
+    layers = [layer for layer in layers if layer.library is not None]
+    return ProductContest(layers, most_rows, device) if layers else None
+
+
+class ProductContest:
+    """Our kernel against the library, for the layers of one model."""
+
+    def __init__(
+        self,
+        layers: Sequence[Fp8Linear],
+        most_rows: int,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`layers`: that the library can multiply, too; `most_rows`: tokens of the largest step."""
+        self._layers, self._most, self._device, self._clock = layers, most_rows, device, clock
+        self._samples = {layer.form: layer for layer in layers}
+        self._tried = False
+
+    def decide(self) -> Chosen:
+        """Time a layer of each shape; one that the library cannot multiply stays with our kernel, with a warning."""
+        self._tried = True
+        return {form: self._least_rows(form, layer) for form, layer in self._samples.items()}
+
+    def settle(self, chosen: Chosen) -> None:
+        """Let all layers multiply as was chosen, here or in another engine; ours those of shapes that it has not, and
+        those that the library, which was not tried here before, cannot multiply."""
+        if not self._tried:
+            chosen = {form: least for form, least in chosen.items() if least is None or self._works(form)}
+        for layer in self._layers:
+            layer.least_library_rows = chosen.get(layer.form)
+
+    def _least_rows(self, form: str, layer: Fp8Linear) -> int | None:
+        counts = sorted({min(rows, self._most) for rows in ROWS})
+        try:
+            faster = [self._is_faster(layer, rows) for rows in counts]
+        except BROKEN as error:
+            _warn(form, error)
+            return None
+        slower = [rows for rows, wins in zip(counts, faster, strict=True) if not wins]
+        above = [rows for rows in counts if not slower or rows > slower[-1]]
+        least = above[0] if above else None
+        _log.info(
+            "%s: the library multiplies %s", form, "no rows" if least is None else f"{least} rows and more"
+        )
+        return least
+
+    def _works(self, form: str) -> bool:
+        """Whether the library multiplies a layer of this shape, if there is one, as our kernel does."""
+        layer = self._samples.get(form)
+        try:
+            if layer is not None:
+                self._ways(layer, ROWS[0])
+        except BROKEN as error:
+            _warn(form, error)
+            return False
+        return True
+
+    def _ways(self, layer: Fp8Linear, rows: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+        """Return the product of so many rows by our kernel and by the library. Raises ValueError where they differ."""
+        assert layer.library is not None
+        x = torch.randn(rows, layer.in_features, dtype=layer.library.dtype, device=self._device)
+        ours, theirs = partial(layer.by_kernel, x), partial(layer.by_library, x)
+        _check(ours(), theirs())
+        return ours, theirs
+
+    def _is_faster(self, layer: Fp8Linear, rows: int) -> bool:
+        """Whether the library takes clearly less time for so many rows. Raises ValueError for other results."""
+        ways = self._ways(layer, rows)
+        began, took = self._clock(), ([], [])  # type: tuple[float, tuple[list[float], list[float]]]
+        for _ in range(ROUNDS):
+            for way, times in zip(ways, took, strict=True):
+                times.append(seconds_of(way, self._device, self._clock))
+            if self._clock() - began > BUDGET_S / len(ROWS):
+                break
+        return median(took[1]) < MARGIN * median(took[0])
+
+
+def _warn(form: str, error: BaseException) -> None:
+    said = str(error).strip().partition("\n")[0]
+    _log.warning(
+        "torch's scaled_mm cannot multiply %s (%s: %s); batchinfer's own kernel does, which may be slower; a version "
+        "of torch that docs/gpu.md names may help",
+        *(form, type(error).__name__, said),
+    )
+
+
+def _check(ours: Tensor, theirs: Tensor) -> None:
+    """Raises ValueError for results that differ by more than rounding does."""
+    largest = float(ours.float().abs().max())
+    off = float((ours.float() - theirs.float()).abs().max())
+    if not off <= TOLERANCE * largest:  # not a number, too
+        raise ValueError(
+            f"its results differ from batchinfer's by {off:.3g} where the largest are {largest:.3g}"
+        )

@@ -1,0 +1,44 @@
+"""The table of what the ranks of each engine had and took, and what the run's row says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from batchinfer.core.samples import RankUse
+from batchinfer.report.tables.columns import COLUMNS, RANKS, SCHEMAS
+from batchinfer.report.tables.folder import table_path
+from batchinfer.report.tables.spool import Spool
+
+
+class EngineRank(NamedTuple):
+    """A rank of an engine of the run."""
+
+    engine: int
+    replica: int
+    use: RankUse
+
+
+def write_ranks(folder: Path, run_id: str, ranks: Sequence[EngineRank]) -> Path:
+    """Write the table, whole or not at all. Raises OSError."""
+    values = attrgetter(*(column.name for column in COLUMNS[RANKS][3:]))
+    with Spool(table_path(folder, RANKS, run_id), SCHEMAS[RANKS]) as spool:
+        for engine, replica, use in ranks:
+            spool.append((run_id, engine, replica, *values(use)))
+        return spool.finish()
+
+
+def of_all(ranks: Sequence[EngineRank]) -> dict[str, Any]:
+    """Return what the run's row says of its ranks, by column; nothing where there are none."""
+    if not ranks:
+        return {}
+    uses = [one.use for one in ranks]
+    waits = [use.stage_wait_s for use in uses if use.stage_wait_s is not None]
+    return {
+        "stage_wait_s": fmean(waits) if waits else None,
+        "rank_peak_rss_bytes": max(use.peak_rss_bytes for use in uses),
+        "rank_read_bytes": max(use.read_bytes for use in uses),
+    }

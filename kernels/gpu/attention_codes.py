@@ -1,0 +1,123 @@
+"""One way to pass over keys in codes of a byte, int8 or float8_e4m3fn, which are multiplied in float16.
+
+float16 holds every code exactly, and two codes become float16 at once, where bfloat16 takes a conversion for each. Two
+neighbouring values of a key, a word, are read together: tensor cores take values of two keys side by side, and the
+hardware sorts them so by words of 16 bits, but not by bytes. The even and the odd values of a head are then products
+of their own, which are put together at the end.
+
+What q has beyond float16's range is taken off as a power of two for each row. The scale of a key's values, 2^e × m
+with m in [1, 2), becomes a part of the weight that is multiplied: the exponent is added to the score before the row's
+maximum is found, so that the largest weight is near 1 whatever the scales are, and m is a factor.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from batchinfer_kernels.gpu.attention_core import LOG2E, capped, key_scales, visible
+
+
+@triton.jit
+def code_values(words, PLANE: tl.constexpr, CODES: tl.constexpr):
+    """int16 words → the codes of the lower (PLANE 0) or upper byte in float16: exact, "fp8_bits" as 2^-8 of them."""
+    if CODES == "fp8":
+        return (words >> (PLANE * 8)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif CODES == "int8":  # 1024 + 128 + code, whose first bit is turned over
+        bits = ((words >> (PLANE * 8)) & 0xFF) ^ 0x6480
+        return bits.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
+    else:  # the exponent's bias is 7, float16's 15: in float16's places the bits are 2^-8 of the value
+        if PLANE == 0:
+            bits = ((words & 0x80) << 8) | ((words & 0x7F) << 7)
+        else:
+            bits = (words & -0x8000) | ((words >> 1) & 0x3F80)
+        return bits.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def power_of_2(size):
+    """The largest power of two up to each `size`, and its inverse: neither is a number where it is none."""
+    exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+    return exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def within_float16(at, real, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Rows of q below 2 in float16, and the power of two that was taken off each."""
+    inside = real[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
+    q = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    size, inverse = power_of_2(tl.max(tl.abs(q), 1))
+    return (q * inverse[:, None]).to(tl.float16), size
+
+
+@triton.jit
+def value_scales(scales):
+    """(e, m, 2^-e) of scales 2^e × m; e is -60 at the least, and m then below 1."""
+    # Of a scale that is no number the exponent is 128, and m no number either
+    exponent = tl.maximum(scales.to(tl.int32, bitcast=True) & 0x7F800000, 67 << 23)
+    inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    # The last bits of a float32 at 2^23 are a whole number
+    e = ((exponent >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - 8388735.0
+    return e, scales * inverse, inverse
+
+
+@triton.jit
+def attend_codes(
+    q_ptr, q_at,  # (ROWS, 1): where each row's values begin
+    real,  # (ROWS,): rows that are no padding
+    row_at,  # (ROWS,) int32: positions
+    table_ptr, k_ptr, v_ptr,  # the block table; the caches from the KV head on, as int16; K in "fp8" as it is
+    k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key,  # in words
+    stride_scale, first, end, least, scale, cap, window,
+    D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """(sum, maximum, mass) of rows, each a single query, over the keys [first, end), as attend_span leaves them."""
+    HALF: tl.constexpr = D_PAD // 2
+    CODE: tl.constexpr = 256.0 if CODES == "fp8_bits" else 1.0
+    lane = tl.arange(0, TILE)
+    word = tl.arange(0, HALF)
+    q, size = within_float16(q_ptr + q_at + tl.arange(0, D_PAD)[None, :], real, D, D_PAD)
+    even, odd = tl.split(tl.reshape(q, (ROWS, HALF, 2)))
+    size *= CODE
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    evens = tl.zeros([ROWS, HALF], tl.float32)
+    odds = tl.zeros([ROWS, HALF], tl.float32)
+    for start in range(first, end, TILE):
+        key = start + lane
+        inside = key < end
+        if WINDOW:
+            inside = inside & (key >= least)
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        at = block * stride_block + (key % BLOCK_SIZE) * stride_key
+        loaded = inside[:, None] & (word < D // 2)[None, :]
+        offsets = at[:, None] + word[None, :]
+        if CODES == "fp8":  # values of one key side by side are what the hardware converts, two at once
+            byte = tl.arange(0, D_PAD)
+            k_at = 2 * at[:, None] + byte[None, :]
+            k = tl.load(k_ptr + k_at, mask=inside[:, None] & (byte < D)[None, :], other=0.0).to(tl.float16)
+            scores = tl.dot(q, tl.trans(k))
+        else:
+            k = tl.load(k_ptr + offsets, mask=loaded, other=0)
+            scores = tl.dot(even, tl.trans(code_values(k, 0, CODES)))
+            scores = tl.dot(odd, tl.trans(code_values(k, 1, CODES)), scores)
+        scale_at = block * stride_scale + kv_head * BLOCK_SIZE + key % BLOCK_SIZE
+        k_scale = key_scales(k_scale_ptr + scale_at, inside, False)
+        exponent, factor, undone = value_scales(key_scales(v_scale_ptr + scale_at, inside, False))
+        if CAP:
+            scores = capped(scores * size[:, None] * k_scale[None, :], scale, cap) * (cap * LOG2E)
+        else:
+            scores *= size[:, None] * (k_scale * (scale * LOG2E))[None, :]
+        scores = visible(scores + exponent[None, :], key, row_at, inside, window, False, WINDOW)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        mass = mass * shrink + tl.sum(weights * undone[None, :], 1)
+        weights = (weights * factor[None, :]).to(tl.float16)
+        v = tl.load(v_ptr + offsets, mask=loaded, other=0)
+        evens = tl.dot(weights, code_values(v, 0, CODES), evens * shrink[:, None])
+        odds = tl.dot(weights, code_values(v, 1, CODES), odds * shrink[:, None])
+        top = higher
+    return tl.interleave(evens, odds) * CODE, top, mass
