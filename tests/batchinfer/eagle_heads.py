@@ -120,13 +120,18 @@ class EagleReference(nn.Module):
         self.register_buffer("t2d", torch.zeros(vocab, dtype=torch.bool).index_fill(0, tokens, True))
 
     @torch.inference_mode()
-    def proposed(self, states: Tensor, tokens: Sequence[int], count: int, embedding: Tensor) -> list[int]:
-        """Return what follows the tokens, (n): states (n - 1, 3 hidden of the model), of all but the last one."""
+    def proposed(
+        self, states: Tensor, tokens: Sequence[int], count: int, embedding: Tensor, allowed: Sequence[int]
+    ) -> list[int]:
+        """Return what follows the tokens, (n), of those that are `allowed`: states (n - 1, 3 hidden of the model), of
+        all but the last one."""
+        own = torch.arange(len(self.d2t)) + self.d2t
+        barred = ~torch.isin(own, torch.tensor(allowed))
         table = self.embed_tokens.weight if hasattr(self, "embed_tokens") else embedding
         states, said = self.fc(states), list(tokens[1:])
         for _ in range(count):
             given = self.midlayer(table[said], states)[-1:]
-            best = int(self.lm_head(self.norm(given)).argmax())
+            best = int(self.lm_head(self.norm(given))[0].masked_fill(barred, float("-inf")).argmax())
             said.append(best + int(self.d2t[best]))
             states = torch.cat((states, given))
         return said[len(tokens) - 1 :]
@@ -145,11 +150,11 @@ class EagleOf:
         self.read[layer] = given[0][0]
 
     @torch.inference_mode()
-    def proposed(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return what follows the tokens of a row."""
+    def proposed(self, tokens: Sequence[int], count: int, allowed: Sequence[int]) -> list[int]:
+        """Return what follows the tokens of a row, of those that are `allowed`."""
         self.model(torch.tensor([list(tokens[:-1])]))
         states = torch.cat([self.read[layer] for layer in self.layers], -1)
-        return self.head.proposed(states, tokens, count, self.model.get_input_embeddings().weight)
+        return self.head.proposed(states, tokens, count, self.model.get_input_embeddings().weight, allowed)
 
 
 def save_eagle(folder: Path, head: EagleReference, vocab: int, start: str = "midlayer.", **said: Any) -> Path:

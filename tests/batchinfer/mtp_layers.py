@@ -27,9 +27,10 @@ class MtpReference:
         model.model.layers = model.model.layers[:-1]
 
     @torch.inference_mode()
-    def proposed(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return what follows the tokens of a row."""
+    def proposed(self, tokens: Sequence[int], count: int, allowed: Sequence[int]) -> list[int]:
+        """Return what follows the tokens of a row, of those that are `allowed`."""
         own = self.model.model
+        barred = ~torch.isin(torch.arange(self.model.config.vocab_size), torch.tensor(allowed))
         states, said = own(torch.tensor([list(tokens[:-1])])).last_hidden_state[0], list(tokens[1:])
         for _ in range(count):
             embedded = own.embed_tokens(torch.tensor(said))
@@ -45,7 +46,7 @@ class MtpReference:
             )
             given = given[0] if isinstance(given, tuple) else given
             last = self._normed("shared_head.norm", given[0])[-1:]
-            said.append(int(self.model.lm_head(last).argmax()))
+            said.append(int(self.model.lm_head(last)[0].masked_fill(barred, float("-inf")).argmax()))
             states = torch.cat((states, last))
         return said[len(tokens) - 1 :]
 

@@ -273,7 +273,7 @@ def test_rows_are_those_of_a_job_without_a_draft_model(
         assert 0 < row["proposing_s"] < row["wall_s"]
 
 
-@pytest.mark.parametrize("runs", ["first", "beside"])
+@pytest.mark.parametrize("runs", ["first", "beside", "heads"])
 def test_rows_with_adapters_have_drafts_by_a_model_without(
     tmp_path: Path, model: Path, large: Path, runs: str
 ) -> None:
@@ -283,12 +283,15 @@ def test_rows_with_adapters_have_drafts_by_a_model_without(
     own = {"adapters": {name: str(tmp_path / name) for name in ("one", "two")}, "adapter_from_column": "who"}
     given = [row | {"who": (None, "one", "two")[at % 3]} for at, row in enumerate(rows(15))]
     paths = [tmp_path / "a", tmp_path / "b"]
-    for at, drafts in enumerate(("off", {"model": str(model), "runs": runs})):
+    asked = {"model": str(model), "runs": runs}
+    if runs == "heads":
+        asked = {"heads": str(echoing(large, tmp_path / "eagle"))}
+    for at, drafts in enumerate(("off", asked)):
         paths[at] = job(paths[at], large, drafts, sampling={"max_tokens": 24})
         changed(paths[at], given, model=own)
     plain, got = (run(path, REAL, FLOAT32) for path in paths)
     assert table(paths[0]) == table(paths[1])
-    assert plain.row["drafted_tokens"] == 0 < got.row["model_accepted"]
+    assert plain.row["drafted_tokens"] == 0 < got.row["model_accepted"] + got.row["heads_accepted"]
 
 
 def notices(path: Path, options: RunOptions) -> tuple[Outcome, list[str]]:
@@ -507,18 +510,19 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
     ("kind", "heads"),
     [
         *((kind, "medusa") for kind in ("greedy", "penalised", "schema", "replicas")),
-        *((kind, "eagle") for kind in ("greedy", "sampled", "penalised", "logprobs", "schema", "replicas")),
+        *((kind, "eagle") for kind in WITH_MODELS if kind != "ladder"),
     ],
 )
 def test_rows_are_those_of_a_job_without_heads(
     tmp_path: Path, model: Path, large: Path, kind: str, heads: str
 ) -> None:
     """Heads that say the token once more: answers of a small random model repeat themselves."""
-    plain = job(tmp_path / "off", large, "off", **JOBS[kind])
-    wanted = run(plain, REAL, FLOAT32)
+    float32 = () if kind == "deterministic" else (FLOAT32,)
+    plain = job(tmp_path / "off", large, "off", **WITH_MODELS[kind])
+    wanted = run(plain, REAL, *float32)
     folder = {"medusa": repeating, "eagle": echoing}[heads](large, tmp_path / "heads")
-    path = job(tmp_path / "job", large, {"heads": str(folder)}, **JOBS[kind])
-    got = run(path, REAL, FLOAT32)
+    path = job(tmp_path / "job", large, {"heads": str(folder)}, **WITH_MODELS[kind])
+    got = run(path, REAL, *float32)
     assert (got.exit_code, table(path)) == (0, table(plain))
     if kind != "replicas":
         assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]

@@ -28,6 +28,7 @@ from tests.batchinfer.engine.small_engine import (
     Ran,
     cpu_ops,
     drain,
+    key_of,
     make_engine,
     make_runner,
     request,
@@ -40,8 +41,8 @@ from tests.batchinfer.engine.test_drafts import PEAKS
 class HeadReference(Protocol):
     """The published arithmetic of a head and its model."""
 
-    def proposed(self, tokens: Seq[int], count: int) -> list[int]:
-        """Return what follows the tokens of a row."""
+    def proposed(self, tokens: Seq[int], count: int, allowed: Seq[int]) -> list[int]:
+        """Return what follows the tokens of a row, of those that are `allowed`."""
 
 
 def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[ModelRunner, BesideRunner]:
@@ -96,9 +97,16 @@ class Asking(Drafts):
         self.model.ended(sequence)
 
 
+FEW = (1, 2, 3, 4, 5, 7)  # of so few tokens a proposal is often right
+
+
 def longer(number: int, row: Request) -> Request:
-    """Make two of three rows plain ones with longer answers."""
-    return request(number, row.prompt.tolist(), 18, ignore_eos=True) if number % 3 else row
+    """Make two of three rows plain ones with longer answers, which may have few tokens or any."""
+    if not number % 3:
+        return row
+    return request(
+        number, row.prompt.tolist(), 18, ignore_eos=True, allowed_token_ids=FEW if number % 3 == 1 else ()
+    )
 
 
 def run(model: Checkpoint, work: Work, runner: Any, drafter: Any = None) -> Ran:
@@ -121,9 +129,11 @@ def _array(row: Sequence) -> Any:
     return torch.tensor(row.tokens.tolist(), dtype=torch.int32).numpy()
 
 
-def compare(model: Checkpoint, stored: StoredLayer, reference: HeadReference, work: Work) -> None:
-    """Run rows with a head and without: the same answers, and the proposals of the reference."""
-    work = replace(work, nan_every=0, rows=[longer(at, row) for at, row in enumerate(work.rows)])
+def compare(
+    model: Checkpoint, stored: StoredLayer, reference: HeadReference, work: Work, most: int = 6
+) -> tuple[Ran, int]:
+    """Run rows with a head and without: the same answers, and of the proposals `most` that are those of the reference.
+    Return the run with it, and how many of these there were."""
     wanted = run(model, work, make_runner(model, cpu_ops(model), work.limits))
     runner, beside = with_head(model, stored, work.limits)
     answers = {key: tokens for key, (tokens, _) in wanted.answers.items()}
@@ -132,13 +142,33 @@ def compare(model: Checkpoint, stored: StoredLayer, reference: HeadReference, wo
     assert got.answers == wanted.answers
     assert not drafter.model._readings, "a row that has ended is remembered"
     rows = {row for row, _, _ in drafter.found}
-    plain = [one for one in drafter.found if one[0].plain_greedy]
-    for row, tokens, proposed in random.Random(0).sample(plain, min(6, len(plain))):
-        if parts_at_a_block(row, rows, work.limits.block_size):
-            event("parts at a block")
-            continue
-        expected = reference.proposed(tokens, len(proposed))
-        assert proposed == expected
-        event("compared")
-    right = sum(right for _, right in drafter.took)
-    event(f"preempted: {got.total('preemptions') > 0}, right: {right > 0}")
+    plain = [
+        one for one in drafter.found if one[0].plain_greedy or one[0].request.params.allowed_token_ids == FEW
+    ]
+    chosen = random.Random(0).sample(plain, min(most, len(plain)))
+    chosen = [one for one in chosen if not parts_at_a_block(one[0], rows, work.limits.block_size)]
+    for row, tokens, proposed in chosen:
+        assert proposed or row.stop_token_ids, "its logits are no numbers"
+        allowed = row.request.params.allowed_token_ids or range(model.spec.vocab)
+        assert proposed == reference.proposed(tokens, len(proposed), list(allowed))
+    return got, len(chosen)
+
+
+def compare_drawn(model: Checkpoint, stored: StoredLayer, reference: HeadReference, work: Work) -> None:
+    """Compare rows that were drawn, two of three of which become plain ones."""
+    work = replace(work, nan_every=0, rows=[longer(*row) for row in enumerate(work.rows)])
+    got, compared = compare(model, stored, reference, work)
+    event(f"preempted: {got.total('preemptions') > 0}, compared: {compared > 0}")
+
+
+def compare_sharing(model: Checkpoint, stored: StoredLayer, reference: HeadReference, proposals: int) -> None:
+    """Compare rows that begin alike, up to the middle of a block, one behind the other and beside one another. Some
+    proposals are right, and of those that follow some are read behind states that were made again."""
+    shared = [at % 9 for at in range(14)]
+    prompts = [[*shared[: 14 - 3 * (row == 5)], row % 4 + 3, row, 8 - row] for row in range(8)]
+    rows = [longer(at + 1 + at // 2, request(0, prompt, 1)) for at, prompt in enumerate(prompts)]
+    rows = [replace(one, key=key_of(at), shares_next=14) for at, one in enumerate(rows)]
+    limits = Limits(budget=20, seqs=3, blocks=60, block_size=4)
+    got, compared = compare(model, stored, reference, Work(limits, rows, [], (None,), 0, 1), proposals)
+    assert got.total("copied_tokens") > 0
+    assert compared > proposals // 2

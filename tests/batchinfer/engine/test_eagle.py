@@ -22,7 +22,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.heads.inspection import inspect_heads
 from batchinfer.models.heads.stored_heads import StoredLayer
 from tests.batchinfer.eagle_heads import SIZES, EagleOf, EagleReference, save_eagle
-from tests.batchinfer.engine.asking_heads import Asking, compare, run, with_head
+from tests.batchinfer.engine.asking_heads import Asking, compare_drawn, compare_sharing, run, with_head
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import (
     MIXED,
@@ -97,7 +97,12 @@ def made(name: str) -> tuple[Checkpoint, StoredLayer, EagleOf]:
 def test_a_head_proposes_what_that_of_the_reference_does(kind: str, work: Work) -> None:
     """Over chunks, shared beginnings, copied blocks, preemptions, and drafts of which some were right; it reads nothing
     that was never written, and answers are those without it."""
-    compare(*made(kind), work)
+    compare_drawn(*made(kind), work)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_reads_what_rows_share(kind: str) -> None:
+    compare_sharing(*made(kind), 60)
 
 
 def weights_changed(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:

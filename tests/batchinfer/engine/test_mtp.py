@@ -19,7 +19,7 @@ from batchinfer.core.errors import JobFileError
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.heads.inspection import inspect_heads
 from batchinfer.models.heads.stored_mtp import StoredMtp
-from tests.batchinfer.engine.asking_heads import compare
+from tests.batchinfer.engine.asking_heads import compare_drawn, compare_sharing
 from tests.batchinfer.engine.random_work import Work, works
 from tests.batchinfer.engine.small_engine import checkpoint
 from tests.batchinfer.mtp_layers import MtpReference, add_mtp, weights_changed
@@ -48,7 +48,11 @@ def made(**options: Any) -> tuple[Checkpoint, StoredMtp, MtpReference]:
 @given(work=works(may_constrain=False))
 def test_a_layer_proposes_what_that_of_the_reference_does(first: int, work: Work) -> None:
     """Over chunks, shared beginnings, copied blocks, preemptions, and drafts of which some were right."""
-    compare(*made(first_k_dense_replace=first), work)
+    compare_drawn(*made(first_k_dense_replace=first), work)
+
+
+def test_a_layer_reads_what_rows_share() -> None:
+    compare_sharing(*made(first_k_dense_replace=1), 60)
 
 
 @pytest.mark.parametrize(
