@@ -33,6 +33,7 @@ ROWS = {
     "requests": "a request that finished",
     "rows": "a published row, and which request answered it",
     "experts": "an expert of each layer",
+    "ranks": "a rank of an engine that divides its model",
     "activities": "a stretch of time in which a process did one thing",
     "phases": "prefill, decode or mixed steps of a run",
     "buckets": "prompts of a run by length",

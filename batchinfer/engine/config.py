@@ -9,7 +9,6 @@ from pathlib import Path
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
-from batchinfer.models.heads.stored_heads import StoredHeads
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -48,6 +47,14 @@ class BesideConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadsConfig:
+    """The folder of heads that were found right for the model, and the files of it that are read."""
+
+    folder: Path
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadConfig:
     """Settings that loading the weights needs: they are known before a row is read."""
 
@@ -62,7 +69,7 @@ class LoadConfig:
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
     adapter_places: int | None = None  # how many of them are on the device at a time; None: all
     beside: BesideConfig | None = None  # a smaller model, which proposes tokens; None: there is none
-    heads: StoredHeads | None = None  # heads of the model, which propose tokens; None: there are none
+    heads: HeadsConfig | None = None  # heads of the model, which propose tokens; None: there are none
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from batchinfer.engine.ranks.joining import Company
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.models.arithmetic import Arithmetic
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.models.heads.inspection import inspect_heads
 from batchinfer.models.heads.medusa import MedusaHeads
 from batchinfer.models.heads.stored_heads import StoredLayer
 from batchinfer.models.heads.stored_medusa import StoredMedusa
@@ -41,13 +43,14 @@ class LoadedMedusa(LoadedHeads):
 def load_heads(config: LoadConfig, arithmetic: Arithmetic, company: Company) -> LoadedHeads | None:
     """Load the heads that a configuration names; None: it names none. Raises CannotSplit for an engine of several
     ranks, and Unavailable on a GPU."""
-    stored = config.heads
-    if stored is None:
+    if config.heads is None:
         return None
     if company.divided:
         raise CannotSplit("a model that is divided among ranks has no heads")
     if arithmetic.device.type != "cpu":
         raise Unavailable("heads run on a CPU alone as yet")
+    checkpoint = inspect_checkpoint(config.model).held_for(config.quantization)
+    stored = inspect_heads(config.heads.folder, checkpoint)
     if isinstance(stored, StoredLayer):
         return load_layer(stored, arithmetic)
     assert isinstance(stored, StoredMedusa), "heads of a kind that was inspected"

@@ -26,6 +26,7 @@ from batchinfer.plan.setup.resolve import Setting, not_run
 # as all simulations together take about as many seconds
 NEAR, MOST_SIMULATED, SIMULATE_S = 1.3, 4, 20.0
 EACH_S = 2.0
+_ALIKE = 0.002  # a share of the time, by which simulations of alike layouts differ for no reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def layout_forecasts(
     fitting = sorted((one for one in found if one.engine is not None), key=_seconds)
     runs = [one for one in fitting if one.layout.not_run is None]
     timed = _timed(runs, prompts) if setup.setting.peaks is not None else runs
-    chosen = min(timed, key=_seconds, default=None)
+    chosen = _chosen(timed)
     others = _as_slow([one for one in fitting if one.layout.not_run is not None], runs, timed)
     layouts = [replace(one.layout, chosen=one is chosen) for one in sorted(timed + others, key=_seconds)]
     refused = (one.layout for one in found if one.engine is None)
@@ -98,6 +99,13 @@ def candidates(devices: int) -> Iterator[Division]:
     idle than another one with as many engines are left out."""
     for ranks in sorted({devices // engines for engines in range(1, devices + 1)}):
         yield from (Division(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0)
+
+
+def _chosen(timed: Sequence[_Candidate]) -> _Candidate | None:
+    """Return the fastest; of those that a simulation cannot tell from it the one that divides its model least."""
+    least = min(map(_seconds, timed), default=0.0)
+    alike = [one for one in timed if _seconds(one) <= least * (1 + _ALIKE)]
+    return min(alike, key=lambda one: (one.layout.tensor * one.layout.stages, _seconds(one)), default=None)
 
 
 def _seconds(one: _Candidate) -> float:

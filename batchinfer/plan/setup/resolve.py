@@ -12,11 +12,12 @@ from typing import Any, Literal, get_args
 
 from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
 from batchinfer.core.samples import DraftName
-from batchinfer.engine.config import NUMERICS_VERSION, BesideConfig, EngineConfig, LoadConfig
+from batchinfer.engine.config import NUMERICS_VERSION, BesideConfig, EngineConfig, HeadsConfig, LoadConfig
 from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.job import Job
 from batchinfer.job.field_types import DraftSource
+from batchinfer.job.spec import DraftModelSection
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import (
     Hardware,
@@ -250,8 +251,14 @@ class Setting:
             adapters=self.adapters,
             adapter_places=self.adapter_places,
             beside=self.beside,
-            heads=self.heads,
+            heads=self._heads_config(job),
         )
+
+    def _heads_config(self, job: Job) -> HeadsConfig | None:
+        drafts = job.drafts
+        if self.heads is None or not isinstance(drafts, DraftModelSection) or drafts.heads is None:
+            return None
+        return HeadsConfig(drafts.heads, self.heads.files)
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
         """Return the configuration of the first engine.
