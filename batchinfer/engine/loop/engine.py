@@ -301,10 +301,11 @@ class Engine:
             self._take_asked(step, step.result)
             tokens = tokens if sampling else []
         logprobs = {sampling[place]: found for place, found in step.result.logprobs().items()}
-        for place, barred in step.result.barred().items():
-            sampling[place].masking.note(barred)
         ready = self._now()
         ends = self._take_all(step, tokens, logprobs, ready)
+        counts = {taken.sequence: taken.count for taken in step.irregular}
+        for place, barred in step.result.barred().items():  # of the tokens that it took
+            sampling[place].masking.note(any(barred[: counts.get(sampling[place], len(barred))]))
         if step.irregular:
             self._account(step)
         for taken in step.irregular:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from batchinfer.core.request import TokenLogprobs
@@ -51,6 +51,6 @@ class PendingStep:
         """Return the log-probabilities of the tokens that the plan names."""
         return self._ran.scores()
 
-    def barred(self) -> Mapping[int, bool]:
-        """Return whether its mask kept each chunk that has one from its most likely token."""
+    def barred(self) -> Mapping[int, Sequence[bool]]:
+        """Return which tokens of chunks that have a mask it gave in the place of the most likely ones."""
         return self._ran.barred()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -80,8 +80,8 @@ class DeviceRun:
         stated = zip(self.stated, arrays[: len(self.stated)], strict=True)
         return states_of_chunks((rows.of_chunks(states) for rows, states in stated), self.plan)
 
-    def barred(self) -> Mapping[int, bool]:
-        """Wait for the step; whether its mask kept each chunk that has one from its most likely token."""
+    def barred(self) -> Mapping[int, Sequence[bool]]:
+        """Wait for the step; which tokens of chunks that have a mask it gave in the place of the most likely ones."""
         if self.download is None or not self.masked:
             return {}
         arrays = self.download.arrays()
@@ -89,8 +89,7 @@ class DeviceRun:
         begun = 1 + 3 * len(self.asking) + len(self.stated)
         for (first, rows), barred in zip(self.masked, arrays[begun : begun + len(self.masked)], strict=True):
             found |= rows.of_rows(barred, first)
-        counts = self.plan.sampled_counts
-        return found if counts is None else barred_of_chunks(found, self.tokens(), counts)
+        return barred_of_chunks(found, self.tokens(), self.plan.sampled_counts)
 
     def scores(self) -> TokenScores:
         """Wait for the step; the log-probabilities of the tokens that the plan names."""

@@ -67,7 +67,7 @@ class RunnerOutput:
     next_tokens: list[list[int]]
     padded_tokens: int
     next_logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    next_barred: Mapping[int, bool] = field(default_factory=dict)
+    next_barred: Mapping[int, Seq[bool]] = field(default_factory=dict)
     launch: StepLaunch | None = None
     asked_states: Mapping[int, States] = field(default_factory=dict)
     token_scores: TokenScores = field(default_factory=partial(TokenScores.joined, ()))
@@ -89,8 +89,8 @@ class RunnerOutput:
         """Return the log-probabilities of the tokens that the plan names."""
         return self.token_scores
 
-    def barred(self) -> Mapping[int, bool]:
-        """Return whether its mask kept each chunk that has one from its most likely token."""
+    def barred(self) -> Mapping[int, Seq[bool]]:
+        """Return which tokens of chunks that have a mask it gave in the place of the most likely ones."""
         return self.next_barred
 
 

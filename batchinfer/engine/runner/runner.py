@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from batchinfer.core.request import TokenLogprobs
@@ -54,9 +54,9 @@ class Launched(Protocol):
     def scores(self) -> TokenScores:
         """The log-probabilities of the tokens that the plan's `scored` names, in its order. Waits for the device."""
 
-    def barred(self) -> Mapping[int, bool]:
-        """Say of each chunk whose token was masked whether that kept it from its most likely token. It waits for the
-        device.
+    def barred(self) -> Mapping[int, Sequence[bool]]:
+        """Say of each chunk with a mask which of its tokens that gave in the place of the most likely ones. It waits
+        for the device.
 
         A chunk whose argmax was allowed without a look at its mask may be left out.
         """

@@ -105,15 +105,18 @@ def tokens_of_chunks(tokens: list[int], plan: StepPlan) -> list[list[int]]:
 
 def barred_of_chunks(
     found: Mapping[int, bool], tokens: list[list[int]], counts: Sequence[int] | None
-) -> Mapping[int, bool]:
-    """Say of each chunk of which some row's is `found` whether a mask kept it from its most likely token behind any of
-    the tokens that it got: those of `tokens`."""
+) -> Mapping[int, Sequence[bool]]:
+    """Say of each chunk of which some row's is `found` which of the tokens that it got, those of `tokens`, a mask gave
+    it in the place of the most likely one."""
     if counts is None:
-        return found
+        return {chunk: (one,) for chunk, one in found.items()}
     firsts = [0, *accumulate(counts)]
     rows = {place: range(firsts[place], firsts[place] + len(given)) for place, given in enumerate(tokens)}
-    said = {place: [found[row] for row in own if row in found] for place, own in rows.items()}
-    return {place: any(own) for place, own in said.items() if own}
+    return {
+        place: [found.get(row, False) for row in own]
+        for place, own in rows.items()
+        if any(row in found for row in own)
+    }
 
 
 def logprobs_of_chunks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -58,7 +58,7 @@ class CountedStep:
         none = np.empty((self.scored, 0))
         return TokenScores(logprobs, greedy, none.astype(np.float32), none.astype(np.int64))
 
-    def barred(self) -> Mapping[int, bool]:
+    def barred(self) -> Mapping[int, Sequence[bool]]:
         """No row is masked: what answers say is not simulated."""
         return {}
 
