@@ -201,8 +201,8 @@ def test_wrong_sql_is_a_usage_error(finished: Place, ask: Command, sql: str) -> 
 
 def test_a_wrong_name_is_told_with_the_right_ones(finished: Place, ask: Command) -> None:
     assert (
-        "Tables here: results, run, history, steps, requests, rows, experts, activities, phases, buckets, prefixes, "
-        "accuracy, confusion, calibration." in ask(finished.results, "from nowhere").err
+        "Tables here: results, run, history, steps, requests, rows, experts, ranks, activities, phases, buckets, "
+        "prefixes, accuracy, confusion, calibration." in ask(finished.results, "from nowhere").err
     )
 
 
@@ -324,8 +324,8 @@ def test_a_report_folder_is_queried_like_its_result(copy: Place, ask: Command) -
     ended = ask(report, "--json")
     assert json.loads(ended.out)["exit_code"] == 0
     assert (
-        "Tables here: run, history, steps, requests, rows, experts, activities, phases, buckets, prefixes, accuracy, "
-        "confusion, calibration." in ask(report, "from results").err
+        "Tables here: run, history, steps, requests, rows, experts, ranks, activities, phases, buckets, prefixes, "
+        "accuracy, confusion, calibration." in ask(report, "from results").err
     )
 
 
