@@ -28,7 +28,7 @@ from batchinfer.data.input.unpacked import (
     longest_value,
     refuse_bomb,
 )
-from batchinfer.data.storage.durable import sha256_of
+from batchinfer.data.storage.durable import sha256_of, storage
 
 _WIDEST = 16 << 20  # of a value of a fixed size; 512 rows of a kilobyte each are read at once
 _BATCH_BYTES = 64 << 20
@@ -88,7 +88,8 @@ class ParquetReader:
             raise InputCorrupt(f"{self._file.path}: the Parquet footer is damaged: {error}") from None
 
     def _doubtful(self, footer: pq.ParquetFile, chunks: Sequence[ColumnChunk]) -> DoubtfulColumns:
-        with ExitStack() as stack, open(self._file.path, "rb") as raw:
+        with ExitStack() as stack, storage(Path(self._file.path), "read"):
+            raw = stack.enter_context(open(self._file.path, "rb"))
             return doubtful_columns(
                 footer, chunks, self._file.size, raw, lambda names: stack.enter_context(self._open(names))
             )
