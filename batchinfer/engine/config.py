@@ -47,14 +47,6 @@ class BesideConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsConfig:
-    """The folder of heads that were found right for the model, and the files of it that are read."""
-
-    folder: Path
-    files: tuple[Path, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LoadConfig:
     """Settings that loading the weights needs: they are known before a row is read."""
 
@@ -69,7 +61,7 @@ class LoadConfig:
     adapters: tuple[tuple[str, Path], ...] = ()  # the fingerprints of adapters, and their folders
     adapter_places: int | None = None  # how many of them are on the device at a time; None: all
     beside: BesideConfig | None = None  # a smaller model, which proposes tokens; None: there is none
-    heads: HeadsConfig | None = None  # heads of the model, which propose tokens; None: there are none
+    heads: Path | None = None  # the folder of heads of the model, which propose tokens; None: there are none
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def load_heads(config: LoadConfig, arithmetic: Arithmetic, company: Company) -> 
     if arithmetic.device.type != "cpu":
         raise Unavailable("heads run on a CPU alone as yet")
     checkpoint = inspect_checkpoint(config.model).held_for(config.quantization)
-    stored = inspect_heads(config.heads.folder, checkpoint)
+    stored = inspect_heads(config.heads, checkpoint)
     if isinstance(stored, StoredLayer):
         return load_layer(stored, arithmetic)
     assert isinstance(stored, StoredMedusa), "heads of a kind that was inspected"

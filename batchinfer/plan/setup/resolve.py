@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
 from batchinfer.core.samples import DraftName
-from batchinfer.engine.config import NUMERICS_VERSION, BesideConfig, EngineConfig, HeadsConfig, LoadConfig
+from batchinfer.engine.config import NUMERICS_VERSION, BesideConfig, EngineConfig, LoadConfig
 from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.job import Job
@@ -251,14 +251,12 @@ class Setting:
             adapters=self.adapters,
             adapter_places=self.adapter_places,
             beside=self.beside,
-            heads=self._heads_config(job),
+            heads=self._heads_folder(job),
         )
 
-    def _heads_config(self, job: Job) -> HeadsConfig | None:
+    def _heads_folder(self, job: Job) -> Path | None:
         drafts = job.drafts
-        if self.heads is None or not isinstance(drafts, DraftModelSection) or drafts.heads is None:
-            return None
-        return HeadsConfig(drafts.heads, self.heads.files)
+        return drafts.heads if self.heads is not None and isinstance(drafts, DraftModelSection) else None
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
         """Return the configuration of the first engine.

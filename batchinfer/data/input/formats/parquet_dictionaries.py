@@ -84,12 +84,15 @@ def _longest(raw: BinaryIO, file: pq.ParquetFile, chunk: ColumnChunk, name: str)
     """Return the bytes of the longest value of a chunk's dictionary: at most those of the chunk.
 
     A row's value is read, and all of the dictionary with it. It counts if it has as many values as the first page says,
-    several: another page than the dictionary, read first, would have brought one."""
+    several: another page than the dictionary, read first, would have brought one. A field of a struct may have the path
+    that is another column's name: then both are read, and neither counts."""
     values = dictionary_values(raw, chunk)
     if values is None or values < 2:
         return chunk.unpacked
     try:
         for batch in islice(_rows(file, chunk, name), _FIRST_ROWS):
+            if batch.num_columns > 1:
+                break
             column = batch.column(0)
             if pa.types.is_dictionary(column.type) and len(column.dictionary) == values:
                 return longest_value(column)

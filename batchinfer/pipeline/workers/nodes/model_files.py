@@ -17,7 +17,7 @@ def folders_of(spec: WorkerSpec) -> list[Path]:
     load = spec.load
     found = [load.model, *(path for _, path in load.adapters)]
     found += [] if load.beside is None else [load.beside.model]
-    found += [] if load.heads is None else [*load.heads.files]
+    found += [] if load.heads is None else [load.heads]
     return list(dict.fromkeys([*found, *([] if spec.tokenizer is None else [spec.tokenizer])]))
 
 

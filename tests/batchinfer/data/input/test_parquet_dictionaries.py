@@ -110,3 +110,18 @@ def test_a_dictionary_of_one_value_is_doubtful(tmp_path: Path, small_bounds: Non
         words = ["x" * (WIDE - number) for number in range(values)]
         pq.write_table(pa.table({"a": words * 3000}), path, compression="none")
         assert doubtful(path).wide == wide
+
+
+@pytest.mark.parametrize("first", ["a", "a.b"])
+def test_a_field_of_a_struct_is_not_taken_for_a_column_of_its_path(
+    tmp_path: Path, small_bounds: None, first: str
+) -> None:
+    """Both have the path a.b; the column's values are short, and the field's are long."""
+    path = tmp_path / "a.parquet"
+    short, long = ["x", "y"] * 3000, ["x" * 5 * WIDE, "y" * 5 * WIDE] * 3000
+    columns = {"a.b": pa.array(short), "a": pa.array([{"b": one} for one in long])}
+    names = sorted(columns, key=lambda name: name != first)
+    pq.write_table(pa.table({name: columns[name] for name in names}), path, compression="none")
+    found = doubtful(path)
+    assert found.shared == {"a.b"}
+    assert found.wide == {"a.b"}
