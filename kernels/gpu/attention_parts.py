@@ -18,9 +18,7 @@ class Own:
     """The keys that each of n rows passes over by itself, and how they are cut. A row is one query of one sequence, or
     with `chunks` all queries of one."""
 
-    contexts: (
-        Tensor  # (S,) int32: cached tokens of each sequence; with chunks (T,): keys that each query sees
-    )
+    contexts: Tensor  # (S,) int32: keys of each sequence; with chunks (T,): those that each query sees
     splits: Splits
     rows: Tensor | None = None  # (n, 2) int32: row of q, sequence; None: row i is the query of sequence i
     starts: Tensor | None = None  # (n,) int32: keys before it are shared with other rows; None: 0

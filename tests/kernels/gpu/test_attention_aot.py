@@ -130,7 +130,7 @@ def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> N
 )
 def test_several_queries_a_sequence(target: str, queries: int, group: int, codes: str | None) -> None:
     """64 rows are products of the larger instructions."""
-    found = compiled("few", target, queries, "bfloat16", 128, group, 16, 100, None, codes, False)
+    found = compiled("few", target, queries, "bfloat16", 128, group, 16, 2000, None, codes, False)
     assert [("merge" in kernel.kernel) for kernel in found] == [False, False, True]
     if target in NVIDIA:
         larger = PRODUCTS[target] if queries * group >= 64 else REGISTERS
