@@ -31,7 +31,7 @@ COLUMNS = 4  # of an item: 16 bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """n rows' own keys as m items; made by a `Splitter`. A row is one query of a sequence, or up to `queries` of one."""
+    """n rows' own keys as m items; made by a `Splitter`. A row is one query of one sequence, or `queries` at most."""
 
     flat: Tensor  # int32: items, then places
     count: int  # m

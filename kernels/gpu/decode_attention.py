@@ -188,8 +188,8 @@ def decode_attention(
     """
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
-    shares = (None, None) if prefixes is None else (prefixes.starts, prefixes.places)
-    own = Own(context_lens, splits, rows, *shares, chunks=chunks)
+    starts, places = (None, None) if prefixes is None else (prefixes.starts, prefixes.places)
+    own = Own(context_lens, splits, rows, starts, places, chunks)
     own.check(q, block_tables, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     count = len(splits.keys)

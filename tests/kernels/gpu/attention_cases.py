@@ -181,15 +181,11 @@ def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, determ
 
 def launch_few(queries, dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
     """Launch decode attention of several queries a sequence, with one item a row, and with several."""
-    case, extras = compiled_case(
-        ((queries, 3000), (queries, 300)), dtype, dim, group, block_size, soft_cap, codes
-    )
-    shape = replace(case.shape, deterministic=deterministic)
-    for padding in (600, 0):  # sequences: of many none is split
-        chunks = [lengths + [0] * padding for lengths in (case.queries, case.contexts)]
-        plan = plan_attention(*chunks, shape, "cpu", (), Room(3000, queries=queries), [window])
-        table = case.table[0].expand(2 + padding, -1)
-        paged_attention(case.q, case.k, case.v, table, plan, SCALE, window, **extras, **case.scaling)
+    case, extras = compiled_case(((queries, 3000),) * 2, dtype, dim, group, block_size, soft_cap, codes)
+    shape, room = replace(case.shape, deterministic=deterministic), Room(3000, queries=queries)
+    for shorter in (3000, 300):  # of rows that are as long as one another none is split
+        plan = plan_attention(case.queries, [3000, shorter], shape, "cpu", (), room, [window])
+        paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scaling)
 
 
 def compiled_case(chunks, dtype, dim, group, block_size, soft_cap, codes) -> tuple[Case, dict[str, Any]]:
