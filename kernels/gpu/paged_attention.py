@@ -68,6 +68,7 @@ def paged_attention(
             v_scale=v_scale,
             rows=plan.rows,
             prefixes=plan.prefixes,
+            chunks=plan.chunks,
             deterministic=plan.deterministic,
             out=out,
             lse=lse,

@@ -32,7 +32,8 @@ def fit_cache(
     if isinstance(runner.ops, GraphOps):
         mixed = captured_tokens(cost, config.peaks, limits.max_num_batched_tokens)
         capture = None if loads is None else _Uncounted(GpuRecorder(), loads, untimed)
-        found = fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed)
+        drafts = bool(config.drafts) and config.peaks is not None
+        found = fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed, drafts)
         return found if found.captures_pieces else _by_operators(found, cost, config)
     blocks = room.blocks(0)
     return Fitted(

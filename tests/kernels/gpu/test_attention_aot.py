@@ -112,6 +112,31 @@ def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> N
     assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == (codes != "int8" and target != "sm_80")
 
 
+@pytest.mark.parametrize(
+    ("target", "queries", "group", "codes"),
+    first_of(
+        [
+            ("sm_90", 8, 8, None),
+            ("sm_80", 8, 4, "float8_e4m3fn"),
+            *(
+                (target, queries, group, codes)
+                for target in TARGETS
+                for queries, group in ((2, 4), (4, 8), (8, 7), (8, 16))
+                for codes in (None, "int8")
+            ),
+        ],
+        2,
+    ),
+)
+def test_several_queries_a_sequence(target: str, queries: int, group: int, codes: str | None) -> None:
+    """64 rows are products of the larger instructions."""
+    found = compiled("few", target, queries, "bfloat16", 128, group, 16, 2000, None, codes, False)
+    assert [("merge" in kernel.kernel) for kernel in found] == [False, False, True]
+    if target in NVIDIA:
+        larger = PRODUCTS[target] if queries * group > 32 else REGISTERS
+        assert_multiplies(named(found, "decode"), larger)
+
+
 @pytest.mark.parametrize("codes", [None, "int8"])
 def test_heads_that_16_does_not_divide_are_read_wide(codes: str | None) -> None:
     """72 values are 9 times 16 bytes, or 8."""
