@@ -38,6 +38,9 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     deterministic: bool = False
+    causal: bool = (
+        True  # False: an encoder's, whose tokens see later ones, and whose chunks are whole prompts
+    )
 
     @property
     def group(self) -> int:
@@ -105,6 +108,7 @@ class LaunchPlan:
     lens: Ints | None = field(
         default=None, repr=False
     )  # (n,): queries of each sequence, where there are `chunks`
+    causal: bool = True
 
     @property
     def singles(self) -> int:
@@ -225,6 +229,7 @@ def plan_attention(
         splitter=splitter,
         splits={window: splitter.split(contexts[few], starts, window, lens=own) for window in windows},
         lens=own,
+        causal=shape.causal,
     )
 
 
@@ -240,7 +245,7 @@ def _chunks(lens: Ints, contexts: Ints, shape: AttentionShape, device: torch.dev
     if not chunks.any():
         return None
     most = prefill_tokens(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
-    return prefill_items(chunks, contexts, most, device, np.cumsum(lens) - lens)
+    return prefill_items(chunks, contexts, most, device, np.cumsum(lens) - lens, shape.causal)
 
 
 @dataclass(frozen=True, slots=True)

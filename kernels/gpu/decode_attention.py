@@ -127,7 +127,7 @@ def _decode_attention_kernel(
         total, top, mass = attend_span(
             total, top, mass, q, row_at, table_ptr, k_ptr + at_head, v_ptr + at_head,
             k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
-            least, scale, cap, window,
+            least, None, scale, cap, window,
             D, D_PAD, TILE, BLOCK_SIZE, False, CAUSAL, WINDOW, CAP, CODES, PRECISION,
         )  # fmt: skip
     part, lse = as_part(total, top, mass)

@@ -102,9 +102,9 @@ def fit(
     if capture is not None:
         largest = _largest(runner, limits, room)
         tables = _on_all(_graph_tables(runner, _drafted(largest, limits) if drafts else largest), room)
-    blocks, caches = _cache(room, room.blocks(needed))
+    blocks, caches = allocated(room, room.blocks(needed))
     blocks = room.agreed(blocks)
-    fitted = replace(_with_cache(runner, caches), micro_batches=profile.micro_batches, recorder=recorder)
+    fitted = replace(with_cache(runner, caches), micro_batches=profile.micro_batches, recorder=recorder)
     if capture is not None and tables is not None:
         largest = _largest(runner, limits, room, blocks)
         own = _drafted(largest, limits) if drafts else None
@@ -147,7 +147,7 @@ def _profile(
     mixed: int,
 ) -> _Profile:
     """Run the largest steps on a small cache, which is gone afterwards. Raises OutOfMemory."""
-    measured = _with_cache(runner, room.allocate(limits.max_num_seqs + 1))
+    measured = with_cache(runner, room.allocate(limits.max_num_seqs + 1))
     masked = _has_masks(runner, room)
     steps = DummySteps(measured, limits, room.longest, limits.max_num_seqs, logprobs, masked)
     try:
@@ -171,7 +171,8 @@ def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
     return replace(fitted, free_bytes=free)
 
 
-def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
+def with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
+    """Return the runner of a GPU, with a cache."""
     return DeviceRunner(
         model=runner.model,
         ops=runner.ops,
@@ -189,8 +190,9 @@ def _most_rows(limits: SchedulerConfig) -> int:
     return min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
 
-def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
-    """Return (blocks for sequences, a cache with one block more, which takes the keys of padding rows)."""
+def allocated(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
+    """Return (blocks for sequences, a cache with one block more, which takes the keys of padding rows). Raises
+    OutOfMemory where there is no memory for the longest sequence."""
     blocks = wanted
     while True:
         try:

@@ -381,6 +381,13 @@ class TritonOps(Ops):
             out=out,
         )
 
+    def biased_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, bias: Tensor
+    ) -> Tensor:
+        if not isinstance(plan, TritonPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        return paged_attention(q, cache.k, cache.v, plan.tables, plan.plan, scale, bias=bias)
+
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
         return TritonAdapters(factors, self._shape.deterministic, room)
 

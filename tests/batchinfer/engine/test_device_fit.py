@@ -355,7 +355,7 @@ def test_the_warm_up_runs_steps_with_an_adapter(monkeypatch: pytest.MonkeyPatch)
         return given(token_ids, inputs, *rest)
 
     monkeypatch.setattr(runner.model, "forward", forward)
-    steps = DummySteps(device_fit._with_cache(runner, runner.caches), STEPS, LONGEST, 60)
+    steps = DummySteps(device_fit.with_cache(runner, runner.caches), STEPS, LONGEST, 60)
     steps.warm_up()
     sizes = sizes_between(steps.rows, STEPS.max_num_batched_tokens)
     assert {size for size, adapted in seen if adapted} >= {*sizes, steps.rows}

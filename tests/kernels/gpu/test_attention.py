@@ -176,7 +176,7 @@ def test_q_may_be_a_part_of_a_wider_tensor(device) -> None:
 
 def test_items_are_tiles_of_queries_with_the_most_work_first() -> None:
     items = prefill_items([5, 0, 3, 1], [5, 9, 103, 8], 4, torch.device("cpu"))
-    assert items.tolist() == [[2, 5, 3, 100], [3, 8, 1, 7], [0, 4, 1, 4], [0, 0, 4, 0]]
+    assert items.tolist() == [[2, 5, 3, 100, 103], [3, 8, 1, 7, 8], [0, 4, 1, 4, 5], [0, 0, 4, 0, 4]]
 
 
 def test_only_the_rows_of_given_items_are_written(device) -> None:
