@@ -101,7 +101,7 @@ def test_a_few_queries_together(dtype, cache_dtype, extras, device) -> None:
     alone = whole(case, 0, **extras)
     other = whole(case, 1, **extras)
     room = Room(400, sharing=None, queries=8)
-    for first, end in ((0, 1), (124, 131), (254, 257), (282, 290)):
+    for first, end in ((0, 1), (124, 131), (254, 257), (275, 283), (282, 290)):
         q = torch.cat((case.q[290:293], case.q[first:end], case.q[:1]))
         chunks = [(3, 263), (end - first, end), (1, 0), (0, 0)]
         found = step(case, chunks, [1, 0, 0, 0], q, room=room, **extras)
