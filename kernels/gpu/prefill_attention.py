@@ -35,6 +35,8 @@ from batchinfer_kernels.gpu.attention_launch import (
     moved,
 )
 
+# With tiles in flight sm_90 would wait for each product where scores have something added
+_BIASED = {"num_stages": 1}
 Lengths = Sequence[int] | NDArray[np.int64]
 
 
@@ -210,6 +212,7 @@ def prefill_attention(
             segment=segment,
             **kernel_arguments(
                 q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale, work
-            ),
+            )
+            | ({} if bias is None else _BIASED),
         )
     return out

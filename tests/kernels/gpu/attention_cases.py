@@ -164,6 +164,13 @@ def launch_prefill(dtype, dim, group, block_size, window, soft_cap, codes, deter
     prefill(case, window, deterministic=deterministic, lse=None, **extras)
 
 
+def launch_encoder(dtype, dim, group, block_size, window, distances, codes, deterministic) -> None:
+    """Launch the attention of an encoder's prompt. `distances`: they add to its scores."""
+    case, _ = compiled_case(((300, 300),), dtype, dim, group, block_size, None, codes)
+    bias = torch.zeros(2 * group, 1024) if distances else None
+    prefill(case, window, causal=False, bias=bias, deterministic=deterministic, lse=None)
+
+
 def launch_decode(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
     """Launch decode attention with one item a row, and with several."""
     case, extras = compiled_case(((1, 300),) * 2, dtype, dim, group, block_size, soft_cap, codes)

@@ -59,6 +59,24 @@ def test_prefill(target: str) -> None:
         assert kernel.wide_loads() >= 16, "q, and K and V in both loops"
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "dim", "window", "distances"),
+    first_of(
+        [
+            ("sm_90", "bfloat16", 64, None, True),
+            ("sm_80", "bfloat16", 64, 64, False),
+            *product(TARGETS, ("bfloat16", "float32"), (64, 256), (None, 64), (False, True)),
+        ],
+        2,
+    ),
+)
+def test_encoder(target: str, dtype: str, dim: int, window: int | None, distances: bool) -> None:
+    """MiniLM and BGE, MPNet (distances), ModernBERT (windows), EmbeddingGemma (heads of 256)."""
+    (kernel,) = compiled("encoder", target, dtype, dim, 1, 16, window, distances, None, False)
+    if target in NVIDIA and dtype == "bfloat16":
+        assert_multiplies(kernel, PRODUCTS[target], REGISTERS)
+
+
 @pytest.mark.parametrize("target", first_of(("sm_90", *(one for one in TARGETS if one != "sm_90")), 1))
 def test_decode_with_prefixes(target: str) -> None:
     found = compiled("prefix", target, "bfloat16", 128, 4, 16, *PLAIN, False)
