@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,13 +20,22 @@ from batchinfer.core.request import Request, Vector
 from batchinfer.core.sampling import Pooling, SamplingParams
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.engine.driver import Piped
-from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, key_of, make_runner
+from tests.batchinfer.engine.small_engine import (
+    Limits,
+    Ran,
+    drain,
+    greedy,
+    key_of,
+    looking_ahead,
+    make_runner,
+)
 from tests.encoder_checkpoints import CROSS_ENCODERS, ENCODERS, encoder_folder
 from tests.examples import examples
 
@@ -122,6 +132,32 @@ def test_no_batch_changes_a_vector(
     assert max(step.prefill_tokens for step in ran.steps) <= budget
     assert ran.total("prefill_tokens") == sum(LENGTHS)
     assert ran.total("preemptions") == 0
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_where_memory_is_scarce_prompts_run_one_after_the_other(
+    pooling: Pooling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU. None is ever divided; for one that is too long for the memory the step fails."""
+    runner, ids, room = looking_ahead(runner_of("modernbert")), prompts(LENGTHS), 128
+    forward, ran = type(runner.model).forward, list[list[int]]()
+
+    def scarce(model: Any, token_ids: Any, inputs: Any, *more: Any) -> Any:
+        ran.append(inputs[0].query_lens)
+        if len(token_ids) > room:
+            raise torch.OutOfMemoryError("none left")
+        return forward(model, token_ids, inputs, *more)
+
+    wanted = vectors(drain(engine_of(runner, 400), asked(ids, pooling)))
+    monkeypatch.setattr(type(runner.model), "forward", scarce)
+    whole = replace(runner, micro_batches=MicroBatches(whole=True))
+    for found, one in zip(vectors(drain(engine_of(whole, 400), asked(ids, pooling))), wanted, strict=True):
+        np.testing.assert_array_equal(found, one)
+    assert len(ran) > 3
+    assert all(length in LENGTHS for lengths in ran for length in lengths)
+    room = 127
+    with pytest.raises(torch.OutOfMemoryError):
+        drain(engine_of(replace(whole, micro_batches=MicroBatches(whole=True)), 400), asked(ids, pooling))
 
 
 @cache
