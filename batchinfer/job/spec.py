@@ -334,8 +334,10 @@ class CacheSection(Section):
 class CommitSection(Section):
     """How often finished answers are stored; a crash loses at most what came after."""
 
-    rows: Whole = Field(
-        default=1000, description="Store answers after this many finished rows, or after seconds."
+    rows: Auto | Whole = Field(
+        default="auto",
+        description="Store answers after this many finished rows, or after seconds. auto: 1,000, and up to 32,768 of "
+        "those that finish within one second.",
     )
     seconds: float = Field(
         default=30.0,

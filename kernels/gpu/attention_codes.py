@@ -65,14 +65,14 @@ def value_scales(scales):
 def attend_codes(
     q_ptr, q_at,  # (ROWS, 1): where each row's values begin
     real,  # (ROWS,): rows that are no padding
-    row_at,  # (ROWS,) int32: positions
+    row_at,  # (ROWS,) int32: positions; -1 for rows that are padding
     table_ptr, k_ptr, v_ptr,  # the block table; the caches from the KV head on, as int16; K in "fp8" as it is
     k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key,  # in words
     stride_scale, first, end, least, scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """(sum, maximum, mass) of rows, each a single query, over the keys [first, end), as attend_span leaves them."""
+    """(sum, maximum, mass) of rows over the keys [first, end), as attend_span leaves them."""
     HALF: tl.constexpr = D_PAD // 2
     CODE: tl.constexpr = 256.0 if CODES == "fp8_bits" else 1.0
     lane = tl.arange(0, TILE)
@@ -109,7 +109,7 @@ def attend_codes(
             scores = capped(scores * size[:, None] * k_scale[None, :], scale, cap) * (cap * LOG2E)
         else:
             scores *= size[:, None] * (k_scale * (scale * LOG2E))[None, :]
-        scores = visible(scores + exponent[None, :], key, row_at, inside, window, False, WINDOW)
+        scores = visible(scores + exponent[None, :], key, row_at, inside, window, CAUSAL, WINDOW)
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])

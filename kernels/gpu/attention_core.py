@@ -79,6 +79,8 @@ def visible(scores, key, row_at, inside, window, CAUSAL: tl.constexpr, WINDOW: t
         seen = seen & (key[None, :] <= row_at[:, None])
     if WINDOW:
         seen = seen & (key[None, :] > row_at[:, None] - window)
+        if not CAUSAL:  # a window of rows that see later keys, too, has two sides
+            seen = seen & (key[None, :] < row_at[:, None] + window)
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -92,6 +94,7 @@ def attend_span(
     kv_head, stride_block, stride_key, stride_scale,
     first, end,  # keys [first, end) of the sequence are passed over
     least,  # no row sees a key before it; read with a WINDOW only
+    bias_ptr,  # (ROWS,) pointers: to what is added to each row's score of the key at its own position; else None
     scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WHOLE: tl.constexpr,  # the span is whole tiles, and every row sees all of it
@@ -122,6 +125,10 @@ def attend_span(
         if CODES != "none":
             scale_at = block * stride_scale + kv_head * BLOCK_SIZE + key % BLOCK_SIZE
             scores *= key_scales(k_scale_ptr + scale_at, inside, WHOLE)[None, :]
+        if bias_ptr is not None:
+            away = key[None, :] - row_at[:, None]
+            known = inside[None, :] & (row_at >= 0)[:, None]
+            scores += tl.load(bias_ptr[:, None] + away, mask=known, other=0.0) / scale
         # What makes them logarithms to base 2 is greater than 0: it is multiplied where the maximum is subtracted
         unit = scale * LOG2E
         if CAP:

@@ -18,7 +18,8 @@ from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.gpu.target import architecture, processors
 from batchinfer_kernels.paged_attention import check_attention_extras, check_paged_attention
 
-Work = Literal["prefill", "decode", "coded decode", "prefix", "deterministic"]
+Work = Literal["prefill", "decode", "coded decode", "drafts", "prefix", "deterministic"]
+FEWEST_ROWS = 16  # that a tensor core multiplies
 MAX_GROUP = 16
 MAX_HEAD_DIM = 256
 # Keys that make a segment in the deterministic mode. Long enough that partial sums are little beside the keys: at 16
@@ -55,6 +56,7 @@ _HALF: dict[Work, dict[int, KVTiles]] = {
     "prefill": {64: KVTiles(128, 64, 4, 5), 128: KVTiles(64, 64, 4, 5), 256: KVTiles(64, 32, 8, 5)},
     "decode": {64: KVTiles(16, 64, 4, 5), 128: KVTiles(16, 128, 8, 3), 256: KVTiles(16, 32, 4, 5)},
     "coded decode": {64: KVTiles(16, 64, 4, 5), 128: KVTiles(16, 64, 2, 6), 256: KVTiles(16, 32, 4, 5)},
+    "drafts": {64: KVTiles(64, 64, 4, 5), 128: KVTiles(64, 64, 4, 5), 256: KVTiles(64, 32, 8, 5)},
     "prefix": {64: KVTiles(128, 64, 4, 5), 128: KVTiles(128, 64, 8, 5), 256: KVTiles(64, 32, 8, 5)},
     "deterministic": {64: KVTiles(64, 64, 4, 3), 128: KVTiles(64, 64, 8, 2), 256: KVTiles(64, 16, 8, 1)},
 }
@@ -63,6 +65,7 @@ _HALF_OF_REGISTERS: dict[Work, dict[int, KVTiles]] = {
     "prefill": {64: KVTiles(128, 64, 8, 3), 128: KVTiles(128, 32, 8, 3), 256: KVTiles(32, 32, 8, 2)},
     "decode": {64: KVTiles(16, 64, 4, 5), 128: KVTiles(16, 64, 4, 5), 256: KVTiles(16, 32, 4, 5)},
     "coded decode": {64: KVTiles(16, 64, 4, 5), 128: KVTiles(16, 64, 4, 5), 256: KVTiles(16, 32, 4, 5)},
+    "drafts": {64: KVTiles(64, 64, 4, 3), 128: KVTiles(64, 32, 4, 3), 256: KVTiles(32, 32, 8, 2)},
     "prefix": {64: KVTiles(128, 64, 4, 3), 128: KVTiles(128, 32, 8, 3), 256: KVTiles(64, 32, 8, 2)},
     "deterministic": {64: KVTiles(64, 64, 4, 3), 128: KVTiles(64, 64, 8, 2), 256: KVTiles(32, 32, 8, 2)},
 }
@@ -70,6 +73,7 @@ _SINGLE: dict[Work, dict[int, KVTiles]] = {
     "prefill": {64: KVTiles(16, 32, 4, 2), 128: KVTiles(16, 32, 4, 2), 256: KVTiles(16, 16, 8, 1)},
     "decode": {64: KVTiles(16, 32, 4, 3), 128: KVTiles(16, 32, 4, 3), 256: KVTiles(16, 16, 8, 1)},
     "coded decode": {64: KVTiles(16, 32, 4, 3), 128: KVTiles(16, 32, 4, 3), 256: KVTiles(16, 16, 8, 1)},
+    "drafts": {64: KVTiles(16, 32, 4, 3), 128: KVTiles(16, 32, 4, 3), 256: KVTiles(16, 16, 8, 1)},
     "prefix": {64: KVTiles(64, 32, 8, 2), 128: KVTiles(16, 32, 4, 2), 256: KVTiles(16, 16, 8, 1)},
     "deterministic": {64: KVTiles(16, 32, 4, 2), 128: KVTiles(16, 32, 4, 2), 256: KVTiles(16, 16, 8, 1)},
 }
@@ -94,6 +98,14 @@ def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool) 
     if arch.startswith("gfx"):
         return KVTiles(tiles.rows, min(tiles.keys, 32), min(tiles.warps, 4), 1)
     return tiles
+
+
+def _decode_tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool, rows: int) -> KVTiles:
+    """Return the tiles of decode attention for so many rows of a sequence, or for as many of them as fit into one."""
+    if work == "deterministic" or rows <= FEWEST_ROWS:
+        return _tiles(arch, work, dtype, padded, coded)
+    tiles = _tiles(arch, "drafts", dtype, padded, coded)
+    return replace(tiles, rows=min(tiles.rows, next_power_of_2(rows)))
 
 
 def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
@@ -185,10 +197,11 @@ def kernel_arguments(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     work: Work,
+    queries: int = 1,
 ) -> dict[str, Any]:
     """Return the arguments that all kernels that read the cache are launched with. Those that layers have in common are
-    computed once. Raises ValueError for a scale that is not greater than 0: the largest score has to stay the largest
-    when it is scaled."""
+    computed once. `queries`: the most that a sequence has in decode attention. Raises ValueError for a scale that is
+    not greater than 0: the largest score has to stay the largest when it is scaled."""
     if not scale > 0:
         raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
     arch, codes = architecture(), _codes(k_cache.dtype, architecture())
@@ -211,7 +224,7 @@ def kernel_arguments(
         "CAP": soft_cap is not None,
         "CODES": codes,
         **_strides(strides),
-        **_options(arch, work, q.dtype, *heads, codes != "none"),
+        **_options(arch, work, q.dtype, *heads, codes != "none", queries),
     }
 
 
@@ -234,10 +247,18 @@ def _strides(strides: tuple[int, ...]) -> dict[str, int]:
 
 @cache
 def _options(
-    arch: str, work: Work, dtype: torch.dtype, group: int, head_dim: int, block_size: int, coded: bool
+    arch: str,
+    work: Work,
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    coded: bool,
+    queries: int,
 ) -> dict[str, Any]:
     """Return the constants and options that a kernel is compiled for."""
-    tiles = _tiles(arch, work, dtype, padded_dim(head_dim), coded)
+    rows = group * queries if queries > 1 else 1
+    tiles = _decode_tiles(arch, work, dtype, padded_dim(head_dim), coded, rows)
     deterministic = work == "deterministic"
     return {
         "D": head_dim,

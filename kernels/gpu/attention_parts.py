@@ -15,32 +15,45 @@ from batchinfer_kernels.gpu.sizes import next_power_of_2
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The keys that each of n rows passes over by itself, and how they are cut. A row is one query of one sequence."""
+    """The keys that each of n rows passes over by itself, and how they are cut. A row is one query of one sequence, or
+    with `chunks` all queries of one."""
 
-    contexts: Tensor  # (S,) int32: cached tokens of each sequence
+    contexts: Tensor  # (S,) int32: keys of each sequence; with chunks (T,): those that each query sees
     splits: Splits
     rows: Tensor | None = None  # (n, 2) int32: row of q, sequence; None: row i is the query of sequence i
     starts: Tensor | None = None  # (n,) int32: keys before it are shared with other rows; None: 0
-    shared: Tensor | None = None  # (n + 1,) int32: of `Prefixes.places`; with `starts`
+    shared: Tensor | None = None  # (queries + 1,) int32: of `Prefixes.places`; with `starts`
+    chunks: Tensor | None = None  # (S, 2) int32: first row of q, queries of each sequence; None: each has one
 
     def check(self, q: Tensor, block_tables: Tensor, window: int | None) -> None:
         """Raises ValueError when lengths or splits do not fit."""
-        count = len(q) if self.rows is None else len(self.rows)
+        queries = len(q) if self.rows is None else len(self.rows)
+        count = queries if self.chunks is None else len(self.chunks)
         sequences = count if self.rows is None else block_tables.shape[0]
-        if self.contexts.dtype != torch.int32 or self.contexts.dim() != 1 or len(self.contexts) < sequences:
-            lengths = f"{tuple(self.contexts.shape)} {self.contexts.dtype}"
-            raise ValueError(f"lengths are {lengths}, for {sequences} sequences")
+        lengths = sequences if self.chunks is None else queries
+        if self.contexts.dtype != torch.int32 or self.contexts.dim() != 1 or len(self.contexts) < lengths:
+            found = f"{tuple(self.contexts.shape)} {self.contexts.dtype}"
+            raise ValueError(f"lengths are {found}, for {sequences} sequences with {queries} queries")
         if block_tables.shape[0] < sequences:
             raise ValueError(f"{block_tables.shape[0]} block tables for {sequences} sequences")
-        shapes = {"rows": (self.rows, (count, 2)), "starts": (self.starts, (count,))}
-        for name, (tensor, shape) in {**shapes, "shared": (self.shared, (count + 1,))}.items():
+        shapes = {
+            "rows": (self.rows, (count, 2)),
+            "starts": (self.starts, (count,)),
+            "shared": (self.shared, (queries + 1,)),
+            "chunks": (self.chunks, (count, 2)),
+        }
+        for name, (tensor, shape) in shapes.items():
             if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.int32):
                 raise ValueError(f"{name} are {tuple(tensor.shape)} {tensor.dtype}, expected {shape} int32")
         if (self.starts is None) != (self.shared is None):
             raise ValueError("starts and shared come together")
+        if self.chunks is not None and self.rows is not None:
+            raise ValueError("of sequences with several queries all rows of q are read, in order")
         if len(self.splits.keys) != count or self.splits.window != window:
             made = f"{len(self.splits.keys)} rows with a window of {self.splits.window}"
             raise ValueError(f"splits are of {made}, for {count} with {window}")
+        if len(self.splits.places) != queries + 1:
+            raise ValueError(f"splits are of {len(self.splits.places) - 1} queries, for {queries}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +81,10 @@ def merge_parts(
     lse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Every row's shared parts, then its own, folded in this order into its row of `out` and `lse`."""
+    """Every query's shared parts, then its own, folded in this order into its row of `out` and `lse`."""
     heads, dim = parts.values.shape[1:]
     group = heads // kv_heads
-    merge_state_kernel[(len(own.splits.keys), kv_heads)](
+    merge_state_kernel[(len(own.splits.places) - 1, kv_heads)](
         parts_ptr=parts.values,
         lses_ptr=parts.lses,
         sinks_ptr=sinks,

@@ -1,7 +1,8 @@
 """The plan of a step's attention, made once on the host and read in every layer.
 
 Chunks of several queries are cut into items for prefill. Single queries go to decode, those that share leading keys
-pass over these together first, level after level (`SharedPrefix`).
+pass over these together first, level after level (`SharedPrefix`). In a graph that verifies drafts chunks of a few
+queries go to decode, too.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     deterministic: bool = False
+    causal: bool = (
+        True  # False: an encoder's, whose tokens see later ones, and whose chunks are whole prompts
+    )
 
     @property
     def group(self) -> int:
         return self.q_heads // self.kv_heads
 
-    def spare_part_bytes(self, rows: int, longest: int, device: torch.device) -> int:
-        """Return the most bytes that parts of `rows` single queries of up to `longest` keys take, beyond the bytes of
-        parts where every row is that long and shares nothing: then, by default, none may be split.
+    def spare_part_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
+        """Return the most bytes that parts of `rows` queries of up to `longest` keys take, beyond the bytes of parts
+        where every row is that long and shares nothing: then, by default, none may be split. `queries`: the most of a
+        sequence.
 
         At fixed positions these are as many as there can be; graphs round them up, at most to twice as many.
         """
@@ -52,7 +57,8 @@ class AttentionShape:
             spare = most_segments(rows, longest) if longest > SEGMENT else 0
         else:
             members = prefix_members(self.dtype, self.head_dim, self.group)
-            spare = most_own(rows, self.kv_heads, device) + most_shared(rows, members, self.kv_heads, device)
+            own = most_own(rows, self.kv_heads, device, queries)
+            spare = own + most_shared(rows, members, self.kv_heads, device)
         return spare * self.q_heads * (self.head_dim + 1) * 4
 
     @property
@@ -75,11 +81,13 @@ class Room:
     """Sizes that a captured graph holds fixed: every step that is replayed fits into them.
 
     `sharing`: parts of what rows share, items, and members of groups; None: as the step needs them, rounded up to
-    powers of two so that few steps differ in them.
+    powers of two so that few steps differ in them. `queries`: the most of a sequence; more than one where drafts are
+    verified.
     """
 
     longest: int  # keys of a sequence
     sharing: tuple[int, int, int] | None = (0, 0, 0)
+    queries: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +96,23 @@ class LaunchPlan:
 
     items: Tensor | None  # of prefill; None: no chunks
     rows: Tensor | None  # (n, 2) int32: row of q, sequence of each single query; None: sequence i has row i
-    contexts: Tensor  # (S,) int32
-    lengths: Ints = field(repr=False)  # (n,): contexts of the single queries
+    # (S, 2) int32: first row of q, queries of each sequence, which decode attends to; None: each of these has one
+    chunks: Tensor | None
+    contexts: Tensor  # (S,) int32; with `chunks` (T,): the keys that each query sees
+    lengths: Ints = field(repr=False)  # (n,): contexts of the sequences that decode attends to
     starts: Ints = field(repr=False)  # (n,): how many of these keys are shared
     longest: int | None  # the room's; None: there is none
     prefixes: Prefixes | None
     splitter: Splitter
-    splits: Mapping[int | None, Splits]  # of single queries, by window
+    splits: Mapping[int | None, Splits]  # of what decode attends to, by window
+    lens: Ints | None = field(
+        default=None, repr=False
+    )  # (n,): queries of each sequence, where there are `chunks`
+    causal: bool = True
 
     @property
     def singles(self) -> int:
+        """Count the sequences that decode attends to: those of a single query, or with `chunks` all."""
         return len(self.lengths)
 
     @property
@@ -122,14 +137,17 @@ class LaunchPlan:
         if windows == self.splits.keys():
             return self
         known, whole = self.splits, (self.lengths, self.starts)
-        return replace(self, splits={w: known.get(w) or self.splitter.split(*whole, w) for w in windows})
+        lens = self.lens
+        return replace(
+            self, splits={w: known.get(w) or self.splitter.split(*whole, w, lens=lens) for w in windows}
+        )
 
     def grown(self, context_lens: Sequence[int], beside: LaunchPlan | None = None) -> LaunchPlan:
         """The plan of a later step of the same sequences in the same Room: with other contexts, which still begin with
         what they shared. It has the other tensors in common with this one, and the contexts with `beside`, another plan
         of that step; its splits, too, as long as they serve."""
         lengths = np.array(context_lens, np.int64)
-        fits = self.longest is not None and len(lengths) == len(self.lengths)
+        fits = self.longest is not None and len(lengths) == len(self.lengths) and self.chunks is None
         if not fits or lengths.max() > (self.longest or 0):
             raise ValueError(f"contexts of up to {lengths.max()} do not grow out of {self._fixed()}")
         contexts = moved(lengths, self.contexts.device) if beside is None else beside.contexts
@@ -151,6 +169,7 @@ class LaunchPlan:
             other,
             items=self.items,
             rows=self.rows,
+            chunks=self.chunks,
             contexts=self.contexts,
             prefixes=self.prefixes,
             splits=splits,
@@ -164,7 +183,8 @@ class LaunchPlan:
         p = self.prefixes
         shared = () if p is None else (p.items, p.members, p.starts, p.places)
         own = [splits.flat for splits in self.splits.values()]
-        return [t for t in (self.items, self.rows, self.contexts, *shared, *own) if t is not None]
+        first = (self.items, self.rows, self.chunks, self.contexts)
+        return [t for t in (*first, *shared, *own) if t is not None]
 
 
 def plan_attention(
@@ -180,31 +200,43 @@ def plan_attention(
 
     `shared`: of `find_shared`, or as the planner of the job knows it. Rounded down to `shape.unit`; of their sequences
     those with a single query take part, outer levels first, as long as there is room for their parts. `room`: the step
-    is to be captured into a graph or replayed (`refilled`); it then has one query a sequence, and pads a batch with
-    sequences of context 0. `windows`: of the layers that read the plan. Copies to the device do not wait for it.
+    is to be captured into a graph or replayed (`refilled`); it then has one query a sequence, or as many as the room
+    says, and pads a batch with sequences of context 0. Where it has several, sequences may have none. `windows`: of the
+    layers that read the plan. Copies to the device do not wait for it.
     Raises ValueError where shared prefixes do not nest, or do not fit their sequences or the room.
     """
     device = torch.device(device)
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
-    single = np.flatnonzero(lens == 1)
-    longest = int(contexts[single].max(initial=0))
-    if room is not None and (len(single) < len(lens) or longest > room.longest):
+    queries = 1 if room is None else room.queries
+    few = np.flatnonzero(lens == 1) if queries == 1 else np.flatnonzero(lens <= queries)
+    longest = int(contexts[few].max(initial=0))
+    if room is not None and (len(few) < len(lens) or longest > room.longest):
         raise ValueError(f"chunks of up to {lens.max()} and contexts of up to {longest} are not in {room}")
-    rows = None if len(single) == len(lens) else np.stack((np.cumsum(lens)[single] - 1, single), 1)
-    prefixes, starts = _plan_prefixes(shared, lens, contexts, single, shape, device, room)
-    most = None if room is None else room.longest
-    splitter = Splitter(shape.kv_heads, device, shape.deterministic, most)
+    several = queries > 1
+    rows = None if len(few) == len(lens) else np.stack((np.cumsum(lens)[few] - 1, few), 1)
+    prefixes, starts = _plan_prefixes(shared, lens, contexts, few, shape, device, room)
+    most, own = None if room is None else room.longest, lens if several else None
+    splitter = Splitter(shape.kv_heads, device, shape.deterministic, most, queries)
     return LaunchPlan(
-        items=_chunks(lens, contexts, shape, device),
+        items=None if several else _chunks(lens, contexts, shape, device),
         rows=None if rows is None else moved(rows, device),
-        contexts=moved(contexts, device),
-        lengths=contexts[single],
+        chunks=moved(np.stack((np.cumsum(lens) - lens, lens), 1), device) if several else None,
+        contexts=moved(_seen(lens, contexts) if several else contexts, device),
+        lengths=contexts[few],
         starts=starts,
         longest=most,
         prefixes=prefixes,
         splitter=splitter,
-        splits={window: splitter.split(contexts[single], starts, window) for window in windows},
+        splits={window: splitter.split(contexts[few], starts, window, lens=own) for window in windows},
+        lens=own,
+        causal=shape.causal,
     )
+
+
+def _seen(lens: Ints, contexts: Ints) -> Ints:
+    """Return how many keys each query sees, (T,): those up to its own. A query without a context, which is padding,
+    sees none."""
+    return np.repeat(contexts - np.cumsum(lens), lens) + np.arange(1, lens.sum() + 1)
 
 
 def _chunks(lens: Ints, contexts: Ints, shape: AttentionShape, device: torch.device) -> Tensor | None:
@@ -213,12 +245,12 @@ def _chunks(lens: Ints, contexts: Ints, shape: AttentionShape, device: torch.dev
     if not chunks.any():
         return None
     most = prefill_tokens(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
-    return prefill_items(chunks, contexts, most, device, np.cumsum(lens) - lens)
+    return prefill_items(chunks, contexts, most, device, np.cumsum(lens) - lens, shape.causal)
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Rows that share keys [first, end)."""
+    """Queries that share keys [first, end)."""
 
     rows: Ints
     sequence: int
@@ -231,33 +263,35 @@ def _plan_prefixes(
     shared: Sequence[SharedPrefix],
     lens: Ints,
     contexts: Ints,
-    single: Ints,
+    few: Ints,
     shape: AttentionShape,
     device: torch.device,
     room: Room | None,
 ) -> tuple[Prefixes | None, Ints]:
-    """Prefixes, and how many keys each row shares with others."""
-    starts, parts = np.zeros(len(single), np.int64), np.zeros(len(single), np.int64)
-    spans = list(_spans(shared, lens, contexts, single, shape.unit))
+    """Prefixes, and how many keys each sequence of `few` queries shares with others."""
+    starts, parts = np.zeros(len(few), np.int64), np.zeros(len(few), np.int64)
+    counts = lens[few]  # of queries, each of which is a row of the prefixes
+    spans = list(_spans(shared, lens, contexts, few, shape.unit))
     if not shape.deterministic:  # where it is, what rows do not share they keep as many parts of
-        spans = _outer(spans, len(single))
+        spans = _outer(spans, counts)
     most = prefix_members(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
-    work = sum(-(-len(rows) // most) * (end - first) for rows, first, end in spans)
+    work = sum(-(-int(counts[rows].sum()) // most) * (end - first) for rows, first, end in spans)
     segment = SEGMENT if shape.deterministic else prefix_segment(work, shape.kv_heads, device)
     levels = []
     for rows, first, end in spans:
-        levels.append(_Level(rows, int(single[rows[0]]), first, end, int(parts[rows[0]])))
+        queries = _queries_of(rows, counts)
+        levels.append(_Level(queries, int(few[rows[0]]), first, end, int(parts[rows[0]])))
         starts[rows], parts[rows] = end, parts[rows] + -(-(end - first) // segment)
     if not levels and (room is None or not room.sharing or not room.sharing[0]):
         return None, starts
     items, members = _items(levels, segment, most)
-    places = np.concatenate([[0], np.cumsum(parts)])
+    places = np.concatenate([[0], np.cumsum(np.repeat(parts, counts))])
     count = int(places[-1])
     if room is not None:
         needed = (count, len(items), len(members))
         rounded = [1 << (n - 1).bit_length() for n in needed]
         if not room.sharing:
-            rounded[0] = min(rounded[0], _most_parts(len(single), most, shape, device, room))
+            rounded[0] = min(rounded[0], _most_parts(len(places) - 1, most, shape, device, room))
         count, *sizes = room.sharing or rounded
         if any(n > most for n, most in zip(needed, (count, *sizes), strict=True)):
             raise ValueError(f"{needed[0]} parts in {needed[1]} items of {needed[2]} rows are not in {room}")
@@ -265,6 +299,15 @@ def _plan_prefixes(
         members = np.concatenate([members, np.zeros(sizes[1] - len(members), np.int64)])
     item, member, start, place = (moved(values, device) for values in (items, members, starts, places))
     return Prefixes(item, member, start, place, count), starts
+
+
+def _queries_of(rows: Ints, counts: Ints) -> Ints:
+    """Return the queries of some of the sequences, which have so many each, one after the other."""
+    if counts.max(initial=1) == 1 == counts.min(initial=1):
+        return rows
+    own = counts[rows]
+    nth = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
+    return np.repeat((np.cumsum(counts) - counts)[rows], own) + nth
 
 
 def _most_parts(rows: int, members: int, shape: AttentionShape, device: torch.device, room: Room) -> int:
@@ -275,12 +318,12 @@ def _most_parts(rows: int, members: int, shape: AttentionShape, device: torch.de
 
 
 def _spans(
-    shared: Sequence[SharedPrefix], lens: Ints, contexts: Ints, single: Ints, unit: int
+    shared: Sequence[SharedPrefix], lens: Ints, contexts: Ints, few: Ints, unit: int
 ) -> Iterator[tuple[Ints, int, int]]:
-    """Rows that share keys [first, end), outer levels before inner ones."""
+    """Rows, each a sequence of `few` queries, that share keys [first, end), outer levels before inner ones."""
     row_of = np.full(len(lens), -1)
-    row_of[single] = np.arange(len(single))
-    starts = np.zeros(len(single), np.int64)
+    row_of[few] = np.arange(len(few))
+    starts = np.zeros(len(few), np.int64)
     for prefix in shared:
         rows = row_of[np.asarray(prefix.sequences, np.int64)]
         rows = rows[rows >= 0]
@@ -291,7 +334,7 @@ def _spans(
             raise ValueError(
                 f"sequences {list(prefix.sequences)} share {prefix.keys} keys, but no whole level before"
             )
-        if (contexts[single[rows]] < prefix.keys).any() or len(np.unique(rows)) < len(rows):
+        if (contexts[few[rows]] < prefix.keys).any() or len(np.unique(rows)) < len(rows):
             raise ValueError(
                 f"sequences {list(prefix.sequences)} do not all have {prefix.keys} keys, or are not distinct"
             )
@@ -300,14 +343,15 @@ def _spans(
             yield rows, first, end
 
 
-def _outer(spans: list[tuple[Ints, int, int]], rows: int) -> list[tuple[Ints, int, int]]:
+def _outer(spans: list[tuple[Ints, int, int]], counts: Ints) -> list[tuple[Ints, int, int]]:
     """Return the levels that there is room for: the ones that begin first. Levels inside of one that is left out are
-    left out too."""
-    room, ends, kept = most_members(rows), np.zeros(rows, np.int64), []
+    left out too. `counts`: queries of each row."""
+    room, ends, kept = most_members(int(counts.sum())), np.zeros(len(counts), np.int64), []
     for span in sorted(spans, key=lambda span: span[1]):
         members, first, end = span
-        if len(members) <= room and ends[members[0]] == first:
-            room -= len(members)
+        queries = int(counts[members].sum())
+        if queries <= room and ends[members[0]] == first:
+            room -= queries
             ends[members] = end
             kept.append(span)
     return kept
@@ -337,8 +381,10 @@ def find_shared(
     tables: StepTables,
     block_size: int,
     unit: int,
+    queries: int = 1,
 ) -> list[SharedPrefix]:
-    """Find the keys that single queries share, read from the block tables on the host; `unit`: of AttentionShape.
+    """Find the keys that sequences of up to so many queries share, read from the block tables on the host; `unit`: of
+    AttentionShape.
 
     Every group has LEAST_SHARERS sequences at least, and its level LEAST_SHARED_KEYS beyond those around it.
     """
@@ -347,5 +393,5 @@ def find_shared(
         return blocks * block_size // unit * unit
 
     worth = Worth(LEAST_SHARERS, LEAST_SHARED_KEYS)
-    found = prefix_groups(query_lens, context_lens, tables, block_size, whole_units, worth)
+    found = prefix_groups(query_lens, context_lens, tables, block_size, whole_units, worth, queries)
     return [SharedPrefix(group.sequences.tolist(), group.end) for group in found]

@@ -31,18 +31,20 @@ COLUMNS = 4  # of an item: 16 bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splits:
-    """n rows' own keys as m items; made by a `Splitter`. A row is one query of one sequence."""
+    """n rows' own keys as m items; made by a `Splitter`. A row is one query of one sequence, or `queries` at most."""
 
     flat: Tensor  # int32: items, then places
     count: int  # m
+    parts: int  # that there is room for: as many as items, where each row is one query
     whole: bool  # every row is one item, and no part is to be merged
     window: int | None
     align: int  # a window's first key is rounded down to it
     keys: Ints = field(repr=False)  # (n,): own keys of each row when the items were made
-    # (m, 4) int32: row (-1: padding), keys between the row's first and the item's, keys, place of the part; keys count
-    # from `own_begin`
+    queries: int = 1  # the most of a row
+    # (m, 4) int32: row (-1: padding), keys between the row's first and the item's, keys, place of the part, of the
+    # row's first query; keys count from `own_begin`
     items: Tensor = field(init=False, repr=False)
-    # (n + 1,) int32: row i's parts lie at places[i] to places[i + 1]
+    # (T + 1,) int32: query i's parts lie at places[i] to places[i + 1]; T is n where each row is one query
     places: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +55,8 @@ class Splits:
     @property
     def sizes(self) -> tuple[object, ...]:
         """The sizes on which launches depend."""
-        return self.count, self.whole, self.window, self.align, len(self.keys)
+        counts = (self.count, self.parts, len(self.keys), self.queries, len(self.flat))
+        return *counts, self.whole, self.window, self.align
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,48 +64,63 @@ class Splitter:
     """Cuts rows so that all programs together fill the GPU evenly, or, where `deterministic`, at fixed positions.
 
     `longest`: a bound of the contexts where a graph is to run the list. Then there are few lengths of a list: with
-    padding, so that a graph serves what rows have; None: it is as long as it has to be.
+    padding, so that a graph serves what rows have; None: it is as long as it has to be. `queries`: the most that a row
+    has.
     """
 
     kv_heads: int
     device: torch.device
     deterministic: bool = False
     longest: int | None = None
+    queries: int = 1
 
     @property
     def align(self) -> int:
         return SEGMENT if self.deterministic else UNIT
 
     def split(
-        self, contexts: Ints, starts: Ints, window: int | None = None, segment: int | None = None
+        self,
+        contexts: Ints,
+        starts: Ints,
+        window: int | None = None,
+        segment: int | None = None,
+        lens: Ints | None = None,
     ) -> Splits:
         """contexts, starts: (n,): row i passes over keys [starts[i], contexts[i]). `segment`: about how many an item
-        has, for the default mode; chosen from the sum if not given."""
-        keys = self._own(contexts, starts, window)
+        has, for the default mode; chosen from the sum if not given. `lens`: (n,): queries of each row, which see what
+        comes before them; None: each has one."""
+        ends = contexts if lens is None else contexts - np.maximum(lens, 1) + 1
+        keys = self._own(contexts, starts, window, ends)
         counts, lengths = self._cut(keys, segment)
         whole = bool(counts.max(initial=0) <= 1) and not self._splits_anyway(len(keys))
         counts = np.ones_like(counts) if whole else counts
         row = np.repeat(np.arange(len(keys)), counts)
-        places = np.concatenate([[0], np.cumsum(counts)])
+        firsts = np.concatenate([[0], np.cumsum(counts)])
         items = np.empty((len(row), COLUMNS), np.int64)
         items[:, 0], items[:, 3] = row, np.arange(len(row))
-        items[:, 1], items[:, 2] = (items[:, 3] - places[row]) * lengths[row], lengths[row]
+        items[:, 1], items[:, 2] = (items[:, 3] - firsts[row]) * lengths[row], lengths[row]
         if not self.deterministic:
             longest_first = np.argsort(items[:, 1] - np.minimum(keys[row], items[:, 1] + items[:, 2]))
-            items[places[1:][counts > 0] - 1, 2] = ENDLESS
-            items = items[longest_first]
+            items[firsts[1:][counts > 0] - 1, 2] = ENDLESS
+        places = firsts
+        if lens is not None:
+            places = np.concatenate([[0], np.cumsum(np.repeat(counts, lens))])
+            items[:, 3] += (places[np.cumsum(lens) - lens] - firsts[:-1])[row]
+        items = items if self.deterministic else items[longest_first]
         count = len(row) if whole else self._room(len(keys), len(row))
+        queries, parts = len(places) - 1, int(places[-1])
+        parts = queries if whole else self._room(queries, parts, self.queries)
         padding = np.tile([-1, 0, 0, 0], count - len(row))
         flat = moved(np.concatenate([items.ravel(), padding, places]), self.device)
-        return Splits(flat, count, whole, window, self.align, keys)
+        return Splits(flat, count, parts, whole, window, self.align, keys, self.queries)
 
     def grown(self, splits: Splits, contexts: Ints, starts: Ints) -> Splits:
-        """The splits of the same rows with longer contexts: the same ones as long as they serve.
+        """The splits of the same rows, of a query each, with longer contexts: the same ones as long as they serve.
 
         By default a row's last item has what came since, up to what is worth an item. Where cuts are at fixed
         positions, they serve until a row has one more.
         """
-        keys = self._own(contexts, starts, splits.window)
+        keys = self._own(contexts, starts, splits.window, contexts)
         if self.deterministic:
             serve = np.array_equal(-(-keys // SEGMENT), -(-splits.keys // SEGMENT))
         else:
@@ -110,11 +128,11 @@ class Splitter:
             serve = not begun and bool((keys - splits.keys).max(initial=0) < LEAST_SEGMENT)
         return splits if serve else self.split(contexts, starts, splits.window)
 
-    def _own(self, contexts: Ints, starts: Ints, window: int | None) -> Ints:
-        """Keys from `own_begin` to the end."""
+    def _own(self, contexts: Ints, starts: Ints, window: int | None, nearest: Ints) -> Ints:
+        """Keys from `own_begin` to the end. `nearest`: (n,): those that a row's first query sees."""
         if window is None:
             return contexts - starts
-        behind = np.maximum(contexts - window - starts, 0)
+        behind = np.maximum(nearest - window - starts, 0)
         return contexts - starts - behind // self.align * self.align
 
     def _cut(self, keys: Ints, segment: int | None) -> tuple[Ints, Ints]:
@@ -133,11 +151,12 @@ class Splitter:
             return False
         return rows < most_own(0, self.kv_heads, self.device)
 
-    def _room(self, rows: int, items: int) -> int:
-        """How many items a list has where rows are split. By `choose_segment` they are no more than `most_own`; at
-        fixed positions they are as many as the contexts ask for."""
+    def _room(self, rows: int, items: int, queries: int = 1) -> int:
+        """How many items a list has where rows are split, or parts of so many rows with up to `queries` each. By
+        `choose_segment` they are no more than `most_own`; at fixed positions they are as many as the contexts ask for.
+        """
         if self.longest is None:
             return items
         if not self.deterministic:
-            return most_own(rows, self.kv_heads, self.device)
+            return most_own(rows, self.kv_heads, self.device, queries)
         return min(1 << (items - 1).bit_length(), most_segments(rows, self.longest))

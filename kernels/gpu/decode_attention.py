@@ -1,8 +1,12 @@
-"""Attention of one query a sequence over a paged KV cache, of any lengths in one launch.
+"""Attention of one query a sequence, or of a few, over a paged KV cache, of any lengths in one launch.
 
 The query heads of a KV head are the rows of one tensor-core tile, padded to 16. A program has a stretch of one
 sequence's keys, as a list on the device says (`attention_splits`); what a sequence has of several is put together by
 log-sum-exp (Flash-Decoding, Dao et al., 2023).
+
+Several queries of a sequence, as drafts are verified, are its last ones. Their heads are further rows of the tile, so
+that K and V are read once for all of them, and each sees the keys up to its own. Of more rows than a tile has, others
+are another program's, which follows: what it reads is in the GPU's cache by then.
 """
 
 from __future__ import annotations
@@ -40,7 +44,10 @@ def _decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
     items_ptr,  # (m, 4) int32, of `Splits`
     rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
-    contexts_ptr, starts_ptr,  # (S,), (n,) int32: keys [start, context) are passed over; starts None: from 0 on
+    chunks_ptr,  # (S, 2) int32: first row of q, queries of each sequence; None: each has one
+    contexts_ptr,  # (S,) int32: keys of each sequence; with chunks (T,): those that each query sees
+    starts_ptr,  # (n,) int32: keys [start, context) are passed over; None: from 0 on
+    places_ptr,  # of `Splits`; read with chunks only
     out_ptr, lse_ptr,
     parts_ptr, part_lses_ptr,  # None: every row is one item, and goes to out
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table,
@@ -50,36 +57,57 @@ def _decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
     WORDS: tl.constexpr,  # codes are multiplied in float16, by `attend_codes`
+    TOKENS: tl.constexpr,  # queries of a program
+    TILES: tl.constexpr,  # programs of an item and a KV head
 ):  # fmt: skip
+    CAUSAL: tl.constexpr = chunks_ptr is not None
     CACHE_UNIT: tl.constexpr = UNIT // 2 if WORDS else UNIT
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(CACHE_UNIT, stride_block, stride_head, stride_key)
-    item = items_ptr + tl.program_id(0).to(tl.int64) * 4
+    item = items_ptr + (tl.program_id(0) // TILES).to(tl.int64) * 4
     index = tl.load(item).to(tl.int64)
     if index < 0:
         return
-    token, sequence = index, index
-    if rows_ptr is not None:
-        token = tl.load(rows_ptr + index * 2).to(tl.int64)
-        sequence = tl.load(rows_ptr + index * 2 + 1).to(tl.int64)
     kv_head = tl.program_id(1)
-    context = tl.load(contexts_ptr + sequence)
+    row = tl.arange(0, ROWS)
+    if CAUSAL:
+        sequence = index
+        nth = tl.program_id(0) % TILES * TOKENS + row // GROUP
+        first_query = tl.load(chunks_ptr + index * 2).to(tl.int64)
+        queries = tl.load(chunks_ptr + index * 2 + 1)
+        if queries <= tl.program_id(0) % TILES * TOKENS:
+            return
+        real = (row < GROUP * TOKENS) & (nth < queries)
+        head = kv_head * GROUP + row % GROUP
+        token = first_query + nth
+        token_at = token[:, None]
+        seen = tl.load(contexts_ptr + token, mask=real, other=0)
+        row_at = seen - 1
+        context = tl.max(seen, 0)
+        nearest = tl.load(contexts_ptr + first_query)  # of all programs of the sequence
+    else:
+        token, sequence = index, index
+        if rows_ptr is not None:
+            token = tl.load(rows_ptr + index * 2).to(tl.int64)
+            sequence = tl.load(rows_ptr + index * 2 + 1).to(tl.int64)
+        token_at = token
+        real = row < GROUP
+        head = kv_head * GROUP + row
+        context = tl.load(contexts_ptr + sequence)
+        row_at = tl.where(real, context - 1, -1)
+        nearest = context
     start = 0
     if starts_ptr is not None:
         start = tl.load(starts_ptr + index)
-    first = own_begin(context, start, window, align, WINDOW) + tl.load(item + 1)
+    first = own_begin(nearest, start, window, align, WINDOW) + tl.load(item + 1)
     end = tl.minimum(first + tl.load(item + 2), context)
     least = 0
     if WINDOW:
-        least = tl.maximum(context - window, 0)
+        least = tl.maximum(nearest - window, 0)
         first = tl.maximum(first, least // TILE * TILE)
-    row = tl.arange(0, ROWS)
-    real = row < GROUP
-    head = kv_head * GROUP + row
-    row_at = tl.where(real, context - 1, -1)
     dim = tl.arange(0, D_PAD)
     cells = real[:, None] & (dim < D)[None, :]
-    q_at = token * q_stride_token + head[:, None] * q_stride_head
+    q_at = token_at * q_stride_token + head[:, None] * q_stride_head
     table_ptr = tables_ptr + sequence * stride_table
     at_head = kv_head.to(tl.int64) * stride_head
     if WORDS:
@@ -88,7 +116,7 @@ def _decode_attention_kernel(
             q_ptr, q_at, real, row_at, table_ptr, k_ptr + k_head, v_ptr + at_head,
             k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
             least, scale, cap, window,
-            D, D_PAD, ROWS, TILE, BLOCK_SIZE, WINDOW, CAP, CODES,
+            D, D_PAD, ROWS, TILE, BLOCK_SIZE, CAUSAL, WINDOW, CAP, CODES,
         )  # fmt: skip
     else:
         q = tl.load(q_ptr + q_at + dim[None, :], mask=cells, other=0.0)
@@ -99,12 +127,15 @@ def _decode_attention_kernel(
         total, top, mass = attend_span(
             total, top, mass, q, row_at, table_ptr, k_ptr + at_head, v_ptr + at_head,
             k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
-            least, scale, cap, window,
-            D, D_PAD, TILE, BLOCK_SIZE, False, False, WINDOW, CAP, CODES, PRECISION,
+            least, None, scale, cap, window,
+            D, D_PAD, TILE, BLOCK_SIZE, False, CAUSAL, WINDOW, CAP, CODES, PRECISION,
         )  # fmt: skip
     part, lse = as_part(total, top, mass)
     if parts_ptr is not None:
-        slot = (first_own + tl.load(item + 3).to(tl.int64)) * heads + head
+        place = first_own + tl.load(item + 3).to(tl.int64)
+        if CAUSAL:  # each query has as many parts
+            place += nth * (tl.load(places_ptr + first_query + 1) - tl.load(places_ptr + first_query))
+        slot = place * heads + head
         tl.store(parts_ptr + slot[:, None] * D + dim[None, :], part, mask=cells)
         tl.store(part_lses_ptr + slot, lse, mask=real)
     else:
@@ -112,7 +143,7 @@ def _decode_attention_kernel(
             total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
             total, top, mass = fold(total, top, mass, part, lse)
             part, lse = as_part(total, top, mass)
-        out_at = token * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
+        out_at = token_at * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
         tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cells)
         if lse_ptr is not None:
             tl.store(lse_ptr + token * lse_stride_token + head, lse * LN2, mask=real)
@@ -134,11 +165,12 @@ def decode_attention(
     v_scale: Tensor | None = None,
     rows: Tensor | None = None,
     prefixes: Prefixes | None = None,
+    chunks: Tensor | None = None,
     deterministic: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """As `paged_attention_reference` with one query a sequence, lengths on the device.
+    """As `paged_attention_reference` with one query a sequence, or a few, lengths on the device.
 
     q: (S, q_heads, D); block_tables: (S, max blocks) int32; context_lens: (S,) int32. A context of 0 gives zeros.
     Prepared once a step, and read in every layer: the two tensors, and
@@ -148,25 +180,27 @@ def decode_attention(
     - `rows`: (n, 2) int32, row of q and sequence of each query, where q holds more than one query a sequence, or other
       sequences' chunks. Other rows of `out` are left alone.
     - `prefixes`: keys that rows share (of `plan_attention`): read once for all; each row then starts behind them.
+    - `chunks`: (S, 2) int32, the first row of q and the number of queries of each sequence, which are its last tokens;
+      every row of q is in one of them. context_lens then says of each query how many keys it sees, (T,) int32.
 
     `deterministic`: a row's bits depend on its own keys alone, with splits that are. `out`: like q; `lse`: (T, q_heads)
     float32; written if given.
     """
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
-    shares = (None, None) if prefixes is None else (prefixes.starts, prefixes.places)
-    own = Own(context_lens, splits, rows, *shares)
+    starts, places = (None, None) if prefixes is None else (prefixes.starts, prefixes.places)
+    own = Own(context_lens, splits, rows, starts, places, chunks)
     own.check(q, block_tables, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     count = len(splits.keys)
     if count == 0:
         return out
     shared = 0 if prefixes is None else prefixes.parts
-    parts = Parts.of(q, shared, splits.count) if shared or not splits.whole else None
+    parts = Parts.of(q, shared, splits.parts) if shared or not splits.whole else None
     common = (q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale)
     if prefixes is not None and parts is not None:
         attend_prefixes(prefixes, own, parts, *common, deterministic)
-    arguments = kernel_arguments(*common, "deterministic" if deterministic else fast)
+    arguments = kernel_arguments(*common, "deterministic" if deterministic else fast, splits.queries)
     attend_own(own, arguments, parts, out, lse, sinks)
     if parts is not None:
         merge_parts(own, parts, k_cache.shape[1], out, lse, sinks)
@@ -182,14 +216,18 @@ def attend_own(
     sinks: Tensor | None,
 ) -> None:
     """Every row's own keys, to `parts`, or to `out` and `lse` where there are none."""
-    heads = out.shape[1]
-    grid = (own.splits.count, heads // arguments["GROUP"])
+    heads, queries = out.shape[1], own.splits.queries
+    tokens = min(queries, arguments["ROWS"] // arguments["GROUP"])
+    tiles = -(-queries // tokens)
+    grid = (own.splits.count * tiles, heads // arguments["GROUP"])
     _decode_attention_kernel[grid](
         sinks_ptr=sinks,
         items_ptr=own.splits.items,
         rows_ptr=own.rows,
+        chunks_ptr=own.chunks,
         contexts_ptr=own.contexts,
         starts_ptr=own.starts,
+        places_ptr=own.splits.places,
         out_ptr=out,
         lse_ptr=lse,
         parts_ptr=None if parts is None else parts.values,
@@ -200,6 +238,8 @@ def attend_own(
         first_own=0 if parts is None else parts.first_own,
         heads=heads,
         align=own.splits.align,
+        TOKENS=tokens,
+        TILES=tiles,
         **_in_words(arguments, out.dtype),
     )
 

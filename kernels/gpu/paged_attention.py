@@ -26,6 +26,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    bias: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -35,6 +36,7 @@ def paged_attention(
     blocks) int32.
     Where the plan has no chunks it can be captured into a graph; give plan_attention a Room, keep the plan and the
     block tables where they are, and before each replay `refill` the one and copy into the other.
+    `bias` of an encoder changes nothing for a prompt of one token, which sees itself alone.
     `out`: like q; `lse`: (T, q_heads) float32; written if given. Raises ValueError for what the kernels do not cover.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -52,6 +54,8 @@ def paged_attention(
             v_scale=v_scale,
             items=plan.items,
             deterministic=plan.deterministic,
+            causal=plan.causal,
+            bias=bias,
             out=out,
             lse=lse,
         )
@@ -68,6 +72,7 @@ def paged_attention(
             v_scale=v_scale,
             rows=plan.rows,
             prefixes=plan.prefixes,
+            chunks=plan.chunks,
             deterministic=plan.deterministic,
             out=out,
             lse=lse,

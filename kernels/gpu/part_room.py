@@ -34,9 +34,10 @@ def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) ->
     return most_members(rows) + members * _programs(PREFIX_PROGRAMS_PER_PROCESSOR, kv_heads, device)
 
 
-def most_own(rows: int, kv_heads: int, device: torch.device) -> int:
-    """Parts of what rows pass over by themselves, in the default mode, where any row is split."""
-    return rows + _programs(PROGRAMS_PER_PROCESSOR, kv_heads, device)
+def most_own(rows: int, kv_heads: int, device: torch.device, queries: int = 1) -> int:
+    """Parts of what rows pass over by themselves, in the default mode, where any row is split. `queries`: the most that
+    a sequence has, each of which is a row and has parts of its own of what the sequence is cut into."""
+    return rows + queries * _programs(PROGRAMS_PER_PROCESSOR, kv_heads, device)
 
 
 def most_segments(rows: int, longest: int) -> int:

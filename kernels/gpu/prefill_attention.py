@@ -1,4 +1,5 @@
-"""Causal attention of query chunks over a paged KV cache: what is cached before the chunk, and the chunk itself.
+"""Attention of query chunks over a paged KV cache: what is cached before the chunk, and the chunk itself. It is causal,
+or that of encoders, whose tokens see later ones, too.
 
 One program takes a tile of query rows of one sequence, the heads of one KV head packed into it, over all their keys
 (FlashAttention-2, Dao, 2023; block tables as in vLLM's PagedAttention, Kwon et al., 2023). Sequences of any lengths
@@ -34,24 +35,27 @@ from batchinfer_kernels.gpu.attention_launch import (
     moved,
 )
 
+# With tiles in flight sm_90 would wait for each product where scores have something added
+_BIASED = {"num_stages": 1}
 Lengths = Sequence[int] | NDArray[np.int64]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
-    items_ptr,  # (n, 4) int32: sequence, first row of q, rows, position of the first
+    items_ptr,  # (n, 5) int32: sequence, first row of q, rows, position of the first, end of the keys
+    bias_ptr,  # (q_heads, 2 x positions) float32, behind whose middle later keys have theirs; or None
     out_ptr, lse_ptr,
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, out_stride_token,
     out_stride_head, lse_stride_token,
-    scale, cap, window, segment,
-    D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    bias_stride, scale, cap, window, segment,
+    CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
-    item = items_ptr + tl.program_id(0) * 4
+    item = items_ptr + tl.program_id(0) * 5
     kv_head = tl.program_id(1)
     sequence, first_row = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
     tokens, first_at = tl.load(item + 2), tl.load(item + 3)
@@ -66,11 +70,18 @@ def _prefill_attention_kernel(
     table_ptr = tables_ptr + sequence * stride_table
     k_ptr += kv_head.to(tl.int64) * stride_head
     v_ptr += kv_head.to(tl.int64) * stride_head
-    end = first_at + tokens
+    end = tl.load(item + 4)
     begin, least = 0, 0
-    if WINDOW:  # tiles that even the first row has left behind change nothing
+    if (
+        WINDOW
+    ):  # tiles that even the first row has left behind change nothing, and those that the last does not reach
         least = tl.maximum(first_at - window + 1, 0)
         begin = least // TILE * TILE
+        if not CAUSAL:
+            end = tl.minimum(end, first_at + tokens - 1 + window)
+    own_bias = None
+    if bias_ptr is not None:
+        own_bias = bias_ptr + head * bias_stride + bias_stride // 2
     total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
     if SEGMENTED:
         for segment_start in range(begin // segment * segment, end, segment):
@@ -80,27 +91,30 @@ def _prefill_attention_kernel(
             part, part_top, part_mass = attend_span(
                 part, part_top, part_mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
                 kv_head, stride_block, stride_key, stride_scale,
-                tl.maximum(begin, segment_start), tl.minimum(end, segment_start + segment), least, scale, cap,
-                window,
-                D, D_PAD, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, CODES, PRECISION,
+                tl.maximum(begin, segment_start), tl.minimum(end, segment_start + segment), least, own_bias,
+                scale, cap, window,
+                D, D_PAD, TILE, BLOCK_SIZE, False, CAUSAL, WINDOW, CAP, CODES, PRECISION,
             )  # fmt: skip
             part, lse = as_part(part, part_top, part_mass)
             total, top, mass = fold(total, top, mass, part, lse)
     else:
         whole = begin
-        if not WINDOW:  # up to the first row's own position every row sees everything
-            whole = (first_at + 1) // TILE * TILE
+        if not WINDOW:  # up to the first row's own position every row sees everything, or up to the end
+            if CAUSAL:
+                whole = (first_at + 1) // TILE * TILE
+            else:
+                whole = end // TILE * TILE
             total, top, mass = attend_span(
                 total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
                 kv_head, stride_block, stride_key, stride_scale,
-                0, whole, least, scale, cap, window,
-                D, D_PAD, TILE, BLOCK_SIZE, True, True, WINDOW, CAP, CODES, PRECISION,
+                0, whole, least, own_bias, scale, cap, window,
+                D, D_PAD, TILE, BLOCK_SIZE, True, CAUSAL, WINDOW, CAP, CODES, PRECISION,
             )  # fmt: skip
         total, top, mass = attend_span(
             total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
             kv_head, stride_block, stride_key, stride_scale,
-            whole, end, least, scale, cap, window,
-            D, D_PAD, TILE, BLOCK_SIZE, False, True, WINDOW, CAP, CODES, PRECISION,
+            whole, end, least, own_bias, scale, cap, window,
+            D, D_PAD, TILE, BLOCK_SIZE, False, CAUSAL, WINDOW, CAP, CODES, PRECISION,
         )  # fmt: skip
     out, lse = as_part(total, top, mass)
     out_at = (first_row + token)[:, None] * out_stride_token + head[:, None] * out_stride_head + dim[None, :]
@@ -115,22 +129,25 @@ def prefill_items(
     tokens_per_item: int,
     device: torch.device,
     first_rows: NDArray[np.int64] | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Each sequence's queries, so many tokens at a time: (n, 4) int32, those with most work first.
+    """Each sequence's queries, so many tokens at a time: (n, 5) int32, those with most work first.
 
-    Made once a step and read in every layer. Columns: sequence, first row of q, rows, position of the first.
-    `first_rows`: where each sequence's queries are in q, one after the other if not given.
+    Made once a step and read in every layer. Columns: sequence, first row of q, rows, position of the first, end of the
+    keys that they see. `first_rows`: where each sequence's queries are in q, one after the other if not given. Not
+    `causal`, queries see all of their context.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     pieces = -(-lens // tokens_per_item)
     sequence = np.repeat(np.arange(len(lens)), pieces)
     before = (np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tokens_per_item
-    items = np.empty((len(sequence), 4), np.int32)
+    items = np.empty((len(sequence), 5), np.int32)
     items[:, 0] = sequence
     items[:, 1] = (np.cumsum(lens) - lens if first_rows is None else first_rows)[sequence] + before
     items[:, 2] = np.minimum(tokens_per_item, lens[sequence] - before)
     items[:, 3] = (contexts - lens)[sequence] + before
-    order = np.argsort(-(items[:, 2] + items[:, 3]), kind="stable")
+    items[:, 4] = items[:, 2] + items[:, 3] if causal else contexts[sequence]
+    order = np.argsort(-items[:, 4], kind="stable")
     return moved(items[order], device)
 
 
@@ -156,6 +173,8 @@ def prefill_attention(
     items: Tensor | None = None,
     deterministic: bool = False,
     segment: int = SEGMENT,
+    causal: bool = True,
+    bias: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -175,12 +194,16 @@ def prefill_attention(
         raise ValueError(f"a segment of {segment} keys is not made of tiles of {tiles.keys}")
     kv_heads = k_cache.shape[1]
     tokens = tiles.rows // (q.shape[1] // kv_heads)
-    items = prefill_items(query_lens, context_lens, tokens, q.device) if items is None else items
+    if items is None:
+        items = prefill_items(query_lens, context_lens, tokens, q.device, causal=causal)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if len(items):
         _prefill_attention_kernel[(len(items), kv_heads)](
             items_ptr=items,
             sinks_ptr=sinks,
+            bias_ptr=bias,
+            bias_stride=0 if bias is None else bias.stride(0),
+            CAUSAL=causal,
             out_ptr=out,
             lse_ptr=lse,
             out_stride_token=out.stride(0),
@@ -189,6 +212,7 @@ def prefill_attention(
             segment=segment,
             **kernel_arguments(
                 q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale, work
-            ),
+            )
+            | ({} if bias is None else _BIASED),
         )
     return out

@@ -28,14 +28,14 @@ from batchinfer_kernels.gpu.attention_parts import Own, Parts
 @dataclass(frozen=True, slots=True)
 class Prefixes:
     """The rows that share keys, and the keys that they share; made by `plan_attention`, once a step. A row is one
-    query, as in `Own`."""
+    query, whatever it is in `Own`."""
 
     # (m, 6) int32: first member, members (0: padding), sequence with the keys, first key, end, number of the part among
     # those of a row
     items: Tensor
     members: Tensor  # int32: rows; an item names a stretch of them
-    starts: Tensor  # (n,) int32: the keys before it are shared, of each row
-    places: Tensor  # (n + 1,) int32: row i's shared parts lie at places[i] to places[i + 1]
+    starts: Tensor  # (n,) int32: the keys before it are shared, of each row of `Own`
+    places: Tensor  # (queries + 1,) int32: row i's shared parts lie at places[i] to places[i + 1]
     parts: int  # of all rows together, and what a graph has room for beyond them
 
 
@@ -43,8 +43,8 @@ class Prefixes:
 def _prefix_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, items_ptr, members_ptr,
     rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
-    contexts_ptr,  # (S,) int32
-    places_ptr,  # (n + 1,) int32, of `Prefixes`
+    contexts_ptr,  # of `Own`: of each sequence, or of each query, which then has its number
+    places_ptr,  # of `Prefixes`
     parts_ptr, part_lses_ptr,
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, heads,
     scale, cap, window,
@@ -87,7 +87,7 @@ def _prefix_attention_kernel(
         total, top, mass, q, row_at, tables_ptr + tl.load(item + 2).to(tl.int64) * stride_table,
         k_ptr + kv_head.to(tl.int64) * stride_head, v_ptr + kv_head.to(tl.int64) * stride_head,
         k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
-        least, scale, cap, window,
+        least, None, scale, cap, window,
         D, D_PAD, TILE, BLOCK_SIZE, whole, False, WINDOW, CAP, CODES, PRECISION,
     )  # fmt: skip
     part, lse = as_part(total, top, mass)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.plan.setup import job_setup, resolve
+from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, REAL, TENSOR
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
 )
 ENGINE = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "kv_memory": "1MiB"}
+DRAFTING = replace(REAL, engine="tests.batchinfer.engine.interpreted_gpu:build_drafting")
 ON_GPUS = replace(REAL, engine="tests.batchinfer.engine.interpreted_gpu:build_capturing_later")
 
 
@@ -59,3 +61,39 @@ def test_captured_steps_of_ranks_answer_as_one_process_does(
     steps = report(path, "steps")
     assert any(step["capture_s"] > 0 for step in steps), "none was captured in mid-job"
     assert {step["collective_s"] for step in steps} == {None}, "no host waits for them"
+
+
+@pytest.mark.parametrize("ranks", first_of((2, 1), 1))
+def test_captured_steps_verify_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold_children: None, ranks: int
+) -> None:
+    """Every rank has the graphs of the others, and as many: none waits for one that captures."""
+    monkeypatch.setattr(job_setup, "check_device", lambda _: None)
+    monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
+    make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=1)
+    rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(5)]
+    found = []
+    for name, engine, options, drafts in (
+        ("alone", {"device": "cpu"}, REAL, "off"),
+        ("ranks", {"device": "cuda", TENSOR.removeprefix("engine."): ranks}, DRAFTING, ["prompt"]),
+    ):
+        (tmp_path / name).mkdir()
+        path = write_job(
+            tmp_path / name, tmp_path / "model", rows, prompt={"text": "text", "system": None, "user": None},
+            sampling={"max_tokens": 24, "ignore_eos": True, "logit_bias": {"97": 40.0}}, drafts=drafts,
+            engine=ENGINE | engine,
+            model={"path": str(tmp_path / "model"), "max_model_len": 96},
+        )  # fmt: skip
+        row = run(path, options, FLOAT32).row
+        found.append(table(path))
+    assert found[0] == found[1]
+    assert (row["device"], row["ranks"], row["worker_restarts"]) == ("cuda", ranks, 0)
+    assert row["accepted_tokens"] > 10
+    assert row["eager_steps"] == 0
+    steps = report(path, "steps")
+    assert any(step["drafted_tokens"] and step["launch"] == "full_graph" for step in steps)
+    assert any(step["drafted_tokens"] and step["capture_s"] > 0 for step in steps), (
+        "none was captured in mid-job"
+    )
+    assert max(step["drafted_tokens"] for step in steps) <= 2 * 7

@@ -11,10 +11,6 @@ import numpy as np
 import pytest
 
 from batchinfer.core.errors import JobFileError
-from batchinfer.job import load_job
-from batchinfer.machine.hardware import Hardware
-from batchinfer.models.opening import open_checkpoint
-from batchinfer.plan.setup.resolve import resolve
 from tests.batchinfer.killed_runs import DETERMINISTIC, REAL, killed_and_whole, published
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, run, table
 from tests.batchinfer.test_rerank_jobs import pairs, ranks_of_the_page
@@ -170,9 +166,6 @@ def test_what_is_no_cross_encoder_is_refused(tmp_path: Path, place: Place) -> No
     with pytest.raises(JobFileError, match="without a classification head"):
         run(path, REAL)
     make_cross_encoder(model)
-    gpu = Hardware("NVIDIA H100", "cuda", 1, 80 << 30)
-    with pytest.raises(JobFileError, match=r"encoders \(model_type bert\) run on a CPU alone"):
-        resolve(load_job(path), open_checkpoint(model), gpu)
     path = write_job(tmp_path, place.shared_model, pairs(2))
     with pytest.raises(
         JobFileError, match=r"rerank\.document: is for cross-encoders, and the checkpoint is a decoder"

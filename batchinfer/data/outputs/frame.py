@@ -22,6 +22,9 @@ TAIL = (
     ("retryable", pa.bool_()),
 )
 
+# Made once: a Python value is looked up in pandas, wherever that may be, each time that it becomes a scalar.
+_OK, _ERROR = pa.scalar("ok"), pa.scalar("error")
+
 
 def framed(*own: pa.Field) -> pa.Schema:
     """Return a result's schema with the columns of its kind in their place."""
@@ -37,14 +40,14 @@ class Frame:
 
     @cached_property
     def failed(self) -> pa.ChunkedArray:
-        """Whether each row is an error row."""
+        """Tell whether each row is an error row."""
         return pc.or_(
             pc.is_valid(self.rows.column("error_code")), pc.is_valid(self.matched.column("error_code"))
         )
 
     @cached_property
     def answered(self) -> pa.ChunkedArray:
-        """Whether each row has an answer."""
+        """Tell whether each row has an answer."""
         return pc.and_(pc.is_valid(self.matched.column("row_id")), pc.invert(self.failed))
 
     def when_answered(self, values: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -54,10 +57,10 @@ class Frame:
     def around(self, **own: pa.Array) -> pa.Table:
         """Return the table of all columns, in order."""
         columns = {name: self.rows.column(name) for name in ("row_id", "file", "row_index", "custom_id")}
-        columns["status"] = pc.if_else(self.failed, "error", "ok")
+        columns["status"] = pc.if_else(self.failed, _ERROR, _OK)
         return pa.table({**columns, **own, **{name: self._either(name) for name, _ in TAIL}})
 
     def _either(self, name: str) -> pa.ChunkedArray:
         """Return the error of the row, or that of its completion."""
         both = pc.coalesce(self.rows.column(name), self.matched.column(name))
-        return pc.if_else(self.failed, both, None)
+        return pc.if_else(self.failed, both, pa.scalar(None, both.type))

@@ -54,6 +54,7 @@ RESULT_SCHEMA = framed(
 LOGPROB_ROWS, _LOGPROB_LINES = 128, 16
 # Errors of answers that were generated all the same: what there is of their text says more than the message
 TEXT_IS_KEPT = ("incomplete_output", "unfit_output", "constraint_failed")
+_CODES_WITH_TEXT = pa.array(TEXT_IS_KEPT)
 _OPENAI = ("generated_text", "finish_reason", "prompt_tokens", "completion_tokens")
 _REASONING = tuple(field.name for field in REASONING_FIELDS)
 
@@ -135,7 +136,7 @@ class TokensKind:
 
     def _have_texts(self, frame: Frame) -> pa.ChunkedArray:
         """Return which rows have a text, be it of an error."""
-        return pc.or_(frame.answered, pc.is_in(frame.matched.column("error_code"), pa.array(TEXT_IS_KEPT)))
+        return pc.or_(frame.answered, pc.is_in(frame.matched.column("error_code"), _CODES_WITH_TEXT))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         """Return how many log-probabilities each row has."""

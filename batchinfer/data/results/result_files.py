@@ -26,6 +26,7 @@ from batchinfer.data.storage.durable import DurableFile, FileOps
 # Of one row group, unless a single row has more: 20 MB in memory
 GROUP_ENTRIES = 1 << 20
 SPAN_ROWS = 1 << 15  # at least, where files have fewer
+_ERROR = pa.scalar("error")
 OnRows = Callable[[int], None]
 T = TypeVar("T")
 
@@ -207,7 +208,7 @@ class _ResultWriter:
     def write(self, group: pa.Table) -> None:
         self._writer.write_table(_with_own_dictionaries(group), row_group_size=group.num_rows)
         self.rows += group.num_rows
-        self._errors += pc.sum(pc.equal(group.column("status"), "error")).as_py() or 0
+        self._errors += pc.sum(pc.equal(group.column("status"), _ERROR)).as_py() or 0
         self._retryable += pc.sum(group.column("retryable")).as_py() or 0
 
     def finish(self) -> StagedFile:

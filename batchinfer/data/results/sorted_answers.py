@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -32,19 +34,32 @@ Numbers = NDArray[np.int64]
 
 _Taken = tuple[pa.RecordBatch, Numbers]
 _MOST_THREADS = 4
+_SMALL = 4  # times as many rows as are read at a time are taken by a thread of its own
 
 
 class _Share(NamedTuple):
-    """The rows that are made of a part's answers, and the positions of these in it, which ascend."""
+    """The rows that are made of a part's answers, or of those of some of its row groups, and the positions of these
+    behind the first answer, which ascend."""
 
     part: Path
     positions: Numbers
     rows: Numbers
+    groups: range | None = None  # None: all
 
     @classmethod
     def of(cls, join: Join, number: int) -> _Share:
         own = join.of_part(number)
         return cls(join.parts[number], join.positions[own] - (number << PART_SHIFT), join.rows[own])
+
+    def by_groups(self) -> Iterator[_Share]:
+        """Yield the share of each row group. Raises StorageError."""
+        with _opened(self.part) as file:
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        ends = np.cumsum([0, *sizes])
+        bounds = np.searchsorted(self.positions, ends)
+        for group, (low, high) in enumerate(pairwise(bounds.tolist())):
+            positions = self.positions[low:high] - ends[group]
+            yield _Share(self.part, positions, self.rows[low:high], range(group, group + 1))
 
 
 class SortedAnswers:
@@ -92,14 +107,13 @@ class SortedAnswers:
         return together.take(pa.array(np.argsort(together.column(ROW).to_numpy()))).combine_chunks()
 
     def _taken(self, join: Join) -> Iterator[_Taken]:
-        """Yield the answers that the rows are made of, in the order of the parts. Some small parts are read at once:
-        most of the time goes into opening them."""
-        shares = [_Share.of(join, number) for number in range(len(join.parts))]
+        """Yield the answers that the rows are made of, in the order of the parts. Some small parts or row groups are
+        read at once."""
         ahead: deque[Future[list[_Taken]]] = deque()
         with ThreadPoolExecutor(threads := min(_MOST_THREADS, usable_cpus()), "answers") as pool:
             try:
-                for share in shares:
-                    small = len(share.rows) <= self._at_once
+                for share in self._shares(join):
+                    small = len(share.rows) <= _SMALL * self._at_once
                     while ahead and (len(ahead) > 2 * threads or not small):
                         yield from ahead.popleft().result()
                     if not small:
@@ -111,9 +125,18 @@ class SortedAnswers:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
+    def _shares(self, join: Join) -> Iterator[_Share]:
+        """Yield the shares of the parts, large ones by row groups."""
+        for number in range(len(join.parts)):
+            share = _Share.of(join, number)
+            if len(share.rows) <= self._at_once:
+                yield share
+            else:
+                yield from share.by_groups()
+
     def _of_part(self, share: _Share) -> Iterator[_Taken]:
-        """Yield a part's answers, each with the row that it is of."""
-        for start, batch in _batches(share.part, self._schema, self._at_once):
+        """Yield a share's answers, each with the row that it is of."""
+        for start, batch in _batches(share.part, share.groups, self._schema, self._at_once):
             low, high = np.searchsorted(share.positions, [start, start + batch.num_rows]).tolist()
             for some in range(low, high, self._at_once):  # each of equal rows gets a copy of the answer
                 wanted = slice(some, min(high, some + self._at_once))
@@ -199,24 +222,36 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
     return next(iter(table.to_batches()), pa.RecordBatch.from_pylist([], table.schema))
 
 
-def _at_once(file: pq.ParquetFile, rows: int, names: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file, at most so many at a time. A thousand files of a thousand rows take 0.6 s where each is
-    read as a whole, and 1.4 s in batches."""
-    if file.metadata.num_rows > rows:
-        yield from file.iter_batches(rows, columns=names, use_threads=False)
+def _at_once(
+    file: pq.ParquetFile, groups: Sequence[int], rows: int, names: list[str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file's row groups, at most so many at a time. A thousand files of a thousand rows take 0.6 s
+    where each is read as a whole, and 1.4 s in batches."""
+    if sum(file.metadata.row_group(group).num_rows for group in groups) > rows:
+        yield from file.iter_batches(rows, row_groups=groups, columns=names, use_threads=False)
         return
-    yield from file.read(names, use_threads=False).combine_chunks().to_batches()
+    yield from file.read_row_groups(groups, names, use_threads=False).combine_chunks().to_batches()
 
 
-def _batches(part: Path, schema: pa.Schema, at_once: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield a part's rows with the number of the first, in all columns of `schema` but ROW. Raises StorageError."""
+def _batches(
+    part: Path, groups: range | None, schema: pa.Schema, at_once: int
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Yield the rows of a part's row groups with the number of the first, in all columns of `schema` but ROW; None: all
+    groups. Raises StorageError."""
     start, wanted = 0, schema.remove(schema.get_field_index(ROW))
+    with _opened(part) as file:
+        there = set(file.schema_arrow.names)
+        names = [name for name in wanted.names if name in there]
+        for batch in _at_once(file, groups or range(file.num_row_groups), at_once, names):
+            yield start, padded(batch, wanted)
+            start += batch.num_rows
+
+
+@contextmanager
+def _opened(part: Path) -> Iterator[pq.ParquetFile]:
+    """Open a part of the store. Raises StorageError, also for what is found to be damaged within the block."""
     try:
         with pq.ParquetFile(part, page_checksum_verification=True) as file:
-            there = set(file.schema_arrow.names)
-            names = [name for name in wanted.names if name in there]
-            for batch in _at_once(file, at_once, names):
-                yield start, padded(batch, wanted)
-                start += batch.num_rows
+            yield file
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise damaged(part, error) from error

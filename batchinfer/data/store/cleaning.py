@@ -28,6 +28,7 @@ from batchinfer.data.storage.digests import file_digests
 from batchinfer.data.storage.durable import FileOps, storage, write_json
 from batchinfer.data.storage.rebatch import rebatch
 from batchinfer.data.store.completion_store import (
+    GROUP_ROWS,
     CommitRecord,
     read_records,
     sweep,
@@ -38,7 +39,6 @@ from batchinfer.data.store.store_lock import StoreLock
 from batchinfer.data.store.uses import Mask, User, Uses, read_uses, use_files, write_uses
 
 _PART_ROWS = 50_000  # the most rows of a new part
-_GROUP_ROWS = 8192
 _LARGE_GROUP_ROWS = 256  # where rows have columns of their kind, which may take a megabyte each
 _DAY_S = 86400
 
@@ -270,7 +270,7 @@ def _written(target: Path, sources: Sequence[_Source], ops: FileOps) -> CommitRe
             if digests.of(source.path) != source.record.sha256:
                 raise damaged(source.path, ValueError("its sha256 is not the recorded one"))
     schema = schema_of(source.path for source in sources)
-    rows = _GROUP_ROWS if schema.equals(COMPLETION_SCHEMA) else _LARGE_GROUP_ROWS
+    rows = GROUP_ROWS if schema.equals(COMPLETION_SCHEMA) else _LARGE_GROUP_ROWS
     batches = (padded(batch, schema) for source in sources for batch in _staying(source, rows))
     groups = (batch for table in rebatch(batches, rows) for batch in table.to_batches())
     digest = write_table(target, pa.RecordBatchReader.from_batches(schema, groups), ops)

@@ -38,6 +38,10 @@ from batchinfer.data.store.store_lock import StoreLock
 from batchinfer.data.store.uses import unfinished
 
 RECORD_FORMAT = 1
+# A part for every thousand rows, where many thousands finish in a second, costs the run that writes it two flushes to
+# the disk each, and every later one the opening of a file.
+PART_ROWS, MOST_PART_ROWS, PART_SECONDS = 1000, 1 << 15, 1.0
+GROUP_ROWS = 8192  # of a part, which are read at once
 PENDING_BYTES = 64 << 20  # of large answers: more than these in memory are written as a part early
 _NO_RECORDS: Mapping[Path, CommitRecord] = MappingProxyType({})
 # The whole name: other programs call their files part-00000.parquet, too, and theirs are not ours to remove.
@@ -78,8 +82,8 @@ class CompletionStore:
     """Open a store for appending; use as a context manager. Raises StorageError.
 
     A part that has no record, another size than its record says or (with `digests`, and anew with `verify`) another
-    sha256 is removed and listed in `discarded`. `rows` and `seconds` say when `maybe_commit` commits; `numerics` goes
-    into the records.
+    sha256 is removed and listed in `discarded`. `rows` and `seconds` say when `maybe_commit` commits; without `rows`,
+    some may wait for others that finish within a second. `numerics` goes into the records.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class CompletionStore:
         path: Path,
         *,
         numerics: int = 1,
-        rows: int = 1000,
+        rows: int | None = None,
         seconds: float = 30.0,
         verify: bool = False,
         digests: bool = False,
@@ -146,8 +150,14 @@ class CompletionStore:
     def maybe_commit(self) -> int:
         """Commit when there are enough rows or bytes, or the oldest has waited long enough; rows committed."""
         waited = 0.0 if self._oldest is None else self._clock() - self._oldest
-        full = len(self._pending) >= self._limit or self._pending_bytes >= PENDING_BYTES
+        full = len(self._pending) >= self._enough(waited) or self._pending_bytes >= PENDING_BYTES
         return self.commit() if full or (self._pending and waited >= self._seconds) else 0
+
+    def _enough(self, waited: float) -> int:
+        """Return how many rows are worth a part of their own, the oldest of which has waited for so many seconds."""
+        if self._limit is not None:
+            return self._limit
+        return PART_ROWS if waited >= PART_SECONDS else MOST_PART_ROWS
 
     def commit(self) -> int:
         """Make everything that was appended durable, as one part; rows committed.
@@ -302,7 +312,7 @@ def _damage(part: Path, record: CommitRecord) -> str | None:
 def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps) -> Digest:
     """Write a Parquet file durably with zstd and page checksums. Raises StorageError."""
     file = DurableFile(path, ops)
-    batches = rows.to_batches() if isinstance(rows, pa.Table) else rows
+    batches = rows.to_batches(GROUP_ROWS) if isinstance(rows, pa.Table) else rows
     try:
         writer = pq.ParquetWriter(file, rows.schema, compression="zstd", write_page_checksum=True)
         for batch in batches:

@@ -57,6 +57,8 @@ class CostedDrafter:
     Rows for which nothing was found, or was right, are looked at less and less often.
 
     `model` is asked about rows of which the sources know less than it is expected to, where its own time pays.
+
+    `most_drafts`: of a row in a step; None: as many as are looked for.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class CostedDrafter:
         looks_ahead: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         model: ModelChoice | None = None,
+        most_drafts: int | None = None,
     ) -> None:
         self._model = model
+        self._most_drafts = MOST_DRAFTS if most_drafts is None else most_drafts
         self._sources, self._times, self._looks_ahead, self._clock = sources, times, looks_ahead, clock
         self._most_sampled, self._acceptance = most_sampled, Acceptance()
         # Behind a word that a copy changes nothing is found for some tokens. Where a row waits, each costs a step
@@ -238,7 +242,7 @@ class CostedDrafter:
             rate,
             decodes + certain,
             lambda each: times.seconds(decodes, others, verified + each * len(asked)),
-            (self._most_sampled - decodes - verified) // len(asked),
+            min(self._most_drafts, (self._most_sampled - decodes - verified) // len(asked)),
             least,
         )
         return [*kept, *model.proposals(asked, count)] if count else found
@@ -261,7 +265,7 @@ class CostedDrafter:
         """Return how likely the tokens of each proposal are to be right, and how many of them it pays to verify."""
         rates = np.array([self._acceptance.rate(source, proposal) for _, source, proposal in found])
         lengths = np.array([_verified(row, proposal) for row, _, proposal in found], np.int64)
-        times = self._times
+        lengths, times = np.minimum(lengths, self._most_drafts), self._times
         counts = drafts_worth(
             rates, lengths, lambda n: times.seconds(decodes, others, n), decodes, self._most_sampled - decodes
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from batchinfer.core.samples import StepSample
+from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds
 
 _NEWEST = 0.2  # the weight of the newest step
@@ -19,9 +20,13 @@ class DraftedStepTimes:
     many tokens, the nearest ones that were measured are believed, and of steps with drafts, before there was any, those
     without: a step that is tried by mistake is measured, and not tried again for a while. What was measured of steps
     with drafts fades while there are none: one of them that had to wait for something else would else be the last.
+
+    A step that is replayed as one of `graphs` takes as long as all that it is padded to, so that drafts that take the
+    place of padding take no time.
     """
 
-    def __init__(self, cost: ModelCost, peaks: Peaks) -> None:
+    def __init__(self, cost: ModelCost, peaks: Peaks, graphs: GraphSteps | None = None) -> None:
+        self._graphs = graphs
         self._ratios: dict[bool, dict[int, float]] = {False: {}, True: {}}  # whether with drafts; by level
         self._pairs = self._kv_tokens = 0  # of a token, and of all, in the newest step that only decoded
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
@@ -57,8 +62,10 @@ class DraftedStepTimes:
         """Return the seconds of a step in which so many rows decode, other rows run so many tokens, and so many drafts
         are verified."""
         tokens = decodes + others + drafts
+        if self._graphs is not None and not others:
+            tokens = self._graphs.padded(tokens, drafts > 0)
         rounded = _rounded(self._kv_tokens)
-        shape = StepShape(tokens, decodes + drafts, tokens * _rounded(self._pairs), rounded)
+        shape = StepShape(tokens, tokens - others, tokens * _rounded(self._pairs), rounded)
         return self._bound(shape) * (self._ratio(tokens.bit_length(), drafts > 0) or 1.0)
 
     def _ratio(self, level: int, drafted: bool) -> float | None:

@@ -3,6 +3,10 @@
 A graph reads its inputs where they lay when it was captured, and repeats the launches of the capture. So a step is
 padded to one of a few batch sizes, its inputs are copied to that size's own tensors, and attention is planned for
 contexts of up to a bound. Padding rows have no context; their keys go to a block that no sequence uses.
+
+A step that verifies drafts has several tokens of a sequence, and graphs of its own for up to 2, 4 and 8 of them. Its
+tokens lie one after the other, however many each sequence has, and are padded together: all but attention sees nothing
+of sequences.
 """
 
 from __future__ import annotations
@@ -24,12 +28,21 @@ from batchinfer.engine.kv.cache_layout import CacheGroup
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphInputs, GraphSize
-from batchinfer.engine.tensors.graph_sizes import LATER_FIRST, batch_sizes, context_bound
+from batchinfer.engine.tensors.graph_sizes import (
+    DRAFT_PARTS,
+    DRAFT_QUERIES,
+    LATER_FIRST,
+    GraphSteps,
+    batch_sizes,
+    context_bound,
+)
+from batchinfer.engine.tensors.staging import upload
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, FixedPlan
 
 _log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 512  # each keeps a few MiB, and none is ever freed
+MOST_DRAFTED = 128  # of them, those of steps with drafts
 
 Forward = Callable[[Tensor, Seq[AttentionInputs], Seq[AttentionPlan]], Tensor]
 
@@ -46,11 +59,13 @@ class GraphOps(Protocol):
         longest: int,
         beside: AttentionPlan | None = None,
         before: FixedPlan | None = None,
+        queries: int = 1,
     ) -> FixedPlan:
-        """Plans single queries, for a graph that stays valid while contexts grow up to `longest` tokens.
+        """Plans up to `queries` queries of each sequence, for a graph that stays valid while contexts grow up to
+        `longest` tokens.
 
-        `beside`: as for `Ops.plan_attention`. `before`: a plan for the same sequences in the same order, with a token
-        less each, on the same tensors; what they share is the same.
+        `beside`: as for `Ops.plan_attention`. `before`: a plan for the same sequences in the same order, of one
+        query each, with a token less each, on the same tensors; what they share is the same.
         """
 
 
@@ -71,15 +86,16 @@ class _Replayed:
     def precedes(self, batch: HostBatch, size: GraphSize) -> bool:
         """Whether the step runs the same sequences in the same order, one token further, on the same tensors. Then no
         table has changed but for appended blocks: a sequence that was preempted would have run in a step between."""
-        known = self.size == size and batch.follows
+        known = self.size == size and size.queries == 1 and batch.follows
         return known and [n + 1 for n in self.batch.context_lens] == batch.context_lens
 
 
 class DecodeGraphs:
     """Captures graphs of `forward` when a step first needs one, and replays them.
 
-    `largest`: the largest step that is captured; `tables`: room for it; `groups`: of the KV cache. After a capture that
-    ran out of memory nothing more is captured; what was, is replayed.
+    `largest`: the largest step that is captured; `drafted`: the same of steps with drafts, None where there are none;
+    `tables`: room for both; `groups`: of the KV cache. After a capture that ran out of memory nothing more is captured;
+    what was, is replayed.
     """
 
     def __init__(
@@ -90,8 +106,12 @@ class DecodeGraphs:
         groups: tuple[CacheGroup, ...],
         tables: GraphTables,
         capture: Capture,
+        drafted: GraphSize | None = None,
     ) -> None:
         self._forward, self._ops, self._largest, self._groups = forward, ops, largest, groups
+        self._drafted = drafted
+        self._drafted_sizes = batch_sizes(drafted.rows, DRAFT_PARTS) if drafted else []
+        self._drafted_graphs = 0
         self._tables, self._capture = tables, capture
         self.sizes = batch_sizes(largest.rows)
         self._inputs: dict[GraphSize, GraphInputs] = {}
@@ -106,6 +126,11 @@ class DecodeGraphs:
         """Capture a kind of step from now on when it comes for the third time: a capture takes as long as many
         steps, and some kinds never come again."""
         self._first = LATER_FIRST
+
+    @property
+    def steps(self) -> GraphSteps:
+        """The steps of which there are graphs, or may be."""
+        return GraphSteps(self._largest.rows, self._drafted.rows if self._drafted else 0)
 
     @property
     def captured(self) -> int:
@@ -123,12 +148,19 @@ class DecodeGraphs:
 
     def covers(self, batch: HostBatch) -> bool:
         """Whether the step can be run as a graph."""
-        largest, longest = self._largest, max(batch.context_lens)
+        largest, longest = self._largest_of(batch), max(batch.context_lens)
         useless = self._refused and not self._graphs
-        if useless or not batch.is_decode or longest > largest.longest:
+        if useless or largest is None or longest > largest.longest:
             return False
         width = largest.blocks(context_bound(longest, largest.longest))
-        return len(batch.query_lens) <= largest.rows and batch.tables[0].width <= width
+        return len(batch.token_ids) <= largest.rows and batch.tables[0].width <= width
+
+    def _largest_of(self, batch: HostBatch) -> GraphSize | None:
+        """Return the largest captured step of this kind; None: such steps are not captured."""
+        if batch.is_decode:
+            return self._largest
+        few = batch.copies is None and max(batch.query_lens) <= DRAFT_QUERIES[-1]
+        return self._drafted if few else None
 
     def run(
         self,
@@ -137,47 +169,56 @@ class DecodeGraphs:
         fill_in: Callable[[Tensor], None],
         or_else: bool = False,
     ) -> tuple[Tensor, int] | None:
-        """Run a step that is covered → (hidden states of its rows, number of padding rows). Its kind may have no graph
-        yet: then its operators are launched, or, where it can be run in another way (`or_else`), None is returned.
+        """Run a step that is covered → (hidden states to sample from, number of padding rows). Its kind may have no
+        graph yet: then its operators are launched, or, where it can be run in another way (`or_else`), None is
+        returned.
 
         `tables`: brought up to date. `fill_in` writes token ids that only the device knows. The result is valid until
         the next step is launched.
         Raises torch.OutOfMemoryError when the step's graph cannot be captured; nothing is from then on.
         """
-        rows, last = len(batch.query_lens), self._replayed
+        rows, last = len(batch.token_ids), self._replayed
         size = self._size(batch)
         before = last.graph.plans if last and last.precedes(batch, size) else None
         held = self._hold(batch, size)
         fill_in(held.token_ids)
         inputs = held.inputs(batch, self._tables.fill(size, batch.tables, tables))
-        plans = self._plans(inputs, size.longest, before)
+        plans = self._plans(inputs, size, before)
         key = (size, *[plan.sizes for plan in plans])
-        if not self._is_worth_it(key):
+        if not self._is_worth_it(key, plain=size.queries == 1):
             self._replayed = None
             if or_else:
                 return None
-            return self._forward(held.token_ids, inputs, plans)[:rows], size.rows - rows
-        graph = self._graph(key, held.token_ids, inputs, plans)
+            return _sampled(self._forward(held.token_ids, inputs, plans), batch), size.rows - rows
+        graph = self._graph(key, held, inputs, plans)
         if graph.plans is not plans:
             for old, new in zip(graph.plans, plans, strict=True):
                 old.refill(new)
         graph.captured.replay()
         self._replayed = _Replayed(batch, size, graph)
-        return graph.captured.result[:rows], size.rows - rows
+        return _sampled(graph.captured.result, batch), size.rows - rows
 
-    def _is_worth_it(self, key: Hashable) -> bool:
+    def _is_worth_it(self, key: Hashable, plain: bool) -> bool:
         """Whether a step of this kind is replayed, after a capture if it has no graph yet."""
         if key in self._graphs:
             return True
         self._seen[key] += 1
         may = not self._refused and len(self._graphs) < MOST_GRAPHS
-        return may and self._seen[key] >= self._first
+        return may and self._seen[key] >= self._first and (plain or self._drafted_graphs < MOST_DRAFTED)
 
     def _size(self, batch: HostBatch) -> GraphSize:
         """Return the smallest size that holds the step."""
-        rows = self.sizes[bisect_left(self.sizes, len(batch.query_lens))]
-        longest = context_bound(max(batch.context_lens), self._largest.longest)
-        return replace(self._largest, rows=rows, longest=longest, adapted=batch.adapters is not None)
+        longest, adapted = (
+            context_bound(max(batch.context_lens), self._largest.longest),
+            batch.adapters is not None,
+        )
+        if batch.is_decode:
+            queries, sizes = 1, self.sizes
+        else:
+            most = max(batch.query_lens)
+            queries, sizes = next(n for n in DRAFT_QUERIES if n >= most), self._drafted_sizes
+        rows = sizes[bisect_left(sizes, len(batch.token_ids))]
+        return replace(self._largest, rows=rows, longest=longest, adapted=adapted, queries=queries)
 
     def _hold(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
         """Put the step on the device."""
@@ -189,7 +230,7 @@ class DecodeGraphs:
         return held
 
     def _plans(
-        self, inputs: list[AttentionInputs], longest: int, before: list[FixedPlan] | None
+        self, inputs: list[AttentionInputs], size: GraphSize, before: list[FixedPlan] | None
     ) -> list[FixedPlan]:
         plans: list[FixedPlan] = []
         for at, (group, own) in enumerate(zip(self._groups, inputs, strict=True)):
@@ -197,17 +238,19 @@ class DecodeGraphs:
                 own,
                 self._largest.block_size,
                 group.windows,
-                longest,
+                size.longest,
                 beside=plans[-1] if plans else None,
                 before=before[at] if before else None,
+                queries=size.queries,
             )
             plans.append(plan)
         return plans
 
     def _graph(
-        self, key: Hashable, token_ids: Tensor, inputs: list[AttentionInputs], plans: list[FixedPlan]
+        self, key: Hashable, held: GraphInputs, inputs: list[AttentionInputs], plans: list[FixedPlan]
     ) -> _Graph:
         if key not in self._graphs:
+            token_ids, size = held.token_ids, held.size
             began = time.perf_counter()
             try:
                 captured = self._capture(lambda: self._forward(token_ids, inputs, plans))
@@ -216,10 +259,19 @@ class DecodeGraphs:
                 _log.warning(
                     "too little GPU memory to capture decode steps of %s rows as graphs: no more graphs are captured, "
                     "and steps without one run slower; lower engine.kv_memory to leave room for them",
-                    len(inputs[0].query_lens),
+                    size.rows,
                 )
                 raise
             finally:
                 self.capture_s += time.perf_counter() - began
             self._graphs[key] = _Graph(plans, captured)
+            self._drafted_graphs += size.queries > 1
         return self._graphs[key]
+
+
+def _sampled(hidden: Tensor, batch: HostBatch) -> Tensor:
+    """Return the hidden states of the rows to sample from, of those of all rows, padding included."""
+    if len(batch.sampled_rows) == len(batch.token_ids):
+        return hidden[: len(batch.token_ids)]
+    (rows,) = upload([batch.sampled_rows], hidden.device)
+    return hidden.index_select(0, rows)

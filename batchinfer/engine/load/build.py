@@ -117,7 +117,7 @@ class LoadedWeights:
         # no longer than what runs: a checkpoint may name billions of positions
         longest = max(1, min(config.longest, config.max_model_len))
         block_size, company = config.block_size or DEFAULT_BLOCK_SIZE, self.company
-        captured = source.can_be_captured and company.division.captured
+        captured = source.can_be_captured and company.division.captured and self.cost.causal
         limits, turns = in_turns(scheduler_config(config, self.cost, captured), company.division.stages)
         sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
         ops = fastest_operators(self.ops, sizes, device, source.plain_attention, agreed)

@@ -10,6 +10,7 @@ from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.graphs.graph_capture import GpuRecorder, GraphRecorder, R, Replay
 from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
 from batchinfer.engine.load.dummy_steps import GpuMeter
+from batchinfer.engine.load.prompt_fit import fit_prompts
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.budget import admission_costs, captured_tokens
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
@@ -29,10 +30,13 @@ def fit_cache(
     """Give the runner its cache. On a GPU steps are measured first, and then captured; `cost`: of the whole
     model, of which the runner may have a part. `loads` are the counters of a model that can be captured, None one that
     cannot."""
+    if isinstance(runner.ops, GraphOps) and limits.whole_prompts:
+        return fit_prompts(runner, limits, room, GpuMeter(runner.device))
     if isinstance(runner.ops, GraphOps):
         mixed = captured_tokens(cost, config.peaks, limits.max_num_batched_tokens)
         capture = None if loads is None else _Uncounted(GpuRecorder(), loads, untimed)
-        found = fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed)
+        drafts = bool(config.drafts) and config.peaks is not None
+        found = fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed, drafts)
         return found if found.captures_pieces else _by_operators(found, cost, config)
     blocks = room.blocks(0)
     return Fitted(

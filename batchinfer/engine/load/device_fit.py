@@ -23,6 +23,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.device_tables import GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
+from batchinfer.engine.tensors.graph_sizes import DRAFT_QUERIES, FEW_ROWS
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.attention_boundary import StaticBuffers
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
@@ -70,13 +71,15 @@ def fit(
     capture: Capture | None,
     logprobs: int | None = None,
     mixed: int = 0,
+    drafts: bool = False,
 ) -> Fitted:
     """Give `runner`, which has no cache yet, the largest cache that leaves room for its steps.
 
     `capture` turns decode steps into graphs, if the operators can plan for graphs; None: the model cannot be captured.
     Ranks of an engine come to the same limits and blocks, and capture the same steps, as these wait for one another.
     `logprobs`: the most log-probabilities that a row asks for; None: none does. `mixed`: the most tokens of a step that
-    reads prompts and is captured in pieces, if `capture` can record them.
+    reads prompts and is captured in pieces, if `capture` can record them. `drafts`: whether rows may have any, which
+    are verified in graphs of their own.
     Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for a step of one token
     or for the longest sequence.
     """
@@ -90,16 +93,22 @@ def fit(
     needed = profile.step_bytes + (graph_bytes(buffers.tokens, profile.layers) if buffers else 0)
     # of steps that are launched, and of graphs, which keep what they take
     spare = runner.ops.spare_bytes(_most_rows(limits), room.longest, runner.device)
+    if capture is not None and drafts:
+        size = _drafted(_largest(runner, limits, room), limits)
+        most = runner.ops.spare_bytes(size.rows, room.longest, runner.device, size.queries)
+        spare = max(spare, most)
     needed += spare if capture is None else 2 * spare
     tables: GraphTables | None = None
     if capture is not None:
-        tables = _on_all(_graph_tables(runner, _largest(runner, limits, room)), room)
-    blocks, caches = _cache(room, room.blocks(needed))
+        largest = _largest(runner, limits, room)
+        tables = _on_all(_graph_tables(runner, _drafted(largest, limits) if drafts else largest), room)
+    blocks, caches = allocated(room, room.blocks(needed))
     blocks = room.agreed(blocks)
-    fitted = replace(_with_cache(runner, caches), micro_batches=profile.micro_batches, recorder=recorder)
+    fitted = replace(with_cache(runner, caches), micro_batches=profile.micro_batches, recorder=recorder)
     if capture is not None and tables is not None:
         largest = _largest(runner, limits, room, blocks)
-        fitted = replace(fitted, graphs=_graphs(fitted, largest, tables, capture))
+        own = _drafted(largest, limits) if drafts else None
+        fitted = replace(fitted, graphs=_graphs(fitted, largest, tables, capture, own))
     if buffers is not None and recorder is not None:
         fitted = replace(fitted, mixed=_piecewise(fitted, buffers, blocks, recorder))
     return _warmed_up(
@@ -138,7 +147,7 @@ def _profile(
     mixed: int,
 ) -> _Profile:
     """Run the largest steps on a small cache, which is gone afterwards. Raises OutOfMemory."""
-    measured = _with_cache(runner, room.allocate(limits.max_num_seqs + 1))
+    measured = with_cache(runner, room.allocate(limits.max_num_seqs + 1))
     masked = _has_masks(runner, room)
     steps = DummySteps(measured, limits, room.longest, limits.max_num_seqs, logprobs, masked)
     try:
@@ -162,7 +171,8 @@ def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
     return replace(fitted, free_bytes=free)
 
 
-def _with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
+def with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
+    """Return the runner of a GPU, with a cache."""
     return DeviceRunner(
         model=runner.model,
         ops=runner.ops,
@@ -180,8 +190,9 @@ def _most_rows(limits: SchedulerConfig) -> int:
     return min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
 
-def _cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
-    """Return (blocks for sequences, a cache with one block more, which takes the keys of padding rows)."""
+def allocated(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
+    """Return (blocks for sequences, a cache with one block more, which takes the keys of padding rows). Raises
+    OutOfMemory where there is no memory for the longest sequence."""
     blocks = wanted
     while True:
         try:
@@ -229,6 +240,12 @@ def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, bloc
     return GraphSize(_most_rows(limits), room.longest, size, padding_slot=blocks * size)
 
 
+def _drafted(largest: GraphSize, limits: SchedulerConfig) -> GraphSize:
+    """Return the largest step with drafts that is captured: its tokens are no more than rows can be sampled."""
+    rows = min(max(largest.rows, FEW_ROWS), limits.max_num_batched_tokens)
+    return replace(largest, rows=rows, queries=DRAFT_QUERIES[-1])
+
+
 def _graph_tables(runner: ModelRunner, largest: GraphSize) -> GraphTables | None:
     """Allocate what graphs of decode steps read block tables from, before the cache is allocated; None: no decode step
     is captured."""
@@ -245,9 +262,15 @@ def _graph_tables(runner: ModelRunner, largest: GraphSize) -> GraphTables | None
         return None
 
 
-def _graphs(runner: DeviceRunner, largest: GraphSize, tables: GraphTables, capture: Capture) -> DecodeGraphs:
+def _graphs(
+    runner: DeviceRunner,
+    largest: GraphSize,
+    tables: GraphTables,
+    capture: Capture,
+    drafted: GraphSize | None,
+) -> DecodeGraphs:
     def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
         return runner.model.forward(token_ids, inputs, runner.caches, plans)
 
     assert isinstance(runner.ops, GraphOps), "it has the tables"
-    return DecodeGraphs(forward, runner.ops, largest, runner.layout.groups, tables, capture)
+    return DecodeGraphs(forward, runner.ops, largest, runner.layout.groups, tables, capture, drafted)

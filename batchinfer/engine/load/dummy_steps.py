@@ -5,6 +5,7 @@ The steps run dummy tokens, whose keys go to the block of the padding rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,7 +21,7 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
-from batchinfer.engine.tensors.graph_sizes import SHORTEST
+from batchinfer.engine.tensors.graph_sizes import DRAFT_QUERIES, SHORTEST
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
@@ -137,6 +138,8 @@ class DummySteps:
         self._run(self.chunks(self.rows, self.rows, context, GREEDY, shared=True))
         for size in reversed(self.runner.graphs.sizes if self.runner.graphs else []):
             self._run(self.chunks(size, size, context, GREEDY))
+        for chunks in self._drafted(context):
+            self._run(chunks)
         if self.masked:
             for params in (SAMPLED, GREEDY):
                 self._run(self.chunks(self.rows, self.rows, context, params), masked=True)
@@ -176,6 +179,16 @@ class DummySteps:
                     table[0] = row % self.scratch
             chunks.append(Chunk(sequence, context - length, length))
         return chunks
+
+    def _drafted(self, context: int) -> Iterator[list[Chunk]]:
+        """Yield the largest step of each kind that verifies drafts, with as many tokens of a row; none where they are
+        not captured. The other sizes are captured when they come up: which these are nobody knows."""
+        graphs = self.runner.graphs
+        most = 0 if graphs is None else graphs.steps.drafted
+        for queries in DRAFT_QUERIES if most else ():
+            length = min(queries, context)
+            rows = [self._sequence(row, context, GREEDY) for row in range(most // length)]
+            yield [Chunk(sequence, context - length, length) for sequence in rows]
 
     def _sequence(self, row: int, tokens: int, params: SamplingParams) -> Sequence:
         request = Request(row.to_bytes(32, "little"), np.zeros(tokens, np.int32), params)

@@ -12,11 +12,13 @@ from batchinfer.engine.drafts.sources import drafter_of
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
+from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer_kernels.cost import Peaks
@@ -39,6 +41,12 @@ class LoadedModel:
     turns: int = (
         1  # engines that it is made for at a time, each with such limits, and with a part of the cache
     )
+
+    @property
+    def _graphs(self) -> GraphSteps | None:
+        """The steps that are replayed as a whole, if any are."""
+        runner = self.runner
+        return runner.graphs.steps if isinstance(runner, DeviceRunner) and runner.graphs else None
 
     @property
     def runners(self) -> list[ModelRunner]:
@@ -70,5 +78,7 @@ class LoadedModel:
         scheduler = Scheduler(self.limits, pool, windows=windows)
         limits = self.engine_limits
         runner = runner or self.runner
-        drafter = drafter or drafter_of(self.drafts, runner, peaks, self.limits.max_num_seqs, self.beside)
+        drafter = drafter or drafter_of(
+            self.drafts, runner, peaks, self.limits.max_num_seqs, self.beside, self._graphs
+        )
         return Engine(runner, scheduler, limits, peaks, stop_streams, drafter=drafter, masks=self.masks)

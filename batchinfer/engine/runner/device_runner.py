@@ -148,7 +148,9 @@ class DeviceRunner(ModelRunner):
                 with lack_of_memory():
                     found, padding, mode = self._run(host)
             except torch.OutOfMemoryError:
-                if len(host.token_ids) == 1 or self.in_group:  # other ranks would not know of micro-batches
+                if (
+                    self.micro_batches.is_least(host) or self.in_group
+                ):  # other ranks would not know of micro-batches
                     raise
                 failed = True
             if failed:  # by now the error, whose traceback kept what the step held, is gone

@@ -26,19 +26,25 @@ class MicroBatches:
     """
 
     most_tokens: int | None = None
+    whole: bool = False  # a chunk is never divided: its tokens see later ones, too
     _asked: int = 0  # the most tokens for which there was no memory
     _held: int = 0  # the limit before it was doubled last
     _good: int = 0  # steps that counted since it last fell or rose
     _patience: int = field(default_factory=lambda: PATIENCE)
 
     def split(self, step: HostBatch) -> list[HostBatch]:
-        """Split a step into micro-batches, in the same order; a chunk that is too long becomes several. A later
-        micro-batch reads from the cache what an earlier one wrote, so the results are the same.
+        """Split a step into micro-batches, in the same order; a chunk that is too long becomes several, unless chunks
+        stay whole. A later micro-batch reads from the cache what an earlier one wrote, so the results are the same.
         """
         most = self.most_tokens
         if most is None or len(step.token_ids) <= most:
             return [step]
-        return [step.part(first, end) for first, end in pairwise(_edges(step.query_lens, most))]
+        edges = _edges(step.query_lens, most, self.whole)
+        return [step.part(first, end) for first, end in pairwise(edges)]
+
+    def is_least(self, step: HostBatch) -> bool:
+        """Whether a step cannot be divided any more."""
+        return len(step.query_lens if self.whole else step.token_ids) == 1
 
     def shrink(self, tokens: int, rows: int) -> None:
         """Lower the limit after the device ran out of memory for this many tokens, two at least."""
@@ -76,13 +82,14 @@ class MicroBatches:
         )
 
 
-def _edges(lengths: list[int], most: int) -> list[int]:
+def _edges(lengths: list[int], most: int, whole: bool = False) -> list[int]:
     """Return where micro-batches of chunks of these lengths begin and end. A chunk is divided only where it has more
-    tokens than fit at once."""
+    tokens than fit at once, and not where it stays `whole`."""
     edges, done = [0], 0
     for length in lengths:
-        for size in [*[most] * (length // most), *[length % most] * (length % most > 0)]:
-            if done + size - edges[-1] > most:
+        sizes = [*[most] * (length // most), *[length % most] * (length % most > 0)]
+        for size in [length] if whole else sizes:
+            if done > edges[-1] and done + size - edges[-1] > most:
                 edges.append(done)
             done += size
     return [*edges, done]

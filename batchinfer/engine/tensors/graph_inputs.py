@@ -18,13 +18,18 @@ from batchinfer.models.ops.interface import AttentionInputs
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
-    """A step of `rows` rows, padding rows included, with contexts of up to `longest` tokens."""
+    """A step of `rows` rows, padding rows included, with contexts of up to `longest` tokens.
+
+    A row is a token, of a sequence of its own unless sequences have up to `queries`. There are as many block tables as
+    rows in any case: each token of padding is a sequence without a context.
+    """
 
     rows: int
     longest: int
     block_size: int
     padding_slot: int  # where padding rows write their keys to
     adapted: bool = False  # whether rows may have adapters
+    queries: int = 1  # the most tokens of a sequence
 
     def blocks(self, tokens: int) -> int:
         """Count the blocks of a sequence of this many tokens."""
@@ -38,7 +43,8 @@ class GraphSize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphInputs:
-    """A decode step's inputs on the device, padded to a graph's size. Padding rows have no context."""
+    """A decode step's inputs on the device, padded to a graph's size. Padding rows have no context. Drafts are tokens
+    of a decode step, too."""
 
     size: GraphSize
     # Token ids, positions, the slots of each cache group, and where rows may have them their adapters: (rows,)
@@ -64,8 +70,9 @@ class GraphInputs:
         """
         _, positions, *slots = self.lines.tensors
         adapters = slots.pop() if self.size.adapted else None
-        missing = self.size.rows - len(batch.context_lens)
-        query_lens, context_lens = [1] * self.size.rows, [*batch.context_lens, *[0] * missing]
+        rows, sequences, tokens = self.size.rows, len(batch.context_lens), len(batch.token_ids)
+        padding = [1] * (rows - tokens) + [0] * (tokens - sequences)
+        query_lens, context_lens = [*batch.query_lens, *padding], [*batch.context_lens, *[0] * len(padding)]
         each = zip(slots, tables, batch.tables, batch.whole, strict=True)
         return [
             AttentionInputs(

@@ -27,7 +27,6 @@ _log = logging.getLogger(__name__)
 LEAST_CAPABILITY = 80
 # What to do about matrix tiles
 _OTHER_KIND = "run it on a CPU of the kind that it was planned on"
-ON_CPU = "use engine.device: cpu"  # what to do with an encoder
 _NEWER = "install gcc 11 or clang 12, or a newer one"
 # It builds its link to the driver when it is first asked
 NEEDS_OF_TRITON = "check that there are a driver, a C compiler (gcc or clang) and Python's headers"
@@ -61,8 +60,8 @@ def choose_ops(
     `group` is the number of query heads a KV head; `forms` are those of quantised weights; how a GPU's work is split
     depends on `kv_heads`; `tiles`: whether the bits that are promised are those of a CPU's matrix tiles, which are else
     used wherever they are granted; `latent`: whether the cache keeps latents, of which `head_dim` is the size; `codes`:
-    whether it is to keep int8 values, for which a CPU has operators of their own; `causal`: False for an encoder, which
-    Triton's do not read. Falling back to torch's operators is logged, and `ops` in the report says it. Raises
+    whether it is to keep int8 values, for which a CPU has operators of their own; `causal`: False for an encoder.
+    Falling back to torch's operators is logged, and `ops` in the report says it. Raises
     Unavailable where torch's would have to do, and cannot: they neither multiply quantised weights, nor keep a
     quantised cache, nor promise row-invariance.
     """
@@ -73,11 +72,9 @@ def choose_ops(
         needed, promised = "compiled CPU operators", deterministic and dtype == torch.bfloat16
         in_tiles = tiles if promised else None
         found = _compiled(dtype, group, head_dim, forms, latent, in_tiles, codes, causal)
-    elif not causal:
-        raise Unavailable(f"an encoder runs on a CPU alone; {ON_CPU}")
     else:
         needed = "Triton operators"
-        found = _triton(dtype, group, head_dim, forms, deterministic, kv_heads, latent)
+        found = _triton(dtype, group, head_dim, forms, deterministic, kv_heads, latent, causal)
     if isinstance(found, Ops):
         return found
     if wanted:
@@ -155,6 +152,7 @@ def _triton(
     deterministic: bool,
     kv_heads: int,
     latent: bool,
+    causal: bool,
 ) -> Ops | Lacking:
     """Return Triton's operators for this GPU. Triton is imported only here: it looks for a driver."""
     if importlib.util.find_spec("triton") is None:
@@ -167,7 +165,7 @@ def _triton(
     lacking = _unfit_gpu(forms, dtype)
     if lacking is not None:
         return lacking
-    shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic)
+    shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic, causal)
     return TritonOps(shape, latent, _stated_peaks(dtype))
 
 

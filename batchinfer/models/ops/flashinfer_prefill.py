@@ -42,6 +42,8 @@ def why_not(shape: AttentionShape, latent: bool) -> str | None:
         return "engine.deterministic is true"
     if latent:
         return "the model's cache keeps latents"
+    if not shape.causal:
+        return "the model is an encoder, whose tokens see later ones, too"
     if shape.dtype not in DTYPES:
         return f"it has no kernels for {str(shape.dtype).removeprefix('torch.')}"
     if shape.head_dim not in HEAD_DIMS:

@@ -449,10 +449,10 @@ class Ops(ABC):
             found += cache.tensors * heads * size * cache.head_bytes(dim, itemsize)
         return found
 
-    def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
-        """Return the bytes that attention of `rows` single queries takes at most while a step runs, beyond what it
-        takes where every row has a context of `longest` tokens and shares none: which steps those are depends on the
-        operators."""
+    def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
+        """Return the bytes that attention of `rows` queries takes at most while a step runs, beyond what it takes where
+        every row has a context of `longest` tokens and shares none: which steps those are depends on the operators.
+        `queries`: the most of a sequence."""
         return 0
 
     def allocate_cache(

@@ -126,9 +126,11 @@ class LatentPlan(FixedPlan):
         return ()
 
     def refill(self, other: FixedPlan) -> None:
-        """Single queries read the tables and positions that who captures a step keeps filled."""
+        """Queries read the tables and positions that who captures a step keeps filled."""
         if not isinstance(other, LatentPlan):
             raise TypeError(f"{type(other).__name__} was not made by these operators")
+        if other is not self:
+            self.sequences.copy_(other.sequences, non_blocking=True)
 
 
 class TritonOps(Ops):
@@ -240,8 +242,8 @@ class TritonOps(Ops):
             self._library_layers.append(weakref.ref(made))
         return made
 
-    def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
-        return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device)
+    def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
+        return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device, queries)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)
@@ -323,9 +325,10 @@ class TritonOps(Ops):
         longest: int,
         beside: AttentionPlan | None = None,
         before: FixedPlan | None = None,
+        queries: int = 1,
     ) -> FixedPlan:
-        """The plan of single queries for a graph that stays right while contexts grow up to `longest` tokens; see
-        GraphOps."""
+        """The plan of a few queries a sequence for a graph that stays right while contexts grow up to `longest` tokens;
+        see GraphOps."""
         if self._latent:
             return before or LatentPlan(inputs)
         alike = beside.plan if isinstance(beside, TritonPlan) else None
@@ -333,20 +336,21 @@ class TritonOps(Ops):
             return TritonPlan(before.plan.grown(inputs.context_lens, alike), inputs)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan.with_windows(windows), inputs)
-        (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
-        shared = self._shared(inputs, queries, contexts, block_size)
-        room = Room(longest, sharing=None)
-        plan = attention_plan.plan_attention(queries, contexts, self._shape, device, shared, room, windows)
+        (lens, contexts), device = _lengths(inputs), inputs.block_tables.device
+        shared = self._shared(inputs, lens, contexts, block_size, queries)
+        room = Room(longest, sharing=None, queries=queries)
+        plan = attention_plan.plan_attention(lens, contexts, self._shape, device, shared, room, windows)
         return TritonPlan(plan, inputs)
 
     def _shared(
-        self, inputs: AttentionInputs, lens: Ints, contexts: Ints, block_size: int
+        self, inputs: AttentionInputs, lens: Ints, contexts: Ints, block_size: int, queries: int = 1
     ) -> list[attention_plan.SharedPrefix]:
-        """Return the prefixes that single queries share, if the host can see them. Tables of a window do not show it:
-        entries that it has left are alike in all of them."""
-        if inputs.host_tables is None or not inputs.whole:
+        """Return the prefixes that sequences of up to so many queries share, if the host can see them. Tables of a
+        window do not show it: entries that it has left are alike in all of them."""
+        tables, unit = inputs.host_tables, self._shape.unit
+        if tables is None or not inputs.whole:
             return []
-        return attention_plan.find_shared(lens, contexts, inputs.host_tables, block_size, self._shape.unit)
+        return attention_plan.find_shared(lens, contexts, tables, block_size, unit, queries)
 
     def attention(
         self,
@@ -380,6 +384,13 @@ class TritonOps(Ops):
             v_scale=cache.v_scale,
             out=out,
         )
+
+    def biased_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, bias: Tensor
+    ) -> Tensor:
+        if not isinstance(plan, TritonPlan):
+            raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
+        return paged_attention(q, cache.k, cache.v, plan.tables, plan.plan, scale, bias=bias)
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
         return TritonAdapters(factors, self._shape.deterministic, room)

@@ -13,7 +13,7 @@ def open_store(run: OpenRun) -> CompletionStore:
         store = CompletionStore(
             run.state.completions,
             numerics=NUMERICS_VERSION,
-            rows=run.job.commit.rows,
+            rows=None if run.job.commit.rows == "auto" else run.job.commit.rows,
             seconds=run.job.commit.seconds,
             verify=run.options.verify,
             digests=True,

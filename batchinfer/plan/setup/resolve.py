@@ -441,7 +441,7 @@ def _has_experts(checkpoint: StoredModel) -> bool:
 def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -> Iterator[Mistake]:
     """Yield what neither checkpoint nor device can do. A CPU that the job names was refused with the job file; here
     it is one that `auto` has found."""
-    yield from _wrong_for_encoders(job, checkpoint, device)
+    yield from _wrong_for_encoders(job, checkpoint)
     asked, length = job.model.quantization, job.model.max_model_len
     positions, cpu = checkpoint.spec.max_positions, device == "cpu"
     if length is not None and length > positions:
@@ -481,7 +481,7 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
     yield from (Mistake(key, text) for key, text in refused)
 
 
-def _wrong_for_encoders(job: Job, checkpoint: StoredModel, device: Device) -> Iterator[Mistake]:
+def _wrong_for_encoders(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
     """Yield what an encoder cannot do."""
     if not isinstance(checkpoint, Checkpoint) or checkpoint.spec.causal:
         if job.rerank.document is not None:
@@ -494,9 +494,6 @@ def _wrong_for_encoders(job: Job, checkpoint: StoredModel, device: Device) -> It
     elif job.task != "embed":
         text = f"the checkpoint is an encoder (model_type {spec.family}), which generates no texts"
         yield Mistake("task", f"{job.task}: {text}; use task: embed, or another model")
-    if device == "cuda":
-        text = f"encoders (model_type {spec.family}) run on a CPU alone, not on a GPU"
-        yield Mistake("engine.device", f"{job.engine.device}: {text}; use cpu")
 
 
 def auto_dtype(device: Device, stored: Dtype, fast_bf16: bool) -> Dtype:

@@ -47,8 +47,12 @@ class Contexts(FixedPlan):
 
     padded_tokens = 0
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.contexts, self._odd = torch.tensor(lengths), max(lengths) % 2
+    def __init__(self, queries: list[int], lengths: list[int]) -> None:
+        self.queries, self.contexts, self._odd = (
+            torch.tensor(queries),
+            torch.tensor(lengths),
+            max(lengths) % 2,
+        )
 
     @property
     def sizes(self) -> int:
@@ -58,6 +62,7 @@ class Contexts(FixedPlan):
         assert isinstance(other, Contexts)
         assert other.sizes == self.sizes
         self.contexts.copy_(other.contexts)
+        self.queries.copy_(other.queries)
 
 
 class HashingOps(TorchOps):
@@ -67,14 +72,14 @@ class HashingOps(TorchOps):
         return Unpadded()
 
     def plan_captured(self, inputs: AttentionInputs, *_: Any, **__: Any) -> FixedPlan:
-        return Contexts(inputs.context_lens)
+        return Contexts(inputs.query_lens, inputs.context_lens)
 
 
 def _attended(inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan, window: int | None) -> Tensor:
     """(T, 1): in the rows of each sequence's last tokens a number made of the tokens that each sees, else -1."""
     contexts, queries_of = inputs.context_lens, inputs.query_lens
     if isinstance(plan, Contexts):
-        contexts, queries_of = plan.contexts.tolist(), [1] * len(inputs.positions)
+        contexts, queries_of = plan.contexts.tolist(), plan.queries.tolist()
     hidden, end = torch.full((len(inputs.positions), 1), -1 << 40), 0
     for table, queries, context in zip(inputs.block_tables, queries_of, contexts, strict=True):
         end += queries
@@ -161,15 +166,21 @@ def captured_eagerly(run: Callable[[], Tensor]) -> Captured:
 
 
 def with_graphs(
-    runner: Any, rows: int, longest: int, blocks: int, capture: Capture = captured_eagerly
+    runner: Any,
+    rows: int,
+    longest: int,
+    blocks: int,
+    capture: Capture = captured_eagerly,
+    drafts: bool = False,
 ) -> Any:
-    """The runner, decode steps replayed."""
+    """The runner, decode steps replayed, and those that verify drafts."""
 
     def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
         return runner.model.forward(token_ids, inputs, runner.caches, plans)
 
     size = runner.layout.block_size
     limits = GraphSize(rows, longest, size, padding_slot=blocks * size)
-    tables = GraphTables(len(runner.layout.groups), limits.table_entries, runner.device)
-    graphs = DecodeGraphs(forward, runner.ops, limits, runner.layout.groups, tables, capture)
+    drafted = replace(limits, rows=3 * rows, queries=8) if drafts else None
+    tables = GraphTables(len(runner.layout.groups), (drafted or limits).table_entries, runner.device)
+    graphs = DecodeGraphs(forward, runner.ops, limits, runner.layout.groups, tables, capture, drafted)
     return replace(runner, graphs=graphs)

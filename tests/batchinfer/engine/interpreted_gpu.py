@@ -31,6 +31,7 @@ from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
+from tests.batchinfer import costed_engine
 from tests.batchinfer.engine.taped import Taped, TapedGroup
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
@@ -131,6 +132,14 @@ def build_capturing_later(*arguments: Any, **named: Any) -> LoadedWeights:
     for module in (graph_sizes, dummy_steps):
         module.SHORTEST = 16  # type: ignore[attr-defined]
     return build(*arguments, **named)
+
+
+def build_drafting(*arguments: Any, **named: Any) -> LoadedWeights:
+    """The same, which believes that steps take what they cost: the drafts that are tried are so on every machine."""
+    stand_in(setattr, compiles=False)
+    for module in (graph_sizes, dummy_steps):
+        module.SHORTEST = 16  # type: ignore[attr-defined]
+    return costed_engine.build(*arguments, **named)
 
 
 def build_without_triton(*arguments: Any) -> LoadedWeights:

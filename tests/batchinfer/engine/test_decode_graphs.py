@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchinfer.engine.graphs import decode_graphs
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import Capture, Captured
+from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
@@ -34,6 +36,7 @@ from tests.batchinfer.engine.hashing_model import (
     with_graphs,
 )
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, layer_each, make_engine
+from tests.batchinfer.engine.speculating import Drafts, remembered
 
 LIMITS = Limits(budget=64, seqs=12, blocks=60, block_size=4)
 CPU = torch.device("cpu")
@@ -107,15 +110,23 @@ class Counting:
         return Captured(inner.result, replay)
 
 
-def ran(capture: Capture | None = None, rows: int = 12, longest: int = 40, warmed_up: bool = False) -> Ran:
+def ran(
+    capture: Capture | None = None,
+    rows: int = 12,
+    longest: int = 40,
+    warmed_up: bool = False,
+    drafter: Drafter | None = None,
+) -> Ran:
     """Run 20 rows, their decode steps by graphs if they can be captured."""
     runner = hashing_runner(DeviceRunner, LIMITS.blocks, LIMITS.block_size)
     if capture is not None:
-        runner = with_graphs(runner, rows, longest, LIMITS.blocks, capture)
+        drafts = drafter is not None
+        runner = with_graphs(runner, rows, longest, LIMITS.blocks, capture, drafts)
     if warmed_up:
         runner.graphs.end_warm_up()
     prompts = [[i % 7, 3, i % 5, *[1] * (i % 3)] for i in range(20)]
-    return drain(make_engine(runner, LIMITS, frozenset([EOS])), greedy(prompts, 12))
+    engine = make_engine(runner, LIMITS, frozenset([EOS]), drafter=drafter)
+    return drain(engine, greedy(prompts, 12, ignore_eos=drafter is not None))
 
 
 def test_steps_of_single_tokens_are_replayed_and_captured_once():
@@ -129,6 +140,31 @@ def test_steps_of_single_tokens_are_replayed_and_captured_once():
     assert set(capture.captured) <= {1, 2, 4, 8, 12}
     assert all(capture.captured.count(size) <= 2 for size in capture.captured), "the plans are of two kinds"
     assert got.total("padded_tokens") > ran().total("padded_tokens"), "rows up to the size of the graph"
+
+
+def test_steps_that_verify_drafts_are_replayed_and_captured_once():
+    """Whatever rows share them: their tokens are padded together."""
+    wanted, capture = ran(drafter=Drafts(lambda _: [])), Counting()
+    drafts = Drafts(remembered(wanted, 0.8, 1, most=2))
+    got = ran(capture, drafter=drafts)
+    assert got.answers == wanted.answers
+    assert len(got.steps) < len(wanted.steps)
+    pure = [s for s in got.steps if s.decode_tokens + s.padded_tokens and not s.prefill_tokens]
+    assert {s.launch for s in pure} == {"full_graph"}
+    assert capture.replays > len(capture.captured)
+    assert set(capture.captured) <= {1, 2, 4, 8, 12, 16, 24, 32, 36}
+    assert max(capture.captured) > 12
+    assert all(capture.captured.count(size) <= 8 for size in capture.captured), "plans and rows' tokens"
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_graphs_of_drafts_leave_room_for_others(monkeypatch: pytest.MonkeyPatch, most: int):
+    monkeypatch.setattr(decode_graphs, "MOST_DRAFTED", most)
+    wanted, capture = ran(drafter=Drafts(lambda _: [])), Counting()
+    got = ran(capture, drafter=Drafts(remembered(wanted, 0.8, 1)))
+    assert got.answers == wanted.answers
+    assert sum(size > 12 for size in capture.captured) <= most
+    assert {s.launch for s in got.steps} == {"full_graph", "eager"}
 
 
 @pytest.mark.parametrize(("rows", "longest"), [(3, 40), (12, 9)])

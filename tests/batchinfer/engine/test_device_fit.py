@@ -303,7 +303,7 @@ def test_the_largest_step_has_the_logprobs_that_rows_ask_for(monkeypatch):
 @pytest.mark.parametrize(("capture", "times"), [(captured_eagerly, 2), (None, 1)])
 def test_what_no_dummy_step_shows_is_counted_for_launched_steps_and_for_graphs(capture, times):
     class Sharing(AsOnAGpu):
-        def spare_bytes(self, rows: int, longest: int, device: torch.device) -> int:
+        def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
             return 10_000 * rows + longest
 
     device = Device(ops=Sharing())
@@ -355,7 +355,7 @@ def test_the_warm_up_runs_steps_with_an_adapter(monkeypatch: pytest.MonkeyPatch)
         return given(token_ids, inputs, *rest)
 
     monkeypatch.setattr(runner.model, "forward", forward)
-    steps = DummySteps(device_fit._with_cache(runner, runner.caches), STEPS, LONGEST, 60)
+    steps = DummySteps(device_fit.with_cache(runner, runner.caches), STEPS, LONGEST, 60)
     steps.warm_up()
     sizes = sizes_between(steps.rows, STEPS.max_num_batched_tokens)
     assert {size for size, adapted in seen if adapted} >= {*sizes, steps.rows}

@@ -22,6 +22,7 @@ from batchinfer.engine.drafts.own_text import OwnText, follows
 from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import drafts_worth
+from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.hashing_model import SHAPE
 from tests.batchinfer.engine.random_work import EASY, Work, works
@@ -220,9 +221,11 @@ def test_a_source_that_is_wrong_is_not_believed_for_a_while() -> None:
     assert acceptance.rate("prompt", proposal) == before
 
 
-def costed(clock: Any, peaks: Peaks = PEAKS, most_sampled: int = 64) -> CostedDrafter:
-    sources = [OwnText(), OtherAnswers()]
-    return CostedDrafter(sources, DraftedStepTimes(SHAPE, peaks), most_sampled, clock=clock)
+def costed(
+    clock: Any, peaks: Peaks = PEAKS, most_sampled: int = 64, most_drafts: int | None = None
+) -> CostedDrafter:
+    sources, times = [OwnText(), OtherAnswers()], DraftedStepTimes(SHAPE, peaks)
+    return CostedDrafter(sources, times, most_sampled, clock=clock, most_drafts=most_drafts)
 
 
 def looping(count: int, most: int = 40) -> list[Any]:
@@ -256,6 +259,24 @@ def test_steps_sample_as_many_rows_as_there_is_memory_for() -> None:
     sampled = [step.sampled_tokens + step.drafted_tokens - step.accepted_tokens for step in got.steps]
     assert max(sampled) == 6
     assert got.answers == Way().run(work, EASY).answers
+
+
+def test_a_row_has_no_more_drafts_than_its_graph_takes() -> None:
+    ticks = iter(range(1 << 30))
+    work, drafter = (
+        Work(EASY, looping(1), [], (None,), 0, 0),
+        costed(lambda: next(ticks) * 1e-9, most_drafts=3),
+    )
+    assert max(step.drafted_tokens for step in Way().run(work, EASY, drafter).steps) == 3
+
+
+def test_drafts_in_the_place_of_padding_take_no_time() -> None:
+    times = DraftedStepTimes(SHAPE, Peaks(1e6, 1e12), GraphSteps(rows=64, drafted=64))
+    assert times.seconds(9, 0, 1) == times.seconds(9, 0, 7) > times.seconds(8, 0, 0)
+    assert times.seconds(9, 0, 7) < times.seconds(9, 0, 8), "the next size"
+    assert times.seconds(33, 0, 0) == times.seconds(40, 0, 0) < times.seconds(33, 0, 8)
+    assert times.seconds(60, 0, 5) < times.seconds(60, 0, 6), "of which no graph is as large"
+    assert times.seconds(9, 3, 1) < times.seconds(9, 3, 2), "a step that reads prompts is no such graph"
 
 
 def test_looking_for_drafts_takes_a_bounded_share_of_the_time() -> None:

@@ -49,10 +49,12 @@ class Way:
     on_host: bool = False
     forces: bool = True
     room: int = ROOM
+    verifies: bool = False  # whether steps with drafts have graphs, too
 
     def runner(self, limits: Limits, nan_every: int = 0, windows: tuple[int | None, ...] = (None,)) -> Any:
         made = hashing_runner(self.kind, limits.blocks, limits.block_size, nan_every, self.room, windows)
-        return with_graphs(made, limits.seqs, 40, limits.blocks) if self.graphs else made
+        drafts = self.verifies
+        return with_graphs(made, limits.seqs, 40, limits.blocks, drafts=drafts) if self.graphs else made
 
     def run(self, work: Work, limits: Limits, drafter: Drafter | None = None) -> Ran:
         runner, constraints = (
@@ -73,6 +75,7 @@ WAYS = st.builds(Way, on_host=st.booleans()) | st.builds(
     graphs=st.booleans(),
     on_host=st.booleans(),
     room=st.sampled_from([ROOM, ROOM, 7]),
+    verifies=st.booleans(),
 )
 
 

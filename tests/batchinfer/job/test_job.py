@@ -79,7 +79,7 @@ def test_what_is_not_said_has_its_default(tmp_path: Path) -> None:
     assert set(engine.values()) == {"auto"}
     assert (job.on_error.max_error_rate, job.on_error.publish) == (0.01, False)
     assert (job.cache.path, job.cache.keep) == (None, 30)
-    assert (job.commit.rows, job.commit.seconds) == (1000, 30.0)
+    assert (job.commit.rows, job.commit.seconds) == ("auto", 30.0)
     assert job.sampling.params() == SamplingParams()
 
 
@@ -466,10 +466,10 @@ def test_what_is_found_later_has_its_line_too(tmp_path: Path, where: str, line: 
 
 
 def test_describe_leaves_out_what_has_its_default(tmp_path: Path) -> None:
-    job = load(tmp_path, MINIMAL + "engine: {kv_memory: 1GiB, threads: auto}\ncommit: {rows: 1000}\n")
+    job = load(tmp_path, MINIMAL + "engine: {kv_memory: 1GiB, threads: auto}\ncommit: {rows: auto}\n")
     lines = [line.strip() for line in job.describe().splitlines()]
     assert "kv_memory: 1,073,741,824 bytes" in lines
-    assert not {"threads: auto", "commit", "rows: 1000", "cache", "deadline: none"} & set(lines)
+    assert not {"threads: auto", "commit", "rows: auto", "cache", "deadline: none"} & set(lines)
 
 
 def test_describe_says_every_option_where_that_is_asked_for(tmp_path: Path) -> None:

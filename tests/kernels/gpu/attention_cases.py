@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, plan_attention
+from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
@@ -130,8 +130,20 @@ def attend_sharing(case: Case, prefixes, window=None, **extras) -> tuple[Tensor,
     return outputs["out"], outputs["lse"]
 
 
+def attend_few(case: Case, queries=8, prefixes=(), window=None, longest=1024, deterministic=False, **extras):
+    """Attend as a graph that verifies drafts does: up to so many queries a sequence."""
+    outputs, shared = case.outputs(), [SharedPrefix(*p) for p in prefixes]
+    shape, room = (
+        replace(case.shape, deterministic=deterministic),
+        Room(longest, sharing=None, queries=queries),
+    )
+    plan = plan_attention(case.queries, case.contexts, shape, case.q.device, shared, room, [window])
+    paged_attention(*case.tensors, plan, SCALE, window, **outputs, **case.scaling, **extras)
+    return outputs["out"], outputs["lse"]
+
+
 def check(case: Case, attend, window=None, soft_cap=None, sinks=None, **how: Any) -> None:
-    """`attend`: one of the three above; `how`: its own arguments."""
+    """`attend`: one of those above; `how`: its own arguments."""
     rules = {"soft_cap": soft_cap, "sinks": sinks}
     found = attend(case, window=window, **rules, **how)
     for got, wanted in zip(found, case.reference(window, **rules), strict=True):
@@ -152,6 +164,13 @@ def launch_prefill(dtype, dim, group, block_size, window, soft_cap, codes, deter
     prefill(case, window, deterministic=deterministic, lse=None, **extras)
 
 
+def launch_encoder(dtype, dim, group, block_size, window, distances, codes, deterministic) -> None:
+    """Launch the attention of an encoder's prompt. `distances`: they add to its scores."""
+    case, _ = compiled_case(((300, 300),), dtype, dim, group, block_size, None, codes)
+    bias = torch.zeros(2 * group, 1024) if distances else None
+    prefill(case, window, causal=False, bias=bias, deterministic=deterministic, lse=None)
+
+
 def launch_decode(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
     """Launch decode attention with one item a row, and with several."""
     case, extras = compiled_case(((1, 300),) * 2, dtype, dim, group, block_size, soft_cap, codes)
@@ -165,6 +184,15 @@ def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, determ
     prefixes = [SharedPrefix([0, 1], 1024)]
     plan = plan_attention(case.queries, case.contexts, shape, "cpu", prefixes, windows=[window])
     paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scaling)
+
+
+def launch_few(queries, dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
+    """Launch decode attention of several queries a sequence, with one item a row, and with several."""
+    case, extras = compiled_case(((queries, 3000),) * 2, dtype, dim, group, block_size, soft_cap, codes)
+    shape, room = replace(case.shape, deterministic=deterministic), Room(3000, queries=queries)
+    for shorter in (3000, 300):  # of rows that are as long as one another none is split
+        plan = plan_attention(case.queries, [3000, shorter], shape, "cpu", (), room, [window])
+        paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scaling)
 
 
 def compiled_case(chunks, dtype, dim, group, block_size, soft_cap, codes) -> tuple[Case, dict[str, Any]]:

@@ -24,6 +24,7 @@ from tests.kernels.gpu.attention_cases import (
     SCALE,
     Case,
     assert_near,
+    attend_few,
     attend_sharing,
     check,
     decode,
@@ -35,9 +36,11 @@ from tests.kernels.gpu.attention_cases import (
 
 # (queries, context): none, one, a whole prompt, chunks behind a cached part, around a block's and a tile's end
 CHUNKS = ((1, 1), (5, 5), (3, 17), (0, 9), (17, 33), (16, 16), (15, 47), (1, 64), (34, 65))
+FEW = ((1, 1), (5, 5), (3, 17), (0, 9), (8, 33), (1, 16), (7, 47), (2, 64), (4, 66), (1, 0), (8, 300))
 LENGTHS = (0, 1, 15, 16, 17, 64, 129, 300)
 # Three levels, a group beside them, a sequence alone, and one that ends with what it shares; 16 keys a block
 CONTEXTS = (300, 420, 321, 513, 400, 200, 260, 90, 129)
+FEW_SHARING = tuple((1 + at % 4, context) for at, context in enumerate(CONTEXTS))
 PREFIXES = [([0, 1, 2, 3, 4], 128), ([1, 2, 3, 4], 192), ([3, 4], 384), ([8, 5, 6], 128)]
 SHARED = [SharedPrefix(*p) for p in PREFIXES]
 
@@ -75,6 +78,10 @@ KERNELS = {
         singles(CONTEXTS),
         PREFIXES,
     ),
+    "few": Kernel(attend_few, FEW, (1, 16, 40), ((3, 9), (8, 100), (1, 32))),
+    "few with prefixes": Kernel(
+        partial(attend_few, prefixes=PREFIXES, queries=4), FEW_SHARING, (100, 350), FEW_SHARING, PREFIXES
+    ),
 }
 
 
@@ -91,7 +98,7 @@ def test_sequences_of_any_length_share_a_launch(kernel, dtype, device) -> None:
 @pytest.mark.parametrize(("name", "window"), [(name, w) for name, k in KERNELS.items() for w in k.windows])
 def test_a_window_hides_what_is_behind_it(name, window, device) -> None:
     case = KERNELS[name].case(device=device)
-    if name != "prefixes":  # whose blocks are those of sequences that still see them, too
+    if KERNELS[name].prefixes is None:  # whose blocks are those of sequences that still see them, too
         case.leave_behind(window)
     check(case, KERNELS[name].attend, window)
 
@@ -116,6 +123,12 @@ def test_sizes_of_heads_and_blocks(kernel, kv_heads, group, dim, block_size, dev
     dtype = torch.float32 if dim == 80 else torch.float16
     sizes = {"kv_heads": kv_heads, "group": group, "dim": dim, "dtype": dtype}
     check(kernel.case(kernel.few, block_size, device=device, **sizes), kernel.attend)
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(16, torch.float16), (5, torch.float32)])
+def test_queries_of_more_rows_than_a_tile_has_are_several_programs(group, dtype, device) -> None:
+    """With sequences that are split among programs, too: the longest has two parts."""
+    check(paged_case(FEW, kv_heads=1, group=group, dtype=dtype, device=device), attend_few, 290, 2.0)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
@@ -163,7 +176,7 @@ def test_q_may_be_a_part_of_a_wider_tensor(device) -> None:
 
 def test_items_are_tiles_of_queries_with_the_most_work_first() -> None:
     items = prefill_items([5, 0, 3, 1], [5, 9, 103, 8], 4, torch.device("cpu"))
-    assert items.tolist() == [[2, 5, 3, 100], [3, 8, 1, 7], [0, 4, 1, 4], [0, 0, 4, 0]]
+    assert items.tolist() == [[2, 5, 3, 100, 103], [3, 8, 1, 7, 8], [0, 4, 1, 4, 5], [0, 0, 4, 0, 4]]
 
 
 def test_only_the_rows_of_given_items_are_written(device) -> None:

@@ -59,6 +59,24 @@ def test_prefill(target: str) -> None:
         assert kernel.wide_loads() >= 16, "q, and K and V in both loops"
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "dim", "window", "distances"),
+    first_of(
+        [
+            ("sm_90", "bfloat16", 64, None, True),
+            ("sm_80", "bfloat16", 64, 64, False),
+            *product(TARGETS, ("bfloat16", "float32"), (64, 256), (None, 64), (False, True)),
+        ],
+        2,
+    ),
+)
+def test_encoder(target: str, dtype: str, dim: int, window: int | None, distances: bool) -> None:
+    """MiniLM and BGE, MPNet (distances), ModernBERT (windows), EmbeddingGemma (heads of 256)."""
+    (kernel,) = compiled("encoder", target, dtype, dim, 1, 16, window, distances, None, False)
+    if target in NVIDIA and dtype == "bfloat16":
+        assert_multiplies(kernel, PRODUCTS[target], REGISTERS)
+
+
 @pytest.mark.parametrize("target", first_of(("sm_90", *(one for one in TARGETS if one != "sm_90")), 1))
 def test_decode_with_prefixes(target: str) -> None:
     found = compiled("prefix", target, "bfloat16", 128, 4, 16, *PLAIN, False)
@@ -110,6 +128,31 @@ def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> N
         assert f" {slow}" not in kernel.sass, slow
     assert ".MT88.4" in kernel.sass
     assert ("cvt.rn.f16x2.e4m3x2" in kernel.ptx) == (codes != "int8" and target != "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("target", "queries", "group", "codes"),
+    first_of(
+        [
+            ("sm_90", 8, 8, None),
+            ("sm_80", 8, 4, "float8_e4m3fn"),
+            *(
+                (target, queries, group, codes)
+                for target in TARGETS
+                for queries, group in ((2, 4), (4, 8), (8, 7), (8, 16))
+                for codes in (None, "int8")
+            ),
+        ],
+        2,
+    ),
+)
+def test_several_queries_a_sequence(target: str, queries: int, group: int, codes: str | None) -> None:
+    """64 rows are products of the larger instructions."""
+    found = compiled("few", target, queries, "bfloat16", 128, group, 16, 2000, None, codes, False)
+    assert [("merge" in kernel.kernel) for kernel in found] == [False, False, True]
+    if target in NVIDIA:
+        larger = PRODUCTS[target] if queries * group > 32 else REGISTERS
+        assert_multiplies(named(found, "decode"), larger)
 
 
 @pytest.mark.parametrize("codes", [None, "int8"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.gpu import attention_launch
-from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, plan_attention
+from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
@@ -32,11 +32,11 @@ def _prefill(*arguments, **options) -> Tensor:
     return prefill_attention(*arguments, **options, segment=SEGMENT)
 
 
-def step(case: Case, chunks, rows, q, shared=(), window=None, **extras) -> Tensor:
+def step(case: Case, chunks, rows, q, shared=(), window=None, room=None, **extras) -> Tensor:
     """The tokens of `chunks` (queries, context) of the case's sequences `rows`."""
     shape = AttentionShape(q.dtype, q.shape[1], case.k.shape[1], q.shape[2], deterministic=True)
     lens = ([n for n, _ in chunks], [c for _, c in chunks])
-    plan = plan_attention(*lens, shape, q.device, shared, windows=[window])
+    plan = plan_attention(*lens, shape, q.device, shared, room, [window])
     table = case.table[rows].contiguous()
     return paged_attention(q, case.k, case.v, table, plan, 0.2, window, **case.scaling, **extras)
 
@@ -92,6 +92,22 @@ def test_prefixes_shared_or_not(dtype, cache_dtype, extras, device) -> None:
     order = random.Random(1).sample(rows, 4)
     turned = step(case, [case.chunks[i] for i in order], order, case.q[order], **extras)
     assert torch.equal(turned, together[order])
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype", "extras"), VARIANTS)
+def test_a_few_queries_together(dtype, cache_dtype, extras, device) -> None:
+    """As a graph that verifies drafts runs them: beside others, over segments that only some of them see."""
+    case = paged_case([(290, 290), (40, 300)], dtype=dtype, cache_dtype=cache_dtype, device=device)
+    alone = whole(case, 0, **extras)
+    other = whole(case, 1, **extras)
+    room = Room(400, sharing=None, queries=8)
+    for first, end in ((0, 1), (124, 131), (254, 257), (275, 283), (282, 290)):
+        q = torch.cat((case.q[290:293], case.q[first:end], case.q[:1]))
+        chunks = [(3, 263), (end - first, end), (1, 0), (0, 0)]
+        found = step(case, chunks, [1, 0, 0, 0], q, room=room, **extras)
+        assert torch.equal(found[3 : 3 + end - first], alone[first:end]), (first, end)
+        assert torch.equal(found[:3], other[:3])
+        assert not found[-1].any()
 
 
 def test_room_for_longer_contexts_changes_nothing(device) -> None:

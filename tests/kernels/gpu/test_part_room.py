@@ -36,11 +36,15 @@ def _an_h200() -> Iterator[None]:
 
 
 def planned(
-    contexts: list[int], shared: list[SharedPrefix], longest: int | None, deterministic: bool = False
+    contexts: list[int],
+    shared: list[SharedPrefix],
+    longest: int | None,
+    deterministic: bool = False,
+    queries: list[int] | None = None,
 ) -> LaunchPlan:
-    room = None if longest is None else Room(longest, sharing=None)
+    room = None if longest is None else Room(longest, sharing=None, queries=8 if queries else 1)
     shape = AttentionShape(**LLAMA_8B, deterministic=deterministic)
-    return plan_attention([1] * len(contexts), contexts, shape, CPU, shared, room)
+    return plan_attention(queries or [1] * len(contexts), contexts, shape, CPU, shared, room)
 
 
 def part_bytes(plan: LaunchPlan) -> int:
@@ -49,7 +53,8 @@ def part_bytes(plan: LaunchPlan) -> int:
     splits, shared = plan.splits_of(None), 0 if plan.prefixes is None else plan.prefixes.parts
     if splits.whole and not shared:
         return 0
-    parts = Parts.of(q, shared, splits.count)
+    assert splits.places[-1] <= splits.parts
+    parts = Parts.of(q, shared, splits.parts)
     return parts.values.nbytes + parts.lses.nbytes
 
 
@@ -94,6 +99,23 @@ def test_no_step_takes_more_than_is_set_aside(tree, deterministic, captured) -> 
     shape = AttentionShape(**LLAMA_8B, deterministic=deterministic)
     alone = part_bytes(planned([longest] * rows, [], None, deterministic)) if deterministic else 0
     assert part_bytes(plan) <= alone + shape.spare_part_bytes(rows, longest, CPU)
+    if plan.prefixes is not None:
+        assert plan.prefixes.places[-1] <= plan.prefixes.parts
+
+
+@settings(max_examples=examples(20, 60), deadline=None)
+@given(trees(), st.booleans(), st.data())
+def test_no_step_with_drafts_takes_more_than_is_set_aside(tree, deterministic, data) -> None:
+    """Rows are tokens there, of which a sequence has up to eight; each token has its parts."""
+    contexts, shared = tree
+    drawn = data.draw(st.lists(st.integers(1, 8), min_size=len(contexts), max_size=len(contexts)))
+    # What is shared lies before all queries of a sequence
+    contexts = [context + 8 for context in contexts]
+    queries, rows, longest = drawn, sum(drawn), max(contexts)
+    plan = planned(contexts, shared, longest, deterministic, queries)
+    shape = AttentionShape(**LLAMA_8B, deterministic=deterministic)
+    alone = part_bytes(planned([longest] * rows, [], None, deterministic)) if deterministic else 0
+    assert part_bytes(plan) <= alone + shape.spare_part_bytes(rows, longest, CPU, 8)
     if plan.prefixes is not None:
         assert plan.prefixes.places[-1] <= plan.prefixes.parts
 

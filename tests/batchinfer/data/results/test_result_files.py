@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import StorageError
@@ -24,6 +24,7 @@ from batchinfer.data.results.manifest import PublishSpec, read_manifest
 from batchinfer.data.results.publisher import publish
 from batchinfer.data.storage.durable import FileOps
 from batchinfer.data.storage.state import StateFolder
+from batchinfer.data.store import completion_store
 from batchinfer.data.store.completion_store import CompletionStore
 from tests.batchinfer.data.small_index import (
     SmallIndex,
@@ -105,13 +106,24 @@ def published(
     return index, {path.name: path.read_bytes() for path in sorted((folder / "res").iterdir())}
 
 
+# All answers in one part of several row groups, more than are read at a time, some of them several times
+ONE_PART = Case(
+    [*range(12), None, *range(11, -1, -2)],
+    [[answer(key_of([n], 8), n + 1) for n in (5, 100, 3, 11, 0, 8, 101, 1, 9, 4, 10, 2, 6, 7)]],
+    5,
+    6,
+)
+
+
 @settings(max_examples=12, deadline=None)
+@example(ONE_PART)
 @given(cases())
 def test_the_bytes_are_those_of_one_thread(case: Case) -> None:
     """For any rows and store, also where answers lie in many runs on the disk."""
     with TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
         patch.setattr(result_rows, "BATCH_ROWS", 7)
         patch.setattr(result_files, "BATCH_ROWS", 7)
+        patch.setattr(completion_store, "GROUP_ROWS", 3)
         folder = Path(made)
         _, one = published(folder / "1", case, 1)
         manifest = read_manifest(folder / "1/res")

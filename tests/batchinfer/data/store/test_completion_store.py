@@ -13,7 +13,12 @@ import pytest
 from batchinfer.core.errors import StorageError
 from batchinfer.data.results.verify import verify_store
 from batchinfer.data.store import completion_store
-from batchinfer.data.store.completion_store import COMPLETION_SCHEMA, CompletionStore
+from batchinfer.data.store.completion_store import (
+    COMPLETION_SCHEMA,
+    MOST_PART_ROWS,
+    PART_ROWS,
+    CompletionStore,
+)
 from tests.batchinfer.data.small_index import answer, failure
 from tests.batchinfer.data.storage.failing_ops import FailingOps, ShortWrites
 
@@ -55,6 +60,25 @@ def test_it_commits_by_rows_or_by_seconds(tmp_path: Path) -> None:
         store.append(answer(key) for key in KEYS[1:4])
         assert store.maybe_commit() == 3
         assert store.maybe_commit() == 0
+
+
+def test_rows_that_finish_within_a_second_make_one_part(tmp_path: Path) -> None:
+    now = [0.0]
+    with CompletionStore(tmp_path, seconds=30, clock=lambda: now[0]) as store:
+        store.append(answer(KEYS[0]) for _ in range(PART_ROWS))
+        assert store.maybe_commit() == 0
+        now[0] = 0.9
+        store.append([answer(KEYS[1])])
+        assert store.maybe_commit() == 0
+        now[0] = 1.0
+        assert store.maybe_commit() == PART_ROWS + 1
+        store.append(answer(KEYS[2]) for _ in range(PART_ROWS - 1))
+        now[0] = 3.0
+        assert store.maybe_commit() == 0, "a second alone is no reason"
+        now[0] = 31.0
+        assert store.maybe_commit() == PART_ROWS - 1
+        store.append(answer(KEYS[3]) for _ in range(MOST_PART_ROWS))
+        assert store.maybe_commit() == MOST_PART_ROWS
 
 
 def test_a_part_without_a_record_does_not_exist(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Profile run and warm-up of an encoder: steps of whole dummy prompts, whose hidden states are added up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchinfer.core.content_root import ContentRoots
+from batchinfer.core.request import Request
+from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.load.dummy_steps import MemoryMeter, sizes_between
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.schedule.plan_writer import PlanWriter
+from batchinfer.engine.schedule.scheduler import Chunk, SchedulerConfig, Step
+from batchinfer.engine.schedule.sequence import Sequence
+
+# Takes the most memory: the states of all tokens
+_MEAN = SamplingParams.vector("mean")
+
+
+@dataclass(frozen=True, slots=True)
+class DummyPrompts:
+    """Runs steps of dummy prompts, up to the largest that the limits allow. All of their keys go to one block."""
+
+    runner: DeviceRunner
+    limits: SchedulerConfig
+    longest: int  # tokens of a prompt
+    scratch: int  # the block that dummy tokens write to
+
+    @property
+    def _most(self) -> tuple[int, int]:
+        """Return the most tokens and rows of a step."""
+        tokens = self.limits.max_num_batched_tokens
+        return tokens, min(self.limits.max_num_seqs, tokens)
+
+    def profile(self, meter: MemoryMeter) -> int:
+        """Measure the most bytes that the largest steps take in addition to the weights and the cache: the one of the
+        longest prompts, and the one of the most. Raises torch.OutOfMemoryError where there is none for a prompt."""
+        peaks, (tokens, rows) = [0], self._most
+        for least in (1, rows):
+            meter.restart()
+            self._run(tokens, least)
+            peaks.append(meter.peak())
+        return max(peaks)
+
+    def warm_up(self) -> None:
+        """Run steps of all sizes, the largest first, so that the later ones reuse its memory; then prompts of one
+        token, which have kernels of their own."""
+        tokens, rows = self._most
+        for size in (tokens, *sizes_between(1, tokens)):
+            self._run(size, 1)
+        for size in {rows, 1}:
+            self._run(size, size)
+
+    def _run(self, tokens: int, rows: int) -> None:
+        plan = PlanWriter(self.runner.sampler.eos_token_ids).of(Step(self.chunks(tokens, rows)), [])
+        self.runner.launch(plan).states()
+
+    def chunks(self, tokens: int, rows: int) -> list[Chunk]:
+        """Make prompts of so many tokens together, at least so many prompts, and the first ones as long as allowed; of
+        fewer tokens, where that would be more rows than a step may have."""
+        lengths, left = list[int](), tokens
+        while left > 0 and len(lengths) < self._most[1]:
+            lengths.append(max(1, min(self.longest, left - (rows - len(lengths) - 1))))
+            left -= lengths[-1]
+        return [Chunk(self._sequence(row, length), 0, length) for row, length in enumerate(lengths)]
+
+    def _sequence(self, row: int, tokens: int) -> Sequence:
+        request = Request(row.to_bytes(32, "little"), np.zeros(tokens, np.int32), _MEAN)
+        sequence = Sequence.of(request, ContentRoots(tokens + 1), None, 0.0)
+        layout = self.runner.layout
+        sequence.tables = [[self.scratch] * -(-tokens // layout.block_size) for _ in layout.groups]
+        return sequence

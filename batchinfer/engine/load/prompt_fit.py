@@ -1,0 +1,43 @@
+"""Sizes the KV cache of an encoder on a GPU: keys stay for the one step that reads a prompt. No step is captured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from batchinfer.core.errors import OutOfMemory
+from batchinfer.engine.load.device_fit import CacheRoom, Fitted, allocated, with_cache
+from batchinfer.engine.load.dummy_prompts import DummyPrompts
+from batchinfer.engine.load.dummy_steps import MemoryMeter
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.micro_batches import MicroBatches
+from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.models.ops.interface import LayerCache
+
+
+def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter) -> Fitted:
+    """Give `runner`, which has no cache yet, the largest cache that leaves room for its steps of whole prompts.
+
+    Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for the longest prompt.
+    """
+    measured = _on_device(runner, room.allocate(limits.max_num_seqs + 1), MicroBatches(whole=True))
+    try:
+        step_bytes = DummyPrompts(measured, limits, room.longest, limits.max_num_seqs).profile(meter)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"the device has no memory for a prompt of {room.longest} tokens: {error}"
+        ) from error
+    if measured.most_tokens is not None:
+        limits = replace(limits, max_num_batched_tokens=max(measured.most_tokens, room.longest))
+    meter.restart()
+    spare = runner.ops.spare_bytes(limits.max_num_seqs, 1, runner.device)  # of prompts of one token
+    blocks, caches = allocated(room, room.blocks(step_bytes + spare))
+    fitted = _on_device(runner, caches, measured.micro_batches)
+    DummyPrompts(fitted, limits, room.longest, blocks).warm_up()
+    return Fitted(fitted, limits, blocks, meter.free())
+
+
+def _on_device(runner: ModelRunner, caches: list[LayerCache], batches: MicroBatches) -> DeviceRunner:
+    return replace(with_cache(runner, caches), micro_batches=batches)

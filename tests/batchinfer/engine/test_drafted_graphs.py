@@ -1,0 +1,141 @@
+"""Steps that verify drafts, as a GPU replays them: answers are those without drafts, and every step has its graph."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no triton", allow_module_level=True)
+
+from batchinfer.core.request import Request
+from batchinfer.data.constraints.constrained import grammar_constraints
+from batchinfer.engine.config import EngineConfig, LoadConfig
+from batchinfer.engine.load import build
+from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.models.ops.triton_ops import TritonOps
+from batchinfer_kernels.cost import Peaks
+from batchinfer_kernels.gpu import attention_plan, matmul_tiles
+from batchinfer_kernels.gpu.prefill_attention import prefill_attention
+from tests.batchinfer.engine import guided_rows
+from tests.batchinfer.engine.interpreted_gpu import stand_in
+from tests.batchinfer.engine.small_engine import MAX_LEN, Ran, drain, folder, request
+from tests.batchinfer.engine.speculating import Drafts, remembered
+from tests.examples import first_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_hidden_layers": 1}),
+    "window": ("mistral", {"sliding_window": 24, "num_hidden_layers": 1}),
+    "latent": ("deepseek_v3", {}),
+    "experts": ("qwen2_moe", {"num_hidden_layers": 1}),
+    "windows and sinks": ("gpt_oss", {"sliding_window": 24}),
+}
+SHARED = 40
+SEGMENT = 32  # keys, so that short rows have several
+PEAKS = Peaks(1e12, 1e9)
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"repetition_penalty": 1.2, "logprobs": 2},
+    {"regex": "[a-c]{2}-[xy]{3,9}"},
+    {"logit_bias": ((3, 5.0),), "min_tokens": 8},
+)
+
+
+@pytest.fixture(autouse=True)
+def _sharing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little it is."""
+    monkeypatch.setattr(attention_plan, "LEAST_SHARED_KEYS", 32)
+    monkeypatch.setattr(attention_plan, "LEAST_SHARERS", 2)
+
+
+def loaded_for(monkeypatch: pytest.MonkeyPatch, model: str, **more: Any) -> LoadedModel:
+    family, options = MODELS[model]
+    load = LoadConfig(folder(family, **options), "float32", "cuda", **more)
+    config = EngineConfig(
+        load, max_model_len=MAX_LEN, longest=62, max_num_seqs=4, max_num_batched_tokens=32, block_size=8,
+        kv_memory=2**20, drafts=("prompt",), peaks=PEAKS, logprobs=2,
+    )  # fmt: skip
+    stand_in(monkeypatch.setattr, compiles=False)
+    guided = importlib.util.find_spec("llguidance") is not None
+    return build.load_model(
+        config, constraints=grammar_constraints(guided_rows.tokenizer()) if guided else None
+    )
+
+
+def work() -> list[Request]:
+    rng = random.Random(3)
+    shared = [rng.randrange(250) for _ in range(SHARED)]
+    guided = importlib.util.find_spec("llguidance") is not None
+    asked = [one for one in ASKED if guided or "regex" not in one]
+    prompts = [
+        [*shared, rng.randrange(250)] if row % 2 else shared[: 3 + row] for row in range(2 * len(asked))
+    ]
+    return [request(row, prompt, 14, **asked[row % len(asked)]) for row, prompt in enumerate(prompts)]
+
+
+def verified(loaded: LoadedModel, right: float, wanted: Ran) -> tuple[Ran, Drafts]:
+    drafts = Drafts(remembered(wanted, right, seed=1, most=7))
+    return drain(loaded.engine(drafter=drafts), work()), drafts
+
+
+@pytest.mark.parametrize(
+    ("model", "right"), first_of([(model, right) for right in (0.8, 0.0) for model in MODELS], 2)
+)
+def test_answers_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, model: str, right: float) -> None:
+    loaded = loaded_for(monkeypatch, model)
+    assert isinstance(loaded.runner, DeviceRunner)
+    graphs, seen = loaded.runner.graphs, list[int]()
+    assert graphs is not None
+    assert graphs.steps.drafted == 32, "as many tokens as a step may have"
+    wanted = drain(loaded.engine(), work())
+    before, plan = graphs.captured, TritonOps.plan_captured
+
+    def noted(*arguments: Any, queries: int, **more: Any) -> Any:
+        seen.append(queries)
+        return plan(*arguments, queries=queries, **more)
+
+    monkeypatch.setattr(TritonOps, "plan_captured", noted)
+    for _ in range(3):  # a kind of step is captured when it comes for the third time
+        got, drafts = verified(loaded, right, wanted)
+        assert got.answers == wanted.answers
+        assert got.logprobs.keys() == wanted.logprobs.keys()
+    assert "eager" not in {step.launch for step in got.steps}
+    assert sum(step.launch == "full_graph" for step in got.steps) > 2
+    assert {2, 4, 8} <= {*seen}
+    assert graphs.captured > before
+    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
+    assert drafted > 20
+    assert (accepted > drafted / 2) == (right > 0)
+    assert len(got.steps) < len(wanted.steps) or not right
+
+
+def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("attention_plan", "attention_splits", "part_room"):
+        monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.SEGMENT", SEGMENT)
+    segmented = partial(prefill_attention, segment=SEGMENT)
+    monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", segmented)
+    monkeypatch.setattr(matmul_tiles, "LEAST_SEGMENT", 16)
+    loaded = loaded_for(monkeypatch, "llama", deterministic=True)
+    wanted = drain(loaded.engine(), work())
+    got, _ = verified(loaded, 0.7, wanted)
+    assert got.answers == wanted.answers
+    assert got.logprobs == wanted.logprobs
+
+
+def test_nothing_of_it_is_captured_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stood = build.load_model
+    monkeypatch.setattr(build, "load_model", lambda config, **how: stood(replace(config, drafts=()), **how))
+    loaded = loaded_for(monkeypatch, "llama")
+    assert isinstance(loaded.runner, DeviceRunner)
+    assert loaded.runner.graphs is not None
+    assert loaded.runner.graphs.steps.drafted == 0
+    assert loaded.runner.graphs.captured == len(loaded.runner.graphs.sizes) + 1

@@ -1,0 +1,56 @@
+"""Whole jobs with encoders that ask for a GPU. Without one, Triton's kernels are interpreted."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchinfer.pipeline.options import RunOptions
+from batchinfer.plan.setup import job_setup
+from tests.batchinfer.engine.interpreted_gpu import DEVICE
+from tests.batchinfer.killed_runs import REAL
+from tests.batchinfer.pipeline.test_pipeline import run
+from tests.batchinfer.test_embed_job import TEXTS, embeddings, write_job
+from tests.sentence_checkpoints import make_sentence_encoder
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no triton", allow_module_level=True)
+
+INTERPRETED = RunOptions(engine="tests.batchinfer.engine.interpreted_gpu:build")
+# Steps of several prompts, of one, and of prompts of one token, as limits cut them
+ENGINE = {"device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 130, "kv_memory": "1MiB"}
+CASES = [
+    ("bert", "mean_tokens"),
+    ("mpnet", "mean_tokens"),
+    ("modernbert", "cls_token"),
+    ("gemma3_text", "mean_tokens"),
+]
+
+
+@pytest.fixture(autouse=True)
+def a_device(monkeypatch: pytest.MonkeyPatch, cold_children: None) -> None:
+    """Where there is no GPU, its stand-in is one."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(job_setup, "check_device", lambda _: None)
+
+
+@pytest.mark.parametrize(("family", "pooling"), CASES)
+def test_vectors_are_those_of_a_cpu(tmp_path: Path, family: str, pooling: str) -> None:
+    """Learned positions; distances; windows with two sides; and rotated positions with norms of heads."""
+    model, texts = tmp_path / "model", [*TEXTS[:9], "a", "b" * 100]
+    make_sentence_encoder(model, family, pooling)
+    prompt = {"text": "text", "truncate": "right"}
+    found = {}
+    for device, options, engine in (("cpu", REAL, {"device": "cpu"}), ("cuda", INTERPRETED, ENGINE)):
+        folder = tmp_path / device
+        folder.mkdir()
+        path = write_job(folder, model, texts, prompt=prompt, engine=engine)
+        outcome = run(path, options)
+        assert outcome.exit_code == 0
+        found[device] = embeddings(path)
+    assert (outcome.row["device"], dict(outcome.row["ops"])["decoder"]) == ("cuda", "triton")
+    assert len(found["cpu"]) == len(texts)
+    np.testing.assert_allclose(found["cuda"], found["cpu"], atol=1e-4)
