@@ -37,14 +37,15 @@ def codes_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group:
         raise ValueError(f"weight {tuple(weight.shape)} in groups of {group} has {shapes}")
     if not bool(products.isfinite().all()):
         raise ValueError("products of inputs are no finite numbers")
-    own = (one.reshape(-1, *one.shape[-2:]) for one in (weight, scales, products))
-    return _codes(*own, group).view(weight.shape)
+    each, steps, seen = (one.reshape(-1, *one.shape[-2:]) for one in (weight, scales, products))
+    return _codes(each, steps, seen, group).view(weight.shape)
 
 
 def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
     """Return the same of several matrices. Whatever is asked of the device is asked before the columns: a GPU gets the
     work of all of them at once."""
-    (_, outputs, inputs), order = weight.shape, products.diagonal(0, 1, 2).argsort(dim=-1, descending=True, stable=True)
+    outputs, inputs = weight.shape[1:]
+    order = products.diagonal(0, 1, 2).argsort(dim=-1, descending=True, stable=True)
     within = order[:, None].expand(-1, inputs, -1)
     sorted_ = products.gather(1, within.mT).gather(2, within)
     factor = torch.stack([_feedback(own) for own in sorted_])

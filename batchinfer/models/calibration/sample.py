@@ -89,8 +89,8 @@ class SampledStep:
             table[:count] = torch.arange(first, first + count)
         places = [torch.arange(length) for length in lengths]
         slots = [place + first * BLOCK for place, first in zip(places, firsts.tolist(), strict=True)]
-        tensors = (one.to(device) for one in (torch.cat(places), torch.cat(slots), tables))
-        self.inputs = AttentionInputs(*tensors, lengths, lengths)
+        positions, written = torch.cat(places).to(device), torch.cat(slots).to(device)
+        self.inputs = AttentionInputs(positions, written, tables.to(device), lengths, lengths)
 
 
 class LayerRun:

@@ -55,7 +55,8 @@ class Search:
         marks: bool = False,
     ) -> None:
         """rows: of the search, one at the least, and those held out; `dtype` and `device`: of the run. So many
-        inputs, a `group`, share a scale. `marks`: whether the layers' weights are to say by how much channels were changed."""
+        inputs, a `group`, share a scale. `marks`: whether the layers' weights are to say by how much channels were
+        changed."""
         self.spec, self._checkpoint = checkpoint.spec.quantized("int4"), checkpoint
         spec, self._stored, self._device = self.spec, getattr(torch, checkpoint.stored_dtype), device
         own = CheckpointWeights(checkpoint, torch.float32, CPU)
@@ -76,7 +77,9 @@ class Search:
     def _end(self, tables: Tables, quantised: bool) -> Decoder:
         """Return the model without its layers."""
         head = quantized_weight(self._ops, tables.head, self.spec.head_form if quantised else None)
-        packed = PackedWeights(replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), self._device)
+        packed = PackedWeights(
+            replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), self._device
+        )
         return Decoder(packed, self._ops, self._positions)
 
     def layers(self) -> Iterator[RoundedLayer]:

@@ -43,7 +43,9 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch.setattr, compiles=False)
 
 
-def calibrate(model: Path, folder: Path, device: Device, answer_tokens: int = 0, prompts: int = 6) -> tuple[Loss, list[int]]:
+def calibrate(
+    model: Path, folder: Path, device: Device, answer_tokens: int = 0, prompts: int = 6
+) -> tuple[Loss, list[int]]:
     """Write the folder; what it lost, and how many layers were done each time that it was told."""
     folder.mkdir()
     draw, told = np.random.default_rng(3), list[int]()
@@ -58,19 +60,21 @@ def codes(folder: Path) -> dict[str, Tensor]:
     """The int4 values of the first layer, by module."""
     first = load_file(folder / inspect_checkpoint(folder).files[0].name)
     packed = {name: words for name, words in first.items() if name.endswith("weight_packed")}
-    return {name: torch.stack([words >> 4 * at & 15 for at in range(8)], -1) for name, words in packed.items()}
+    return {
+        name: torch.stack([words >> 4 * at & 15 for at in range(8)], -1) for name, words in packed.items()
+    }
 
 
 def test_it_makes_the_weights_that_a_cpu_makes(model: Path, tmp_path: Path) -> None:
     """Of the same inputs, as the first layer has them: all but a few values between two codes."""
-    (lost, told), (wanted, _) = (
-        calibrate(model, tmp_path / device, device) for device in ("cuda", "cpu")
-    )
+    (lost, told), (wanted, _) = (calibrate(model, tmp_path / device, device) for device in ("cuda", "cpu"))
     assert told == [0, 1, 2]
     here, there = codes(tmp_path / "cuda"), codes(tmp_path / "cpu")
     assert here.keys() == there.keys()
     assert len(here) >= 4
-    same = sum(int((here[name] == there[name]).sum()) for name in here) / sum(map(Tensor.numel, here.values()))
+    same = sum(int((here[name] == there[name]).sum()) for name in here) / sum(
+        map(Tensor.numel, here.values())
+    )
     assert same > 0.99
     # A CPU rounds activations, too
     assert 0 < lost.kl < 1.2 * wanted.kl
