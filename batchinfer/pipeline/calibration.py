@@ -17,6 +17,8 @@ from batchinfer.data.storage.state import StateFolder
 from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.job import Job
 from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP
 from batchinfer.pipeline.calibration_rows import calibration_prompts
 from batchinfer.pipeline.workers.calibrator import calibrate_apart
@@ -25,6 +27,7 @@ from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.report.progress import Progress
 
 ANSWER_TOKENS = 64  # of the answer to a prompt, which the weights are made for, too
+MOST_WEIGHTS = 0.8  # of a GPU's memory: the rest is for the cache, activations and graphs
 WAY_OUT = "set model.calibration: off"
 _MAKING = "making"  # the folder of weights that are not whole yet
 
@@ -75,7 +78,7 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
         folder, setup.checkpoint.weight_bytes, f"{folder}: calibrated weights need up to", WAY_OUT
     )
     load = replace(setup.setting, replicas=1, weights=None, quantization="int4").load_config(job)
-    answers = min(ANSWER_TOKENS, setup.setting.max_model_len) if job.task == "generate" else 0
+    answers = min(ANSWER_TOKENS, setup.setting.max_model_len) if _answers(job, setup, told.notice) else 0
     began = time.monotonic()
     loss = calibrate_apart(
         CalibrationOrder(load, prompts, answers, folder, group, bool(job.model.adapters)),
@@ -87,6 +90,22 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
         f"calibrated in {about(time.monotonic() - began)}{'' if loss is None else f': {loss_text(loss)}'}"
     )
     return True
+
+
+def _answers(job: Job, setup: Setup, notice: Callable[[str], None]) -> bool:
+    """Whether the model answers the prompts: not where a job has no texts, and not where it takes several GPUs, on one
+    of which it is calibrated, layer by layer."""
+    if job.task != "generate":
+        return False
+    setting, checkpoint = setup.setting, setup.checkpoint
+    memory, divided = setting.hardware.memory_bytes, setting.device == "cuda" and setting.division.ranks > 1
+    if not divided or memory is None or not isinstance(checkpoint, Checkpoint):
+        return True
+    taken = loaded_bytes(checkpoint.spec.quantized("int4"), checkpoint.parameters, setting.itemsize)
+    fits = taken <= memory * MOST_WEIGHTS
+    if not fits:
+        notice("in int4 the model is too large for one GPU: it is calibrated on the prompts, without answers")
+    return fits
 
 
 def loss_text(loss: Loss) -> str:

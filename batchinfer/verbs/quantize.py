@@ -75,10 +75,9 @@ def export_job_model(job: Job, output: Path, group: int, listener: Listener) -> 
 
 
 def _in_int4(job: Job) -> Job:
-    """Return the job with calibrated weights in int4, on a CPU: nothing else of it counts for them."""
+    """Return the job with calibrated weights in int4."""
     model = job.model.model_copy(update={"quantization": "int4", "calibration": "auto"})
-    engine = job.engine.model_copy(update={"device": "cpu"})
-    return job.model_copy(update={"model": model, "engine": engine})
+    return job.model_copy(update={"model": model})
 
 
 def _checked(job: Job, state: StateFolder) -> Setup:

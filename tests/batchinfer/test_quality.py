@@ -317,7 +317,7 @@ def calibrated(rows: Seq[Row], group: int) -> Loss:
         for some in (searched, held_out)
     )
     ops = cpu_ops(quantized(checkpoint, "int4"))
-    made = Search(checkpoint, ops, torch.bfloat16, (sample, unseen), group)
+    made = Search(checkpoint, ops, torch.bfloat16, (sample, unseen), group=group)
     list(made.layers())
     loss = made.loss()
     assert loss is not None

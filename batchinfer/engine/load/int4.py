@@ -14,10 +14,11 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.engine.config import EngineConfig
 from batchinfer.engine.load.build import load_model
+from batchinfer.engine.load.settling import settled
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.calibration.folder import CalibratedFolder, sync
 from batchinfer.models.calibration.loss import Loss
-from batchinfer.models.calibration.sample import SampleRows
+from batchinfer.models.calibration.sample import STEP_TOKENS, SampleRows
 from batchinfer.models.calibration.search import Search
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.sources import checkpoint_source
@@ -33,18 +34,22 @@ def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> Los
 
     Raises what loading a model raises, and OSError.
     """
+    device, _ = settled(order.load)
     checkpoint = inspect_checkpoint(order.load.model)
     count = len(checkpoint.spec.layers)
     told(0, count)
-    rows = [(np.concatenate(row), len(row[0])) for row in zip(order.prompts, _answers(order), strict=True)]
+    answers = _answers(order)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the engine that has answered, its cache and its graphs
+    rows = [(np.concatenate(row), len(row[0])) for row in zip(order.prompts, answers, strict=True)]
     split = [
         [row for at, row in enumerate(rows) if (at % _OF == _HELD_OUT) is held] for held in (False, True)
     ]
     source = checkpoint_source(order.load.model, quantization="int4")
     dtype = getattr(torch, order.load.dtype)
-    ops = source.choose_ops(Arithmetic(dtype, torch.device("cpu")))
+    ops = source.choose_ops(Arithmetic(dtype, device))
     samples = (SampleRows.of(split[0]), SampleRows.of(split[1]))
-    search = Search(checkpoint, ops, dtype, samples, order.group, order.adapted)
+    search = Search(checkpoint, ops, dtype, samples, device, order.group, order.adapted)
     written = CalibratedFolder(order.folder, checkpoint, order.group, order.adapted)
     for index, layer in enumerate(search.layers()):
         written.add(index, layer)
@@ -60,7 +65,9 @@ def _answers(order: CalibrationOrder) -> Sequence[TokenIds]:
     if not order.answer_tokens:
         return [nothing for _ in order.prompts]
     longest = max(map(len, order.prompts)) + order.answer_tokens
-    loaded = load_model(EngineConfig(order.load, max_model_len=longest, longest=longest))
+    # No more than there is to do: what the device warms up for, and captures, depends on it
+    step = min(STEP_TOKENS, sum(map(len, order.prompts)))
+    loaded = load_model(EngineConfig(order.load, longest, longest, len(order.prompts), step))
     params = SamplingParams(max_tokens=order.answer_tokens)
     engine, found = loaded.engine(), dict.fromkeys(range(len(order.prompts)), nothing)
     engine.add(

@@ -64,8 +64,9 @@ class MarkedWeights(Weights):
         found = dict(self._weights.layer(index))
         for linear in self._spec.layers[index].linears:
             if not linear.experts:  # these have no adapters
-                found[linear.name + _A] = torch.ones(1, linear.inputs)
-                found[linear.name + _B] = torch.ones(linear.outputs, 1)
+                place = found[linear.name].device
+                found[linear.name + _A] = torch.ones(1, linear.inputs, device=place)
+                found[linear.name + _B] = torch.ones(linear.outputs, 1, device=place)
         return found
 
 

@@ -141,7 +141,7 @@ def _divide_last(weights: Weights, linear: LinearSpec, factors: Tensor) -> Tenso
         found = weights[name].clone()
         found[-len(factors) :] /= factors if found.dim() == 1 else factors[:, None]
         weights[name] = found
-    divisors = torch.ones(linear.outputs)
+    divisors = torch.ones(linear.outputs, device=factors.device)
     divisors[-len(factors) :] = factors
     scale_factors(weights, linear.name + FACTOR_B, 1 / divisors[:, None])
     return factors

@@ -24,10 +24,10 @@ STRIPES = 8  # of the products of inputs: nine sixteenths of them are computed, 
 class WatchedLinear(Linear):
     """A product that adds up the products of its inputs, of tokens that count."""
 
-    def __init__(self, inner: Linear, counted: Iterator[Tensor]) -> None:
+    def __init__(self, inner: Linear, counted: Iterator[Tensor], device: torch.device) -> None:
         self.in_features, self.out_features = inner.in_features, inner.out_features
         self._inner, self._counted = inner, counted
-        self._lower = torch.zeros(inner.in_features, inner.in_features)
+        self._lower = torch.zeros(inner.in_features, inner.in_features, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         seen, stripe = x[next(self._counted)].float(), -(-self.in_features // STRIPES)

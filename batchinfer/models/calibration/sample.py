@@ -54,16 +54,16 @@ class SampleRows:
         """Return the tokens of the longest sequence."""
         return max((len(row.ids) for row in self.rows), default=0)
 
-    def steps(self) -> Iterator[SampledStep]:
-        """Yield the steps that whole sequences make."""
+    def steps(self, device: torch.device) -> Iterator[SampledStep]:
+        """Yield the steps that whole sequences make, on a device."""
         first, tokens = 0, 0
         for at, row in enumerate(self.rows):
             if tokens and tokens + len(row.ids) > STEP_TOKENS:
-                yield SampledStep(self.rows[first:at])
+                yield SampledStep(self.rows[first:at], device)
                 first, tokens = at, 0
             tokens += len(row.ids)
         if tokens:
-            yield SampledStep(self.rows[first:])
+            yield SampledStep(self.rows[first:], device)
 
 
 def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
@@ -76,11 +76,11 @@ def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 class SampledStep:
     """Some of the sequences, each from its first token on."""
 
-    def __init__(self, rows: Sequence[SampledRow]) -> None:
+    def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
         lengths = [len(row.ids) for row in rows]
-        self.ids = torch.from_numpy(np.concatenate([row.ids for row in rows]).astype(np.int64))
-        self.counted = torch.from_numpy(np.concatenate([row.counted for row in rows]))
-        self.asked = torch.from_numpy(np.concatenate([row.asked for row in rows]))
+        self.ids = torch.from_numpy(np.concatenate([row.ids for row in rows]).astype(np.int64)).to(device)
+        self.counted = torch.from_numpy(np.concatenate([row.counted for row in rows])).to(device)
+        self.asked = torch.from_numpy(np.concatenate([row.asked for row in rows])).to(device)
         blocks = [-(-length // BLOCK) for length in lengths]
         self.blocks = sum(blocks)
         firsts = np.cumsum([0, *blocks[:-1]])
@@ -89,7 +89,8 @@ class SampledStep:
             table[:count] = torch.arange(first, first + count)
         places = [torch.arange(length) for length in lengths]
         slots = [place + first * BLOCK for place, first in zip(places, firsts.tolist(), strict=True)]
-        self.inputs = AttentionInputs(torch.cat(places), torch.cat(slots), tables, lengths, lengths)
+        positions, written = torch.cat(places).to(device), torch.cat(slots).to(device)
+        self.inputs = AttentionInputs(positions, written, tables.to(device), lengths, lengths)
 
 
 class LayerRun:
@@ -108,7 +109,8 @@ class LayerRun:
     def _run(self, spec: LayerSpec, layer: DecoderLayer, hidden: Sequence[Tensor]) -> Iterator[Tensor]:
         cache = None
         if spec.cache is not None:
-            cache = self._ops.allocate_cache(spec.cache, self._blocks, BLOCK, self._dtype, "cpu")
+            device = self.steps[0].ids.device
+            cache = self._ops.allocate_cache(spec.cache, self._blocks, BLOCK, self._dtype, device)
         for step, plan, before in zip(self.steps, self._plans, hidden, strict=True):
             x, residual = layer(before.clone(), None, step.inputs, cache, plan)
             yield x if residual is None else x + residual

@@ -1,5 +1,7 @@
 """Calibrates a model for int4, a layer at a time: the layers before it are rounded already, so that it is made for the
-inputs that it will get. What the whole loses is measured on rows that the search has not seen."""
+inputs that it will get. What the whole loses is measured on rows that the search has not seen.
+
+A GPU has one layer of the model at a time, beside its embedding and its head."""
 
 from __future__ import annotations
 
@@ -48,22 +50,24 @@ class Search:
         ops: Ops,
         dtype: torch.dtype,
         rows: tuple[SampleRows, SampleRows],
+        device: torch.device = CPU,
         group: int = INT4_GROUP,
         marks: bool = False,
     ) -> None:
-        """rows: of the search, one at the least, and those held out; `dtype`: of the run. So many inputs, a `group`,
-        share a scale. `marks`: whether the layers' weights are to say by how much channels were changed."""
+        """rows: of the search, one at the least, and those held out; `dtype` and `device`: of the run. So many
+        inputs, a `group`, share a scale. `marks`: whether the layers' weights are to say by how much channels were
+        changed."""
         self.spec, self._checkpoint = checkpoint.spec.quantized("int4"), checkpoint
-        spec, self._stored = self.spec, getattr(torch, checkpoint.stored_dtype)
+        spec, self._stored, self._device = self.spec, getattr(torch, checkpoint.stored_dtype), device
         own = CheckpointWeights(checkpoint, torch.float32, CPU)
         self._weights = SmoothedWeights(MarkedWeights(own, spec) if marks else own, spec)
         self._ops, self._dtype, self._group = ops, dtype, group
         self._exact = replace(spec, layers=tuple(replace(layer, forms=()) for layer in spec.layers))
-        steps, held_out = (list(sample.steps()) for sample in rows)
+        steps, held_out = (list(sample.steps(device)) for sample in rows)
         self._searched = LayerRun(ops, spec, dtype, steps)
         self._held_out = LayerRun(ops, spec, dtype, held_out) if held_out else None
         self._positions = max(sample.longest for sample in rows)
-        tables = _cast_tables(self._weights.tables(), dtype)
+        tables = _cast_tables(self._weights.tables(), dtype, device)
         with torch.inference_mode():
             self._ends = tuple(self._end(tables, quantised) for quantised in (False, True))
             first = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in steps]
@@ -73,7 +77,9 @@ class Search:
     def _end(self, tables: Tables, quantised: bool) -> Decoder:
         """Return the model without its layers."""
         head = quantized_weight(self._ops, tables.head, self.spec.head_form if quantised else None)
-        packed = PackedWeights(replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), CPU)
+        packed = PackedWeights(
+            replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), self._device
+        )
         return Decoder(packed, self._ops, self._positions)
 
     def layers(self) -> Iterator[RoundedLayer]:
@@ -84,7 +90,7 @@ class Search:
 
     def _layer(self, index: int) -> RoundedLayer:
         layer, exact = self.spec.layers[index], self._exact.layers[index]
-        weights = self._weights.layer(index)
+        weights = {name: one.to(self._device) for name, one in self._weights.layer(index).items()}
         cast = _cast(exact, weights, self._dtype)
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
         products = self._products([linear.name for linear in rounds(layer, names, self._group)], exact, cast)
@@ -95,14 +101,14 @@ class Search:
         self._streams.searched = self._searched(found.spec, after, self._streams.searched)
         if self._held_out is not None:
             self._streams.rounded = self._held_out(found.spec, after, self._streams.rounded)
-        return found
+        return replace(found, weights={name: one.to(CPU) for name, one in found.weights.items()})
 
     def _built(self, layer: LayerSpec, weights: LayerWeights) -> DecoderLayer:
         parts = pack_layer(self._ops, layer, quantized_layer(self._ops, layer, weights))
         return build_layer(self._ops, layer, replace(parts, rope=self._rope(layer)))
 
     def _rope(self, layer: LayerSpec) -> RopeTable | None:
-        return None if layer.rotation is None else rope_table(layer.rotation, self._positions, CPU)
+        return None if layer.rotation is None else rope_table(layer.rotation, self._positions, self._device)
 
     def _products(self, names: Sequence[str], exact: LayerSpec, weights: LayerWeights) -> dict[str, Tensor]:
         """Run the layer as it is over the rows of the search, and return the products of what its linear layers of
@@ -110,7 +116,8 @@ class Search:
         run = self._searched
         parts = replace(pack_layer(self._ops, exact, weights), rope=self._rope(exact))
         watched = {
-            name: WatchedLinear(parts.linears[name], (step.counted for step in run.steps)) for name in names
+            name: WatchedLinear(parts.linears[name], (step.counted for step in run.steps), self._device)
+            for name in names
         }
         block = Block(self._ops, exact, replace(parts, linears={**parts.linears, **watched}))
         run(exact, block, self._streams.searched)
@@ -148,9 +155,9 @@ def _cast(layer: LayerSpec, weights: LayerWeights, dtype: torch.dtype) -> dict[s
     return {name: one if name in kept else one.to(dtype) for name, one in weights.items()}
 
 
-def _cast_tables(tables: Tables, dtype: torch.dtype) -> Tables:
-    embedding = tables.embedding.to(dtype)
-    head = embedding if tables.head is tables.embedding else tables.head.to(dtype)
-    norms = {name: norm.to(dtype) for name, norm in tables.norms.items()}
-    positions = None if tables.positions is None else tables.positions.to(dtype)
+def _cast_tables(tables: Tables, dtype: torch.dtype, device: torch.device) -> Tables:
+    embedding = tables.embedding.to(device, dtype)
+    head = embedding if tables.head is tables.embedding else tables.head.to(device, dtype)
+    norms = {name: norm.to(device, dtype) for name, norm in tables.norms.items()}
+    positions = None if tables.positions is None else tables.positions.to(device, dtype)
     return replace(tables, embedding=embedding, head=head, norms=norms, positions=positions)

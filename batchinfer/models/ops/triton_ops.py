@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -143,7 +144,8 @@ class TritonOps(Ops):
         self._shape, self._latent, self._peaks = shape, latent, peaks
         self._panel = WeightPanel()
         self._prefill: FlashInferPrefill | None = None
-        self._library_layers: list[LibraryChoice] = []
+        # Layers that are gone, as those of a calibration, take their weights with them
+        self._library_layers: list[weakref.ref[LibraryChoice]] = []
 
     @property
     def shape(self) -> AttentionShape:
@@ -153,7 +155,9 @@ class TritonOps(Ops):
     @property
     def library_layers(self) -> Sequence[LibraryChoice] | None:
         """Return the layers that were packed and that the library can multiply, too; see ProductOps."""
-        return None if self._shape.deterministic else self._library_layers
+        if self._shape.deterministic:
+            return None
+        return [layer for known in self._library_layers if (layer := known()) is not None]
 
     @property
     def latent(self) -> bool:
@@ -210,7 +214,7 @@ class TritonOps(Ops):
         library = None if fixed else LibraryGrouped.of(gate_up, down, activation)
         made = TritonExperts(gate_up, down, activation, fixed, library)
         if library is not None:
-            self._library_layers.append(made)
+            self._library_layers.append(weakref.ref(made))
         return made
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
@@ -235,7 +239,7 @@ class TritonOps(Ops):
         library = None if fixed else LibraryFp8.of(weight, bias, self._shape.dtype)
         made = Fp8Linear(weight, bias, activation, fixed, library)
         if library is not None:
-            self._library_layers.append(made)
+            self._library_layers.append(weakref.ref(made))
         return made
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:

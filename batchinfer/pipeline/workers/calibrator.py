@@ -17,6 +17,7 @@ from batchinfer.pipeline.workers.worker_handle import error_of
 CALIBRATOR = "batchinfer.pipeline.workers.calibrator:serve"
 _LEAVE_S = 10.0
 _LOOK_S = 0.25
+_REMEDY = "free some memory, or set model.calibration: off"
 _AGAIN = "the same command begins the calibration anew"
 
 
@@ -31,7 +32,7 @@ def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
     except (BrokenPipeError, EOFError):
         return  # nobody is left to tell
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
-        connection.send(failure(error))
+        connection.send(failure(error, "the calibration", _REMEDY))
         raise SystemExit(1) from None
 
 
@@ -65,5 +66,5 @@ def _crash(child: Child) -> BatchInferError:
     ended = child.wait(_LEAVE_S)
     what = f"the process that calibrates the model {'closed its connection' if ended is None else ended}"
     if ended is not None and ended.out_of_memory:
-        return OutOfMemory(f"{what}; free some memory, or set model.calibration: off; {_AGAIN}")
+        return OutOfMemory(f"{what}; {_REMEDY}; {_AGAIN}")
     return Unavailable(f"{what}; {_AGAIN}")

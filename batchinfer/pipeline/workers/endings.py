@@ -26,16 +26,18 @@ def settle(place: EnginePlace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
 
 
-def failure(error: BaseException) -> Failed:
-    """Return what the parent hears of the error that ends the engine."""
+def failure(
+    error: BaseException,
+    where: str = "the engine",
+    remedy: str = "lower engine.kv_memory or engine.max_num_batched_tokens",
+) -> Failed:
+    """Return what the parent hears of the error that ends the process; of memory that ran out it hears `where`, and
+    the `remedy`."""
     detail = traceback.format_exc()
     if isinstance(error, BatchInferError):
         return Failed(error.exit_code, str(error), detail)
     if _is_out_of_memory(error):
-        text = (
-            f"out of memory in the engine: {error}; lower engine.kv_memory or engine.max_num_batched_tokens"
-        )
-        return Failed(OutOfMemory.exit_code, text, detail)
+        return Failed(OutOfMemory.exit_code, f"out of memory in {where}: {error}; {remedy}", detail)
     return Failed(BatchInferError.exit_code, f"{type(error).__name__}: {error}", detail)
 
 

@@ -39,7 +39,7 @@ def with_calibration(
 ) -> tuple[StoredModel, Setting]:
     """Return the model and the setting with the calibrated weights, if the job is to have such: without them, if no run
     has made them yet. `merged`: an adapter is merged into the weights as they are loaded, which have to be floats."""
-    asked = (setting.quantization, job.model.calibration, setting.device) == ("int4", "auto", "cpu")
+    asked = (setting.quantization, job.model.calibration) == ("int4", "auto")
     if not asked or merged or not can_calibrate(checkpoint):
         return checkpoint, setting
     setting = replace(setting, calibrates=True)

@@ -57,8 +57,8 @@ def calibrate(
         cpu_ops(quantized(checkpoint, "int4")),
         torch.float32,
         (sequences(12, 1), sequences(4, 2)),
-        group,
-        marks,
+        group=group,
+        marks=marks,
     )
     written, layers = CalibratedFolder(folder, checkpoint, group, marks), []
     for index, layer in enumerate(search.layers()):

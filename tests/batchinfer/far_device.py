@@ -1,0 +1,83 @@
+"""A device that is not there: its tensors lie in the host's memory, and say that they lie elsewhere.
+
+Within `far_away()` what is made on the device FAR is computed on the CPU, one operator at a time. An operator that
+gets tensors of both sides raises, as CUDA's do, and so does whoever asks for the numbers' address, or for an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+FAR = torch.device("meta")  # no library is asked for it
+# Operators that copy from one side to the other
+COPIES = ("aten.copy_.default", "aten._to_copy.default")
+
+
+class FarTensor(Tensor):
+    """A tensor on the device."""
+
+    near: Tensor
+
+    @staticmethod
+    def __new__(cls, near: Tensor) -> FarTensor:
+        layout = {"strides": near.stride(), "storage_offset": near.storage_offset(), "dtype": near.dtype}
+        made: FarTensor = Tensor._make_wrapper_subclass(cls, near.shape, device=FAR, **layout)  # type: ignore[attr-defined]
+        made.near = near
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        return self.near.tolist()
+
+
+class _Everywhere(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Also sees operators that get no tensor, or those of the host alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    far, near = list[Tensor](), list[Tensor]()
+
+    def brought(value: Any) -> Any:
+        if isinstance(value, FarTensor):
+            far.append(value)
+            return value.near
+        if isinstance(value, Tensor) and value.dim():
+            near.append(value)
+        return value
+
+    args, kwargs = tree_map(brought, args), tree_map(brought, kwargs)
+    if far and near and str(func) not in COPIES:
+        raise RuntimeError(f"{func} got tensors of two devices")
+    device = kwargs.get("device")
+    if device is not None:
+        kwargs["device"] = "cpu"
+    into_first = str(func) == "aten.copy_.default"
+    there = _lies_far(into_first, far, args) if device is None else torch.device(device) == FAR
+    made = func(*args, **kwargs)
+    return tree_map(lambda one: FarTensor(one) if there and isinstance(one, Tensor) else one, made)
+
+
+def _lies_far(into_first: bool, far: list[Tensor], args: Any) -> bool:
+    """Whether the result lies far away: a copy lies where it was copied to."""
+    return any(one.near is args[0] for one in far if isinstance(one, FarTensor)) if into_first else bool(far)
+
+
+@contextmanager
+def far_away() -> Iterator[None]:
+    """Have the device within the block. Tensors like these cannot be views in inference mode."""
+    with patch.object(torch, "inference_mode", torch.no_grad), torch.no_grad(), _Everywhere():
+        yield

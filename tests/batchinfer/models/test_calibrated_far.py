@@ -1,0 +1,40 @@
+"""A calibration on another device than the host's: no operator gets tensors of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.models.calibration.folder import CalibratedFolder
+from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.search import Search
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from tests.batchinfer.engine.interpreted_gpu import ValueOps
+from tests.batchinfer.far_device import FAR, far_away
+from tests.batchinfer.models.test_calibrated_folder import FAMILIES, SIZES, sequences
+from tests.checkpoints import make_checkpoint
+
+
+def calibrate(model: Path, folder: Path, device: torch.device) -> Loss:
+    checkpoint, samples = inspect_checkpoint(model), (sequences(12, 1), sequences(4, 2))
+    folder.mkdir()
+    search = Search(checkpoint, ValueOps(), torch.float32, samples, device, marks=True)
+    written = CalibratedFolder(folder, checkpoint, 32, True)
+    for index, layer in enumerate(search.layers()):
+        written.add(index, layer)
+    written.finish()
+    loss = search.loss()
+    assert loss is not None
+    return loss
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+def test_nothing_of_it_is_left_on_the_host(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path / "plain", family, **{**SIZES, **FAMILIES[family]})
+    near = calibrate(tmp_path / "plain", tmp_path / "near", torch.device("cpu"))
+    with far_away():
+        far = calibrate(tmp_path / "plain", tmp_path / "far", FAR)
+    assert far.kl == pytest.approx(near.kl, rel=1e-2)
+    assert (far.same, far.tokens) == (near.same, near.tokens)
