@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.examples import examples
+from tests.examples import SEED, everything, examples, sampled, seed
 from tests.kernels.gpu import interpreter
 
 # Hundreds of tests start the package in a process of its own. Where the environment forbids keeping modules compiled,
@@ -25,7 +25,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # An example that takes long says that the machine is busy: no property is a matter of milliseconds.
 settings.register_profile(
-    "patient", max_examples=examples(40, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "patient", max_examples=examples(25, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
 
@@ -33,9 +33,19 @@ settings.load_profile("patient")
 LONG = ("test_gpu_suite.py", "test_quickstart_run.py", "test_gpu_job.py", "test_deterministic_job.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones first."""
+    """The long ones come first, and sweeps are thinned."""
     items.sort(key=lambda item: item.path.name not in LONG)
+    sampled(items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say that not every case ran, and how others are had."""
+    if not everything():
+        terminalreporter.write_line(
+            f"Of sweeps, sample {seed()!r}; {SEED}=… draws another, and make test-all runs every case."
+        )
 
 
 # Before triton is imported anywhere (transformers and torch do so here and there): its own functions and ours are

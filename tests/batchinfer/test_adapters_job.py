@@ -72,6 +72,7 @@ def wanted(tmp_path: Path, model: Path, models: Path, rows: list[dict[str, Any]]
     return {name: alone(tmp_path / f"alone-{name}", place, rows) for name, place in places.items()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_rows_have_the_answers_of_the_merged_models(
     tmp_path: Path, model: Path, models: Path, replicas: int
@@ -211,6 +212,7 @@ def test_the_job_of_the_page_runs(tmp_path: Path, model: Path, models: Path) -> 
     assert "adapters: summary, tone; rows that name none have summary" in said
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
 def test_a_dora_is_merged(tmp_path: Path, family: str) -> None:
     """Where all rows have it; it is refused where some may not."""

@@ -46,6 +46,7 @@ def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("sampling", "per_file"), [({}, 3), ({"best_of": 5}, 2), ({"best_of": 5}, 100)])
 def test_lists_hold_what_rows_of_answers_do(
     tmp_path: Path, model: Path, sampling: dict[str, Any], per_file: int

@@ -55,6 +55,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "tells_types"), FAMILIES)
 def test_scores_are_those_of_transformers(tmp_path: Path, family: str, tells_types: bool) -> None:
     """Special tokens, types and heads; a pair that is there twice runs once, and one that is too long is cut."""

@@ -88,6 +88,7 @@ def job(folder: Path, model: Path, drafts: Any, **sections: Any) -> Path:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", JOBS)
 def test_rows_are_those_of_a_job_without_drafts(tmp_path: Path, model: Path, kind: str) -> None:
     """Answers of a small random model soon repeat themselves and each other, so that drafts are right."""
@@ -121,6 +122,7 @@ def changed(path: Path, rows: list[dict[str, Any]], **sections: Any) -> None:
     path.write_text(json.dumps(said | {name: said.get(name, {}) | one for name, one in sections.items()}))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("waves", [False, True])
 def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
     tmp_path: Path, model: Path, waves: bool
@@ -243,6 +245,7 @@ WITH_MODELS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "runs"),
     first_of(
@@ -286,6 +289,7 @@ def test_rows_are_those_of_a_job_without_a_draft_model(
         assert 0 < row["proposing_s"] < row["wall_s"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("runs", ["first", "beside", "heads"])
 def test_rows_with_adapters_have_drafts_by_a_model_without(
     tmp_path: Path, model: Path, large: Path, runs: str
@@ -320,6 +324,7 @@ def asked_first(said: list[str]) -> int:
     return int(line.split(" answers ")[1].split()[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ends", ["killed", "interrupted"])
 def test_a_draft_model_that_is_cut_short_goes_on_where_it_was(
     tmp_path: Path, model: Path, large: Path, monkeypatch: pytest.MonkeyPatch, ends: str
@@ -519,6 +524,7 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
         load_job(path)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "heads"),
     first_of(

@@ -87,6 +87,7 @@ def test_what_is_made_of_vectors_computes_nothing(tmp_path: Path, sentences: Pat
     np.testing.assert_array_equal(embeddings(path), whole)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, sentences: Path, monkeypatch: pytest.MonkeyPatch, pooling: str

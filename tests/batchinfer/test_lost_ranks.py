@@ -142,6 +142,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return Undisturbed(folder / "model", published(path), time.perf_counter() - began)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "number", first_of([*QUICK, *(n for n in range(len(ALL)) if n not in QUICK)], len(QUICK))
 )

@@ -256,6 +256,7 @@ def _found(node: Node, kind: bytes) -> list[int]:
     return []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", first_of((0, 1), 2))
 def test_the_commands_of_the_docs_run(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, block: int

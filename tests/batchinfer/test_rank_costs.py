@@ -51,6 +51,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "sizes"), first_of((
     ("llama", {"tensor": 2}), ("llama", {"stages": 2}), ("mixtral", {"experts": 2}), ("mixtral", {"tensor": 2}),
     ("llama", {"tensor": 4}), ("llama", {"stages": 4}), ("llama", {"tensor": 2, "stages": 2}),

@@ -230,6 +230,7 @@ def mixed(rows: int) -> list[tuple[str, Any]]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, sentences: Path, monkeypatch: pytest.MonkeyPatch, pooling: str

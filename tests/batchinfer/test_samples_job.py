@@ -76,6 +76,7 @@ def means(rows: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("n", "per_file"), [(1, 3), (2, 5), (3, 1)])
 def test_the_best_of_several_are_published(tmp_path: Path, model: Path, n: int, per_file: int) -> None:
     """Of all answers, as a job that publishes them has them, which therefore computes nothing. A row that is an error

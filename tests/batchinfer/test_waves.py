@@ -103,6 +103,7 @@ def computed(log: Path) -> set[str]:
     return set(found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "sections",
     [
@@ -234,6 +235,7 @@ def test_an_input_that_is_damaged_at_its_end_ends_the_run(tmp_path: Path, model:
     assert all(link.closed for link in transport.started)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shares", [True, False])
 def test_rows_that_share_with_rows_far_away_wait_for_them(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, shares: bool

@@ -181,6 +181,7 @@ def test_a_stretch_is_read_again_once_something_of_it_is_missing(
     assert taken == [0, 20, 40, 40, 0, 20, 0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", [False, True], ids=["taken over", "known"])
 def test_an_error_that_another_job_has_answered_since_is_published(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch, changes: bool

@@ -151,8 +151,8 @@ def latent_step(seed: int, heads: int, rank: int, turned: int, block_size: int, 
 def tree_step(
     seed: int, kv_heads: int, group: int, dim: int, block_size: int, children, depths, own, few=(1,)
 ) -> Step:
-    """Few queries of sequences, as many of each in turn as `few` says, whose block tables form a tree: `depths` blocks
-    at each level, then their own."""
+    """Few queries of sequences, as many of each in turn as `few` says, but no more than it has
+    tokens. Their block tables form a tree: `depths` blocks at each level, then their own."""
     generator, fresh, paths = torch.Generator().manual_seed(seed), iter(range(10_000)), [()]
     for blocks in depths:
         paths = [
@@ -165,10 +165,12 @@ def tree_step(
     table = torch.tensor([rows[i] for i in order], dtype=torch.int32)
     shape = (int(table.max()) + 1, kv_heads, block_size, dim)
     caches = [torch.randn(shape, generator=generator) for _ in range(2)]
-    queries = [few[i % len(few)] for i in range(len(rows))]
-    q = torch.randn(sum(queries), kv_heads * group, dim, generator=generator)
     last = table.shape[1] * block_size
-    chunks = [(n, last - i % min(own * block_size, 7)) for i, n in enumerate(queries)]
+    lengths = [last - i % min(own * block_size, 7) for i in range(len(rows))]
+    chunks = [
+        (min(few[i % len(few)], length), length) for i, length in enumerate(lengths)
+    ]  # each sees itself
+    q = torch.randn(sum(n for n, _ in chunks), kv_heads * group, dim, generator=generator)
     return Step(q, *caches, table, chunks)
 
 

@@ -317,6 +317,7 @@ for size in (4, 16, 40):
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["emulated", "emulated_mmla"])
 def test_operators_read_nothing_beside_their_operands(way):
     """Operands of products and of attention end where memory does."""

@@ -101,6 +101,7 @@ def cases():
                 )
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(("name", "dtype", "quantization", "way"), list(cases()))
 def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantization, way):
     loaded, wanted = yardstick(name, dtype, quantization)

@@ -91,6 +91,7 @@ def made(name: str) -> tuple[Checkpoint, StoredLayer, EagleOf]:
     return model, stored, EagleOf(head, source, kind.layers)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(8, 80), deadline=None, print_blob=True)
 @given(work=works(may_constrain=False))

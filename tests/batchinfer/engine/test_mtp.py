@@ -43,6 +43,7 @@ def made(**options: Any) -> tuple[Checkpoint, StoredMtp, MtpReference]:
     return model, stored, reference
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", [1, 3], ids=["experts", "dense"])
 @settings(max_examples=examples(8, 80), deadline=None, print_blob=True)
 @given(work=works(may_constrain=False))

@@ -267,6 +267,7 @@ def gguf_hub(folder: Path, name: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.glob("*.gguf"))}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("config", [True, False])
 def test_one_model_of_a_dozen_in_gguf_is_pulled(
     hub: Hub, cache: Path, tmp_path: Path, config: bool, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def assert_multiplies(kernel: Compiled, *instructions: str) -> None:
     assert any(re.search(i, kernel.ptx) for i in instructions), kernel.summary()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", TARGETS)
 def test_prefill(target: str) -> None:
     (kernel,) = compiled("prefill", target, "bfloat16", 128, 4, 16, *PLAIN, False)
@@ -93,6 +94,7 @@ def test_keys_are_fetched_ahead() -> None:
     assert len(re.findall(r"\bLDGSTS\.E\.(?:\w+\.)*128", kernel.sass)) >= 32
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("work", "dim", "codes"),
     [
@@ -110,6 +112,7 @@ def test_products_do_not_wait_for_all_keys_in_flight(work: str, dim: int, codes:
     assert max(map(int, waits)) == 3 * a_product
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_codes_are_widened_after_wide_loads(target: str) -> None:
     """float8_e4m3fn, which sm_80 does not know, is read as bits there."""
@@ -117,6 +120,7 @@ def test_codes_are_widened_after_wide_loads(target: str) -> None:
     assert_multiplies(kernel, PRODUCTS[target])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("target", first_of(("sm_90", "sm_80", "sm_100"), 2))
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
 def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> None:
@@ -155,12 +159,14 @@ def test_several_queries_a_sequence(target: str, queries: int, group: int, codes
         assert_multiplies(named(found, "decode"), larger)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("codes", [None, "int8"])
 def test_heads_that_16_does_not_divide_are_read_wide(codes: str | None) -> None:
     """72 values are 9 times 16 bytes, or 8."""
     compiled("prefill", "sm_80", "bfloat16", 72, 4, 16, None, None, codes, False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("work", "target", "dtype", "dim", "codes", "deterministic"),
     [
@@ -176,6 +182,7 @@ def test_codes_of_heads_that_fill_no_tile_spill_nothing(
     compiled(work, target, dtype, dim, 2, 128, 100, 30.0, codes, deterministic)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("work", ["prefill", "decode"])
 def test_one_arithmetic_where_it_is_deterministic(work: str) -> None:
     kernel = named(compiled(work, "sm_90", "bfloat16", 128, 4, 16, *PLAIN, True), work)

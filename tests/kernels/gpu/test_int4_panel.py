@@ -123,6 +123,7 @@ def launch_widening(dtype: str, outputs: int, inputs: int, zeroed: bool) -> None
     widen(weight, 0, torch.zeros(outputs, inputs, dtype=kind))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("target", "dtype", "zeroed"), pairs_first(NVIDIA, ["bfloat16", "float16", "float32"], [True, False])
 )

@@ -93,6 +93,7 @@ def assert_leaves_tiles_in_flight(kernel: Compiled) -> None:
     assert waits[0] >= 2, f"{kernel.summary()}: {waits}"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("target", "way", "rows"),
     each_first(TARGETS, ("plain", "int8_weight", "int4_64_zeros", *FLOAT8, "int8"), (FEW, MANY)),
@@ -122,6 +123,7 @@ def test_odd_sizes(target: str) -> None:
     compiled(target, "plain", MANY, ODD)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "way", "sizes"),
     [
@@ -135,6 +137,7 @@ def test_float16_with_a_gate(target: str, way: str, sizes: tuple[int, int]) -> N
     compiled(target, way, FEW, sizes, dtype="float16", activation="silu")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("target", "rows"), each_first(("sm_89", "sm_90", "sm_100"), (FEW, 64, MANY)))
 def test_scales_of_blocks_leave_tiles_in_flight(target: str, rows: int) -> None:
     for deterministic in (False, True):
@@ -230,6 +233,7 @@ def compiled_grouped(
     return matmul
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("target", "coded", "rows"), each_first(TARGETS, (None, "int8"), (FEW_OF_EXPERTS, MANY_OF_EXPERTS))
 )
@@ -237,6 +241,7 @@ def test_few_and_many_rows_of_experts(target: str, coded: str | None, rows: int)
     compiled_grouped(target, rows, coded=coded, activation="silu" if rows == FEW_OF_EXPERTS else None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("target", "rows"), each_first(("sm_89", "sm_90", "sm_100"), (FEW_OF_EXPERTS, MANY_OF_EXPERTS))
 )

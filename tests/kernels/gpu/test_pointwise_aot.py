@@ -157,6 +157,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize(
     ("name", "target", "kind"),
     [

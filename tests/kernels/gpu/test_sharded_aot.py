@@ -48,6 +48,7 @@ def launch_attention(kv_heads: int, group: int) -> None:
     decode(paged, None, 512, planned=[3000] * 2, lse=None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", first_of(PARTS, 2))
 def test_attention_of_a_rank(name: str) -> None:
     kv_heads, group = heads_of(own(name, 1))

@@ -196,6 +196,7 @@ def local_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render_pool, "RenderWorker", LocalWorker)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("local_workers")
 @pytest.mark.parametrize("name", FILES)
 @given(data=st.data())

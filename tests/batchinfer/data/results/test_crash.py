@@ -45,6 +45,7 @@ def test_the_job_makes_every_kind_of_operation(tmp_path: Path) -> None:
     assert {"open", "write", "fsync", "close", "rename", "exchange", "mkdir", "touch", "fsync_folder"} <= made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_failure_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, code: int) -> None:
     _fail_each(tmp_path, undisturbed, code, range(code % 19, undisturbed[2], 19))
@@ -72,6 +73,7 @@ def _fail_each(root: Path, undisturbed: Undisturbed, code: int, numbers: range) 
         assert verify_result(folder / "res") == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_kill_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
     _kill_each(tmp_path, undisturbed, step=13 + threads, threads=threads)

@@ -184,6 +184,7 @@ def test_ranks_of_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "deepseek_v2"])
 def test_adapters_are_divided_as_what_they_change(

@@ -238,6 +238,7 @@ class Work(NamedTuple):
 WORKS = [Work(300, 2, 60, 64), Work(240, 120, 6, 64), Work(200, 60, 30, 256), Work(16, 8, 40, 64)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("hardware", "work"),
     first_of(
@@ -302,6 +303,7 @@ PUBLISHED = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("figure", first_of([(one,) for one in PUBLISHED], 3))
 @pytest.mark.usefixtures("captured")
 def test_the_simulation_is_near_published_figures(tmp_path: Path, llama_70b: Path, figure: Published) -> None:

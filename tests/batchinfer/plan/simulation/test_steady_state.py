@@ -124,6 +124,7 @@ EVERY = list(product(MODELS, (128, 512, 2048), (64, 128, 256), (True, False)))
 THINNED = [("1B", 128, 64, True), ("8B", 128, 64, False)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case", [case if case in THINNED else pytest.param(case, marks=pytest.mark.slow) for case in EVERY]
 )

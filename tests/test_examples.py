@@ -1,0 +1,63 @@
+"""Of a sweep that is thinned, each run has a spread sample, and the slow one the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+from tests.examples import spread
+
+ROOT = Path(__file__).parents[1]
+
+CASES = [f"test_it[{'-'.join(case)}]" for case in product("abcd", "wxyz", "12")]
+SWEEP = """
+import pytest
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("a", range(5))
+def test_it(a, slow): ...
+
+@pytest.mark.parametrize("a", range(5))
+def test_whole(a): ...
+"""
+
+
+def test_a_sample_has_as_many_values_as_it_can() -> None:
+    for seed in map(str, range(20)):
+        kept = spread(CASES, 4, seed)
+        assert len(kept) == 4
+        assert {part for case in kept for part in case[8:-1].split("-")} == set("abcdwxyz12")
+
+
+def test_once_all_values_are_there_they_come_again() -> None:
+    kept = spread(CASES, 8, "0")
+    assert [sum(value in case[8:] for case in kept) for value in "abcdwxyz"] == [2] * 8
+
+
+def test_a_seed_draws_the_same_sample_from_whatever_order_and_others_draw_others() -> None:
+    samples = [spread(CASES, 4, str(seed)) for seed in range(20)]
+    assert samples == [spread(CASES[::-1], 4, str(seed)) for seed in range(20)]
+    assert len(set(map(frozenset, samples))) > 15
+    assert spread(CASES, 100, "0") == set(CASES)
+
+
+def test_every_case_is_in_the_sample_or_slow(tmp_path: Path) -> None:
+    """In a run as `make test` makes it, without one of the marked cases that were slow before."""
+    (tmp_path / "test_sweep.py").write_text(SWEEP)
+
+    def collected(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-c", str(ROOT / "pyproject.toml")]
+        command += ["-p", "tests.conftest", "--rootdir", str(tmp_path), *options, str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+
+    every, few, rest = collected(), collected("-m", "not slow"), collected("-m", "slow")
+    assert len(every) == 15
+    assert sorted(few + rest) == sorted(every)
+    assert len([case for case in few if case.startswith("test_it")]) == 3
+    assert all(case.endswith("-0]") for case in few if case.startswith("test_it"))
+    assert len([case for case in few if case.startswith("test_whole")]) == 5
