@@ -45,7 +45,7 @@ def test_a_step_of_single_queries_needs_no_rows() -> None:
 def test_chunks_and_single_queries_go_different_ways() -> None:
     found = plan([3, 1, 0, 40, 1], [3, 50, 7, 90, 1])
     assert found.items is not None
-    assert found.items.tolist() == [[3, 36, 8, 82], [3, 4, 32, 50], [0, 0, 3, 0]]
+    assert found.items.tolist() == [[3, 36, 8, 82, 90], [3, 4, 32, 50, 82], [0, 0, 3, 0, 3]]
     assert found.rows is not None
     assert found.rows.tolist() == [[3, 1], [44, 4]]
     assert (found.singles, found.lengths.tolist()) == (2, [50, 1])
