@@ -146,7 +146,7 @@ def test_a_failure_at_any_operation_of_cleaning_loses_and_doubles_no_answer(
 
 
 def test_a_kill_at_some_operations_of_cleaning(tmp_path: Path, operations: int) -> None:
-    _kill_while_cleaning(tmp_path, range(0, operations, 5))
+    _kill_while_cleaning(tmp_path, range(0, operations, 13))
 
 
 @pytest.mark.slow
