@@ -36,7 +36,6 @@ KINDS = (
 )
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("family", ARCHS)
 def test_logits_of_every_architecture(tmp_path: Path, family: str) -> None:
     model = make_gguf(tmp_path / "x.gguf", tmp_path / "plain", family, MIXED)

@@ -65,7 +65,6 @@ def check_logits(folder: Path, model: Any, *, lengths: tuple[int, ...] = LENGTHS
     return checkpoint
 
 
-@pytest.mark.sample(24)
 @pytest.mark.parametrize(
     ("family", "how"),
     thinned([(False, 1), (True, 1), (False, 3), (True, 3)], kept=[(True, 1), (False, 3)]),
