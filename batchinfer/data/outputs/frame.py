@@ -23,7 +23,7 @@ TAIL = (
 )
 
 # Made once: a Python value is looked up in pandas, wherever that may be, each time that it becomes a scalar.
-_OK, _ERROR = pa.scalar("ok"), pa.scalar("error")
+OK, ERROR = pa.scalar("ok"), pa.scalar("error")
 
 
 def framed(*own: pa.Field) -> pa.Schema:
@@ -57,7 +57,7 @@ class Frame:
     def around(self, **own: pa.Array) -> pa.Table:
         """Return the table of all columns, in order."""
         columns = {name: self.rows.column(name) for name in ("row_id", "file", "row_index", "custom_id")}
-        columns["status"] = pc.if_else(self.failed, _ERROR, _OK)
+        columns["status"] = pc.if_else(self.failed, ERROR, OK)
         return pa.table({**columns, **own, **{name: self._either(name) for name, _ in TAIL}})
 
     def _either(self, name: str) -> pa.ChunkedArray:

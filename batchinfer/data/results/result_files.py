@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchinfer.data.outputs.frame import ERROR
 from batchinfer.data.outputs.kind import OutputKind
 from batchinfer.data.results.manifest import ResultFile
 from batchinfer.data.results.result_rows import BATCH_ROWS
@@ -26,7 +27,6 @@ from batchinfer.data.storage.durable import DurableFile, FileOps
 # Of one row group, unless a single row has more: 20 MB in memory
 GROUP_ENTRIES = 1 << 20
 SPAN_ROWS = 1 << 15  # at least, where files have fewer
-_ERROR = pa.scalar("error")
 OnRows = Callable[[int], None]
 T = TypeVar("T")
 
@@ -208,7 +208,7 @@ class _ResultWriter:
     def write(self, group: pa.Table) -> None:
         self._writer.write_table(_with_own_dictionaries(group), row_group_size=group.num_rows)
         self.rows += group.num_rows
-        self._errors += pc.sum(pc.equal(group.column("status"), _ERROR)).as_py() or 0
+        self._errors += pc.sum(pc.equal(group.column("status"), ERROR)).as_py() or 0
         self._retryable += pc.sum(group.column("retryable")).as_py() or 0
 
     def finish(self) -> StagedFile:

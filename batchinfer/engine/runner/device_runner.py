@@ -148,9 +148,8 @@ class DeviceRunner(ModelRunner):
                 with lack_of_memory():
                     found, padding, mode = self._run(host)
             except torch.OutOfMemoryError:
-                if (
-                    self.micro_batches.is_least(host) or self.in_group
-                ):  # other ranks would not know of micro-batches
+                # Other ranks would not know of micro-batches
+                if self.in_group or self.micro_batches.is_least(host):
                     raise
                 failed = True
             if failed:  # by now the error, whose traceback kept what the step held, is gone
