@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.calibration.channels import scale_channels
+from batchinfer.models.calibration.experts import EXPERTS, SeenTokens, round_experts
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.ops.interface import Linear
@@ -18,6 +19,7 @@ from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.int4_feedback import codes_with_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
 
+GATE_UP = EXPERTS + "gate_up"
 STRIPES = 8  # of the products of inputs: nine sixteenths of them are computed, as they are symmetric
 
 
@@ -43,6 +45,16 @@ class WatchedLinear(Linear):
         return lower + lower.tril(-1).T
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInputs:
+    """What the products of a layer that are to be rounded have read. `products`: X^T X of each but experts', (in, in)
+    float32; `experts`: the names of theirs, and `seen` what they have read, if there are any."""
+
+    products: Mapping[str, Tensor]
+    experts: tuple[str, ...] = ()
+    seen: SeenTokens | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RoundedLayer:
     """A layer with codes and scales in place of some weights, and the spec that says so. All else is float32, as a
@@ -58,28 +70,36 @@ def rounds(layer: LayerSpec, names: Mapping[str, StoredParameter], group: int) -
     return [
         linear
         for linear in layer.linears
-        if not (linear.exact or linear.heads or linear.experts)
+        if not (linear.exact or linear.heads)
         and linear.inputs % group == 0
-        and all(_is_matrix(names[part]) for part, _ in linear.parts)
+        and all(_is_matrix(names[part], bool(linear.experts)) for part, _ in linear.parts)
     ]
 
 
-def _is_matrix(place: StoredParameter) -> bool:
+def _is_matrix(place: StoredParameter, whole: bool) -> bool:
+    """Whether a parameter is a matrix of outputs, in a tensor that may have more of them if it is not to be `whole`."""
     part = place.part
-    return not place.rows and (part is None or (part.index is None and not part.transposed))
+    return not place.rows and (
+        part is None or not (whole or part.index is not None or part.transposed)
+    )
 
 
 def rounded_layer(
-    layer: LayerSpec, weights: LayerWeights, products: Mapping[str, Tensor], group: int, dtype: torch.dtype
+    layer: LayerSpec, weights: LayerWeights, read: LayerInputs, group: int, dtype: torch.dtype
 ) -> RoundedLayer:
-    """weights: float32; products: of the inputs of the linear layers that are to be rounded; `dtype`: of the
-    checkpoint that is to hold what comes out."""
-    changed, seen = dict(weights), dict(products)
-    scale_channels(layer, changed, seen, group, dtype)
+    """weights: float32, of which those of experts are changed where they are; `dtype`: of the checkpoint that is to
+    hold what comes out."""
+    changed, products, seen = dict(weights), dict(read.products), read.seen
+    if seen is not None and GATE_UP in read.experts:
+        products[GATE_UP] = seen.products
+    columns = scale_channels(layer, changed, products, group, dtype)
     form = WeightForm("int4", "group", stored=True, group=group)
-    forms = dict(layer.quantized("int4").forms) | dict.fromkeys(seen, form)
-    for name, inputs in seen.items():
+    for name in read.products:
         scales = quantize_groups(changed[name], group)[1].to(dtype)
-        changed[name] = codes_with_feedback(changed[name], scales, inputs, group)
+        changed[name] = codes_with_feedback(changed[name], scales, products[name], group)
         changed[name + SCALES] = scales.float()
+    if seen is not None:
+        seen = seen.divided(columns[GATE_UP]) if GATE_UP in columns else seen
+        round_experts(layer, changed, seen, read.experts, group, dtype)
+    forms = dict(layer.quantized("int4").forms) | dict.fromkeys((*read.products, *read.experts), form)
     return RoundedLayer(replace(layer, forms=tuple(forms.items())), changed)
