@@ -134,9 +134,7 @@ def _of_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: 
     return Scaled(readers, divide, _same, _same)
 
 
-def _of_routed_norm(
-    name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype
-) -> Scaled:
+def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype) -> Scaled:
     """A norm that a router reads, too, whose choice is to stay: factors are powers of two, where nothing is rounded by
     them."""
     held = [name, *([name + BIAS] if norm.biased else [])]

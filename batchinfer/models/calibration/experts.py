@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.calibration.channels import scale_channels
+from batchinfer.models.calibration.loss import LEAST_TOKENS
 from batchinfer.models.ops.interface import Experts
 from batchinfer.models.spec.parameters import BIAS, SCALES
 from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec
@@ -19,8 +20,6 @@ from batchinfer_kernels.int4_feedback import codes_with_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
 
 EXPERTS = "experts."  # begins the names of their products, which are then named as those of a dense half
-# An expert that gets fewer tokens of the sample is calibrated on others, too: on those whose router prefers it most
-LEAST_TOKENS = 128
 BYTES_AT_ONCE = 1 << 30  # of experts that are rounded together; a larger one is rounded alone
 # While a weight of an expert is rounded: for each pair of its inputs, and for each of its values
 _BYTES_OF_PRODUCT, _BYTES_OF_VALUE = 16, 32
@@ -109,9 +108,10 @@ def round_experts(
     named = [name.removeprefix(EXPERTS) for name in names]
     preferred = _preferred(weights, seen.x)
     made: dict[str, list[Tensor]] = {name + end: [] for name in named for end in ("", SCALES)}
-    for numbers in torch.arange(seen.count).split(_at_once(alone)):
+    at_once = _at_once(alone)
+    for first in range(0, seen.count, at_once):
         some = []
-        for number in numbers.tolist():
+        for number in range(first, min(first + at_once, seen.count)):
             own = {name: stack[number] for name, stack in stacks.items()}
             expert = _Expert(own, _products(half, own, named, *seen.of(number, preferred)))
             scale_channels(alone, expert.weights, expert.products, group, dtype)

@@ -79,9 +79,7 @@ def rounds(layer: LayerSpec, names: Mapping[str, StoredParameter], group: int) -
 def _is_matrix(place: StoredParameter, whole: bool) -> bool:
     """Whether a parameter is a matrix of outputs, in a tensor that may have more of them if it is not to be `whole`."""
     part = place.part
-    return not place.rows and (
-        part is None or not (whole or part.index is not None or part.transposed)
-    )
+    return not place.rows and (part is None or not (whole or part.index is not None or part.transposed))
 
 
 def rounded_layer(

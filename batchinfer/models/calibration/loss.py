@@ -1,8 +1,11 @@
-"""The loss of a calibrated model, as measured on rows that its calibration has not seen. No torch."""
+"""What a calibration has come to: the loss of the model, on rows that it has not seen. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+# An expert that gets fewer tokens of the sample is calibrated on others, too: on those whose router prefers it most
+LEAST_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +16,13 @@ class Loss:
     kl: float
     same: float
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a calibration has come to. `loss`: None, if there was no row to measure it on. Of `experts`, those of all
+    layers, `few` had fewer tokens of the sample than LEAST_TOKENS, and were calibrated on those of others, too."""
+
+    loss: Loss | None
+    experts: int = 0
+    few: int = 0

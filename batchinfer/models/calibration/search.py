@@ -20,7 +20,7 @@ from batchinfer.models.calibration.layer import (
     rounded_layer,
     rounds,
 )
-from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.loss import Loss, Outcome
 from batchinfer.models.calibration.sample import LayerRun, SampleRows
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
@@ -80,6 +80,7 @@ class Search:
             first = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in steps]
             held = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in held_out]
         self._streams = _Streams(first, held, list(held))
+        self._experts, self._few = 0, 0
 
     def _end(self, tables: Tables, quantised: bool) -> Decoder:
         """Return the model without its layers."""
@@ -101,6 +102,8 @@ class Search:
         cast = _cast(exact, weights, self._dtype)
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
         read = self._read(rounds(layer, names, self._group), exact, cast)
+        if read.seen is not None:
+            self._experts, self._few = self._experts + read.seen.count, self._few + read.seen.few
         if self._held_out is not None:
             self._streams.exact = self._held_out(exact, self._built(exact, cast), self._streams.exact)
         found = rounded_layer(layer, weights, read, self._group, self._stored)
@@ -139,6 +142,10 @@ class Search:
     def _counted(self) -> Iterator[Tensor]:
         """Yield which tokens of each step of the search count."""
         return (step.counted for step in self._searched.steps)
+
+    def outcome(self) -> Outcome:
+        """Return what it has come to, once all layers are rounded."""
+        return Outcome(self.loss(), self._experts, self._few)
 
     def loss(self) -> Loss | None:
         """Return what all layers and the head have lost, once they are rounded; None: no row was held out."""
