@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -170,3 +171,28 @@ def test_it_computes_what_transformers_makes_of_it(tmp_path: Path, family: str) 
         for name, value in found.items():
             wanted = layer.weights[name]
             assert torch.equal(value, wanted if name in named else wanted.to(dtype).float())
+
+
+def test_layers_that_no_group_divides_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines take what is not named for compressed, and find no codes. A layer opens each file of its tensors once."""
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", **SIZES, moe_intermediate_size=96, shards=3)
+    opened: list[str] = []
+
+    def counting(path: str, **how: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **how)
+
+    monkeypatch.setattr("batchinfer.models.calibration.folder.safe_open", counting)
+    layers, _ = calibrate(tmp_path / "plain", tmp_path / "int4", 64)
+    files = len(list((tmp_path / "plain").glob("*.safetensors")))
+    assert files > 1
+    assert len(opened) <= files * (1 + len(layers))
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())
+    ignored = set(config["quantization_config"]["ignore"])
+    found = index_of(tmp_path / "int4")
+    packed = {name.removesuffix(".weight_packed") for name in found if name.endswith(".weight_packed")}
+    matrices = {name.removesuffix(".weight") for name in found if name.endswith("proj.weight")}
+    assert matrices
+    assert all("down_proj" in name for name in matrices)
+    assert matrices <= ignored
+    assert not packed & ignored
