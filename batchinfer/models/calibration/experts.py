@@ -3,7 +3,7 @@ its weights rounded, as those of a dense layer are."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,20 +92,15 @@ class _Expert:
 
 
 def round_experts(
-    layer: LayerSpec,
-    weights: dict[str, Tensor],
-    seen: SeenTokens,
-    names: Collection[str],
-    group: int,
-    dtype: torch.dtype,
+    layer: LayerSpec, weights: dict[str, Tensor], seen: SeenTokens, group: int, dtype: torch.dtype
 ) -> None:
-    """Put codes and scales in place of those of the experts' weights, float32, that have these names; what else of them
-    changes is written over. `dtype`: of the checkpoint that is to hold what comes out."""
+    """Put codes and scales in place of the experts' weights, float32, and write over those of their biases that change.
+    `dtype`: of the checkpoint that is to hold what comes out."""
     fed = layer.feed_forward
     assert isinstance(fed, ExpertsSpec), "only experts have read what was seen"
     half = FeedForwardSpec(fed.inner, fed.activation, fed.biased)
     alone, stacks = LayerSpec(layer.hidden, None, None, None, half), _stacks(layer, weights)
-    named = [name.removeprefix(EXPERTS) for name in names]
+    named = [linear.name for linear in alone.linears]
     preferred = _preferred(weights, seen.x)
     made: dict[str, list[Tensor]] = {name + end: [] for name in named for end in ("", SCALES)}
     at_once = _at_once(alone)
@@ -113,10 +108,10 @@ def round_experts(
         some = []
         for number in range(first, min(first + at_once, seen.count)):
             own = {name: stack[number] for name, stack in stacks.items()}
-            expert = _Expert(own, _products(half, own, named, *seen.of(number, preferred)))
+            expert = _Expert(own, _products(half, own, *seen.of(number, preferred)))
             scale_channels(alone, expert.weights, expert.products, group, dtype)
-            for name in stacks.keys() - set(named):
-                stacks[name][number] = expert.weights[name]
+            if fed.biased:
+                stacks[half.first + BIAS][number] = expert.weights[half.first + BIAS]
             some.append(expert)
         for name in named:
             codes, scales = _rounded(name, some, group, dtype)
@@ -143,13 +138,13 @@ def _preferred(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 def _products(
-    half: FeedForwardSpec, weights: Mapping[str, Tensor], names: Collection[str], x: Tensor, counts: Tensor
+    half: FeedForwardSpec, weights: Mapping[str, Tensor], x: Tensor, counts: Tensor
 ) -> dict[str, Tensor]:
-    """x: (n, hidden), what an expert reads; counts: (n,), weights of its results → X^T X of the inputs of its products
-    of these names."""
+    """x: (n, hidden), what an expert reads; counts: (n,), weights of its results → X^T X of the inputs of its products,
+    by their names."""
     both = x @ weights[half.first].T + weights.get(half.first + BIAS, 0.0)
     read = {half.first: x, "down": gated_activation_reference(both, half.activation)}
-    rows = {name: read[name] * counts[:, None] for name in names}
+    rows = {name: own * counts[:, None] for name, own in read.items()}
     return {name: own.T @ own for name, own in rows.items()}
 
 

@@ -19,7 +19,7 @@ from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.int4_feedback import codes_with_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
 
-GATE_UP = EXPERTS + "gate_up"
+GATE_UP, DOWN = EXPERTS + "gate_up", EXPERTS + "down"
 STRIPES = 8  # of the products of inputs: nine sixteenths of them are computed, as they are symmetric
 
 
@@ -48,11 +48,10 @@ class WatchedLinear(Linear):
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputs:
     """What the products of a layer that are to be rounded have read. `products`: X^T X of each but experts', (in, in)
-    float32; `experts`: the names of theirs, and `seen` what they have read, if there are any."""
+    float32; `seen`: what experts have read, if they are to be rounded."""
 
     products: Mapping[str, Tensor]
-    experts: tuple[str, ...] = ()
-    seen: SeenTokens | None = None
+    seen: SeenTokens | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +65,16 @@ class RoundedLayer:
 
 def rounds(layer: LayerSpec, names: Mapping[str, StoredParameter], group: int) -> list[LinearSpec]:
     """Return the linear layers whose weights become codes that the checkpoint's tensors, by their `names`, can hold:
-    whole tensors, or outputs of them."""
-    return [
+    whole tensors, or outputs of them. Both of experts do, or none: engines have one format for an expert."""
+    found = [
         linear
         for linear in layer.linears
         if not (linear.exact or linear.heads)
         and linear.inputs % group == 0
         and all(_is_matrix(names[part], bool(linear.experts)) for part, _ in linear.parts)
     ]
+    whole = sum(bool(linear.experts) for linear in found) == 2
+    return [linear for linear in found if whole or not linear.experts]
 
 
 def _is_matrix(place: StoredParameter, whole: bool) -> bool:
@@ -88,16 +89,17 @@ def rounded_layer(
     """weights: float32, of which those of experts are changed where they are; `dtype`: of the checkpoint that is to
     hold what comes out."""
     changed, products, seen = dict(weights), dict(read.products), read.seen
-    if seen is not None and GATE_UP in read.experts:
+    if seen is not None:
         products[GATE_UP] = seen.products
     columns = scale_channels(layer, changed, products, group, dtype)
-    form = WeightForm("int4", "group", stored=True, group=group)
     for name in read.products:
         scales = quantize_groups(changed[name], group)[1].to(dtype)
         changed[name] = codes_with_feedback(changed[name], scales, products[name], group)
         changed[name + SCALES] = scales.float()
     if seen is not None:
         seen = seen.divided(columns[GATE_UP]) if GATE_UP in columns else seen
-        round_experts(layer, changed, seen, read.experts, group, dtype)
-    forms = dict(layer.quantized("int4").forms) | dict.fromkeys((*read.products, *read.experts), form)
+        round_experts(layer, changed, seen, group, dtype)
+    form = WeightForm("int4", "group", stored=True, group=group)
+    names = [*read.products, *([] if seen is None else [GATE_UP, DOWN])]
+    forms = dict(layer.quantized("int4").forms) | dict.fromkeys(names, form)
     return RoundedLayer(replace(layer, forms=tuple(forms.items())), changed)

@@ -131,13 +131,13 @@ class Search:
             if not linear.experts
         }
         parts = replace(parts, linears={**parts.linears, **watched})
-        names, experts = tuple(linear.name for linear in rounded if linear.experts), None
-        if names and parts.experts is not None:
+        experts = None
+        if parts.experts is not None and any(linear.experts for linear in rounded):
             experts = WatchedExperts(parts.experts, self._counted())
             parts = replace(parts, experts=experts)
         run(exact, Block(self._ops, exact, parts), self._streams.searched)
         products = {name: linear.products for name, linear in watched.items()}
-        return LayerInputs(products, names, None if experts is None else experts.seen)
+        return LayerInputs(products, None if experts is None else experts.seen)
 
     def _counted(self) -> Iterator[Tensor]:
         """Yield which tokens of each step of the search count."""
