@@ -144,7 +144,7 @@ def test_experts_with_few_tokens_are_told_of(model: Path, tmp_path: Path) -> Non
     job = load_job(write_job(tmp_path, sparse, ROWS[:6], **PLAIN), INT4)
     listener = Listener(Progress(None, job="test", quiet=True), told.append)
     found = quantize_job(job, False, listener)
-    assert re.match("[1-9]0? of 10 experts had fewer than 128 tokens of these rows", told[-1])
+    assert re.match("[1-9]0? of 10 experts had fewer than 512 tokens of these rows", told[-1])
     made = inspect_checkpoint(found.folder).held_for("int4")
     assert all(linear.stored for linear in made.spec.linears() if linear.experts)
     assert not quantize_job(job, False, SILENT).made

@@ -113,23 +113,26 @@ def test_experts_are_rounded_alike_some_at_a_time(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_expert_with_few_tokens_gets_those_that_its_router_prefers() -> None:
+    torch.manual_seed(2)
+    tokens, few, least = 700, 5, experts.LEAST_TOKENS
     seen = SeenTokens(
-        2,
-        torch.arange(200.0)[:, None],
-        torch.tensor([[1, 0]] * 3 + [[0, 1]] * 2 + [[0, 2]] * 195),
-        torch.tensor([[0.75, 0.25]] * 200),
+        3,
+        torch.arange(float(tokens))[:, None],
+        torch.tensor([[1, 0]] * 3 + [[0, 1]] * 2 + [[0, 2]] * (tokens - few)),
+        torch.tensor([[0.75, 0.25]] * tokens),
     )
-    preferred = torch.zeros(200, 3)
-    preferred[:, 1] = torch.rand(200) / 4
+    preferred = torch.zeros(tokens, 3)
+    preferred[:, 1] = torch.rand(tokens) / 4
     x, weights = seen.of(1, preferred)
-    assert len(x) == experts.LEAST_TOKENS
-    assert x[:5, 0].tolist() == [0, 1, 2, 3, 4]
-    assert weights[:5].tolist() == [0.75] * 3 + [0.25] * 2
-    others = x[5:, 0].long()
-    assert set(others.tolist()) == set((preferred[5:, 1].topk(123).indices + 5).tolist())
-    assert torch.equal(weights[5:], preferred[others, 1])
-    assert len(seen.of(0, preferred)[0]) == 200
-    assert seen.of(2, preferred)[1].tolist() == [0.25] * 195
+    assert len(x) == least
+    assert x[:few, 0].tolist() == [0, 1, 2, 3, 4]
+    assert weights[:few].tolist() == [0.75] * 3 + [0.25] * 2
+    others = x[few:, 0].long()
+    assert set(others.tolist()) == set((preferred[few:, 1].topk(least - few).indices + few).tolist())
+    assert torch.equal(weights[few:], preferred[others, 1])
+    assert len(seen.of(0, preferred)[0]) == tokens
+    assert seen.of(2, preferred)[1].tolist() == [0.25] * (tokens - few)
+    assert seen.few == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
