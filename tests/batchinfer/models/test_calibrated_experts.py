@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from batchinfer.models.calibration import experts
 from batchinfer.models.calibration.experts import SeenTokens, round_experts
+from batchinfer.models.calibration.layer import LayerInputs, rounded_layer
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
-from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec
+from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec, NormSpec
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.int4_linear import quantize_groups
 from batchinfer_kernels.routing import Routing
@@ -100,6 +102,35 @@ def test_each_expert_is_rounded_for_its_own_tokens() -> None:
     changed = own["experts.gate_up.bias"].view(COUNT, 2, INNER)
     assert torch.equal(biases[:, 0], changed[:, 0])
     assert all((changed[e, 1] != biases[e, 1]).any() for e in range(COUNT))
+
+
+def test_channels_before_the_router_are_scaled_for_all_experts() -> None:
+    """What comes out of the norm, changed, and goes through the changed experts, is near to what it was."""
+    layer = replace(LAYER, post_norm=NormSpec(HIDDEN, 1e-6))
+    loud = torch.ones(HIDDEN)
+    loud[::7] = 30.0
+    normed = tokens_of_experts()
+    inputs, weights = [one * loud for one in normed], layer_weights() | {"post_norm": loud}
+    weights["router"] = weights["router"] / loud
+    seen = seen_of(inputs, [0, 1, 2])
+    after = dict(rounded_layer(layer, weights, LayerInputs({}, seen), GROUP, torch.float32).weights)
+    factors = loud / after["post_norm"]
+    assert len(factors.unique()) > 1
+    changed = [x * after["post_norm"] for x in normed]
+    exact = [outputs(layer_weights(), e, x) for e, x in enumerate(inputs)]
+    plain = [outputs(rounded(layer_weights()), e, x) for e, x in enumerate(inputs)]
+    for e, wanted in enumerate(exact):
+        assert (outputs(after, e, changed[e]) - wanted).norm() < 0.35 * (plain[e] - wanted).norm()
+
+
+def test_a_token_counts_as_much_as_its_result() -> None:
+    inputs = tokens_of_experts()
+    loud, quiet = torch.full((TOKENS, 1), 1.0), torch.full((TOKENS, 1), 0.02)
+    first, last = (
+        calibrated(replace(seen_of(inputs, [0, 0, 1]), weights=torch.cat(weights)))
+        for weights in ((loud, quiet, loud), (quiet, loud, loud))
+    )
+    assert errors(first, inputs)[0] < 0.5 * errors(last, inputs)[0]
 
 
 def test_experts_are_rounded_alike_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
