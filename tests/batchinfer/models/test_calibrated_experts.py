@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchinfer.models.calibration import experts
-from batchinfer.models.calibration.experts import SeenTokens, round_experts
+from batchinfer.models.calibration.experts import SeenTokens, WatchedExperts, round_experts
 from batchinfer.models.calibration.layer import LayerInputs, rounded_layer
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
+from batchinfer.models.ops.interface import Experts
 from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec, NormSpec
+from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.int4_linear import quantize_groups
 from batchinfer_kernels.routing import Routing
@@ -90,6 +92,27 @@ def errors(found: dict[str, Tensor], inputs: Inputs) -> Tensor:
     return torch.stack(
         [(outputs(found, e, x) - outputs(exact, e, x)).square().mean() for e, x in enumerate(inputs)]
     )
+
+
+class Doubling(Experts):
+    """Experts of which only the number is looked at."""
+
+    loads = torch.zeros(3, dtype=torch.int64)
+
+    def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        return 2 * x
+
+
+def test_what_experts_have_read_is_kept_of_tokens_that_count() -> None:
+    counted = [torch.tensor([True, False, True]), torch.tensor([False, True])]
+    watched = WatchedExperts(Doubling(), iter(counted))
+    for first, tokens in ((0, 3), (3, 2)):
+        x = torch.arange(first, first + tokens).float()[:, None]
+        assert torch.equal(watched(x, Choice(x.long() % 3, x / 10)), 2 * x)
+    seen = watched.seen
+    assert (seen.count, seen.x.flatten().tolist()) == (3, [0, 2, 4])
+    assert seen.experts.flatten().tolist() == [0, 2, 1]
+    assert torch.equal(seen.weights, seen.x / 10)
 
 
 def test_each_expert_is_rounded_for_its_own_tokens() -> None:
