@@ -16,7 +16,7 @@ from batchinfer.data.storage.durable import FileOps, check_free_space, storage, 
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.job import Job
-from batchinfer.models.calibration.loss import LEAST_TOKENS, Loss, Outcome
+from batchinfer.models.calibration.loss import LEAST_TOKENS, CalibrationOutcome, Loss
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP
@@ -117,7 +117,7 @@ def loss_text(loss: Loss) -> str:
     )
 
 
-def few_text(found: Outcome) -> str:
+def few_text(found: CalibrationOutcome) -> str:
     """Say which experts had few tokens, for people."""
     return (
         f"{found.few:,} of {counted(found.experts, 'expert')} had fewer than {LEAST_TOKENS} tokens of these rows, and "

@@ -46,7 +46,7 @@ class WatchedExperts(Experts):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenTokens:
-    """What `count` experts of a layer have read: x (T, hidden), and of each token its experts (T, chosen) with the
+    """The tokens that `count` experts of a layer have read: x (T, hidden), and the experts (T, chosen) of each with the
     weights (T, chosen) of their results."""
 
     count: int

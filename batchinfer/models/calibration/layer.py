@@ -47,7 +47,7 @@ class WatchedLinear(Linear):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputs:
-    """What the products of a layer that are to be rounded have read. `products`: X^T X of each but experts', (in, in)
+    """The inputs of a layer's products that are to be rounded. `products`: X^T X of each but experts', (in, in)
     float32; `seen`: what experts have read, if they are to be rounded."""
 
     products: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""What a calibration has come to: the loss of the model, on rows that it has not seen. No torch."""
+"""The outcome of a calibration: the loss of the model, on rows that it has not seen. No torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a calibration has come to. `loss`: None, if there was no row to measure it on. Of `experts`, those of all
+class CalibrationOutcome:
+    """The outcome of a calibration. `loss`: None, if there was no row to measure it on. Of `experts`, those of all
     layers, `few` had fewer tokens of the sample than LEAST_TOKENS, and were calibrated on those of others, too."""
 
     loss: Loss | None

@@ -20,7 +20,7 @@ from batchinfer.models.calibration.layer import (
     rounded_layer,
     rounds,
 )
-from batchinfer.models.calibration.loss import Loss, Outcome
+from batchinfer.models.calibration.loss import CalibrationOutcome, Loss
 from batchinfer.models.calibration.sample import LayerRun, SampleRows
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
@@ -143,9 +143,9 @@ class Search:
         """Yield which tokens of each step of the search count."""
         return (step.counted for step in self._searched.steps)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> CalibrationOutcome:
         """Return what it has come to, once all layers are rounded."""
-        return Outcome(self.loss(), self._experts, self._few)
+        return CalibrationOutcome(self.loss(), self._experts, self._few)
 
     def loss(self) -> Loss | None:
         """Return what all layers and the head have lost, once they are rounded; None: no row was held out."""

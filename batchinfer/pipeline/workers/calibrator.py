@@ -9,7 +9,7 @@ from typing import Any
 from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
 from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.machine.spawning import Child, receiving
-from batchinfer.models.calibration.loss import Outcome
+from batchinfer.models.calibration.loss import CalibrationOutcome
 from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.messages import Failed
 from batchinfer.pipeline.workers.worker_handle import error_of
@@ -22,7 +22,8 @@ _AGAIN = "the same command begins the calibration anew"
 
 
 def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
-    """Entry point of the process: sends how many layers are done of how many, and at the end an Outcome, or Failed."""
+    """Entry point of the process: sends how many layers are done of how many, and at the end a CalibrationOutcome, or
+    Failed."""
     try:
         from batchinfer.engine.load.int4 import calibrated  # torch
 
@@ -36,7 +37,7 @@ def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
 
 def calibrate_apart(
     order: CalibrationOrder, told: Callable[[int, int], None], waiting: Callable[[], None]
-) -> Outcome:
+) -> CalibrationOutcome:
     """Write the checkpoint that is ordered, and return what that has come to. `told` gets how many layers are done, and
     how many there are; `waiting` is called now and then.
 
@@ -52,7 +53,7 @@ def calibrate_apart(
                     message = child.connection.recv()
                     if isinstance(message, Failed):
                         raise error_of(message, str(order.load.model))
-                    if isinstance(message, Outcome):
+                    if isinstance(message, CalibrationOutcome):
                         return message
                     told(*message)
         except EOFError:
