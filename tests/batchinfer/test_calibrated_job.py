@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,6 +133,27 @@ def test_the_verb_calibrates_again_only_when_asked(model: Path, tmp_path: Path) 
     assert again.made
     assert again.folder == made.folder
     assert again.loss != made.loss
+
+
+def test_experts_with_few_tokens_are_told_of(model: Path, tmp_path: Path) -> None:
+    """Weights of models with experts are other ones than those that were made before experts were calibrated; a model
+    without keeps its."""
+    sparse, told = tmp_path / "sparse", list[str]()
+    make_checkpoint(sparse, "mixtral", hidden_size=64, intermediate_size=96, head_dim=16)
+    make_tokenizer(sparse)
+    job = load_job(write_job(tmp_path, sparse, ROWS[:6], **PLAIN), INT4)
+    listener = Listener(Progress(None, job="test", quiet=True), told.append)
+    found = quantize_job(job, False, listener)
+    assert re.match("[1-9]0? of 10 experts had fewer than 512 tokens of these rows", told[-1])
+    made = inspect_checkpoint(found.folder).held_for("int4")
+    assert all(linear.stored for linear in made.spec.linears() if linear.experts)
+    assert not quantize_job(job, False, SILENT).made
+    (tmp_path / "dense").mkdir()
+    plain = quantize_job(load_job(write_job(tmp_path / "dense", model, ROWS, **PLAIN), INT4), False, listener)
+    assert len(told) == 3 + 2  # nothing of experts
+    for folder, name, version in ((found.folder, sparse, "1 experts"), (plain.folder, model, "1")):
+        of = inspect_checkpoint(name).fingerprint({})
+        assert folder.name == hashlib.sha256(f"{of} {version}".encode()).hexdigest()[:24]
 
 
 def test_an_exported_model_is_an_ordinary_checkpoint(model: Path, tmp_path: Path) -> None:
