@@ -346,7 +346,7 @@ def test_rows_with_several_answers_beside_one_that_hangs(tmp_path: Path) -> None
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     slow = "{% if text == 'slow' %}" + loop + "{% endif %}{{ text }}"
     job = Nights(tmp_path, prompt={"user": slow}, sampling={"temperature": 0.8, "n": 3}, columns=())
-    rows = [{"id": f"r{at}", "text": "slow" if at in (1, 3) else f"text {at}"} for at in range(6)]
+    rows = [{"id": f"r{at}", "text": "slow" if at == 2 else f"text {at}"} for at in range(5)]
     job.ingest(jsonl(tmp_path, rows), row_timeout_s=0.5)
     assert job.check(jsonl(tmp_path, rows[::-1]), row_timeout_s=0.5) == 3 * 4
     assert job.told == []
