@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,6 +28,7 @@ from batchinfer.verbs.quantize import export_job_model, quantize_job
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.checkpoints import make_checkpoint, make_tokenizer
 from tests.published_formats import make_published
+from tests.warm_commands import WarmCommand
 
 ROWS = [{"text": f"alpha {number} and beta {number % 7}"} for number in range(30)]
 OTHERS = [{"text": f"gamma {number}"} for number in range(5)]
@@ -103,7 +103,7 @@ def test_a_calibration_that_was_killed_begins_again(tmp_path: Path) -> None:
     job = write_job(tmp_path, deep, ROWS, **PLAIN)
     command = [sys.executable, "-m", "batchinfer", "run", str(job), "--quiet"]
     command += [part for key, value in INT4 for part in ("--set", f"{key}={value}")]
-    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    child = WarmCommand(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     making = tmp_path / "out" / ".batchinfer-res" / "int4" / "making"
     end = time.monotonic() + 120
     # A layer is written: the run starts no process at this moment, which could hold its lock a little longer

@@ -31,7 +31,7 @@ ON_GPUS = replace(REAL, engine="tests.batchinfer.engine.interpreted_gpu:build_ca
 
 @pytest.mark.parametrize(("family", "division"), first_of((("llama", TENSOR), ("mixtral", EXPERTS)), 1))
 def test_captured_steps_of_ranks_answer_as_one_process_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold_children: None, family: str, division: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, division: str
 ) -> None:
     """Some captures come up in mid-job. All ranks meet in each of them, as a recording makes its collectives, and in
     each replay."""
@@ -64,9 +64,7 @@ def test_captured_steps_of_ranks_answer_as_one_process_does(
 
 
 @pytest.mark.parametrize("ranks", first_of((2, 1), 1))
-def test_captured_steps_verify_drafts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold_children: None, ranks: int
-) -> None:
+def test_captured_steps_verify_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Every rank has the graphs of the others, and as many: none waits for one that captures."""
     monkeypatch.setattr(job_setup, "check_device", lambda _: None)
     monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
