@@ -109,7 +109,7 @@ class CacheMemory:
 
     @property
     def _states(self) -> SlotStates | None:
-        """What the model keeps of tokens for heads, in the blocks of the cache; None: nothing."""
+        """Return the states that the model keeps for heads, in the blocks of the cache; None: it keeps none."""
         model = self.runner.model
         return model.kept if isinstance(model, WatchedModel) else None
 

@@ -10,14 +10,13 @@ import torch
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import OutOfMemory, Unavailable
 from batchinfer.engine.drafts.model_beside import BesideRunner, spare_blocks
-from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.kv.cache_layout import CacheLayout, one_group
 from batchinfer.engine.load.loaded_heads import HeadedModel, LoadedHeads
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.head_model import HeadModel
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
-from batchinfer.engine.runner.watched_model import CopyParts, WatchedModel
+from batchinfer.engine.runner.watched_model import WatchedModel, copying
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.tensors.device_memory import lack_of_memory
@@ -33,7 +32,6 @@ from batchinfer.models.heads.stored_heads import StoredLayer
 from batchinfer.models.heads.stored_mtp import StoredMtp
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
-from batchinfer_kernels.copy_parts import copy_parts_reference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +68,7 @@ class LoadedLayer(LoadedHeads):
         spare, width = spare_blocks(size, max_num_seqs), self.stored.spec.hidden
         kept = SlotStates(size, width, spare, self.arithmetic.dtype, self.arithmetic.device)
         head = self.weights.of(decoder, longest)
-        watched = WatchedModel(decoder, head, self.stored.tapped, kept, group, _copies(self.ops))
+        watched = WatchedModel(decoder, head, self.stored.tapped, kept, group, copying(self.ops))
         return replace(own, model=watched)
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, BesideRunner]:
@@ -114,15 +112,6 @@ class LoadedLayer(LoadedHeads):
 
     def _layout(self, block_size: int) -> CacheLayout:
         return one_group(self.stored.spec.caches, block_size)
-
-
-def _copies(ops: Ops) -> CopyParts:
-    """Return what copies states: the kernel where the host must not wait for the device."""
-    if not isinstance(ops, GraphOps):
-        return copy_parts_reference
-    from batchinfer_kernels.gpu.copy_parts import copy_parts
-
-    return copy_parts
 
 
 def load_layer(stored: StoredLayer, arithmetic: Arithmetic) -> LoadedLayer:

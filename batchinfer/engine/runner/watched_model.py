@@ -8,15 +8,26 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.tensors.slot_states import SlotStates
 from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.taps import Taps
 from batchinfer.models.heads.layer_head import LayerHead
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
+from batchinfer_kernels.copy_parts import copy_parts_reference
 
 # Copies the beginnings of blocks; see batchinfer_kernels.copy_parts
 CopyParts = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def copying(ops: Ops) -> CopyParts:
+    """Return what copies states: the kernel where the host must not wait for the device."""
+    if not isinstance(ops, GraphOps):
+        return copy_parts_reference
+    from batchinfer_kernels.gpu.copy_parts import copy_parts
+
+    return copy_parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
