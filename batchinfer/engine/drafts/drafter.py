@@ -226,8 +226,13 @@ class CostedDrafter:
         return any((rows + n) / self._seconds(rows, others, n) > least for n in tried)
 
     def _seconds(self, decodes: int, others: int, drafts: int) -> float:
-        """Return the seconds of the next step, with so many drafts, and of the wait that these cost."""
-        return self._times.seconds(decodes, others, drafts) + (self._host_s if drafts else 0.0)
+        """Return the seconds of the next step, with so many drafts. The host prepares it while the one before runs,
+        unless that has to be known for the drafts."""
+        took = self._times.seconds(decodes, others, drafts)
+        if not self._looks_ahead:
+            return took
+        host_s = host_seconds(decodes)
+        return took + host_s if drafts and self._together else max(took, host_s)
 
     def _asked(self, rows: Seq[Sequence]) -> list[Sequence]:
         """Return the rows that are looked at now, in turn, as many as there is time for."""
