@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,11 +34,18 @@ def make_sentence_model(
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS, **config}))
 
 
-def make_sentence_encoder(folder: Path, family: str, mode: str = "cls_token", **config: Any) -> None:
-    """An encoder whose tokenizer puts a token before each text, and one behind it, and the modules around it."""
+def make_sentence_encoder(
+    folder: Path,
+    family: str,
+    mode: str = "cls_token",
+    layers: Mapping[str, int] = MappingProxyType({}),
+    **config: Any,
+) -> None:
+    """An encoder whose tokenizer puts a token before each text, and one behind it, and the modules around it.
+    `layers`: options of the encoder's own."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder, None)
-    make_encoder(folder, family)
+    make_encoder(folder, family, **layers)
     path = folder / "tokenizer.json"
     rust = Tokenizer.from_file(str(path))
     ends = [(text, rust.token_to_id(text)) for text in ("<|bos|>", "<|im_end|>")]

@@ -2,8 +2,9 @@
 
 A job that a test runs in its own process starts children, whose imports take most of the job's time. Here one process
 imports what children need, once, and each child is a fork of it, with the descriptors, the environment, the folder and
-the blocked signals that a new interpreter would have. What starts commands in processes of their own has children of
-the usual kind, as has everything in `make test-all`.
+the blocked signals that a new interpreter would have. Commands that tests start by `tests.warm_commands` are forks,
+too, and so are their children. What else starts commands in processes of their own has children of the usual kind, as
+has everything in `make test-all`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import gc
 import importlib
 import os
 import pickle
+import runpy
 import signal
 import socket
 import subprocess
@@ -26,13 +29,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[1]
-# What children of jobs import; nothing that reads its environment when it is imported, as Hugging Face's packages do
+# What commands and children of jobs import; nothing that reads its environment when it is imported, as Hugging Face's
+# packages do
 MODULES = (
+    "batchinfer.cli",
     "batchinfer.data.constraints.constrained",
     "batchinfer.data.constraints.constraint_check",
     "batchinfer.data.prompts.render_worker",
     "batchinfer.data.tokenizer.stop_strings",
     "batchinfer.engine.load.build",
+    "batchinfer.pipeline.run",
     "batchinfer.pipeline.workers.worker",
     "batchinfer_kernels.cpu.spinning",
     "tests.fake_engine",
@@ -41,6 +47,9 @@ MESSAGE_BYTES = 1 << 20
 ABOVE = 100  # descriptors that no test has
 MOST_DESCRIPTORS = 200  # of a child
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # of prctl
+
+
+_ENVIRONMENT = dict(os.environ)
 
 
 class HasFileno(Protocol):
@@ -52,39 +61,63 @@ class HasFileno(Protocol):
 class WarmChildren:
     """`spawn` takes the place of `spawning._spawn`. The process that forks is started when it is needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, orders: socket.socket | None = None) -> None:
+        """`orders`: how a process that forks already is reached."""
         self._lock = threading.Lock()
         self._forks: subprocess.Popen[bytes] | None = None
-        self._orders, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._runs = orders is not None
+        if orders is None:
+            orders, self._theirs = _ends()
+        self._orders = orders
 
     def __enter__(self) -> WarmChildren:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._orders.close()
-        self._theirs.close()
+        if not self._runs:
+            self._theirs.close()
         if self._forks is not None:
             self._forks.wait()
 
     def spawn(self, target: str, connection: int, files: Sequence[int], imports: Sequence[str]) -> int:
         """The pid of a child of this process that does `target`, with these descriptors of ours."""
-        order = {
-            "target": target,
-            "imports": ",".join(imports),
-            "descriptors": [0, 1, 2, connection, *files],
+        descriptors = [0, 1, 2, connection, *files]
+        order = self._order(dict(os.environ), os.getcwd(), descriptors)
+        return self._asked(
+            {**order, "target": target, "imports": ",".join(imports), "path": [*sys.path]}, descriptors
+        )
+
+    def command(
+        self, words: Sequence[str], env: dict[str, str], folder: str, streams: Sequence[int], leads: bool
+    ) -> int:
+        """The pid of a child that is `python -m words`, with these descriptors as its standard streams.
+
+        `leads`: it has a session of its own.
+        """
+        return self._asked(
+            {**self._order(env, folder, [0, 1, 2]), "words": [*words], "leads": leads}, streams
+        )
+
+    def _order(self, env: dict[str, str], folder: str, descriptors: list[int]) -> dict[str, Any]:
+        return {
+            "descriptors": descriptors,
             "parent": os.getpid(),
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),
-            "path": list(sys.path),
+            "environment": env,
+            "folder": folder,
             "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         }
+
+    def _asked(self, order: dict[str, Any], descriptors: Sequence[int]) -> int:
         with self._lock:
-            self._forks = self._forks or self._started()
+            if not self._runs:
+                self._forks = self._started()
+                self._runs = True
             _prctl(
                 CHILD_SUBREAPER, 1
             )  # what the fork of a fork leaves behind becomes a child of this process
             try:
-                socket.send_fds(self._orders, [pickle.dumps(order)], order["descriptors"])
+                socket.send_fds(self._orders, [pickle.dumps(order)], descriptors)
                 return int(self._orders.recv(MESSAGE_BYTES))
             finally:
                 _prctl(CHILD_SUBREAPER, 0)
@@ -98,6 +131,10 @@ class WarmChildren:
         return started
 
 
+def _ends() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
 def _prctl(what: int, value: int) -> None:
     if ctypes.CDLL(None).prctl(what, *map(ctypes.c_ulong, (value, 0, 0, 0))) != 0:
         raise OSError(f"prctl({what}) failed")
@@ -109,10 +146,16 @@ def unflushed(fd: int | HasFileno) -> None:
 
 
 def serve(orders: socket.socket) -> None:
-    """Fork as often as asked, until the process that asks is gone."""
+    """Import everything, and fork as often as asked, until the process that asks is gone."""
     os.fsync = unflushed
     for module in MODULES:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # else each fork would copy what the collector looks at
+    _fork_as_asked(orders)
+
+
+def _fork_as_asked(orders: socket.socket) -> None:
     while True:
         data, descriptors, _, _ = socket.recv_fds(orders, MESSAGE_BYTES, MOST_DESCRIPTORS)
         if not data:
@@ -131,12 +174,19 @@ def _live(orders: socket.socket, order: dict[str, Any], descriptors: list[int]) 
     """The child's whole life."""
     code = 1
     try:
+        if "words" in order:
+            _have_children(descriptors)
         _become(orders, order, descriptors)
-        run_child = importlib.import_module("batchinfer.machine.spawning").run_child
-        run_child(order["descriptors"][3], order["target"], order["imports"])
+        if "words" in order:
+            _run(order["words"])
+        else:
+            run_child = importlib.import_module("batchinfer.machine.spawning").run_child
+            run_child(order["descriptors"][3], order["target"], order["imports"])
         code = 0
     except SystemExit as leaves:
         code = leaves.code if isinstance(leaves.code, int) else int(leaves.code is not None)
+        if leaves.code is not None and not isinstance(leaves.code, int):
+            print(leaves.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - as the interpreter does at the end of a program
         traceback.print_exc()
     finally:
@@ -146,14 +196,38 @@ def _live(orders: socket.socket, order: dict[str, Any], descriptors: list[int]) 
         os._exit(code)
 
 
+def _have_children(descriptors: Sequence[int]) -> None:
+    """A command's own children are forked from a process that it leaves behind before it becomes anything."""
+    ours, theirs = _ends()
+    command = os.getpid()
+    if os.fork() == 0:
+        _prctl(PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != command:
+            os._exit(1)
+        for signum in _deaf_to():
+            signal.signal(signum, signal.SIG_IGN)
+        ours.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _fork_as_asked(theirs)
+        os._exit(0)
+    theirs.close()
+    spawning = importlib.import_module("batchinfer.machine.spawning")
+    spawning._spawn = WarmChildren(ours).spawn  # type: ignore[attr-defined]
+
+
 def _become(orders: socket.socket, order: dict[str, Any], descriptors: list[int]) -> None:
     """A child of who asked, and like it."""
     while os.getppid() != order["parent"]:
         time.sleep(0.0005)
-    _prctl(PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != order["parent"]:
-        os._exit(1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {*order["blocked"], *_deaf_to()})
+    if "words" not in order:
+        _prctl(PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != order["parent"]:
+            os._exit(1)
+    elif order["leads"]:
+        os.setsid()
+    deaf_to = () if "words" in order else _deaf_to()
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*order["blocked"], *deaf_to})
     orders.send(str(os.getpid()).encode())
     orders.close()
     kept = [fcntl.fcntl(number, fcntl.F_DUPFD, ABOVE) for number in descriptors]
@@ -165,7 +239,30 @@ def _become(orders: socket.socket, order: dict[str, Any], descriptors: list[int]
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
-    sys.path[:] = order["path"]
+    sys.path[:] = order.get("path") or _path_of(order)
+
+
+def _path_of(order: dict[str, Any]) -> list[str]:
+    """Where `python -m` would look for modules."""
+    named, others = (
+        env.get("PYTHONPATH", "").split(os.pathsep) for env in (order["environment"], _ENVIRONMENT)
+    )
+    return [order["folder"], *filter(None, named), *(one for one in sys.path if one not in others)]
+
+
+def _run(words: Sequence[str]) -> None:
+    """Be `python -m words`, whose standard streams are as the interpreter makes them."""
+    for signum, action in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
+        signal.signal(signum, action)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    sys.argv = [*words]
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def _deaf_to() -> tuple[int, ...]:

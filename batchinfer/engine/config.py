@@ -112,4 +112,4 @@ class EngineInfo:
 
 # Part of every work key. Raise it when a change of operators may change a token, so that answers stored by the old
 # arithmetic are not reused.
-NUMERICS_VERSION = 5
+NUMERICS_VERSION = 6

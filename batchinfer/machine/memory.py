@@ -33,8 +33,11 @@ def resident_memory() -> int | None:
     if own is None:
         return None
     pages = [own // resource.getpagesize()]
-    for task in Path("/proc/self/task").glob("*/children"):
-        pages += [_pages(pid) for pid in task.read_text().split()]
+    for children in Path("/proc/self/task").glob("*/children"):
+        try:
+            pages += [_pages(pid) for pid in children.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            continue
     return sum(pages) * resource.getpagesize()
 
 

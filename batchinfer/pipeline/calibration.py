@@ -16,7 +16,7 @@ from batchinfer.data.storage.durable import FileOps, check_free_space, storage, 
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.job import Job
-from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.loss import LEAST_TOKENS, CalibrationOutcome, Loss
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP
@@ -80,15 +80,16 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
     load = replace(setup.setting, replicas=1, weights=None, quantization="int4").load_config(job)
     answers = min(ANSWER_TOKENS, setup.setting.max_model_len) if _answers(job, setup, told.notice) else 0
     began = time.monotonic()
-    loss = calibrate_apart(
+    found = calibrate_apart(
         CalibrationOrder(load, prompts, answers, folder, group, bool(job.model.adapters)),
         _shown(told.progress),
         told.progress.tick,
     )
-    write_json(folder / RECORD, record_of(loss), FileOps())
-    told.notice(
-        f"calibrated in {about(time.monotonic() - began)}{'' if loss is None else f': {loss_text(loss)}'}"
-    )
+    write_json(folder / RECORD, record_of(found.loss), FileOps())
+    loss = "" if found.loss is None else f": {loss_text(found.loss)}"
+    told.notice(f"calibrated in {about(time.monotonic() - began)}{loss}")
+    if found.few:
+        told.notice(few_text(found))
     return True
 
 
@@ -113,6 +114,14 @@ def loss_text(loss: Loss) -> str:
     return (
         f"on rows held out, KL {loss.kl:.1e} nats a token, and the same most likely token at {loss.same:.2%} of "
         f"{loss.tokens:,}"
+    )
+
+
+def few_text(found: CalibrationOutcome) -> str:
+    """Say which experts had few tokens, for people."""
+    return (
+        f"{found.few:,} of {counted(found.experts, 'expert')} had fewer than {LEAST_TOKENS} tokens of these rows, and "
+        "were calibrated on tokens of other experts, too"
     )
 
 

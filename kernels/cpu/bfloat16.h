@@ -11,6 +11,7 @@
 #define ROUNDV round_bf16
 #define DOT dot_bf16
 #define EXP2 exp2_coarse
+#define COARSE 1 /* activations are rounded to 8 bits */
 #define NAME(base) base##_bf16
 #ifdef CODED /* what a cache keeps */
 #define KEPT int8_t

@@ -57,6 +57,7 @@ _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _WEIGHT = ctypes.POINTER(Weight)
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 5 + [_LONG] * 2 + [_FLOAT] * 2,
+    "layer_norm": [_POINTER] * 6 + [_LONG] * 2 + [_FLOAT],
     "gate": [_POINTER] * 2 + [_LONG] * 3,
     "activate": [_POINTER] * 2 + [_LONG] * 3,
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
@@ -419,6 +420,18 @@ class CompiledOperators(CachedOperators):
         self._call("rms_norm", x, x, residual, weight, y, total, rows, x.shape[-1], eps, offset)
         return y, total
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise as batchinfer_kernels.layer_norm says, with a weight (hidden,)."""
+        check_rms_norm(x, weight, residual)
+        if bias is not None and (bias.shape != weight.shape or bias.dtype != x.dtype):
+            raise ValueError(f"bias is {tuple(bias.shape)} of {bias.dtype}, weight {tuple(weight.shape)}")
+        y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+        rows = x.numel() // max(x.shape[-1], 1)
+        self._call("layer_norm", x, x, residual, weight, bias, y, total, rows, x.shape[-1], eps)
+        return y, total
+
     def gate(self, gate_up: Tensor, kind: Kind) -> Tensor:
         """Compute batchinfer_kernels.gated_activation with the activation that the kind names."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -429,7 +442,7 @@ class CompiledOperators(CachedOperators):
         return y
 
     def activate(self, x: Tensor, kind: Kind) -> Tensor:
-        """(T, width) → (T, width): the activation that the gated kind names, of each value."""
+        """(T, width) → (T, width): the activation that the kind names, of each value."""
         y = torch.empty_like(x)
         self._call("activate", x, x, y, *x.shape, KINDS[kind])
         return y

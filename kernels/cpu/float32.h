@@ -11,6 +11,7 @@
 #define ROUNDV round_f32
 #define DOT dot_f32
 #define EXP2 exp2_bounded
+#define COARSE 0
 #define NAME(base) base##_f32
 #ifdef CODED /* what a cache keeps */
 #define KEPT int8_t

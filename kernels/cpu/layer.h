@@ -2,12 +2,15 @@
  * called one by one, they cost a small model a few percent of its time between them. */
 
 typedef struct {
-    const REAL *input_norm, *attention_norm, *post_norm, *feed_forward_norm; /* the second and the last may be NULL */
-    Weight qkv, o, gated, down;
+    const REAL *norms[4];  /* of the attention's input, its result, the feed-forward half's input, and its result */
+    const REAL *biases[4]; /* those of the norms: NULL where there is none, as is a norm that the layer lacks */
+    Weight qkv, o, up, down;
     NAME(Rotation) rotation; /* whose eps and offset are those of all norms */
-    int64_t window, gate;    /* the latter: what makes `is_gated` true */
+    int64_t window, kind;    /* the latter: what the product with `up` writes */
+    int64_t centred;         /* norms are LayerNorms */
+    int64_t norms_sums;      /* a half's result is normed with its input added, and the norm is the next half's input */
     const float *sinks;      /* or NULL */
-    LowRank adapters[4];     /* of qkv, o, gated and down */
+    LowRank adapters[4];     /* of qkv, o, up and down */
 } NAME(Layer);
 
 /* What the layers of a step share. `heads` and `attention` lack what differs from layer to layer. */
@@ -46,17 +49,80 @@ INLINE void NAME(multiply)(const NAME(LayerStep) *s, const REAL *x, const Weight
     NAME(multiply_all)(s, x, &own, y, kind);
 }
 
-INLINE void NAME(norm)(const NAME(LayerStep) *s, const NAME(Rotation) *by, const REAL *residual, const REAL *weight,
-                       int64_t width) {
-    NAME(team_rms_norm)(s->x, residual, weight, s->normed, s->residual, s->heads.tokens, width, by->eps, by->offset);
+/* y: the norm number `which` of total = x + residual; residual may be NULL. */
+INLINE void NAME(norm)(const NAME(Layer) *l, int which, const REAL *x, const REAL *residual, REAL *y, REAL *total,
+                       int64_t rows, int64_t width) {
+    const REAL *weight = l->norms[which];
+    if (l->centred)
+        NAME(team_layer_norm)(x, residual, weight, l->biases[which], y, total, rows, width, l->rotation.eps);
+    else
+        NAME(team_rms_norm)(x, residual, weight, y, total, rows, width, l->rotation.eps, l->rotation.offset);
+}
+
+/* s->normed: the norm of what x and residual add up to, which the residual receives. */
+INLINE void NAME(norm_before)(const NAME(LayerStep) *s, const NAME(Layer) *l, int which, const REAL *residual,
+                              int64_t width) {
+    NAME(norm)(l, which, s->x, residual, s->normed, s->residual, s->heads.tokens, width);
 }
 
 /* What a half of the layer adds to the residual, normed where it stands. */
-INLINE void NAME(norm_after)(const NAME(LayerStep) *s, const NAME(Rotation) *by, const REAL *weight, int64_t width) {
-    if (weight) NAME(team_rms_norm)(s->x, NULL, weight, s->x, NULL, s->heads.tokens, width, by->eps, by->offset);
+INLINE void NAME(norm_after)(const NAME(LayerStep) *s, const NAME(Layer) *l, int which, int64_t width) {
+    if (l->norms[which]) NAME(norm)(l, which, s->x, NULL, s->x, NULL, s->heads.tokens, width);
 }
 
-/* `first`: x is a copy of the residual, which holds nothing else yet. */
+/* y: the norm of y and what a half of the layer got, `x`. */
+INLINE void NAME(norm_sum)(const NAME(LayerStep) *s, const NAME(Layer) *l, int which, const REAL *x, REAL *y, int64_t width) {
+    NAME(norm)(l, which, s->normed, x, y, y, s->heads.tokens, width);
+}
+
+/* K and V of the step's tokens are stored, and its queries attend. */
+INLINE void NAME(attend_all)(const NAME(LayerStep) *s, const NAME(Heads) *heads, const NAME(Attention) *attention,
+                             NAME(Queue) *queue) {
+    DONE(QKV);
+    s->teams.store(heads);
+    if (s->parts.count)
+        s->teams.copy(&s->parts, &heads->cache, heads->kv_heads, heads->dim_pad, heads->block_pad);
+    DONE(ROPE_STORE);
+    s->teams.attend(attention, queue);
+    DONE(ATTENTION);
+}
+
+/* A layer whose halves' inputs are normed. `first`: x is a copy of the residual, which holds nothing else yet. */
+INLINE void NAME(pre_norm_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, const NAME(Heads) *heads,
+                                 const NAME(Attention) *attention, NAME(Queue) *queue, int64_t first) {
+    NAME(norm_before)(s, l, 0, first ? NULL : s->residual, l->qkv.inputs);
+    DONE(INPUT_NORM);
+    NAME(multiply)(s, s->normed, &l->qkv, &l->adapters[0], s->qkv, PLAIN);
+    NAME(attend_all)(s, heads, attention, queue);
+    NAME(multiply)(s, attention->out, &l->o, &l->adapters[1], s->x, PLAIN);
+    DONE(O);
+    NAME(norm_after)(s, l, 1, l->o.outputs);
+    NAME(norm_before)(s, l, 2, s->residual, l->up.inputs);
+    DONE(POST_NORM);
+    NAME(multiply)(s, s->normed, &l->up, &l->adapters[2], s->activated, l->kind);
+    DONE(GATE_UP);
+    NAME(multiply)(s, s->activated, &l->down, &l->adapters[3], s->x, PLAIN);
+    DONE(DOWN);
+    NAME(norm_after)(s, l, 3, l->down.outputs);
+}
+
+/* A layer that norms sums (Vaswani et al., 2017): x alone comes and goes. */
+INLINE void NAME(post_norm_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, const NAME(Heads) *heads,
+                                  const NAME(Attention) *attention, NAME(Queue) *queue) {
+    NAME(multiply)(s, s->x, &l->qkv, &l->adapters[0], s->qkv, PLAIN);
+    NAME(attend_all)(s, heads, attention, queue);
+    NAME(multiply)(s, attention->out, &l->o, &l->adapters[1], s->normed, PLAIN);
+    DONE(O);
+    NAME(norm_sum)(s, l, 1, s->x, s->residual, l->o.outputs);
+    DONE(POST_NORM);
+    NAME(multiply)(s, s->residual, &l->up, &l->adapters[2], s->activated, l->kind);
+    DONE(GATE_UP);
+    NAME(multiply)(s, s->activated, &l->down, &l->adapters[3], s->normed, PLAIN);
+    DONE(DOWN);
+    NAME(norm_sum)(s, l, 3, s->residual, s->x, l->down.outputs);
+}
+
+/* `first`: as for `pre_norm_layer`. */
 void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, const Cache *cache, int64_t first) {
     NAME(Heads) heads = s->heads;
     NAME(Attention) attention = s->attention;
@@ -67,25 +133,9 @@ void NAME(decoder_layer)(const NAME(Layer) *l, const NAME(LayerStep) *s, const C
 #pragma omp parallel
     {
         DONE(BEGUN);
-        NAME(norm)(s, &l->rotation, first ? NULL : s->residual, l->input_norm, l->qkv.inputs);
-        DONE(INPUT_NORM);
-        NAME(multiply)(s, s->normed, &l->qkv, &l->adapters[0], s->qkv, PLAIN);
-        DONE(QKV);
-        s->teams.store(&heads);
-        if (s->parts.count)
-            s->teams.copy(&s->parts, cache, heads.kv_heads, heads.dim_pad, heads.block_pad);
-        DONE(ROPE_STORE);
-        s->teams.attend(&attention, &queue);
-        DONE(ATTENTION);
-        NAME(multiply)(s, attention.out, &l->o, &l->adapters[1], s->x, PLAIN);
-        DONE(O);
-        NAME(norm_after)(s, &l->rotation, l->attention_norm, l->o.outputs);
-        NAME(norm)(s, &l->rotation, s->residual, l->post_norm, l->gated.inputs);
-        DONE(POST_NORM);
-        NAME(multiply)(s, s->normed, &l->gated, &l->adapters[2], s->activated, l->gate);
-        DONE(GATE_UP);
-        NAME(multiply)(s, s->activated, &l->down, &l->adapters[3], s->x, PLAIN);
-        DONE(DOWN);
-        NAME(norm_after)(s, &l->rotation, l->feed_forward_norm, l->down.outputs);
+        if (l->norms_sums)
+            NAME(post_norm_layer)(l, s, &heads, &attention, &queue);
+        else
+            NAME(pre_norm_layer)(l, s, &heads, &attention, &queue, first);
     }
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ from batchinfer_kernels.cpu.structures import (
     scoring,
 )
 from batchinfer_kernels.low_rank import AdaptedRows
+
+# The norms that a layer may have, in the order of layer.h
+NORMS = ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")
+PRE_NORMS, SUM_NORMS = ("input_norm", "post_norm"), ("attention_norm", "feed_forward_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +72,30 @@ class LayerRotation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer's weights, packed: `gated` of a gated kind, the others "plain"."""
+    """One layer's weights, packed: `up` of a gated kind or one with an activation, the others "plain".
 
-    input_norm: Tensor
-    post_norm: Tensor
-    attention_norm: Tensor | None
-    feed_forward_norm: Tensor | None
+    `norms` and `biases` are those by the names of NORMS that the layer has. With `norms_sums` it norms what each half
+    adds up to, and nothing else; else each half's input, and its result if it has a norm for that.
+    """
+
+    norms: Mapping[str, Tensor]
     rotation: LayerRotation
     qkv: PackedWeight
     o: PackedWeight
-    gated: PackedWeight
+    up: PackedWeight
     down: PackedWeight
     window: int | None
     sinks: Tensor | None = None
-    # What adapters add to qkv, o, gated and down; None: nothing to it
+    # What adapters add to qkv, o, up and down; None: nothing to it
     adapters: tuple[PackedLowRank | None, ...] = (None,) * 4
+    biases: Mapping[str, Tensor] = field(default_factory=dict)
+    centred: bool = False  # norms are LayerNorms
+    norms_sums: bool = False
+
+    @property
+    def linears(self) -> tuple[PackedWeight, ...]:
+        """The products, in the order in which they run."""
+        return self.qkv, self.o, self.up, self.down
 
 
 class PackedLayer:
@@ -91,21 +105,24 @@ class PackedLayer:
         if sizes.q_heads % sizes.kv_heads:
             raise ValueError(f"{sizes.q_heads} query heads do not divide among {sizes.kv_heads} KV heads")
         self.weights, self.sizes = weights, sizes
-        self.hidden, self.inner = weights.qkv.inputs, weights.gated.columns
-        self.dtype = weights.input_norm.dtype
+        self.hidden, self.inner = weights.qkv.inputs, weights.up.columns
+        self.dtype = next(iter(weights.norms.values())).dtype
         self.most_rank = max((one.most_rank for one in weights.adapters if one is not None), default=1)
         # Layers with the same one may share a room
-        self.key = (*astuple(sizes), self.hidden, self.inner, self.most_rank)
+        self.key = (*astuple(sizes), self.hidden, self.inner, self.most_rank, weights.norms_sums)
         self._check_linears()
         self._check_norms()
-        norms = (weights.input_norm, weights.attention_norm, weights.post_norm, weights.feed_forward_norm)
-        linears = (weights.qkv, weights.o, weights.gated, weights.down)
         self.structure = Layer(
-            *(address(norm) for norm in norms),
-            *(Weight.from_buffer_copy(linear.structure) for linear in linears),
+            *(
+                (ctypes.c_void_p * 4)(*(address(by.get(name)) for name in NORMS))
+                for by in (weights.norms, weights.biases)
+            ),
+            *(Weight.from_buffer_copy(linear.structure) for linear in weights.linears),
             weights.rotation.structure(sizes),
             weights.window or 0,
-            KINDS[weights.gated.kind],
+            KINDS[weights.up.kind],
+            weights.centred,
+            weights.norms_sums,
             address(weights.sinks),
             (LowRankStructure * 4)(
                 *(LowRankStructure() if one is None else one.structure for one in weights.adapters)
@@ -118,7 +135,7 @@ class PackedLayer:
         wanted = {
             "qkv": (heads * sizes.head_dim, self.hidden),
             "o": (self.hidden, attended),
-            "gated": (self.inner, self.hidden),
+            "up": (self.inner, self.hidden),
             "down": (self.hidden, self.inner),
         }
         for name, shape in wanted.items():
@@ -140,8 +157,12 @@ class PackedLayer:
 
     def _check_norms(self) -> None:
         weights, heads = self.weights, self.weights.rotation
-        for name in ("input_norm", "attention_norm", "post_norm", "feed_forward_norm"):
-            _check(name, getattr(weights, name), (self.hidden,), self.dtype)
+        wanted = SUM_NORMS if weights.norms_sums else PRE_NORMS
+        if not set(wanted) <= weights.norms.keys() <= set(NORMS):
+            raise ValueError(f"the layer has norms {', '.join(weights.norms)}, wanted {' and '.join(wanted)}")
+        for by in (weights.norms, weights.biases):
+            for name, norm in by.items():
+                _check(name, norm, (self.hidden,), self.dtype)
         for name in ("q_norm", "k_norm"):
             _check(name, getattr(heads, name), (self.sizes.head_dim,), self.dtype)
         _check("sinks", weights.sinks, (self.sizes.q_heads,), torch.float32)
@@ -227,6 +248,11 @@ class LayerRoom:
         adapted = AdaptedStructure() if self._adapted is None else self._adapted.structure
         self.structure = LayerStep(self._heads(), self._attention(), *map(address, rooms), parts, adapted)
 
+    def holds(self, x: Tensor, residual: Tensor | None) -> bool:
+        """Whether x and residual are what a layer left in this room; one that norms sums leaves no residual."""
+        left = None if self._layer.weights.norms_sums else self.residual
+        return x is self.x and residual is left
+
     def fits(self, layer: PackedLayer) -> bool:
         """Whether a layer has the sizes that this room was made for."""
         return layer.key == self._layer.key
@@ -235,8 +261,9 @@ class LayerRoom:
         weights = self._layer.weights
         if any(own is not None and own.count + 2 != len(rows.starts) for own in weights.adapters):
             raise ValueError(f"the layer has not the {len(rows.starts) - 2} adapters of the step's tokens")
-        linears = (weights.qkv, weights.o, weights.gated, weights.down)
-        inputs, outputs = max(one.inputs for one in linears), max(one.outputs for one in linears)
+        inputs, outputs = (
+            max(getattr(one, name) for one in weights.linears) for name in ("inputs", "outputs")
+        )
         return AdaptedRoom(rows, self._layer.dtype, inputs, self._layer.most_rank, outputs)
 
     def _heads(self) -> Heads:

@@ -47,23 +47,39 @@ static void NAME(put_float)(vf sums[ROWS][COLUMNS], const vf *bias, float *y, in
 }
 
 /* `kind` is a constant. */
-INLINE void NAME(put_activated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows, const int kind) {
+INLINE void NAME(put_curve)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows, const int kind) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < COLUMNS; c++)
+            STOREV(y + r * stride + c * LANES, gate_factor(ROUNDV(sums[r][c] + bias[c]), kind, COARSE));
+}
+
+static void NAME(put_activated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows, int kind) {
+    if (kind == SILU)
+        NAME(put_curve)(sums, bias, y, stride, rows, SILU);
+    else if (kind == GELU)
+        NAME(put_curve)(sums, bias, y, stride, rows, GELU);
+    else
+        NAME(put_curve)(sums, bias, y, stride, rows, EXACT_GELU);
+}
+
+/* `kind` is a constant. */
+INLINE void NAME(put_product)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows, const int kind) {
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS / 2; c++) {
             vf gate = ROUNDV(sums[r][c] + bias[c]), up = ROUNDV(sums[r][COLUMNS / 2 + c] + bias[COLUMNS / 2 + c]);
-            STOREV(y + r * stride + c * LANES, ROUNDV(gate_factor(gate, kind)) * ROUNDV(up_factor(up, kind)));
+            STOREV(y + r * stride + c * LANES, ROUNDV(gate_factor(gate, kind, COARSE)) * ROUNDV(up_factor(up, kind)));
         }
 }
 
 static void NAME(put_gated)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows, int kind) {
     if (kind == GATED)
-        NAME(put_activated)(sums, bias, y, stride, rows, GATED);
+        NAME(put_product)(sums, bias, y, stride, rows, GATED);
     else if (kind == GELU_GATED)
-        NAME(put_activated)(sums, bias, y, stride, rows, GELU_GATED);
+        NAME(put_product)(sums, bias, y, stride, rows, GELU_GATED);
     else if (kind == CLAMPED_GATED)
-        NAME(put_activated)(sums, bias, y, stride, rows, CLAMPED_GATED);
+        NAME(put_product)(sums, bias, y, stride, rows, CLAMPED_GATED);
     else
-        NAME(put_activated)(sums, bias, y, stride, rows, EXACT_GELU_GATED);
+        NAME(put_product)(sums, bias, y, stride, rows, EXACT_GELU_GATED);
 }
 
 /* `columns` of the panel's results belong to y: what the last panel has beyond them is dropped. */
@@ -83,6 +99,8 @@ INLINE void NAME(put)(vf sums[ROWS][COLUMNS], const REAL *bias, void *y, int64_t
     }
     if (is_gated(kind))
         NAME(put_gated)(sums, added, (REAL *)to, step, rows, kind);
+    else if (is_activated(kind))
+        NAME(put_activated)(sums, added, (REAL *)to, step, rows, kind);
     else if (kind == FLOAT)
         NAME(put_float)(sums, added, (float *)to, step, rows);
     else

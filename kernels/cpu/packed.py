@@ -9,8 +9,11 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu.structures import Weight, address
 
-# What a product writes: the stored type, float32, or a gate of silu, gelu_tanh, clamped_swiglu or gelu
-Kind = Literal["plain", "float", "gated", "gelu_gated", "clamped_gated", "exact_gelu_gated"]
+# What a product writes: the stored type, float32, a gate of silu, gelu_tanh, clamped_swiglu or gelu, or silu, gelu_tanh
+# or gelu of each result
+Kind = Literal[
+    "plain", "float", "gated", "gelu_gated", "clamped_gated", "exact_gelu_gated", "silu", "gelu", "exact_gelu"
+]
 # As in panels.h
 KINDS: dict[Kind, int] = {
     "plain": 0,
@@ -19,6 +22,9 @@ KINDS: dict[Kind, int] = {
     "gelu_gated": 4,
     "clamped_gated": 5,
     "exact_gelu_gated": 6,
+    "silu": 7,
+    "gelu": 8,
+    "exact_gelu": 9,
 }
 
 

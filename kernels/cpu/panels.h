@@ -1,16 +1,21 @@
 /* How the results of a matrix product are cut up: shared by every kind of weight. */
 
 /* What a product writes: the stored type, float, silu(gate) * up, only where a row's greatest result stands,
- * gelu_tanh(gate) * up, clamped_gate(gate) * clamped_up(up), or gelu_exact(gate) * up. */
-enum { PLAIN, FLOAT, GATED, GREATEST, GELU_GATED, CLAMPED_GATED, EXACT_GELU_GATED };
-INLINE int is_gated(int64_t kind) { return kind == GATED || kind >= GELU_GATED; }
+ * gelu_tanh(gate) * up, clamped_gate(gate) * clamped_up(up), gelu_exact(gate) * up, or silu, gelu_tanh or gelu_exact of
+ * each result. */
+enum { PLAIN, FLOAT, GATED, GREATEST, GELU_GATED, CLAMPED_GATED, EXACT_GELU_GATED, SILU, GELU, EXACT_GELU };
+INLINE int is_gated(int64_t kind) { return kind == GATED || (kind >= GELU_GATED && kind <= EXACT_GELU_GATED); }
+INLINE int is_activated(int64_t kind) { return kind >= SILU; }
 
-INLINE vf gate_factor(vf gate, const int kind) {
+/* `coarse` (a constant): whether the result is rounded to bfloat16. */
+INLINE vf gate_factor(vf gate, const int kind, const int coarse) {
     switch (kind) {
-        case GATED: return silu(gate);
-        case GELU_GATED: return gelu_tanh(gate);
+        case GATED:
+        case SILU: return coarse ? silu_coarse(gate) : silu(gate);
+        case GELU_GATED:
+        case GELU: return coarse ? gelu_tanh_coarse(gate) : gelu_tanh(gate);
         case CLAMPED_GATED: return clamped_gate(gate);
-        default: return gelu_exact(gate);
+        default: return coarse ? gelu_exact_coarse(gate) : gelu_exact(gate);
     }
 }
 INLINE vf up_factor(vf up, const int kind) { return kind == CLAMPED_GATED ? clamped_up(up) : up; }

@@ -17,9 +17,18 @@ INLINE Twin NAME(add_twin)(const REAL *x, const REAL *other, REAL *total) {
     return NAME(load_twin)(total);
 }
 
-/* The sum of the squares of x + other, which `total` receives; without `other`, of x. */
-INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_t width) {
+/* acc + (v - mean)^power; `power` (a constant): 1 or 2. */
+INLINE vf NAME(more)(vf v, vf mean, vf acc, const int power) {
+    vf apart = v - mean;
+    if (power == 2) return fused(apart, apart, acc);
+    return acc + apart;
+}
+
+/* The sum of (v - mean)^power, where v is x + other, which `total` receives; without `other`, x. `power` (a constant):
+ * 1 or 2. */
+INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_t width, float mean, const int power) {
     Twin squares[COLUMNS / 2]; /* several, so that additions need not wait for one another */
+    vf centre = splat(mean);
     float rest = 0;
     int64_t i = 0;
     for (int c = 0; c < COLUMNS / 2; c++) squares[c] = (Twin){splat(0.0f), splat(0.0f)};
@@ -27,17 +36,19 @@ INLINE float NAME(add_row)(const REAL *x, const REAL *other, REAL *total, int64_
         for (int c = 0; c < COLUMNS / 2; c++) {
             int64_t at = i + c * 2 * LANES;
             Twin v = NAME(add_twin)(x + at, other ? other + at : NULL, total + at);
-            squares[c] = (Twin){fused(v.a, v.a, squares[c].a), fused(v.b, v.b, squares[c].b)};
+            squares[c].a = NAME(more)(v.a, centre, squares[c].a, power);
+            squares[c].b = NAME(more)(v.b, centre, squares[c].b, power);
         }
     for (int c = 0; c < COLUMNS / 2; c++) squares[c] = NAME(ordered_twin)(squares[c]);
     for (; i + LANES <= width; i += LANES) {
         vf v = NAME(add_lanes)(x + i, other ? other + i : NULL, total + i);
-        squares[0].a = fused(v, v, squares[0].a);
+        squares[0].a = NAME(more)(v, centre, squares[0].a, power);
     }
     for (; i < width; i++) {
         REAL v = other ? STORE(LOAD(x[i]) + LOAD(other[i])) : x[i];
         if (other) total[i] = v;
-        rest = fused_one(LOAD(v), LOAD(v), rest);
+        float apart = LOAD(v) - mean;
+        rest = power == 2 ? fused_one(apart, apart, rest) : rest + apart;
     }
     vf all = squares[0].a + squares[0].b;
     for (int c = 1; c < COLUMNS / 2; c++) all = all + squares[c].a + squares[c].b;
@@ -91,10 +102,10 @@ INLINE void NAME(norm_rows)(const REAL *x, const REAL *residual, const REAL *wei
     for (int64_t row = 0; row < rows; row++) {
         int64_t at = row * width;
         if (residual) {
-            float squares = NAME(add_row)(x + at, residual + at, total + at, width);
+            float squares = NAME(add_row)(x + at, residual + at, total + at, width, 0, 2);
             NAME(norm_row)(total + at, weight, y + at, width, squares, eps, offset, past);
         } else {
-            float squares = NAME(add_row)(x + at, NULL, NULL, width);
+            float squares = NAME(add_row)(x + at, NULL, NULL, width, 0, 2);
             NAME(norm_row)(x + at, weight, y + at, width, squares, eps, offset, past);
         }
     }
@@ -118,9 +129,50 @@ void NAME(rms_norm)(const REAL *x, const REAL *residual, const REAL *weight, REA
     NAME(team_rms_norm)(x, residual, weight, y, total, rows, width, eps, offset);
 }
 
+/* y = (x - mean) * scale * weight + bias for one row, rounded once. `bias` may be NULL, y may be x. */
+INLINE void NAME(centre_row)(const REAL *x, const REAL *weight, const REAL *bias, REAL *y, int64_t width, float mean,
+                             float scale) {
+    vf centre = splat(mean), none = splat(0.0f);
+    int64_t i = 0;
+    for (; i + 2 * LANES <= width; i += 2 * LANES) {
+        Twin v = NAME(load_twin)(x + i), w = NAME(load_twin)(weight + i), b = {none, none};
+        if (bias) b = NAME(load_twin)(bias + i);
+        NAME(store_twin)(y + i, (Twin){fused((v.a - centre) * scale, w.a, b.a), fused((v.b - centre) * scale, w.b, b.b)});
+    }
+    for (; i + LANES <= width; i += LANES) {
+        vf b = none;
+        if (bias) b = LOADV(bias + i);
+        STOREV(y + i, fused((LOADV(x + i) - centre) * scale, LOADV(weight + i), b));
+    }
+    for (; i < width; i++)
+        y[i] = STORE(fused_one((LOAD(x[i]) - mean) * scale, LOAD(weight[i]), bias ? LOAD(bias[i]) : 0.0f));
+}
+
+/* y: the rows of total = x + residual, each less its mean, over its deviation, times weight, plus bias. residual may be
+ * NULL: then total is x. total may be y, y x or residual; bias may be NULL. */
+TEAM void NAME(team_layer_norm)(const REAL *x, const REAL *residual, const REAL *weight, const REAL *bias, REAL *y,
+                                REAL *total, int64_t rows, int64_t width, float eps) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t at = row * width;
+        const REAL *sum = residual ? total + at : x + at;
+        float mean = residual ? NAME(add_row)(x + at, residual + at, total + at, width, 0, 1)
+                              : NAME(add_row)(sum, NULL, NULL, width, 0, 1);
+        mean /= width;
+        float variance = NAME(add_row)(sum, NULL, NULL, width, mean, 2) / width;
+        NAME(centre_row)(sum, weight, bias, y + at, width, mean, 1.0f / sqrtf(variance + eps));
+    }
+}
+
+void NAME(layer_norm)(const REAL *x, const REAL *residual, const REAL *weight, const REAL *bias, REAL *y, REAL *total,
+                      int64_t rows, int64_t width, float eps) {
+#pragma omp parallel
+    NAME(team_layer_norm)(x, residual, weight, bias, y, total, rows, width, eps);
+}
+
 /* `kind` is a constant. */
 INLINE Twin NAME(gated)(Twin gate, Twin up, const int kind) {
-    Twin g = NAME(round_twin)((Twin){gate_factor(gate.a, kind), gate_factor(gate.b, kind)});
+    Twin g = NAME(round_twin)((Twin){gate_factor(gate.a, kind, COARSE), gate_factor(gate.b, kind, COARSE)});
     Twin u = NAME(round_twin)((Twin){up_factor(up.a, kind), up_factor(up.b, kind)});
     return (Twin){g.a * u.a, g.b * u.b};
 }
@@ -141,20 +193,22 @@ INLINE void NAME(activate_row)(const REAL *x, REAL *out, int64_t width, const in
     REAL some[2 * LANES] = {0};
     for (; i + 2 * LANES <= width; i += 2 * LANES) {
         Twin v = NAME(load_twin)(x + i);
-        NAME(store_twin)(out + i, (Twin){gate_factor(v.a, kind), gate_factor(v.b, kind)});
+        NAME(store_twin)(out + i, (Twin){gate_factor(v.a, kind, COARSE), gate_factor(v.b, kind, COARSE)});
     }
     if (!rest) return;
     memcpy(some, x + i, rest * sizeof(REAL));
     Twin v = NAME(load_twin)(some);
-    NAME(store_twin)(some, (Twin){gate_factor(v.a, kind), gate_factor(v.b, kind)});
+    NAME(store_twin)(some, (Twin){gate_factor(v.a, kind, COARSE), gate_factor(v.b, kind, COARSE)});
     memcpy(out + i, some, rest * sizeof(REAL));
 }
 
 /* A loop for each kind: a choice within it would cost more than what it chooses. */
 #define FOR_EACH_KIND(kind, call) \
     switch (kind) { \
-        case GATED: call(GATED); break; \
-        case GELU_GATED: call(GELU_GATED); break; \
+        case GATED: \
+        case SILU: call(GATED); break; \
+        case GELU_GATED: \
+        case GELU: call(GELU_GATED); break; \
         case CLAMPED_GATED: call(CLAMPED_GATED); break; \
         default: call(EXACT_GELU_GATED); \
     }
@@ -167,7 +221,7 @@ void NAME(gate)(const REAL *gate_up, REAL *y, int64_t rows, int64_t width, int64
 #undef GATE
 }
 
-/* y = the gate's factor of that kind, of (rows, width) values that have no up */
+/* y = the activation of that kind, of (rows, width) values */
 void NAME(activate)(const REAL *x, REAL *y, int64_t rows, int64_t width, int64_t kind) {
 #define ACTIVATE(kind) NAME(activate_row)(x + row * width, y + row * width, width, kind)
 #pragma omp parallel for schedule(static)
@@ -220,7 +274,7 @@ INLINE void NAME(rotate)(const NAME(Rotation) *by, const REAL *head, const REAL 
     const float *cosine = by->cosine + position * by->pairs, *sine = by->sine + position * by->pairs;
     int64_t turned = 2 * by->pairs;
     if (norm) {
-        NAME(norm_row)(head, norm, normed, dim, NAME(add_row)(head, NULL, NULL, dim), by->eps, by->offset, 0);
+        NAME(norm_row)(head, norm, normed, dim, NAME(add_row)(head, NULL, NULL, dim, 0, 2), by->eps, by->offset, 0);
         head = normed;
     }
     if (by->interleaved)

@@ -136,10 +136,10 @@ class Layer(ctypes.Structure):
     """The structure of that name in layer.h."""
 
     _fields_ = [
-        *((name, _P) for name in ("input_norm", "attention_norm", "post_norm", "feed_forward_norm")),
-        *((name, Weight) for name in ("qkv", "o", "gated", "down")),
+        *((name, _P * 4) for name in ("norms", "biases")),
+        *((name, Weight) for name in ("qkv", "o", "up", "down")),
         ("rotation", RotationStructure),
-        *((name, _L) for name in ("window", "gate")),
+        *((name, _L) for name in ("window", "kind", "centred", "norms_sums")),
         ("sinks", _P),
         ("adapters", LowRankStructure * 4),
     ]

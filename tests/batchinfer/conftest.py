@@ -14,6 +14,7 @@ from batchinfer.machine import spawning
 from tests.checkpoints import make_model_folder
 from tests.examples import everything
 from tests.warm_children import WarmChildren, unflushed
+from tests.warm_commands import WarmCommand
 
 if TYPE_CHECKING:
     from tests.batchinfer.wrong_jobs import Place
@@ -47,10 +48,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_childre
 
 @pytest.fixture(autouse=True, scope="session")
 def warm_children() -> Iterator[None]:
-    """Jobs that run in this process start their children fast. Where it cannot be had, they start as they do."""
+    """Jobs that run in this process start their children fast, and so do tests that start commands. Where it cannot be
+    had, they start as they do."""
     with pytest.MonkeyPatch.context() as patch, WarmChildren() as warm:
         if sys.platform == "linux" and not everything():
             patch.setattr(spawning, "_spawn", warm.spawn)
+            patch.setattr(WarmCommand, "warm", warm)
         yield
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ from batchinfer.verbs.quantize import export_job_model, quantize_job
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.checkpoints import make_checkpoint, make_tokenizer
 from tests.published_formats import make_published
+from tests.warm_commands import WarmCommand
 
 ROWS = [{"text": f"alpha {number} and beta {number % 7}"} for number in range(30)]
 OTHERS = [{"text": f"gamma {number}"} for number in range(5)]
@@ -101,7 +103,7 @@ def test_a_calibration_that_was_killed_begins_again(tmp_path: Path) -> None:
     job = write_job(tmp_path, deep, ROWS, **PLAIN)
     command = [sys.executable, "-m", "batchinfer", "run", str(job), "--quiet"]
     command += [part for key, value in INT4 for part in ("--set", f"{key}={value}")]
-    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    child = WarmCommand(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     making = tmp_path / "out" / ".batchinfer-res" / "int4" / "making"
     end = time.monotonic() + 120
     # A layer is written: the run starts no process at this moment, which could hold its lock a little longer
@@ -131,6 +133,27 @@ def test_the_verb_calibrates_again_only_when_asked(model: Path, tmp_path: Path) 
     assert again.made
     assert again.folder == made.folder
     assert again.loss != made.loss
+
+
+def test_experts_with_few_tokens_are_told_of(model: Path, tmp_path: Path) -> None:
+    """Weights of models with experts are other ones than those that were made before experts were calibrated; a model
+    without keeps its."""
+    sparse, told = tmp_path / "sparse", list[str]()
+    make_checkpoint(sparse, "mixtral", hidden_size=64, intermediate_size=96, head_dim=16)
+    make_tokenizer(sparse)
+    job = load_job(write_job(tmp_path, sparse, ROWS[:6], **PLAIN), INT4)
+    listener = Listener(Progress(None, job="test", quiet=True), told.append)
+    found = quantize_job(job, False, listener)
+    assert re.match("[1-9]0? of 10 experts had fewer than 512 tokens of these rows", told[-1])
+    made = inspect_checkpoint(found.folder).held_for("int4")
+    assert all(linear.stored for linear in made.spec.linears() if linear.experts)
+    assert not quantize_job(job, False, SILENT).made
+    (tmp_path / "dense").mkdir()
+    plain = quantize_job(load_job(write_job(tmp_path / "dense", model, ROWS, **PLAIN), INT4), False, listener)
+    assert len(told) == 3 + 2  # nothing of experts
+    for folder, name, version in ((found.folder, sparse, "1 experts"), (plain.folder, model, "1")):
+        of = inspect_checkpoint(name).fingerprint({})
+        assert folder.name == hashlib.sha256(f"{of} {version}".encode()).hexdigest()[:24]
 
 
 def test_an_exported_model_is_an_ordinary_checkpoint(model: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ ON_GPUS = replace(REAL, engine="tests.batchinfer.engine.interpreted_gpu:build_ca
 
 @pytest.mark.parametrize(("family", "division"), first_of((("llama", TENSOR), ("mixtral", EXPERTS)), 1))
 def test_captured_steps_of_ranks_answer_as_one_process_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold_children: None, family: str, division: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, division: str
 ) -> None:
     """Some captures come up in mid-job. All ranks meet in each of them, as a recording makes its collectives, and in
     each replay."""
@@ -66,7 +66,7 @@ def test_captured_steps_of_ranks_answer_as_one_process_does(
 
 @pytest.mark.parametrize(("ranks", "kind"), first_of(((2, "auto"), (1, "heads"), (1, "auto")), 2))
 def test_captured_steps_verify_drafts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold_children: None, ranks: int, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
 ) -> None:
     """Every rank has the graphs of the others, and as many: none waits for one that captures."""
     monkeypatch.setattr(job_setup, "check_device", lambda _: None)

@@ -14,6 +14,7 @@ import pytest
 from batchinfer.pipeline.operators_build import COMPILING, operators_built
 from batchinfer_kernels.cpu.background_build import BackgroundBuild
 from batchinfer_kernels.cpu.build import build_library
+from tests import warm_commands
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.plan.setup.test_resolve import SETTING
 from tests.kernels.fake_compiler import fake_compiler
@@ -23,7 +24,9 @@ from tests.patience import PATIENCE_S
 def batchinfer(cache: Path, compiler: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"XDG_CACHE_HOME": str(cache), "CC": str(compiler)}
     command = [sys.executable, "-m", "batchinfer", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=PATIENCE_S)
+    return warm_commands.run(
+        command, capture_output=True, text=True, env=env, check=False, timeout=PATIENCE_S
+    )
 
 
 @pytest.fixture

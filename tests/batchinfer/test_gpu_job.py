@@ -70,7 +70,7 @@ def write_job(
 
 
 @pytest.fixture(autouse=True)
-def a_device(monkeypatch: pytest.MonkeyPatch, cold_children: None) -> None:
+def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU, its stand-in is one; it sees to how Triton is imported."""
     if DEVICE == "cpu":
         monkeypatch.setattr(job_setup, "check_device", lambda _: None)

@@ -37,14 +37,14 @@ FLOAT32 = ("model.dtype", "float32")
 TENSOR, STAGES = "engine.tensor_parallel_size", "engine.pipeline_parallel_size"
 EXPERTS = "engine.expert_parallel_size"
 REAL = RunOptions(waves_from_s=float("inf"))
-ROWS = 80
+ROWS, FEWER = 80, 40  # long enough to be killed at any moment; that it is several batches
 SILENT_S = 2.0
 
 
-def job(folder: Path, model: Path) -> Path:
+def job(folder: Path, model: Path, count: int = ROWS) -> Path:
     """Prompts of many lengths, more than run at once, with a prefix that they share."""
     folder.mkdir()
-    rows = [one | {"text": f"{one['text']} " * (1 + n % 7)} for n, one in enumerate(people(ROWS))]
+    rows = [one | {"text": f"{one['text']} " * (1 + n % 7)} for n, one in enumerate(people(count))]
     sampling = {"max_tokens": 24, "ignore_eos": True}
     return write_job(
         folder, model, rows, sampling=sampling, engine={"max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -54,7 +54,7 @@ def job(folder: Path, model: Path) -> Path:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_children: None) -> list[dict[str, Any]]:
     """What one process answers."""
-    path = job(tmp_path_factory.mktemp("alone") / "job", model)
+    path = job(tmp_path_factory.mktemp("alone") / "job", model, FEWER)
     row = run(path, REAL, FLOAT32).row
     of_ranks = ("stage_wait_s", "collective_s", "rank_peak_rss_bytes", "rank_read_bytes")
     assert {row[name] for name in of_ranks} == {None}
@@ -80,7 +80,7 @@ def test_ranks_answer_as_one_process_does(
     division: dict[str, int],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)  # more ranks than there may be cores
-    path = job(tmp_path / "job", model)
+    path = job(tmp_path / "job", model, FEWER)
     row = run(path, REAL, FLOAT32, *((name, str(size)) for name, size in division.items())).row
     assert table(path) == alone
     ranks_of = division.get(TENSOR, 1) * division.get(STAGES, 1)
@@ -97,7 +97,7 @@ def test_ranks_share_the_experts(tmp_path: Path, experts: int) -> None:
     make_model_folder(tmp_path / "model", "mixtral", num_local_experts=experts)
     found = []
     for name, options in (("alone", ()), ("shared", ((TENSOR, "2"),))):
-        path = job(tmp_path / name, tmp_path / "model")
+        path = job(tmp_path / name, tmp_path / "model", FEWER)
         run(path, REAL, FLOAT32, *options)
         found.append(table(path))
     assert found[0] == found[1]
@@ -122,7 +122,7 @@ def test_ranges_of_experts_keep_the_bits(
     sampling = (("sampling.temperature", "1.2"), ("sampling.logprobs", "2"), ("engine.deterministic", "true"))
     found = []
     for name, sizes in (("alone", {}), ("divided", division)):
-        path = job(tmp_path / name, tmp_path / "model")
+        path = job(tmp_path / name, tmp_path / "model", FEWER)
         row = run(path, REAL, *sampling, *more, *((key, str(size)) for key, size in sizes.items())).row
         found.append([file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))])
         assert row["ranks"] == sizes.get(EXPERTS, 1) * sizes.get(STAGES, 1)
@@ -135,7 +135,7 @@ def test_stages_have_the_block_tables_of_layers_with_windows_and_without(tmp_pat
     make_model_folder(tmp_path / "model", "gemma3_text", num_hidden_layers=5, sliding_window=16)
     found = []
     for name, options in (("alone", ()), ("staged", ((STAGES, "2"),))):
-        path = job(tmp_path / name, tmp_path / "model")
+        path = job(tmp_path / name, tmp_path / "model", FEWER)
         row = run(path, REAL, FLOAT32, *options).row
         assert row["exit_code"] == 0
         found.append(table(path))
@@ -161,7 +161,7 @@ def test_the_engine_is_started_again_and_says_which_rank_was_lost(
     ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(replica, "SILENT_S", SILENT_S)
-    path, notices = job(tmp_path / "job", model), list[str]()
+    path, notices = job(tmp_path / "job", model, FEWER), list[str]()
     dying = replace(REAL, engine="tests.batchinfer.dying_rank:build")
     settings = load_job(path, (FLOAT32, (division, "2")))
     row = run_job(settings, dying, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append).row
@@ -189,7 +189,7 @@ def test_a_rank_that_is_lost_while_it_loads_does_not_keep_the_run_waiting(
     ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(replica, "LOADING_SILENT_S", SILENT_S)
-    path, notices = job(tmp_path / "job", model), list[str]()
+    path, notices = job(tmp_path / "job", model, FEWER), list[str]()
     dying = replace(REAL, engine="tests.batchinfer.dying_rank:build")
     settings = load_job(path, (FLOAT32, (division, "2")))
     row = run_job(settings, dying, Progress(io.StringIO(), quiet=True), Interrupts(), notices.append).row
@@ -206,7 +206,7 @@ def test_three_stages_of_different_depths(tmp_path: Path, monkeypatch: pytest.Mo
     make_model_folder(tmp_path / "deep", num_hidden_layers=7)
     found = []
     for stages in ("1", "3"):
-        path = job(tmp_path / stages, tmp_path / "deep")
+        path = job(tmp_path / stages, tmp_path / "deep", FEWER)
         assert run(path, REAL, FLOAT32, (STAGES, stages)).exit_code == 0
         found.append(table(path))
         assert max(one["running"] for one in report(path, "steps")) <= 8
@@ -245,7 +245,7 @@ def _rounded(value: Any) -> Any:
 
 def test_bits_are_not_promised_where_sums_are_divided(tmp_path: Path, model: Path) -> None:
     with pytest.raises(Unavailable, match="tensor_parallel_size") as refused:
-        run(job(tmp_path / "job", model), REAL, (TENSOR, "2"), ("engine.deterministic", "true"))
+        run(job(tmp_path / "job", model, FEWER), REAL, (TENSOR, "2"), ("engine.deterministic", "true"))
     assert refused.value.exit_code == 69
 
 
@@ -253,7 +253,7 @@ def test_stages_keep_the_bits(tmp_path: Path, model: Path) -> None:
     """Of sampled answers and log-probabilities, whatever runs beside a row."""
     found = []
     for number, stages in enumerate(("1", "2")):
-        path = job(tmp_path / str(number), model)
+        path = job(tmp_path / str(number), model, FEWER)
         sampling = (("sampling.temperature", "1.2"), ("sampling.logprobs", "2"))
         run(path, REAL, (STAGES, stages), ("engine.deterministic", "true"), *sampling)
         found.append([file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))])

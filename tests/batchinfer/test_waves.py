@@ -44,7 +44,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         self._options = replace(self._options, chunk=replace(self._options.chunk, lines=AT_A_TIME))
         for at in steps(self):
             yield at
-            time.sleep(0.15)
+            time.sleep(0.06)
 
     monkeypatch.setattr(ingest.Ingestion, "steps", slow)
     monkeypatch.setattr(
@@ -54,7 +54,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run_plans, "REQUEST_BATCH", AT_ONCE)
     monkeypatch.setattr(replica_pool, "most_queued", lambda _: 3 * AT_ONCE)
     monkeypatch.setenv("FAKE_ENGINE_BATCH", str(AT_ONCE))
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.01")
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.004")
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
     return tmp_path / "log"
 

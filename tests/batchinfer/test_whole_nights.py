@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from batchinfer.data.results.reuse.answered import AnsweredRows
 from batchinfer.data.results.verify import verify_result
 from batchinfer.data.storage import state
 from batchinfer.pipeline import run as run_stages
+from tests import warm_commands
 from tests.batchinfer.data.storage.failing_ops import FailingOps
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
 from tests.patience import PATIENCE_S
@@ -313,7 +313,7 @@ def test_a_kill_at_any_operation_of_a_night_changes_no_byte(
         if number % 2:  # nothing is taken over whole
             nights.write("a", [{"id": "first", "text": f"changed at {number}"}, *people(20)[1:]])
         command = [sys.executable, "-m", "tests.batchinfer.test_whole_nights", str(nights.job), str(number)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=PATIENCE_S)
+        done = warm_commands.run(command, cwd=REPOSITORY, capture_output=True, timeout=PATIENCE_S)
         assert done.returncode == -signal.SIGKILL, (counting.log[number], done.stderr)
         nights.check()
     assert {20, 30, 40}.intersection(taken[2:]), "some rows are still taken over"

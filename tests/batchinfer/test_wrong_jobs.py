@@ -24,6 +24,7 @@ import pytest
 from batchinfer.data.results.manifest import MANIFEST_NAME, Manifest
 from batchinfer.machine.hardware import nvidia_gpus
 from batchinfer.pipeline.workers.engine_entry import ENGINE
+from tests import warm_commands
 from tests.batchinfer.wrong_jobs import (
     FAKE,
     NO_ENGINE,
@@ -835,7 +836,7 @@ def separate(
 ) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, as a user's shell runs it."""
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(
+    return warm_commands.run(
         command,
         cwd=place.folder,
         env=environment(**env),

@@ -40,6 +40,7 @@ from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.attention_plan import attention_items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.layer import (
+    PRE_NORMS,
     LayerRoom,
     LayerRotation,
     LayerSizes,
@@ -129,10 +130,7 @@ class Timed:
         )
         heads = (m.q_heads + 2 * m.kv_heads) * m.dim
         weights = LayerWeights(
-            torch.ones(m.hidden, dtype=m.dtype),
-            torch.ones(m.hidden, dtype=m.dtype),
-            None,
-            None,
+            {name: torch.ones(m.hidden, dtype=m.dtype) for name in PRE_NORMS},
             LayerRotation(angles.cos(), angles.sin()),
             self._packed(heads, m.hidden),
             self._packed(m.hidden, m.q_heads * m.dim),

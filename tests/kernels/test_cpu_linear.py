@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.packed import PackedWeight
-from batchinfer_kernels.gated_activation import gated_activation_reference
+from batchinfer_kernels.gated_activation import activation_reference, gated_activation_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.tiles import tile_grant
 from tests.examples import examples
@@ -28,6 +28,7 @@ GATES = {
     "clamped_gated": "clamped_swiglu",
     "exact_gelu_gated": "gelu",
 }
+CURVES = {"silu": "silu", "gelu": "gelu_tanh", "exact_gelu": "gelu"}
 EMULATED = WAYS[1:]
 AVX2_LANES = 8  # and what has AVX2 has fused multiply-adds
 
@@ -57,7 +58,7 @@ def wide(x, weight, bias):
     rows=st.sampled_from([1, 2, 5, 6, 7, 13, 17, 33, 64]),
     inputs=st.sampled_from([1, 2, 3, 31, 32, 64, 129]),
     outputs=st.sampled_from([2, 6, 62, 64, 66, 128, 200]),
-    kind=st.sampled_from(["plain", "float", *GATES]),
+    kind=st.sampled_from(["plain", "float", *GATES, *CURVES]),
     biased=st.booleans(),
 )
 @settings(max_examples=examples(40, 120), deadline=None)
@@ -70,6 +71,8 @@ def test_equals_torch(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
     product = wanted = wide(x, weight, bias)
     if kind in GATES:
         wanted = gated_activation_reference(product.to(dtype), GATES[kind])
+    if kind in CURVES:
+        wanted = activation_reference(product.to(dtype), CURVES[kind])
     assert got.dtype == (torch.float32 if kind == "float" else dtype)
     if kind in GATES and dtype == torch.float32:
         apart = summed_apart(x, weight, bias)
@@ -119,7 +122,7 @@ def gated_apart(gate_up, apart, activated):
     rows=st.sampled_from([1, 5, 6, 7, 40]),
     inputs=st.sampled_from([1, 3, 4, 31, 64, 130]),
     outputs=st.sampled_from([2, 62, 64, 130]),
-    kind=st.sampled_from(["plain", "float", *GATES]),
+    kind=st.sampled_from(["plain", "float", *GATES, *CURVES]),
     biased=st.booleans(),
 )
 @settings(max_examples=examples(40, 120), deadline=None)
@@ -141,6 +144,10 @@ def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, ki
         step *= 1.1 + wanted.abs().max()
         activated = gated_activation_reference(wanted, GATES[kind])
         wanted, allowed = activated, gated_apart(wanted.float(), allowed, activated)
+    if kind in CURVES:
+        activated = activation_reference(wanted, CURVES[kind])
+        allowed = 1.13 * allowed + 4e-7 * wanted.abs() + torch.finfo(dtype).eps * activated.abs().float()
+        wanted = activated
     assert got.dtype == wanted.dtype
     assert (got.float() - wanted.float()).abs().le(allowed + step).all()
 
@@ -196,7 +203,7 @@ def test_a_broken_row_breaks_no_other_in_its_tile(way, rows, inputs):
     rows=st.sampled_from([1, 3, 16, 17, 33, 50]),
     inputs=st.sampled_from([1, 3, 31, 64, 129, 260]),
     outputs=st.sampled_from([2, 6, 62, 64, 130]),
-    kind=st.sampled_from(["plain", "float", *GATES]),
+    kind=st.sampled_from(["plain", "float", *GATES, *CURVES]),
     biased=st.booleans(),
 )
 @settings(max_examples=examples(20, 60), deadline=None)

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.torch_ops import TorchOps
@@ -49,6 +50,43 @@ def test_rms_norm(compiled, dtype, rows, hidden):
         got, wanted = compiled.rms_norm(x, weight, 1e-5, *rules), rms_norm_reference(x, weight, 1e-5, *rules)
         torch.testing.assert_close(got[0], wanted[0], **TOLERANCE[dtype])
         torch.testing.assert_close(got[1], wanted[1], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 63), (64, 100), (2, 3, 37), (5, 577)])
+def test_layer_norm(compiled, dtype, shape):
+    """Rows are far from 0, so that their mean takes most of their bits."""
+    torch.manual_seed(len(shape))
+    x, residual = ((torch.randn(shape) * 3 + 5).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(shape[-1]).to(dtype) for _ in range(2))
+    for rules in ((bias, 1e-5), (None, 1e-5, residual), (bias, 1e-3, residual)):
+        got = compiled.layer_norm(x, weight, *rules)
+        total = x.double() if len(rules) == 2 else (x + residual).double()
+        wanted = F.layer_norm(total, total.shape[-1:], weight.double(), None, rules[1])
+        wanted = wanted if rules[0] is None else wanted + rules[0].double()
+        torch.testing.assert_close(got[0], wanted.to(dtype), **TOLERANCE[dtype])
+        assert torch.equal(got[1].double(), total)
+    bent = x.clone()
+    bent.view(-1)[:1] = float("nan")
+    normed = compiled.layer_norm(bent, weight, bias, 1e-5)[0]
+    assert normed.isnan().sum() == (shape[-1] if x.numel() else 0)
+    with pytest.raises(ValueError, match=r"bias is \(1,\) of torch.float64"):
+        compiled.layer_norm(x, weight, torch.ones(1).double(), 1e-5)
+
+
+def test_activations_in_bfloat16_are_rounded_once(compiled):
+    """What is left out of their polynomials is small beside that, in the tails, too."""
+    x = torch.cat((torch.linspace(-8.9, 12, 50_000), torch.tensor([300.0, 3e38, 1e-30, -1e-30]))).bfloat16()
+    exact = x.double()
+    for kind, wanted in (
+        ("silu", F.silu(exact)),
+        ("gelu", F.gelu(exact, approximate="tanh")),
+        ("exact_gelu", exact * torch.special.erfc(-exact / 2**0.5) / 2),
+    ):
+        got = compiled.activate(x.view(1, -1), kind)[0].double()
+        apart = (got - wanted).abs() / wanted.abs()
+        assert apart[wanted.abs() > 1e-9].max() < 2**-8 * 1.05, kind
+        assert (got - wanted).abs()[wanted.abs() <= 1e-9].max() < 1e-10, kind
 
 
 ACTIVATIONS = [("silu", "gated"), ("gelu_tanh", "gelu_gated"), ("gelu", "exact_gelu_gated")]

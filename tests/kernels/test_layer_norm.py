@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from batchinfer_kernels.layer_norm import layer_norm_reference
-from tests.kernels.cpu_kit import DTYPES, threads_of
+from tests.kernels.cpu_kit import DTYPES, operators, threads_of
 
+Norm = Callable[[Tensor, Tensor, Tensor | None, float, Tensor | None], tuple[Tensor, Tensor]]
 ROWS = 130
 # Shorter than a vector, around its multiples, odd, and beyond what torch sums at once (64 vectors)
 WIDTHS = (1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 100, 127, 255, 257, 577, 1025, 2049)
@@ -24,10 +27,12 @@ def drawn(width: int, dtype: torch.dtype, heads: int | None = None) -> tuple[Ten
     return x.to(dtype), weight.to(dtype), bias.to(dtype), residual.to(dtype)
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, starts: range) -> None:
+def check(
+    norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, starts: range
+) -> None:
     def normed(start: int, stop: int) -> tuple[Tensor, Tensor]:
         beside = None if residual is None else residual[start:stop].clone()
-        return layer_norm_reference(x[start:stop].clone(), weight, bias, 1e-5, beside)
+        return norm(x[start:stop].clone(), weight, bias, 1e-5, beside)
 
     with threads_of(1):
         alone = [torch.cat(parts) for parts in zip(*(normed(i, i + 1) for i in range(ROWS)), strict=True)]
@@ -43,8 +48,9 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, width: int) -> None:
     x, weight, bias, residual = drawn(width, dtype)
     with threads_of(2):
-        check(x, weight, bias, residual, range(ROWS))
-        check(x, weight, None, None, range(0, ROWS, 13))
+        for norm in (layer_norm_reference, operators(None).layer_norm):
+            check(norm, x, weight, bias, residual, range(0, ROWS, 7))
+            check(norm, x, weight, None, None, range(0, ROWS, 13))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,5 +59,5 @@ def test_nor_do_the_heads_of_a_row(dtype: torch.dtype, width: int) -> None:
     """Each with a weight of its own."""
     x, weight, bias, _ = drawn(width, dtype, heads=3)
     with threads_of(2):
-        check(x, weight, bias, None, range(0, ROWS, 7))
-        check(x, weight, None, None, range(0, ROWS, 13))
+        check(layer_norm_reference, x, weight, bias, None, range(0, ROWS, 7))
+        check(layer_norm_reference, x, weight, None, None, range(0, ROWS, 13))

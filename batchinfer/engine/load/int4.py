@@ -17,7 +17,7 @@ from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.settling import settled
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.calibration.folder import CalibratedFolder, sync
-from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.loss import CalibrationOutcome
 from batchinfer.models.calibration.sample import STEP_TOKENS, SampleRows
 from batchinfer.models.calibration.search import Search
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
@@ -28,9 +28,9 @@ _OF, _HELD_OUT = 3, 2
 _KEY_BYTES = 32
 
 
-def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> Loss | None:
-    """Write the checkpoint, and return its loss; None: there was no row to measure it on. `told` gets how many of the
-    model's layers are done, and how many there are.
+def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> CalibrationOutcome:
+    """Write the checkpoint, and return what that has come to. `told` gets how many of the model's layers are done, and
+    how many there are.
 
     Raises what loading a model raises, and OSError.
     """
@@ -56,7 +56,7 @@ def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> Los
         told(index + 1, count)
     written.finish()
     sync(order.folder)
-    return search.loss()
+    return search.outcome()
 
 
 def _answers(order: CalibrationOrder) -> Sequence[TokenIds]:

@@ -25,6 +25,10 @@ Weights = dict[str, Tensor]
 Products = Mapping[str, Tensor]
 
 
+def _clamped(_: Weights, factors: Tensor) -> Tensor:
+    return factors.clamp(1 / LARGEST, LARGEST)
+
+
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """A divisor of channels, which divides by the factors that its readers' columns are multiplied with."""
@@ -33,28 +37,38 @@ class Scaled:
     divide: Callable[[Weights, Tensor], Tensor]  # changes the weights; returns the factors as they came out
     spread: Callable[[Tensor], Tensor]  # factors of what is divided → those of the readers' columns
     merge: Callable[[Tensor], Tensor]  # sizes of the readers' columns → those of what is divided
+    # Factors that are wanted → those that can be had
+    fitted: Callable[[Weights, Tensor], Tensor] = _clamped
 
 
 def scale_channels(
     layer: LayerSpec, weights: Weights, products: dict[str, Tensor], group: int, dtype: torch.dtype
-) -> None:
-    """Change the layer's weights, float32, and with them the products of the inputs of its linear layers.
+) -> dict[str, Tensor]:
+    """Change the layer's weights, float32, and with them the products of the inputs of its linear layers. Return what
+    the inputs of linear layers are divided by, of those for which it is not 1. Experts' weights are multiplied where
+    they are: they may be most of a machine's memory.
 
     Norms are divided so that they are what `dtype` holds.
     """
+    divisors: dict[str, Tensor] = {}
     for scaled in _divisible(layer, dtype):
         read = [linear for linear in scaled.readers if linear.name in products]
-        if not read:
+        if not read or any(linear.experts and linear not in read for linear in scaled.readers):
             continue
         factors = _searched(scaled, read, weights, products, group)
         if factors is None:
             continue
         columns = scaled.spread(scaled.divide(weights, factors))
         for linear in scaled.readers:
-            weights[linear.name] = weights[linear.name] * columns
+            divisors[linear.name] = columns
+            if linear.experts:
+                weights[linear.name].mul_(columns)
+            else:
+                weights[linear.name] = weights[linear.name] * columns
             scale_factors(weights, linear.name + FACTOR_A, columns)
         for linear in read:
             products[linear.name] = products[linear.name] / columns / columns[:, None]
+    return divisors
 
 
 def _searched(
@@ -66,13 +80,13 @@ def _searched(
     best, least = None, torch.inf
     for power in POWERS:
         factors = sizes.pow(power)
-        factors = factors / (factors.max() * factors.min()).sqrt()
-        columns = scaled.spread(factors.clamp(1 / LARGEST, LARGEST))
+        factors = scaled.fitted(weights, factors / (factors.max() * factors.min()).sqrt())
+        columns = scaled.spread(factors)
         error = sum(
             float(_error(weights[linear.name], products[linear.name], columns, group)) for linear in read
         )
         if error < least:
-            best, least = (factors.clamp(1 / LARGEST, LARGEST) if power else None), error
+            best, least = (factors if power else None), error
     return best
 
 
@@ -90,9 +104,11 @@ def _divisible(layer: LayerSpec, dtype: torch.dtype) -> Iterator[Scaled]:
     """Yield all channels that can be divided without another function of the layer."""
     linears = {linear.name: linear for linear in layer.linears}
     for name, readers in norm_readers(layer):
-        if any(linears[reader].experts for reader in readers):
-            continue  # all experts' weights would be changed, and stored anew
-        yield _of_norm(name, layer.norms[name], tuple(linears[reader] for reader in readers), dtype)
+        norm, reading = layer.norms[name], tuple(linears[reader] for reader in readers)
+        if not any(linear.exact for linear in reading):
+            yield _of_norm(name, norm, reading, dtype)
+        elif not norm.offset:
+            yield _of_routed_norm(name, norm, reading, dtype)
     for up, down in gated_halves(layer):
         if not linears[down].experts:
             yield _of_up(linears[up], linears[down])
@@ -116,6 +132,32 @@ def _of_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: 
         return found
 
     return Scaled(readers, divide, _same, _same)
+
+
+def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype) -> Scaled:
+    """A norm that a router reads, too, whose choice is to stay: factors are powers of two, where nothing is rounded by
+    them."""
+    held = [name, *([name + BIAS] if norm.biased else [])]
+
+    def divide(weights: Weights, factors: Tensor) -> Tensor:
+        for parameter in held:
+            weights[parameter] = weights[parameter] / factors
+        return factors
+
+    def fitted(weights: Weights, factors: Tensor) -> Tensor:
+        powers = _clamped(weights, factors).log2().round().exp2()
+        divided = [(weights[parameter], 1 / powers) for parameter in held]
+        exact = [(weights[linear.name], powers) for linear in readers if linear.exact]
+        kept = [_holds(one, times, dtype) for one, times in (*divided, *exact)]
+        return torch.where(torch.stack(kept).all(0), powers, 1.0)
+
+    return Scaled(readers, divide, _same, _same, fitted)
+
+
+def _holds(weight: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight: (…, channels) → (channels,) bool, where `dtype` holds it multiplied as exactly as it holds it."""
+    same = (weight * times).to(dtype).float() == weight.to(dtype).float() * times
+    return same.view(-1, same.shape[-1]).all(0)
 
 
 def _of_up(first: LinearSpec, second: LinearSpec) -> Scaled:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class CalibratedFolder:
         self._factors: dict[str, Tensor] | None = {} if marks else None
         self._files: dict[str, str] = {}  # tensor → file
         self._packed: set[str] = set()  # names of weights that codes stand for now
+        self._matrices: set[str] = set()
         self._bytes, self._count = 0, len(checkpoint.spec.layers) + len(checkpoint.files)
 
     def add(self, index: int, layer: RoundedLayer) -> None:
@@ -53,35 +54,36 @@ class CalibratedFolder:
     def _changed(
         self, layer: RoundedLayer, names: Mapping[str, StoredParameter]
     ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that stand for a layer's parameters, by their names."""
         packed = [linear for linear in layer.spec.linears if linear.stored]
         codes, scales = (
-            {
-                part: value
-                for linear in packed
-                for part, value in _parts(linear, layer.weights[linear.name + end])
-            }
+            _by_tensor(
+                names,
+                (part for linear in packed for part in _parts(linear, layer.weights[linear.name + end])),
+            )
             for end in ("", SCALES)
         )
-        plain = dict(_floats(layer.spec, layer.weights))
-        stored = self._stored({names[parameter].tensor for parameter in (*codes, *plain)})
-        for tensor in dict.fromkeys(names[part].tensor for part in codes):
+        plain = _by_tensor(names, _floats(layer.spec, layer.weights))
+        for tensor, stored in self._stored([*codes, *plain]):
+            if tensor not in codes:
+                yield tensor, _placed(stored.clone(), plain[tensor])
+                continue
             self._packed.add(tensor)
-            module, shape = tensor.removesuffix(WEIGHT), stored[tensor].shape
-            groups = shape[1] // self._group
-            found = _placed(torch.zeros(shape, dtype=torch.int8), tensor, codes, names)
-            lines = _placed(torch.zeros(shape[0], groups), tensor, scales, names)
-            yield f"{module}.weight_packed", int4_words(found)
-            yield f"{module}.weight_scale", lines.to(stored[tensor].dtype)
-            yield f"{module}.weight_shape", torch.tensor(shape)
-        for tensor in dict.fromkeys(names[parameter].tensor for parameter in plain):
-            yield tensor, _placed(stored[tensor].clone(), tensor, plain, names)
+            module, lines = tensor.removesuffix(WEIGHT), stored.shape[0]
+            words = int4_words(_placed(torch.zeros(stored.shape, dtype=torch.int8), codes[tensor]))
+            steps = _placed(torch.zeros(lines, stored.shape[1] // self._group), scales[tensor])
+            yield f"{module}.weight_packed", words
+            yield f"{module}.weight_scale", steps.to(stored.dtype)
+            yield f"{module}.weight_shape", torch.tensor(stored.shape)
 
-    def _stored(self, tensors: set[str]) -> dict[str, Tensor]:
-        found = {}
-        for name in tensors:
-            with safe_open(str(self._checkpoint.tensors[name].file), framework="pt") as file:
-                found[name] = file.get_tensor(name)
-        return found
+    def _stored(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors as they are stored, each file opened once."""
+        files = dict[Path, list[str]]()
+        for name in names:
+            files.setdefault(self._checkpoint.tensors[name].file, []).append(name)
+        for path, own in files.items():
+            with safe_open(str(path), framework="pt") as file:
+                yield from ((name, file.get_tensor(name)) for name in own)
 
     def finish(self) -> None:
         """Write all tensors that no layer has changed, the configuration, and copies of the other files. Raises
@@ -94,8 +96,8 @@ class CalibratedFolder:
             with safe_open(str(path), framework="pt") as file:
                 rest = {name: file.get_tensor(name) for name in sorted(set(file.keys()) - changed)}
             self._save(number, rest)
-            ignored |= {name.removesuffix(WEIGHT) for name, one in rest.items() if one.dim() == 2}
         config = dict(load_json_object(self._checkpoint.path / CONFIG))
+        ignored |= {name.removesuffix(WEIGHT) for name in self._matrices if name.endswith(WEIGHT)}
         config["quantization_config"] = quantization_config(self._group, sorted(ignored))
         _write_json(self._folder / CONFIG, config)
         if self._factors is not None:
@@ -111,6 +113,7 @@ class CalibratedFolder:
         name = f"model-{number + 1:05}-of-{self._count:05}.safetensors"
         save_file(tensors, self._folder / name, metadata={"format": "pt"})
         self._files |= dict.fromkeys(tensors, name)
+        self._matrices |= {name for name, tensor in tensors.items() if tensor.dim() == 2}
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -151,22 +154,35 @@ def _floats(layer: LayerSpec, weights: Mapping[str, Tensor]) -> Iterator[tuple[s
     for name, norm in layer.norms.items():
         yield from ((parameter, weights[parameter]) for parameter in norm_parameters(name, norm))
     for linear in layer.linears:
-        if linear.experts or linear.heads or linear.exact:
-            continue
+        if linear.heads:
+            continue  # they read what is divided by nothing
         if linear.biased:
             yield from ((part + BIAS, one) for part, one in _parts(linear, weights[linear.name + BIAS]))
         if not linear.stored:
             yield from _parts(linear, weights[linear.name])
 
 
-def _placed(
-    whole: Tensor, tensor: str, values: Mapping[str, Tensor], names: Mapping[str, StoredParameter]
-) -> Tensor:
-    """Return the tensor with all values whose place is in it."""
-    for parameter, value in values.items():
-        if names[parameter].tensor == tensor:
-            place = stretches_of(whole, names[parameter])
-            place.copy_(value.view(place.shape))
+Places = list[tuple[StoredParameter, Tensor]]
+
+
+def _by_tensor(
+    names: Mapping[str, StoredParameter], values: Iterable[tuple[str, Tensor]]
+) -> dict[str, Places]:
+    """Return, for each tensor that holds some of the parameters, where in it they lie, with their values."""
+    found: dict[str, Places] = {}
+    for parameter, value in values:
+        place = names[parameter]
+        rows = [(StoredParameter(row), own) for row, own in zip(place.rows, value, strict=bool(place.rows))]
+        for one, own in rows or [(place, value)]:
+            found.setdefault(one.tensor, []).append((one, own))
+    return found
+
+
+def _placed(whole: Tensor, values: Places) -> Tensor:
+    """Return the tensor with all values where they lie in it."""
+    for place, value in values:
+        into = stretches_of(whole, place)
+        into.copy_(value.view(into.shape))
     return whole
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.calibration.channels import scale_channels
+from batchinfer.models.calibration.experts import EXPERTS, SeenTokens, round_experts
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.ops.interface import Linear
@@ -18,6 +19,7 @@ from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.int4_feedback import codes_with_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
 
+GATE_UP, DOWN = EXPERTS + "gate_up", EXPERTS + "down"
 STRIPES = 8  # of the products of inputs: nine sixteenths of them are computed, as they are symmetric
 
 
@@ -43,6 +45,15 @@ class WatchedLinear(Linear):
         return lower + lower.tril(-1).T
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInputs:
+    """The inputs of a layer's products that are to be rounded. `products`: X^T X of each but experts', (in, in)
+    float32; `seen`: what experts have read, if they are to be rounded."""
+
+    products: Mapping[str, Tensor]
+    seen: SeenTokens | None
+
+
 @dataclass(frozen=True, slots=True)
 class RoundedLayer:
     """A layer with codes and scales in place of some weights, and the spec that says so. All else is float32, as a
@@ -54,32 +65,41 @@ class RoundedLayer:
 
 def rounds(layer: LayerSpec, names: Mapping[str, StoredParameter], group: int) -> list[LinearSpec]:
     """Return the linear layers whose weights become codes that the checkpoint's tensors, by their `names`, can hold:
-    whole tensors, or outputs of them."""
-    return [
+    whole tensors, or outputs of them. Both of experts do, or none: engines have one format for an expert."""
+    found = [
         linear
         for linear in layer.linears
-        if not (linear.exact or linear.heads or linear.experts)
+        if not (linear.exact or linear.heads)
         and linear.inputs % group == 0
-        and all(_is_matrix(names[part]) for part, _ in linear.parts)
+        and all(_is_matrix(names[part], bool(linear.experts)) for part, _ in linear.parts)
     ]
+    whole = sum(bool(linear.experts) for linear in found) == 2
+    return [linear for linear in found if whole or not linear.experts]
 
 
-def _is_matrix(place: StoredParameter) -> bool:
+def _is_matrix(place: StoredParameter, whole: bool) -> bool:
+    """Whether a parameter is a matrix of outputs, in a tensor that may have more of them if it is not to be `whole`."""
     part = place.part
-    return not place.rows and (part is None or (part.index is None and not part.transposed))
+    return not place.rows and (part is None or not (whole or part.index is not None or part.transposed))
 
 
 def rounded_layer(
-    layer: LayerSpec, weights: LayerWeights, products: Mapping[str, Tensor], group: int, dtype: torch.dtype
+    layer: LayerSpec, weights: LayerWeights, read: LayerInputs, group: int, dtype: torch.dtype
 ) -> RoundedLayer:
-    """weights: float32; products: of the inputs of the linear layers that are to be rounded; `dtype`: of the
-    checkpoint that is to hold what comes out."""
-    changed, seen = dict(weights), dict(products)
-    scale_channels(layer, changed, seen, group, dtype)
-    form = WeightForm("int4", "group", stored=True, group=group)
-    forms = dict(layer.quantized("int4").forms) | dict.fromkeys(seen, form)
-    for name, inputs in seen.items():
+    """weights: float32, of which those of experts are changed where they are; `dtype`: of the checkpoint that is to
+    hold what comes out."""
+    changed, products, seen = dict(weights), dict(read.products), read.seen
+    if seen is not None:
+        products[GATE_UP] = seen.products
+    columns = scale_channels(layer, changed, products, group, dtype)
+    for name in read.products:
         scales = quantize_groups(changed[name], group)[1].to(dtype)
-        changed[name] = codes_with_feedback(changed[name], scales, inputs, group)
+        changed[name] = codes_with_feedback(changed[name], scales, products[name], group)
         changed[name + SCALES] = scales.float()
+    if seen is not None:
+        seen = seen.divided(columns[GATE_UP]) if GATE_UP in columns else seen
+        round_experts(layer, changed, seen, group, dtype)
+    form = WeightForm("int4", "group", stored=True, group=group)
+    names = [*read.products, *([] if seen is None else [GATE_UP, DOWN])]
+    forms = dict(layer.quantized("int4").forms) | dict.fromkeys(names, form)
     return RoundedLayer(replace(layer, forms=tuple(forms.items())), changed)

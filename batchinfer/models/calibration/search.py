@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.adapters.channel_factors import MarkedWeights
-from batchinfer.models.calibration.layer import RoundedLayer, WatchedLinear, rounded_layer, rounds
-from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.experts import WatchedExperts
+from batchinfer.models.calibration.layer import (
+    LayerInputs,
+    RoundedLayer,
+    WatchedLinear,
+    rounded_layer,
+    rounds,
+)
+from batchinfer.models.calibration.loss import CalibrationOutcome, Loss
 from batchinfer.models.calibration.sample import LayerRun, SampleRows
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
@@ -25,7 +32,7 @@ from batchinfer.models.decoder.packed import PackedWeights
 from batchinfer.models.decoder.quantize import quantized_layer, quantized_weight
 from batchinfer.models.decoder.rope import rope_table
 from batchinfer.models.ops.interface import DecoderLayer, Ops, RopeTable
-from batchinfer.models.spec.spec import INT4_GROUP, LayerSpec
+from batchinfer.models.spec.spec import INT4_GROUP, LayerSpec, LinearSpec
 
 CPU = torch.device("cpu")
 LOGIT_ROWS = 256  # tokens whose logits of both models are in memory at a time
@@ -73,6 +80,7 @@ class Search:
             first = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in steps]
             held = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in held_out]
         self._streams = _Streams(first, held, list(held))
+        self._experts, self._few = 0, 0
 
     def _end(self, tables: Tables, quantised: bool) -> Decoder:
         """Return the model without its layers."""
@@ -93,10 +101,12 @@ class Search:
         weights = {name: one.to(self._device) for name, one in self._weights.layer(index).items()}
         cast = _cast(exact, weights, self._dtype)
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
-        products = self._products([linear.name for linear in rounds(layer, names, self._group)], exact, cast)
+        read = self._read(rounds(layer, names, self._group), exact, cast)
+        if read.seen is not None:
+            self._experts, self._few = self._experts + read.seen.count, self._few + read.seen.few
         if self._held_out is not None:
             self._streams.exact = self._held_out(exact, self._built(exact, cast), self._streams.exact)
-        found = rounded_layer(layer, weights, products, self._group, self._stored)
+        found = rounded_layer(layer, weights, read, self._group, self._stored)
         after = self._built(found.spec, _cast(found.spec, found.weights, self._dtype))
         self._streams.searched = self._searched(found.spec, after, self._streams.searched)
         if self._held_out is not None:
@@ -110,18 +120,32 @@ class Search:
     def _rope(self, layer: LayerSpec) -> RopeTable | None:
         return None if layer.rotation is None else rope_table(layer.rotation, self._positions, self._device)
 
-    def _products(self, names: Sequence[str], exact: LayerSpec, weights: LayerWeights) -> dict[str, Tensor]:
-        """Run the layer as it is over the rows of the search, and return the products of what its linear layers of
-        these names have read."""
+    def _read(self, rounded: Sequence[LinearSpec], exact: LayerSpec, weights: LayerWeights) -> LayerInputs:
+        """Run the layer as it is over the rows of the search, and return what those products have read that are to be
+        rounded."""
         run = self._searched
         parts = replace(pack_layer(self._ops, exact, weights), rope=self._rope(exact))
         watched = {
-            name: WatchedLinear(parts.linears[name], (step.counted for step in run.steps), self._device)
-            for name in names
+            linear.name: WatchedLinear(parts.linears[linear.name], self._counted(), self._device)
+            for linear in rounded
+            if not linear.experts
         }
-        block = Block(self._ops, exact, replace(parts, linears={**parts.linears, **watched}))
-        run(exact, block, self._streams.searched)
-        return {name: linear.products for name, linear in watched.items()}
+        parts = replace(parts, linears={**parts.linears, **watched})
+        experts = None
+        if parts.experts is not None and any(linear.experts for linear in rounded):
+            experts = WatchedExperts(parts.experts, self._counted())
+            parts = replace(parts, experts=experts)
+        run(exact, Block(self._ops, exact, parts), self._streams.searched)
+        products = {name: linear.products for name, linear in watched.items()}
+        return LayerInputs(products, None if experts is None else experts.seen)
+
+    def _counted(self) -> Iterator[Tensor]:
+        """Yield which tokens of each step of the search count."""
+        return (step.counted for step in self._searched.steps)
+
+    def outcome(self) -> CalibrationOutcome:
+        """Return what it has come to, once all layers are rounded."""
+        return CalibrationOutcome(self.loss(), self._experts, self._few)
 
     def loss(self) -> Loss | None:
         """Return what all layers and the head have lost, once they are rounded; None: no row was held out."""

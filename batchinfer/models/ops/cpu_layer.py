@@ -1,4 +1,4 @@
-"""A decoder layer of compiled operators: one call instead of eight."""
+"""A layer of compiled operators: one call instead of eight."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from batchinfer.models.ops.interface import (
     Linear,
     RopeTable,
 )
+from batchinfer.models.spec.parameters import BIAS
 from batchinfer.models.spec.spec import AttentionSpec, FeedForwardSpec, LayerSpec
 from batchinfer_kernels.cpu.attention_plan import Items
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.layer import (
+    NORMS,
+    PRE_NORMS,
+    SUM_NORMS,
     LayerRoom,
     LayerRotation,
     LayerSizes,
@@ -45,10 +49,7 @@ class ItemPlan(AttentionPlan):
     def left(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:
         """The room in which a layer of any group left x and residual."""
         rooms = (plan.room for plan in self.step if plan.room is not None)
-        return next((room for room in rooms if x is room.x and residual is room.residual), None)
-
-
-BEFORE = {"input_norm", "post_norm"}  # the norms that every compiled layer has
+        return next((room for room in rooms if room.holds(x, residual)), None)
 
 
 class CompiledLayer(DecoderLayer):
@@ -57,25 +58,30 @@ class CompiledLayer(DecoderLayer):
     def __init__(self, compiled: CompiledOperators, spec: LayerSpec, parts: LayerParts) -> None:
         """Make a layer that `covers` accepts. Raises ValueError if weights do not fit one another."""
         self._compiled = compiled
-        attention, norms = spec.attention, parts.norms
+        attention = spec.attention
         assert isinstance(attention, AttentionSpec), "see `covers`"
         assert parts.rope is not None, "heads are rotated, if by an angle of 0"
         linears = {name: cast(CompiledLinear, linear).weight for name, linear in parts.linears.items()}
+        assert isinstance(spec.feed_forward, FeedForwardSpec), "see `covers`"
+        names = ("qkv", "o", spec.feed_forward.first, "down")
+        norms = {name: norm for name, norm in spec.norms.items() if name in NORMS}
+        biases = {name: parts.norms[name + BIAS] for name in norms if name + BIAS in parts.norms}
+        norm = next(iter(norms.values()))
         weights = LayerWeights(
-            input_norm=norms["input_norm"],
-            post_norm=norms["post_norm"],
-            attention_norm=norms.get("attention_norm"),
-            feed_forward_norm=norms.get("feed_forward_norm"),
+            norms={name: parts.norms[name] for name in norms},
             rotation=_rotation(parts, parts.rope),
             qkv=linears["qkv"],
             o=linears["o"],
-            gated=linears["gate_up"],
+            up=linears[spec.feed_forward.first],
             down=linears["down"],
             window=attention.window,
             sinks=parts.vectors.get("sinks"),
-            adapters=tuple(_adapters(parts, name) for name in ("qkv", "o", "gate_up", "down")),
+            adapters=tuple(_adapters(parts, name) for name in names),
+            biases=biases,
+            centred=norm.kind == "layer",
+            norms_sums=spec.norms_sums,
         )
-        norm = spec.norms["input_norm"]
+        self._norms_sums = spec.norms_sums
         sizes = LayerSizes(
             q_heads=attention.q_heads,
             kv_heads=attention.kv_heads,
@@ -89,21 +95,20 @@ class CompiledLayer(DecoderLayer):
 
     @staticmethod
     def covers(spec: LayerSpec, parts: LayerParts, widens: bool) -> bool:
-        """Whether the compiled layer can do it: an RMSNorm before each half, all norms of one epsilon and offset, and
-        products that are compiled, the gate in one of them. `widens`: whether weights may be in MXFP4."""
-        norms, attention = spec.norms, spec.attention
+        """Whether the compiled layer can do it: a norm before each half or of each half's sum, all norms of one kind,
+        epsilon and offset, and products that are compiled, with their activation. `widens`: whether weights may be in
+        MXFP4."""
+        attention = spec.attention
         if not isinstance(attention, AttentionSpec):
             return False
         heads = attention.norms_heads or attention.q_norm is None
         return (
             all(_is_compiled(linear, widens) for linear in parts.linears.values())
             and isinstance(spec.feed_forward, FeedForwardSpec)
-            and spec.feed_forward.gated
-            and norms.keys() >= BEFORE
             and heads
             and attention.kv_layer is None
-            and all(norm.kind == "rms" for norm in norms.values())
-            and len({(norm.eps, norm.offset) for norm in norms.values()}) == 1
+            and parts.distances is None
+            and _covers_norms(spec)
             and not spec.parallel
             and spec.residual_multiplier == 1
         )
@@ -115,7 +120,7 @@ class CompiledLayer(DecoderLayer):
         inputs: AttentionInputs,
         cache: LayerCache | None,
         plan: AttentionPlan | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by the CPU's operators")
         assert cache is not None, "it has attention"
@@ -126,12 +131,12 @@ class CompiledLayer(DecoderLayer):
                 room.residual.copy_(residual)
         first = residual is None
         self._compiled.decoder_layer(self._layer, room, cache.k, cache.v, first, cache.scales)
-        return room.x, room.residual
+        return room.x, None if self._norms_sums else room.residual
 
     def _left(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
         """Whether a layer of these sizes, with the same blocks, left x and residual in the room."""
         same = room.places.block_size == block_size
-        return x is room.x and residual is room.residual and same and room.fits(self._layer)
+        return room.holds(x, residual) and same and room.fits(self._layer)
 
     def _room(
         self, x: Tensor, inputs: AttentionInputs, cache: LayerCache, plan: ItemPlan, beside: LayerRoom | None
@@ -149,6 +154,15 @@ class CompiledLayer(DecoderLayer):
         shape = self._compiled.cache_shape(sizes.kv_heads, cache.block_size, sizes.head_dim)
         state = self._compiled.attention_state(items, len(x), sizes.q_heads, shape[2])
         return LayerRoom(x, self._layer, places, shape, state, beside)
+
+
+def _covers_norms(spec: LayerSpec) -> bool:
+    """Whether the compiled layer has these norms where they stand: RMSNorms, or LayerNorms that are not of heads."""
+    norms, wanted = spec.norms, set(SUM_NORMS if spec.norms_sums else PRE_NORMS)
+    kinds = {(norm.kind, norm.eps, norm.offset) for norm in norms.values()}
+    of_heads = norms.keys() - set(NORMS)
+    centred = any(norm.kind == "layer" for norm in norms.values())
+    return norms.keys() >= wanted and len(kinds) == 1 and not (centred and of_heads)
 
 
 def _is_compiled(linear: Linear, widens: bool) -> bool:

@@ -50,6 +50,8 @@ GATES: dict[Activation, Kind] = {
     "clamped_swiglu": "clamped_gated",
     "gelu": "exact_gelu_gated",
 }
+# Those that need no gate
+CURVES: dict[Activation, Kind] = {"silu": "silu", "gelu_tanh": "gelu", "gelu": "exact_gelu"}
 
 
 class CpuOps(TorchOps):
@@ -98,6 +100,13 @@ class CpuOps(TorchOps):
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         return CompiledLinear(self._compiled, self._packed(weight, bias, GATES[activation]))
+
+    def pack_activated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        if activation not in CURVES:
+            return super().pack_activated(
+                weight, bias, activation
+            )  # which says that it needs a gate and an up
+        return CompiledLinear(self._compiled, self._packed(weight, bias, CURVES[activation]))
 
     def pack_head(self, weight: Weight) -> Head:
         return CompiledHead(self._compiled, self._packed(weight, None, "float"))
@@ -291,13 +300,20 @@ class CpuOps(TorchOps):
         tables = plan.inputs.block_tables
         return placed(self._compiled.latent_attention(q, cache.k, tables, plan.items, scale, rank), out)
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if weight.dim() > 1 or weight.dtype != x.dtype:
+            return super().layer_norm(x, weight, bias, eps, residual)
+        return self._compiled.layer_norm(x, weight, bias, eps, residual)
+
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return self._compiled.gate(gate_up, GATES[activation])
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        if activation == "clamped_swiglu":
+        if activation not in CURVES:
             return super().activation(x, activation)  # which says that it needs a gate and an up
-        return self._compiled.activate(x, GATES[activation])
+        return self._compiled.activate(x, CURVES[activation])
 
     def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
         self._compiled.cap_logits(logits, cap)

@@ -9,7 +9,7 @@ from typing import Any
 from batchinfer.core.errors import BatchInferError, OutOfMemory, Unavailable
 from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.machine.spawning import Child, receiving
-from batchinfer.models.calibration.loss import Loss
+from batchinfer.models.calibration.loss import CalibrationOutcome
 from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.messages import Failed
 from batchinfer.pipeline.workers.worker_handle import error_of
@@ -22,13 +22,12 @@ _AGAIN = "the same command begins the calibration anew"
 
 
 def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
-    """Entry point of the process: sends how many layers are done of how many, and at the end ("loss", Loss or None),
-    or Failed."""
+    """Entry point of the process: sends how many layers are done of how many, and at the end a CalibrationOutcome, or
+    Failed."""
     try:
         from batchinfer.engine.load.int4 import calibrated  # torch
 
-        loss = calibrated(order, lambda done, count: connection.send((done, count)))
-        connection.send(("loss", loss))
+        connection.send(calibrated(order, lambda done, count: connection.send((done, count))))
     except (BrokenPipeError, EOFError):
         return  # nobody is left to tell
     except BaseException as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
@@ -38,9 +37,9 @@ def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
 
 def calibrate_apart(
     order: CalibrationOrder, told: Callable[[int, int], None], waiting: Callable[[], None]
-) -> Loss | None:
-    """Write the checkpoint that is ordered, and return its loss; None: there was nothing to measure it on. `told` gets
-    how many layers are done, and how many there are; `waiting` is called now and then.
+) -> CalibrationOutcome:
+    """Write the checkpoint that is ordered, and return what that has come to. `told` gets how many layers are done, and
+    how many there are; `waiting` is called now and then.
 
     Raises what loading a model raises, OutOfMemory and Unavailable.
     """
@@ -54,9 +53,8 @@ def calibrate_apart(
                     message = child.connection.recv()
                     if isinstance(message, Failed):
                         raise error_of(message, str(order.load.model))
-                    if message[0] == "loss":
-                        loss: Loss | None = message[1]
-                        return loss
+                    if isinstance(message, CalibrationOutcome):
+                        return message
                     told(*message)
         except EOFError:
             raise _crash(child) from None

@@ -12,11 +12,12 @@ from batchinfer.job import Job
 from batchinfer.models.calibration.loss import Loss
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.opening import StoredModel
-from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
+from batchinfer.models.spec.spec import AttentionSpec, ExpertsSpec, ModelSpec
 from batchinfer.plan.setup.resolve import Setting
 
 # Raise it when a calibration comes to make other weights, so that jobs get these. Their stored answers are lost then.
 CALIBRATION_VERSION = 1
+EXPERTS_VERSION = " experts"  # the same of models with experts alone
 RECORD = "calibration.json"  # beside the weights: what they lost
 _DIGITS = 24  # of the digest that names a folder
 
@@ -61,9 +62,15 @@ def calibrated_folder(
     if remember and digests != before:
         with state.exclusively():
             write_strings(state.fingerprints, digests, state.ops)
-    version = f"{CALIBRATION_VERSION}{' adapted' if adapted else ''}"
+    version = f"{CALIBRATION_VERSION}{' adapted' if adapted else ''}{_experts_version(checkpoint)}"
     digest = hashlib.sha256(f"{model} {version}".encode()).hexdigest()
     return state.int4 / digest[:_DIGITS]
+
+
+def _experts_version(checkpoint: StoredModel) -> str:
+    """Return what tells weights with experts from those that were made before experts were calibrated."""
+    layers = checkpoint.spec.layers if isinstance(checkpoint, Checkpoint) else ()
+    return EXPERTS_VERSION if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers) else ""
 
 
 def record_of(loss: Loss | None) -> dict[str, object]:

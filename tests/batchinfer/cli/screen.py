@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.batchinfer.wrong_jobs import hears_signals
+from tests.warm_commands import WarmCommand
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -83,10 +84,8 @@ def on_terminal(
 ) -> Iterator[OnTerminal]:
     """`python -m …` in a session of its own whose controlling terminal is ours; it does not survive the block."""
     master, slave = pty.openpty()
-    start = "import os, sys, fcntl, termios, runpy; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    start += "sys.argv = sys.argv[1:]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", start, *arguments],
+    process = WarmCommand(
+        [sys.executable, "-m", "tests.batchinfer.cli.controlling", *arguments],
         cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
         preexec_fn=hears_signals,
     )  # fmt: skip

@@ -37,6 +37,7 @@ from tests.batchinfer.wrong_jobs import (
     make_place,
 )
 from tests.patience import PATIENCE_S, wait_until
+from tests.warm_commands import WarmCommand
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "docs" / "cli.md"
@@ -58,7 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
 @contextmanager
 def started(place: Place, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """The command line with the fake engine in a process of its own, which does not survive the block."""
-    process = subprocess.Popen(
+    process = WarmCommand(
         [sys.executable, "-m", "tests.fake_cli", *arguments],
         cwd=place.folder, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, preexec_fn=hears_signals,

@@ -28,13 +28,14 @@ from tests.checkpoints import make_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
+EXPERTS = {"moe_intermediate_size": 32}
 FAMILIES = ("llama", "qwen3_moe")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model") / "plain"
-    make_checkpoint(folder, request.param, **SIZES)
+    make_checkpoint(folder, request.param, **SIZES, **(EXPERTS if request.param == "qwen3_moe" else {}))
     return folder
 
 
@@ -51,7 +52,7 @@ def calibrate(
     draw, told = np.random.default_rng(3), list[int]()
     drawn = tuple(draw.integers(0, 260, 24).astype(np.int32) for _ in range(prompts))
     order = CalibrationOrder(LoadConfig(model, "float32", device), drawn, answer_tokens, folder, 32)
-    loss = calibrated(order, lambda done, _: told.append(done))
+    loss = calibrated(order, lambda done, _: told.append(done)).loss
     assert loss is not None
     return loss, told
 

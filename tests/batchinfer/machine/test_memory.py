@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.machine.memory import available_memory, total_memory
+from batchinfer.machine.memory import available_memory, resident_memory, total_memory
 
 
 def container(folder: Path, limit: str, used: int, file_pages: int) -> Path:
@@ -50,3 +50,12 @@ def test_a_limit_on_memory_can_be_lifted(lift: str, code: int) -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert ("MemoryError" in done.stderr) == bool(code)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_a_thread_that_ends_meanwhile_has_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entry was listed, and is gone when it is opened."""
+    listed = Path.glob
+    gone = Path("/proc/self/task/0/children")
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [gone, *listed(folder, pattern)])
+    assert resident_memory()

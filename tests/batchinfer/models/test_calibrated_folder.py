@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -29,6 +30,7 @@ from tests.packed_weights import SINGLE
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 VOCAB = 260
+GATE_UP, DOWN = "experts.gate_up", "experts.down"
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {"tied": True, "dtype": torch.bfloat16},
@@ -36,7 +38,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "cohere": {},
     "gpt_neox": {},
-    "qwen3_moe": {},
+    "stablelm": {"qk_layernorm": True},  # each head's norm is a tensor
+    "mixtral": {"dtype": torch.bfloat16},
+    "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"moe_intermediate_size": 20},  # experts without whole groups stay as they are
+    "gpt_oss": {},  # the experts are one tensor, and stay
 }
 
 
@@ -68,18 +74,23 @@ def calibrate(
     return layers, search.loss()
 
 
+def outlying(folder: Path, family: str) -> None:
+    """Make a checkpoint in which a channel of every norm is much larger than the others."""
+    make_checkpoint(folder, family, **{**SIZES, **FAMILIES[family]})
+    for path in folder.glob("*.safetensors"):
+        stored = load_file(path)
+        for name, tensor in stored.items():
+            if tensor.dim() == 1 and "norm" in name and name.endswith("weight"):
+                tensor[3] *= 8.0
+        save_file(stored, path, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_the_model_before_are_told_how_channels_were_changed(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An adapter that is the weight itself becomes the weight that is rounded; an outlier is smoothed, too."""
-    make_checkpoint(tmp_path / "plain", family, **{**SIZES, **FAMILIES[family]})
-    for path in (tmp_path / "plain").glob("*.safetensors"):
-        stored = load_file(path)
-        for name, tensor in stored.items():
-            if tensor.dim() == 1 and "norm" in name:
-                tensor[3] *= 40.0
-        save_file(stored, path, metadata={"format": "pt"})
+    outlying(tmp_path / "plain", family)
     changed: list[Tensor] = []
 
     def watched(weight: Tensor, *others: Any) -> Tensor:
@@ -92,8 +103,9 @@ def test_adapters_of_the_model_before_are_told_how_channels_were_changed(
     before, moved = CheckpointWeights(checkpoint, torch.float32, "cpu"), 0
     for index, layer in enumerate(layers):
         own = before.layer(index)
-        rounded = [linear for linear in layer.spec.linears if linear.stored]
-        others = [one for one in layer.spec.linears if not one.stored and not one.experts]
+        own_linears = [linear for linear in layer.spec.linears if not linear.experts]
+        rounded = [linear for linear in own_linears if linear.stored]
+        others = [linear for linear in own_linears if not linear.stored]
         after = [*(changed.pop(0) for _ in rounded), *(layer.weights[one.name] for one in others)]
         for linear, weight in zip([*rounded, *others], after, strict=True):
             a, b = factors.changed(index, linear.name, torch.eye(linear.inputs), own[linear.name].float())
@@ -131,7 +143,7 @@ def dequantised(folder: Path, to: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_computes_what_transformers_makes_of_it(tmp_path: Path, family: str) -> None:
-    make_checkpoint(tmp_path / "plain", family, **{**SIZES, **FAMILIES[family]})
+    outlying(tmp_path / "plain", family)
     layers, loss = calibrate(tmp_path / "plain", tmp_path / "int4")
     model = AutoModelForCausalLM.from_pretrained(
         dequantised(tmp_path / "int4", tmp_path / "reference"), attn_implementation="eager"
@@ -143,7 +155,9 @@ def test_it_computes_what_transformers_makes_of_it(tmp_path: Path, family: str) 
     plain = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     packed = {name.removesuffix(".weight_packed") for name in index_of(tmp_path / "int4") if "packed" in name}
     # Every other linear layer is named: engines compress all that are not, also a head that no tensor is stored for
-    assert packed == plain - set(config["quantization_config"]["ignore"])
+    ignored = set(config["quantization_config"]["ignore"])
+    assert not ignored & packed
+    assert {name for name in packed if ".experts." not in name} == plain - ignored
     stored = inspect_checkpoint(tmp_path / "int4").held_for("int4")
     read = CheckpointWeights(stored, torch.float32, "cpu")
     for index, layer in enumerate(layers):
@@ -151,6 +165,34 @@ def test_it_computes_what_transformers_makes_of_it(tmp_path: Path, family: str) 
         named = {linear.name for linear in layer.spec.linears if linear.stored}
         assert named
         assert {linear.name for linear in stored.spec.layers[index].linears if linear.stored} == named
-        for name in named:
-            assert torch.equal(found[name], layer.weights[name])
-            assert torch.equal(found[name + ".scales"], layer.weights[name + ".scales"])
+        whole = family in ("mixtral", "qwen2_moe")
+        assert (GATE_UP in named, DOWN in named) == (whole, whole)
+        dtype = FAMILIES[family].get("dtype", torch.float32)
+        for name, value in found.items():
+            wanted = layer.weights[name]
+            assert torch.equal(value, wanted if name in named else wanted.to(dtype).float())
+
+
+def test_layers_that_no_group_divides_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines take what is not named for compressed, and find no codes. A layer opens each file of its tensors once."""
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", **SIZES, moe_intermediate_size=96, shards=3)
+    opened: list[str] = []
+
+    def counting(path: str, **how: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **how)
+
+    monkeypatch.setattr("batchinfer.models.calibration.folder.safe_open", counting)
+    layers, _ = calibrate(tmp_path / "plain", tmp_path / "int4", 64)
+    files = len(list((tmp_path / "plain").glob("*.safetensors")))
+    assert files > 1
+    assert len(opened) <= files * (1 + len(layers))
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())
+    ignored = set(config["quantization_config"]["ignore"])
+    found = index_of(tmp_path / "int4")
+    packed = {name.removesuffix(".weight_packed") for name in found if name.endswith(".weight_packed")}
+    matrices = {name.removesuffix(".weight") for name in found if name.endswith("proj.weight")}
+    assert matrices
+    assert all(".experts." in name for name in matrices)
+    assert matrices <= ignored
+    assert not packed & ignored

@@ -24,6 +24,7 @@ from batchinfer_kernels.cpu.compiled import CompiledOperators
 from tests.batchinfer.models.paged import run_paged
 from tests.batchinfer.models.parallel.parts import LOADING, load_part, run_sharded, run_stages
 from tests.batchinfer.models.parallel.test_sliced_reading import store
+from tests.batchinfer.models.test_calibrated_folder import calibrate
 from tests.batchinfer.models.test_logits import prompts_of, thinned
 from tests.checkpoints import FAMILIES, LATENT_FAMILIES, make_checkpoint
 from tests.lora_adapters import make_adapter
@@ -182,6 +183,21 @@ def test_ranks_of_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if form in ("mxfp4", "awq"):
         found = run_sharded(held, compiled, 2, prompts, tensor=False, experts=True, exact=True, **how)
         assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_ranks_of_calibrated_experts(tmp_path: Path, family: str) -> None:
+    """Tensor ranks have columns of each expert in whole groups; expert ranks have theirs, to the bit."""
+    shared = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
+    make_checkpoint(tmp_path / "plain", family, **QUANTIZED, **(shared if family == "qwen2_moe" else {}))
+    calibrate(tmp_path / "plain", tmp_path / "int4")
+    held = inspect_checkpoint(tmp_path / "int4").held_for("int4")
+    assert all(dict(layer.forms)["experts.down"].stored for layer in held.spec.layers)
+    prompts, how = prompts_of(260, LENGTHS), {"quantization": "int4", "chunk": 20}
+    wanted, plain = alone(held, compiled(held.spec), **how), inspect_checkpoint(tmp_path / "plain")
+    check_rounded(run_sharded(held, compiled, 2, prompts, **how), wanted, alone(plain, compiled(plain.spec)))
+    found = run_sharded(held, compiled, 2, prompts, tensor=False, experts=True, exact=True, **how)
+    assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
 
 
 @pytest.mark.sample(4)
