@@ -14,6 +14,7 @@ from batchinfer.plan.setup import job_setup, resolve
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
+from tests.batchinfer.test_drafts_job import repeating
 from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, REAL, TENSOR
 from tests.batchinfer.test_replicas import report
 from tests.checkpoints import make_model_folder
@@ -63,23 +64,28 @@ def test_captured_steps_of_ranks_answer_as_one_process_does(
     assert {step["collective_s"] for step in steps} == {None}, "no host waits for them"
 
 
-@pytest.mark.parametrize("ranks", first_of((2, 1), 1))
-def test_captured_steps_verify_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "kind"), first_of(((2, "auto"), (1, "heads"), (1, "auto")), 2))
+def test_captured_steps_verify_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
+) -> None:
     """Every rank has the graphs of the others, and as many: none waits for one that captures."""
     monkeypatch.setattr(job_setup, "check_device", lambda _: None)
     monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
     make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=1)
     rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(5)]
+    asked = kind if kind == "auto" else {"heads": str(repeating(tmp_path / "model", tmp_path / "heads"))}
+    # Heads know of no bias
+    biased = {"logit_bias": {"97": 40.0}} if kind == "auto" else {}
     found = []
     for name, engine, options, drafts in (
         ("alone", {"device": "cpu"}, REAL, "off"),
-        ("ranks", {"device": "cuda", TENSOR.removeprefix("engine."): ranks}, DRAFTING, ["prompt"]),
+        ("ranks", {"device": "cuda", TENSOR.removeprefix("engine."): ranks}, DRAFTING, asked),
     ):
         (tmp_path / name).mkdir()
         path = write_job(
             tmp_path / name, tmp_path / "model", rows, prompt={"text": "text", "system": None, "user": None},
-            sampling={"max_tokens": 24, "ignore_eos": True, "logit_bias": {"97": 40.0}}, drafts=drafts,
+            sampling={"max_tokens": 24, "ignore_eos": True, **biased}, drafts=drafts,
             engine=ENGINE | engine,
             model={"path": str(tmp_path / "model"), "max_model_len": 96},
         )  # fmt: skip
@@ -87,6 +93,9 @@ def test_captured_steps_verify_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
         found.append(table(path))
     assert found[0] == found[1]
     assert (row["device"], row["ranks"], row["worker_restarts"]) == ("cuda", ranks, 0)
+    assert (row["heads_drafted"] > 0) == (kind == "heads")
+    if kind == "heads":  # which say the token once more, and are seldom right here
+        return
     assert row["accepted_tokens"] > 10
     assert row["eager_steps"] == 0
     steps = report(path, "steps")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.drafts.acceptance import Acceptance
+from batchinfer.engine.drafts.holding import NOBODY, Decoding, host_seconds, waiting_pays
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.patience import Patience
 from batchinfer.engine.drafts.source import LAST_WORDS, DraftSource, Proposal
@@ -45,6 +46,8 @@ class _Row:
     proposal: Proposal | None = None
     # What the proposal has behind a token that was wrong: a copy in which one word is another goes on behind it
     rest: Proposal | None = None
+    drafts: int = 0  # the newest ones
+    right: float = 0.0  # how many of these were expected to be
 
 
 class CostedDrafter:
@@ -53,8 +56,9 @@ class CostedDrafter:
 
     `most_sampled`: rows of a step that are sampled, drafts included: each may have logits of its own.
 
-    `looks_ahead`: a row with drafts misses the step behind, so that it gains only where more than one of them is right.
-    Rows for which nothing was found, or was right, are looked at less and less often.
+    `looks_ahead`: a row with drafts misses the step behind, so that it gains only where more than one of them is right;
+    or that step waits for the row, and the device for the host. Rows for which nothing was found, or was right, are
+    looked at less and less often.
 
     `model` is asked about rows of which the sources know less than it is expected to, where its own time pays.
 
@@ -75,8 +79,8 @@ class CostedDrafter:
         self._most_drafts = MOST_DRAFTS if most_drafts is None else most_drafts
         self._sources, self._times, self._looks_ahead, self._clock = sources, times, looks_ahead, clock
         self._most_sampled, self._acceptance = most_sampled, Acceptance()
-        # Behind a word that a copy changes nothing is found for some tokens. Where a row waits, each costs a step
-        self._patience = 0 if looks_ahead else 4
+        # Whether a row with drafts misses no step: nothing was in flight when the newest one was planned
+        self._together = not looks_ahead
         self._rows: dict[Sequence, _Row] = {}
         self._turn = 0  # which of the rows is looked at first
         self._search_s = 0.0  # of looking at a row
@@ -84,6 +88,7 @@ class CostedDrafter:
         self._allowed_s = self._most_allowed_s = 0.0
         self._expected_prompt_tokens = 0  # in the next step: those of the newest one, while sequences wait
         self._pays = False  # whether drafts may pay in the next step
+        self._host_s = 0.0  # that the device waits for the host where the next step has drafts
         # Of each source, drafts that were verified since the last sample, and right ones
         self._counts: dict[str, tuple[int, int]] = {}
 
@@ -92,6 +97,10 @@ class CostedDrafter:
         counts as looking for drafts."""
         began = self._clock()
         decodes, others = len(rows) + ahead, max(others, self._expected_prompt_tokens)
+        # Nothing is in flight, so that the step behind may wait for this one, too
+        if decodes and self._looks_ahead:
+            self._together = not ahead and not others
+            self._host_s = host_seconds(decodes) if self._together else 0.0
         self._pays = decodes > 0 and self._may_pay(decodes, others)
         asked = self._asked(rows) if self._pays else []
         found = self._found(asked) if asked else []
@@ -100,11 +109,11 @@ class CostedDrafter:
             found = self._with_model(self._model, rows, found, decodes, others)
         began = self._clock()
         chosen = self._best(found, decodes, others) if found else []
-        if self._looks_ahead:
+        if not self._together:
             given = {sequence for sequence, _ in chosen}
             for row in asked:
                 if row not in given:  # it waited for nothing
-                    self._rows[row].texts.failed(len(row))
+                    self._rows[row].texts.failed(len(row), self._patience)
         self._allowed_s -= self._clock() - began
         return chosen
 
@@ -118,6 +127,29 @@ class CostedDrafter:
         if self._search_s and self._allowed_s < self._search_s:
             return False
         return row is None or row.texts.over(len(sequence))
+
+    def holds(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
+        """Whether one step of all rows, for which the device waits, gives more tokens a second than one of those that
+        can run now and one of the others; see `Drafter`."""
+        if self._expected_prompt_tokens or not plain + len(ready):
+            return False
+        return waiting_pays(self._plain_seconds, self._decoding(waiting), self._decoding(ready), plain)
+
+    def _plain_seconds(self, rows: int, drafts: int) -> float:
+        return self._times.seconds(rows, 0, drafts)
+
+    def _decoding(self, rows: Seq[Sequence]) -> Decoding:
+        """Expect of rows what was expected of their newest drafts."""
+        known = [self._rows[row] for row in rows if row in self._rows]
+        return Decoding(
+            len(rows), sum(one.drafts for one in known), len(rows) + sum(one.right for one in known)
+        )
+
+    @property
+    def _patience(self) -> int:
+        """How often a row may fail. Behind a word that a copy changes nothing is found for some tokens; where a row
+        waits for nothing, each costs a step."""
+        return 4 if self._together else 0
 
     def verified(self, taken: AcceptedTokens) -> None:
         """Count a row's drafts, and those that were right."""
@@ -134,7 +166,7 @@ class CostedDrafter:
         if taken.right:
             patience.succeeded()
         else:
-            patience.failed(len(taken.sequence))
+            patience.failed(len(taken.sequence), self._patience)
 
     def ended(self, sequence: Sequence) -> None:
         """Let the sources learn an answer."""
@@ -157,8 +189,12 @@ class CostedDrafter:
         if spent_s:
             saved_s = sample.drafts_saved_s if sample.drafted_tokens else -spent_s
             sample = replace(sample, proposing_s=spent_s, drafts_saved_s=saved_s)
+        waited_s = self._host_s if sample.drafted_tokens else 0.0
         steps_s = max(0.0, sample.duration_s - spent_s)
-        self._times.measured(replace(sample, duration_s=steps_s) if spent_s else sample)
+        if spent_s or waited_s:
+            self._times.measured(replace(sample, duration_s=max(steps_s / 2, steps_s - waited_s)))
+        else:
+            self._times.measured(sample)
         self._acceptance.fade(_FADED)
         share = SHARE * (steps_s + max(0.0, sample.drafts_saved_s))
         self._most_allowed_s = _SAVED_STEPS * share
@@ -185,9 +221,18 @@ class CostedDrafter:
     def _may_pay(self, rows: int, others: int) -> bool:
         """Whether drafts would pay if all of them were right: then none is looked for where steps are bound by
         arithmetic."""
-        least = LEAST_GAIN * rows / self._times.seconds(rows, others, 0)
+        least = LEAST_GAIN * rows / self._seconds(rows, others, 0)
         tried = {max(1, rows // 4), rows, 2 * rows, 4 * rows}
-        return any((rows + n) / self._times.seconds(rows, others, n) > least for n in tried)
+        return any((rows + n) / self._seconds(rows, others, n) > least for n in tried)
+
+    def _seconds(self, decodes: int, others: int, drafts: int) -> float:
+        """Return the seconds of the next step, with so many drafts. The host prepares it while the one before runs,
+        unless that has to be known for the drafts."""
+        took = self._times.seconds(decodes, others, drafts)
+        if not self._looks_ahead:
+            return took
+        host_s = host_seconds(decodes)
+        return took + host_s if drafts and self._together else max(took, host_s)
 
     def _asked(self, rows: Seq[Sequence]) -> list[Sequence]:
         """Return the rows that are looked at now, in turn, as many as there is time for."""
@@ -212,7 +257,7 @@ class CostedDrafter:
                 best[row] = (value, name, proposal)
         for row in rows:
             if row not in best:
-                self._rows[row].texts.failed(len(row))
+                self._rows[row].texts.failed(len(row), self._patience)
         each = (self._clock() - began) / len(rows)
         self._search_s += 0.2 * (each - self._search_s) if self._search_s else each
         return [(row, source, proposal) for row, (_, source, proposal) in best.items()]
@@ -220,7 +265,7 @@ class CostedDrafter:
     def _row(self, row: Sequence) -> _Row:
         found = self._rows.get(row)
         if found is None:
-            found = self._rows[row] = _Row(Patience(self._patience), Patience(self._patience))
+            found = self._rows[row] = _Row(Patience(), Patience())
         return found
 
     def _with_model(
@@ -233,15 +278,15 @@ class CostedDrafter:
         asked, kept = model.asked(ready, found, self._value, rate)
         if not asked:
             return found
-        times = self._times
+        seconds = self._seconds
         before = self._worth(found, decodes, others)
         verified, certain = self._worth(kept, decodes, others) if kept else (0, 0.0)
-        least = (decodes + before[1]) / times.seconds(decodes, others, before[0])
+        least = (decodes + before[1]) / seconds(decodes, others, before[0])
         count = model.worth(
             asked,
             rate,
             decodes + certain,
-            lambda each: times.seconds(decodes, others, verified + each * len(asked)),
+            lambda each: seconds(decodes, others, verified + each * len(asked)),
             min(self._most_drafts, (self._most_sampled - decodes - verified) // len(asked)),
             least,
         )
@@ -265,21 +310,31 @@ class CostedDrafter:
         """Return how likely the tokens of each proposal are to be right, and how many of them it pays to verify."""
         rates = np.array([self._acceptance.rate(source, proposal) for _, source, proposal in found])
         lengths = np.array([_verified(row, proposal) for row, _, proposal in found], np.int64)
-        lengths, times = np.minimum(lengths, self._most_drafts), self._times
+        lengths, seconds = np.minimum(lengths, self._most_drafts), self._seconds
         counts = drafts_worth(
-            rates, lengths, lambda n: times.seconds(decodes, others, n), decodes, self._most_sampled - decodes
+            rates, lengths, lambda n: seconds(decodes, others, n), decodes, self._most_sampled - decodes
         )
         return rates, counts
 
     def _best(self, found: list[_Found], decodes: int, others: int) -> list[tuple[Sequence, Seq[int]]]:
         """Return the drafts that pay, of those that were found."""
         rates, counts = self._counts_worth(found, decodes, others)
-        each = zip(found, rates.tolist(), counts.tolist(), strict=True)
+        rights = [expected_right(rate, n) for rate, n in zip(rates.tolist(), counts.tolist(), strict=True)]
+        each = [one for one in zip(found, rights, counts.tolist(), strict=True) if one[2]]
+        if self._looks_ahead and each and not (self._together and self._would_hold(each, decodes)):
+            each = [one for one in each if one[1] >= _MISSED]
         return [
-            self._chosen(sequence, source, proposal, count)
-            for (sequence, source, proposal), rate, count in each
-            if count and not (self._looks_ahead and expected_right(rate, count) < _MISSED)
+            self._chosen(sequence, source, proposal, count, right)
+            for (sequence, source, proposal), right, count in each
         ]
+
+    def _would_hold(self, chosen: list[tuple[_Found, float, int]], decodes: int) -> bool:
+        """Whether the step behind one with these drafts would wait for it."""
+        tokens = sum(1 + right for _, right, _ in chosen)
+        drafted = Decoding(len(chosen), sum(n for _, _, n in chosen), tokens)
+        if len(chosen) == decodes:
+            return True  # nothing is left that could run meanwhile
+        return waiting_pays(self._plain_seconds, drafted, NOBODY, decodes - len(chosen))
 
     def _proposals(
         self, rows: list[Sequence], enough: Callable[[Sequence], bool]
@@ -297,10 +352,10 @@ class CostedDrafter:
                     yield row, source.name, proposal
 
     def _chosen(
-        self, sequence: Sequence, source: str, proposal: Proposal, count: int
+        self, sequence: Sequence, source: str, proposal: Proposal, count: int, right: float
     ) -> tuple[Sequence, Seq[int]]:
         row = self._rows[sequence]
-        row.source, row.proposal = source, proposal
+        row.source, row.proposal, row.drafts, row.right = source, proposal, count, right
         return sequence, proposal.tokens[:count]
 
 

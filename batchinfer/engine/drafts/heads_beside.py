@@ -7,8 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
-
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.runner.sampler import LogitsHead
@@ -65,7 +63,7 @@ class HeadsBeside:
     def propose(self, rows: Seq[Sequence], count: int) -> list[list[int]]:
         """Return up to `count` tokens that may follow each of these rows, which `takes`."""
         began, states = self._clock(), self._runner.states
-        hidden = torch.stack([states.of(row.request.key, row.output_length) for row in rows])
+        hidden = states.of([(row.request.key, row.output_length) for row in rows])
         tokens: list[list[int]] = self._runner.heads.tokens(self._runner.model.states(hidden), count).tolist()
         self.measured(len(rows), count, self._clock() - began)
         return tokens

@@ -9,10 +9,9 @@ _LONGEST_PAUSE = 32  # tokens, after a row's text turned out to have nothing to 
 
 @dataclass(slots=True)
 class Patience:
-    """Counts how often one after the other nothing was found for a row, or right. What fails more often than `most`
-    allows is tried less and less often."""
+    """Counts how often one after the other nothing was found for a row, or right. What fails too often is tried less
+    and less often."""
 
-    most: int
     failures: int = 0
     resumes: int = 0  # the length from which on it is tried again
 
@@ -20,11 +19,11 @@ class Patience:
         """Whether a row that has become so long is tried."""
         return length >= self.resumes
 
-    def failed(self, length: int) -> None:
-        """Leave a row of this length alone for a while, if it failed too often."""
+    def failed(self, length: int, most: int) -> None:
+        """Leave a row of this length alone for a while, if it failed more than `most` times."""
         self.failures += 1
-        if self.failures > self.most:
-            self.resumes = length + min(_LONGEST_PAUSE, 1 << min(self.failures - self.most, 10))
+        if self.failures > most:
+            self.resumes = length + min(_LONGEST_PAUSE, 1 << min(self.failures - most, 10))
 
     def succeeded(self) -> None:
         """Forget its failures."""

@@ -102,7 +102,8 @@ class PiecewiseGraphs:
     """Captures the pieces of steps of up to `buffers.tokens` tokens, and replays them.
 
     `groups`: how many cache groups there are; `padding_slot`: where padding tokens write K and V to;
-    `in_group`: other ranks capture the same, and wait for this one.
+    `in_group`: other ranks capture the same, and wait for this one; `behind`: is called behind the pieces of a step,
+    with its inputs.
     """
 
     def __init__(
@@ -114,8 +115,9 @@ class PiecewiseGraphs:
         buffers: StaticBuffers,
         recorder: GraphRecorder,
         in_group: bool = False,
+        behind: Callable[[list[AttentionInputs]], None] | None = None,
     ) -> None:
-        self._in_group = in_group
+        self._in_group, self._behind = in_group, behind
         self._model, self._caches, self._groups = model, caches, groups
         self._padding_slot, self._buffers, self._recorder = padding_slot, buffers, recorder
         self._pieces: dict[int, _Pieces] = {}
@@ -186,6 +188,8 @@ class PiecewiseGraphs:
             (queries, attended), group = views[own.shapes], own.cache.group
             own.attention.attended(queries, inputs[group], own.cache, plans[group], attended)
         last()
+        if self._behind is not None:
+            self._behind(inputs)
         return self._buffers.hidden.index_select(0, sampled), size - tokens + plans[0].padded_tokens
 
     def _captured(self, size: int) -> _Pieces:

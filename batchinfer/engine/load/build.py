@@ -131,6 +131,7 @@ class LoadedWeights:
         layout = layout_for(source, block_size, longest)
         runner = ModelRunner(own, ops, [], layout, sampler, cost, device, in_group=company.divided)
         runner.give_adapters(_numbers(config.load.adapters, source))
+        runner = self.proposers.watching(runner, longest, limits.max_num_seqs)
         dtype = self.arithmetic.dtype
         machines = company.division.machines
         parts = company.everyone, turns, self.proposers.loaded, machines

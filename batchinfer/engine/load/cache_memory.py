@@ -12,8 +12,10 @@ from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.load.device_fit import CacheRoom
 from batchinfer.engine.ranks.joining import fewest
 from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.watched_model import WatchedModel
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
+from batchinfer.engine.tensors.slot_states import SlotStates
 from batchinfer.machine.memory import available_memory
 from batchinfer.models.ops.interface import LayerCache
 from batchinfer.models.parallel.group import Group
@@ -65,6 +67,8 @@ class CacheMemory:
         """How many blocks the cache gets on every rank, where steps need `needed` bytes; see `cache_blocks`. Ranks on a
         CPU share its memory, and all of them what the job gives to the cache."""
         config, limits, device = self.config, self.limits, self.runner.device
+        if self._states is not None:
+            self._states.drop()  # those that a profile run had
         free, memory, ranks = _free_bytes(device), config.kv_memory, self.group.size
         here = ranks // self.machines
         if device.type == "cpu":
@@ -97,9 +101,17 @@ class CacheMemory:
 
     def _allocate(self, blocks: int) -> list[LayerCache]:
         runner = self.runner
+        if self._states is not None:
+            self._states.allocate(blocks)
         return allocate_caches(
             runner.ops, self.source.spec.caches, runner.layout, blocks, self.dtype, runner.device
         )
+
+    @property
+    def _states(self) -> SlotStates | None:
+        """Return the states that the model keeps for heads, in the blocks of the cache; None: it keeps none."""
+        model = self.runner.model
+        return model.kept if isinstance(model, WatchedModel) else None
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from batchinfer.engine.load.dummy_steps import DummySteps, MemoryMeter
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.runner.watched_model import WatchedModel
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.device_tables import GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
@@ -230,8 +231,9 @@ def _piecewise(
 ) -> PiecewiseGraphs:
     assert isinstance(runner.model, SplitModel), "it has made the buffers"
     groups, padding_slot = len(runner.layout.groups), blocks * runner.layout.block_size
+    copied = runner.model.copy if isinstance(runner.model, WatchedModel) else None
     return PiecewiseGraphs(
-        runner.model, runner.caches, groups, padding_slot, buffers, recorder, runner.in_group
+        runner.model, runner.caches, groups, padding_slot, buffers, recorder, runner.in_group, copied
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from batchinfer.core.errors import CannotSplit, Unavailable
+from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.config import LoadConfig
 from batchinfer.engine.drafts.heads_beside import HeadsRunner
 from batchinfer.engine.load.layer_heads import load_layer
 from batchinfer.engine.load.loaded_heads import HeadedModel, LoadedHeads
 from batchinfer.engine.ranks.joining import Company
+from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.tensors.graph_sizes import KEPT_STEPS, kept_rows
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.heads.inspection import inspect_heads
@@ -27,32 +29,36 @@ class LoadedMedusa(LoadedHeads):
     stored: StoredMedusa
     heads: MedusaHeads
     itemsize: int
+    on_gpu: bool = False
 
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of their weights."""
         return self.stored.weight_bytes(self.itemsize)
 
+    def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
+        """Return the bytes of the states that a GPU keeps."""
+        return self.stored.state_bytes(kept_rows(max_num_seqs), self.itemsize) if self.on_gpu else 0
+
     def of(self, model: HeadedModel) -> tuple[ModelRunner, HeadsRunner]:
         """Make a runner that keeps its hidden states, and what proposes from these."""
-        own, kept = model.runner, KeptStates()
+        own = model.runner
+        kept = KeptStates(KEPT_STEPS if isinstance(own, DeviceRunner) else None)
         watched = replace(own, kept=kept, wants=own.wants._replace(requests=True))
         return watched, HeadsRunner(self.heads, own.model, kept, self.stored.head_values, self.itemsize)
 
 
 def load_heads(config: LoadConfig, arithmetic: Arithmetic, company: Company) -> LoadedHeads | None:
     """Load the heads that a configuration names; None: it names none. Raises CannotSplit for an engine of several
-    ranks, and Unavailable on a GPU."""
+    ranks."""
     if config.heads is None:
         return None
     if company.divided:
         raise CannotSplit("a model that is divided among ranks has no heads")
-    if arithmetic.device.type != "cpu":
-        raise Unavailable("heads run on a CPU alone as yet")
     checkpoint = inspect_checkpoint(config.model).held_for(config.quantization)
     stored = inspect_heads(config.heads, checkpoint)
     if isinstance(stored, StoredLayer):
         return load_layer(stored, arithmetic)
     assert isinstance(stored, StoredMedusa), "heads of a kind that was inspected"
     heads = MedusaHeads.load(stored, arithmetic.dtype, arithmetic.device)
-    return LoadedMedusa(stored, heads, arithmetic.dtype.itemsize)
+    return LoadedMedusa(stored, heads, arithmetic.dtype.itemsize, arithmetic.device.type == "cuda")

@@ -12,10 +12,11 @@ from batchinfer.core.errors import OutOfMemory, Unavailable
 from batchinfer.engine.drafts.model_beside import BesideRunner, spare_blocks
 from batchinfer.engine.kv.cache_layout import CacheLayout, one_group
 from batchinfer.engine.load.loaded_heads import HeadedModel, LoadedHeads
+from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.head_model import HeadModel
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
-from batchinfer.engine.runner.watched_model import WatchedModel
+from batchinfer.engine.runner.watched_model import WatchedModel, copying
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.cache_tensors import allocate_caches, block_bytes
 from batchinfer.engine.tensors.device_memory import lack_of_memory
@@ -57,26 +58,33 @@ class LoadedLayer(LoadedHeads):
         """Return the bytes that it keeps in no block of a row."""
         return spare_blocks(block_size, max_num_seqs) * self.block_bytes(block_size)
 
-    def of(self, model: HeadedModel) -> tuple[ModelRunner, BesideRunner]:
-        """Allocate its cache and its states, of as many blocks as its model's has, and of spare ones. Raises
-        OutOfMemory, and Unavailable for a model whose blocks cannot be shared."""
-        own, decoder = model.runner, model.runner.model
-        size, group, device = own.layout.block_size, own.layout.whole, self.arithmetic.device
+    def watching(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
+        """Have the states of tokens kept, in as many blocks as the model's cache gets, and in spare ones."""
+        decoder, group, size = own.model, own.layout.whole, own.layout.block_size
         if group is None or not isinstance(decoder, Decoder):
             raise Unavailable(
                 "a head's cache lies in the blocks of a layer that sees all tokens, in a model of ours"
             )
+        spare, width = spare_blocks(size, max_num_seqs), self.stored.spec.hidden
+        kept = SlotStates(size, width, spare, self.arithmetic.dtype, self.arithmetic.device)
+        head = self.weights.of(decoder, longest)
+        watched = WatchedModel(decoder, head, self.stored.tapped, kept, group, copying(self.ops))
+        return replace(own, model=watched)
+
+    def of(self, model: HeadedModel) -> tuple[ModelRunner, BesideRunner]:
+        """Allocate its cache, of as many blocks as there are states. Raises OutOfMemory."""
+        own, watched = model.runner, model.runner.model
+        assert isinstance(watched, WatchedModel), "its runner keeps states"
+        kept, size, device = watched.kept, own.layout.block_size, self.arithmetic.device
         layout, spec, dtype = self._layout(size), self.stored.spec, self.arithmetic.dtype
-        blocks = model.blocks + spare_blocks(size, model.limits.max_num_seqs)
+        blocks = kept.blocks + kept.spare
         try:
             with lack_of_memory():
                 caches = allocate_caches(self.ops, spec.caches, layout, blocks, dtype, device)
-                kept = SlotStates.allocate(blocks, size, spec.hidden, dtype, device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"the cache of {blocks} blocks of the heads does not fit: {error}") from error
-        head = self.weights.of(decoder, model.longest)
-        proposing, eos = HeadModel(head, kept), frozenset(model.spec.eos_token_ids)
-        runner = ModelRunner(
+        proposing, eos = HeadModel(watched.head, kept), frozenset(model.spec.eos_token_ids)
+        runner = (DeviceRunner if isinstance(own, DeviceRunner) else ModelRunner)(
             model=proposing,
             ops=self.ops,
             caches=caches,
@@ -91,17 +99,16 @@ class LoadedLayer(LoadedHeads):
             runner=runner,
             roots=ContentRoots(model.longest),
             vocab=model.spec.vocab,
-            blocks=model.blocks,
+            blocks=kept.blocks,  # with the one of padding rows, where there is any
             max_num_seqs=model.limits.max_num_seqs,
             most_tokens=model.limits.max_num_batched_tokens,
-            table=group,
+            table=watched.group,
             whole_vocab=model.spec.vocab,
             eos_token_ids=eos,
             masks=model.masks,
             head=True,
         )
-        watched = WatchedModel(decoder, head, self.stored.tapped, kept, group)
-        return replace(own, model=watched), beside
+        return own, beside
 
     def _layout(self, block_size: int) -> CacheLayout:
         return one_group(self.stored.spec.caches, block_size)

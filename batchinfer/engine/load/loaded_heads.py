@@ -40,6 +40,12 @@ class LoadedHeads(ABC):
         """Return the bytes that they keep in no block of a row."""
         return 0
 
+    def watching(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
+        """Return a runner, which has no cache yet, that leaves in its blocks what they read of tokens. Raises
+        Unavailable for a model whose blocks cannot be shared."""
+        return own
+
     @abstractmethod
     def of(self, model: HeadedModel) -> tuple[ModelRunner, AnyBeside]:
-        """Make a runner that keeps the states that they read, and what proposes from these. Raises OutOfMemory."""
+        """Make a runner that keeps the states that they read, and what proposes from these. The model's runner is that
+        of `watching`, with its cache. Raises OutOfMemory."""

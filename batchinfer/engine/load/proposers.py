@@ -31,6 +31,11 @@ class Proposers:
         """Return what takes memory beside the model; None: nothing does."""
         return self.heads or self.beside
 
+    def watching(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
+        """Return a runner that keeps in its cache what heads read. Raises Unavailable where its blocks cannot be
+        shared."""
+        return own if self.heads is None else self.heads.watching(own, longest, max_num_seqs)
+
     def of(
         self, source: Source, fitted: Fitted, longest: int, masks: ConstraintMasks | None
     ) -> tuple[ModelRunner, AnyBeside | None]:

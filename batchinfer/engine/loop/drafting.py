@@ -25,6 +25,11 @@ class Drafter(Protocol):
         """Whether it pays to leave a sequence out of the step that is launched before its tokens are known, so that the
         step behind it can have drafts."""
 
+    def holds(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
+        """Whether it pays to launch the next step once the tokens of the one in flight are known, so that it has the
+        rows that wait for these: `waiting`. `ready`: rows that decode and are not in flight; `plain`: how many rows
+        are, and could run on without their tokens."""
+
     def verified(self, taken: AcceptedTokens) -> None:
         """Learn how many of a sequence's drafts were right."""
 
@@ -65,6 +70,21 @@ class Drafting:
         for sequence in ahead:
             sequence.drafting = self.drafter.waits(sequence)
         return proposed
+
+    def holds(self, running: Iterable[Sequence]) -> bool:
+        """Whether it pays to have the next step wait for the tokens of the one in flight. It never does while prompts
+        are read, which take the device long enough."""
+        waiting, ready, plain = list[Sequence](), list[Sequence](), 0
+        for sequence in running:
+            if sequence.status is SequenceStatus.AWAITING_TOKENS:
+                waiting.append(sequence)
+            elif sequence.remaining != 1:
+                return False
+            elif sequence.placeholders:
+                plain += 1
+            else:
+                ready.append(sequence)
+        return bool(waiting) and self.drafter.holds(waiting, ready, plain)
 
     def verified(self, taken: AcceptedTokens) -> None:
         """Tell the drafter what came of a sequence's drafts."""

@@ -59,7 +59,8 @@ class Engine:
 
     `stop_streams` makes, for parameters with stop strings, the function that watches a sequence's text for them.
 
-    With a runner that looks ahead, the next step is scheduled and launched while one runs, before its tokens are known.
+    With a runner that looks ahead, the next step is scheduled and launched while one runs, before its tokens are known,
+    unless the drafter says that it pays to wait for them.
     A sequence that turns out to have ended has then run one token too many, which is dropped. A sequence with a barrier
     is left out of the next step until its tokens are known.
 
@@ -177,7 +178,7 @@ class Engine:
         """schedule → run → post-process. Returns an empty output when there is nothing to do."""
         output, self._early = self._early, StepOutput()
         if self.begin():
-            if self._runner.looks_ahead and self._scheduler.has_room():
+            if self._runner.looks_ahead and self._scheduler.has_room() and not self._holds():
                 self._launch()
             self._retire(self._in_flight.popleft(), output)
         return output
@@ -270,6 +271,10 @@ class Engine:
         self._scheduler.limit_tokens(self._runner.most_tokens)
         self._move_on(step)
         self._in_flight.append(step)
+
+    def _holds(self) -> bool:
+        """Whether the next step has to wait for the tokens of the one in flight, for the sake of rows with drafts."""
+        return self._drafting is not None and self._drafting.holds(self._scheduler.running)
 
     def _move_on(self, step: InFlight) -> None:
         for sequence in step.scheduled.admitted:

@@ -140,13 +140,14 @@ class DeviceRunner(ModelRunner):
         there is none for the step as a whole, or for its graph."""
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         sampled: list[tuple[int, Sampled]] = []
-        padded, begun, modes = 0, 0, list[LaunchMode]()
-        todo = deque(self.micro_batches.split(self.state.batch(plan, self.layout)))
+        padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()
+        whole = self.state.batch(plan, self.layout)
+        todo = deque(self.micro_batches.split(whole))
         while todo:
             host, failed = todo.popleft(), False
             try:
                 with lack_of_memory():
-                    found, padding, mode = self._run(host)
+                    found, padding, mode = self._run(host, kept)
             except torch.OutOfMemoryError:
                 # Other ranks would not know of micro-batches
                 if self.in_group or self.micro_batches.is_least(host):
@@ -162,6 +163,8 @@ class DeviceRunner(ModelRunner):
             begun += host.sampling.choosing(len(host.sampled_rows))
             padded += padding
             modes.append(mode)
+        if self.kept is not None and kept:
+            self.kept.take(torch.cat(kept) if len(kept) > 1 else kept[0], plan, whole)
         launch = StepLaunch(
             mode=max(modes, key=LAUNCH_MODES.index),
             capture_s=self.capture_s - captured_s,
@@ -195,15 +198,17 @@ class DeviceRunner(ModelRunner):
         hidden, padded, _ = self._forward(host)
         return hidden, host.sampling, padded
 
-    def _run(self, host: HostBatch) -> tuple[Sampled | None, int, LaunchMode]:
-        """Run a step: (what was sampled, if anything was, padded tokens, and how it was launched)."""
+    def _run(self, host: HostBatch, kept: list[Tensor]) -> tuple[Sampled | None, int, LaunchMode]:
+        """Run a step: (what was sampled, if anything was, padded tokens, and how it was launched). The states of the
+        rows to sample from are `kept`, if somebody needs them."""
         hidden, padded, mode = self._forward(host)
-        samples = len(host.sampled_rows) > 0
-        return (
-            self.next_tokens(hidden, host.sampling, self.device_tokens) if samples else None,
-            padded,
-            mode,
-        )
+        if not len(host.sampled_rows):
+            return None, padded, mode
+        # The next replay writes to the same tensor
+        states = None if self.kept is None else hidden.clone()
+        found = self.next_tokens(hidden, host.sampling, self.device_tokens)
+        kept += [] if states is None else [states]
+        return found, padded, mode
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
         """Run the model: (hidden states of the rows to sample from, padded tokens, and how the step was launched)."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from batchinfer.engine.schedule.step_plan import StepPlan
+from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.slot_states import SlotStates
+from batchinfer.engine.tensors.staging import upload
 from batchinfer.models.heads.layer_head import LayerHead
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
 
@@ -21,7 +22,6 @@ class HeadModel:
 
     def __init__(self, head: LayerHead, kept: SlotStates) -> None:
         self._head, self._kept = head, kept
-        self._inputs: AttentionInputs | None = None  # of the newest step
 
     def forward(
         self,
@@ -32,19 +32,15 @@ class HeadModel:
     ) -> Tensor:
         """Run a step: (T,) → (T, width)."""
         (own,), (cache,), (plan,) = inputs, caches, plans
-        self._inputs = own
         return self._head.forward(token_ids, self._kept.read(own.slots), own, cache, plan)
 
-    def take(self, hidden: Tensor, plan: StepPlan) -> None:
-        """Keep what the newest step gave behind the last tokens of rows, (n, width), as the states of the next ones."""
-        own, size = self._inputs, self._kept.values.shape[1]
-        assert own is not None, "a step has run"
-        chunks = np.arange(len(plan.starts))
-        if plan.sampled is not None:
-            chunks = np.searchsorted(np.cumsum(plan.chunk_lengths), plan.sampled, side="right")
-        contexts = torch.tensor(own.context_lens)[torch.from_numpy(chunks)].to(own.slots.device)
-        blocks = own.block_tables[torch.from_numpy(chunks).to(own.slots.device), contexts // size]
-        self._kept.write(blocks.long() * size + contexts % size, hidden)
+    def take(self, hidden: Tensor, plan: StepPlan, host: HostBatch) -> None:
+        """Keep what a step gave behind the last tokens of rows, (n, width), as the states of the next ones."""
+        size, (tables,) = self._kept.block_size, host.tables
+        chunks = np.searchsorted(np.cumsum(host.query_lens), host.sampled_rows, side="right")
+        block, place = np.divmod(np.array(host.context_lens)[chunks], size)
+        (slots,) = upload([tables.array()[chunks, block].astype(np.int64) * size + place], hidden.device)
+        self._kept.write(slots, hidden)
 
     def states(self, hidden: Tensor) -> Tensor:
         """Apply the head's last norm."""

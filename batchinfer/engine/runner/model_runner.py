@@ -32,7 +32,7 @@ from batchinfer.engine.schedule.step_plan import (
     TokenScores,
 )
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
-from batchinfer.engine.tensors.batch import build_batch
+from batchinfer.engine.tensors.batch import HostBatch, build_batch
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
@@ -56,8 +56,9 @@ class Model(LogitsHead, Protocol):
 class SampledStates(Protocol):
     """Is given the hidden states of the rows that a step samples."""
 
-    def take(self, hidden: Tensor, plan: StepPlan) -> None:
-        """Take what a step gave: hidden (n, hidden) of the rows that its plan names."""
+    def take(self, hidden: Tensor, plan: StepPlan, host: HostBatch) -> None:
+        """Take what a step gave: hidden (n, hidden) of the rows that its plan names, which nobody changes behind that.
+        `host`: the same step as its arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,6 @@ class ModelRunner:
         hidden, sampling, padded = self.forward(plan)
         if not plan.sampled_rows:
             return RunnerOutput([], padded, launch=self._launch)
-        if self.kept is not None:
-            self.kept.take(hidden, plan)
         sampled = self.next_tokens(hidden, sampling)
         masked, found, states, counts = sampled.masked, sampled.logprobs, sampled.states, plan.sampled_counts
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
@@ -169,11 +168,14 @@ class ModelRunner:
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
         """Run the chunks: (hidden states of the rows that the plan names, how these are sampled, padded tokens)."""
-        batch = build_batch(self.state.batch(plan, self.layout), self.device)
+        host = self.state.batch(plan, self.layout)
+        batch = build_batch(host, self.device)
         self.state.tables.sent()
         plans = self.plan_attention(batch.inputs)
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
         rows = hidden[batch.sampled_rows] if plan.sampled_rows else hidden[:0]
+        if self.kept is not None and plan.sampled_rows:
+            self.kept.take(rows, plan, host)
         return rows, batch.sampling, plans[0].padded_tokens
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:

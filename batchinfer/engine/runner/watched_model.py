@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.tensors.slot_states import SlotStates
+from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.taps import Taps
 from batchinfer.models.heads.layer_head import LayerHead
-from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
+from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
+from batchinfer_kernels.copy_parts import copy_parts_reference
+
+# Copies the beginnings of blocks; see batchinfer_kernels.copy_parts
+CopyParts = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def copying(ops: Ops) -> CopyParts:
+    """Return what copies states: the kernel where the host must not wait for the device."""
+    if not isinstance(ops, GraphOps):
+        return copy_parts_reference
+    from batchinfer_kernels.gpu.copy_parts import copy_parts
+
+    return copy_parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +40,7 @@ class WatchedModel:
     tapped: tuple[int, ...]
     kept: SlotStates
     group: int
+    copy_parts: CopyParts
 
     def forward(
         self,
@@ -33,12 +50,31 @@ class WatchedModel:
         plans: Seq[AttentionPlan],
     ) -> Tensor:
         """Run a step, as the decoder does, and keep the states of its tokens."""
-        taps, own = Taps(self.tapped), inputs[self.group]
+        taps = Taps(self.tapped)
         hidden = self.decoder.forward(token_ids, inputs, caches, plans, taps=taps)
-        self.kept.write(own.slots, self.head.kept(taps.states, hidden))
-        if own.parts is not None:
-            self.kept.copy(own.parts)
+        self._keep(taps, hidden, inputs)
+        self.copy(inputs)
         return hidden
+
+    def forward_split_at_attention(
+        self, token_ids: Tensor, inputs: Seq[AttentionInputs], caches: Seq[LayerCache]
+    ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
+        """Run a step, as the decoder does, and keep the states of its tokens. What the step copies is not copied: it is
+        no part of what depends on the number of tokens alone; see `copy`."""
+        taps = Taps(self.tapped)
+        hidden = yield from self.decoder.forward_split_at_attention(token_ids, inputs, caches, taps=taps)
+        self._keep(taps, hidden, inputs)
+        return hidden
+
+    def static_buffers(self, tokens: int) -> StaticBuffers:
+        """Allocate the decoder's buffers of steps of up to `tokens` tokens."""
+        return self.decoder.static_buffers(tokens)
+
+    def copy(self, inputs: Seq[AttentionInputs]) -> None:
+        """Copy the states of those beginnings of blocks whose K and V a step copies, once it has written its own."""
+        parts, places = inputs[self.group].parts, self.kept.places
+        if parts is not None:
+            self.copy_parts(places, places, parts)
 
     def states(self, hidden: Tensor) -> Tensor:
         """Apply the decoder's final norm."""
@@ -51,3 +87,6 @@ class WatchedModel:
     def argmax(self, hidden: Tensor) -> Tensor:
         """Find the argmax of the decoder's logits."""
         return self.decoder.argmax(hidden)
+
+    def _keep(self, taps: Taps, hidden: Tensor, inputs: Seq[AttentionInputs]) -> None:
+        self.kept.write(inputs[self.group].slots, self.head.kept(taps.states, hidden))

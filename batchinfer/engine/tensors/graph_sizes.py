@@ -17,11 +17,18 @@ DRAFT_PARTS = 4
 DRAFT_QUERIES = (2, 4, 8)
 # So many rows may be sampled in a step whatever max_num_seqs is: 150,000 logits of each take 38 MB in all
 FEW_ROWS = 64
+# Steps whose sampled states are kept for heads: behind the one whose tokens have just arrived another one was launched
+KEPT_STEPS = 2
 # Bounds of the longest context, each a multiple of the one before. Programs behind a context's end return at once.
 SHORTEST, GROWTH = 1024, 4
 # After the warm-up a kind of step is captured when it comes for the third time: a capture takes as long as many steps,
 # and some kinds never come again.
 LATER_FIRST = 3
+
+
+def kept_rows(max_num_seqs: int) -> int:
+    """Return the most rows whose sampled states are kept: one of each sequence, and as many as drafts may have."""
+    return KEPT_STEPS * (max_num_seqs + max(FEW_ROWS, max_num_seqs))
 
 
 def batch_sizes(most: int, parts: int = PARTS) -> list[int]:

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.copy_parts import copy_parts_reference
+from batchinfer.engine.tensors.device_memory import lack_of_memory
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SlotStates:
     """The states of all slots, (blocks, block size, width). What is shared, copied, preempted or taken back of K and V
-    is so of them, as they lie in the same blocks and depend on the same tokens."""
+    is so of them, as they lie in the same blocks and depend on the same tokens.
 
-    values: Tensor
+    `spare`: blocks behind those that the cache of K and V has.
+    """
 
-    @classmethod
-    def allocate(
-        cls, blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device
-    ) -> SlotStates:
-        """Allocate them, filled with zeros. Raises torch.OutOfMemoryError."""
-        return cls(torch.zeros(blocks, block_size, width, dtype=dtype, device=device))
+    block_size: int
+    width: int
+    spare: int
+    dtype: torch.dtype
+    device: torch.device
+    values: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drop()
+
+    def allocate(self, blocks: int) -> None:
+        """Allocate them for a cache of so many blocks, filled with zeros, in the place of those that there were. Raises
+        torch.OutOfMemoryError."""
+        self.drop()
+        shape = blocks + self.spare, self.block_size, self.width
+        with lack_of_memory():
+            self.values = torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def drop(self) -> None:
+        """Give their memory back."""
+        self.values = torch.empty(0, self.block_size, self.width, dtype=self.dtype, device=self.device)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the cache of K and V has."""
+        return len(self.values) - self.spare
 
     def read(self, slots: Tensor) -> Tensor:
         """slots: (n,) int64 → (n, width), a copy."""
@@ -32,10 +53,10 @@ class SlotStates:
         """slots: (n,) int64, states: (n, width)."""
         self._flat[slots] = states
 
-    def copy(self, parts: Tensor) -> None:
-        """Copy the beginnings of blocks; see batchinfer_kernels.copy_parts."""
-        places = self.values[:, None]
-        copy_parts_reference(places, places, parts)
+    @property
+    def places(self) -> Tensor:
+        """The states as a cache of one head, (blocks, 1, block size, width)."""
+        return self.values[:, None]
 
     @property
     def _flat(self) -> Tensor:

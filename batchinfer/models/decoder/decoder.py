@@ -128,6 +128,7 @@ class Decoder:
         inputs: Sequence[AttentionInputs],
         caches: Sequence[LayerCache],
         before: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
         """Run `forward`, yielding before each layer's attention, whose result the caller computes and sends.
 
@@ -140,6 +141,8 @@ class Decoder:
         places = dict(zip(self._attending, caches, strict=True))
         for index, layer in enumerate(self._layers):
             cache = places.get(index)
+            if taps is not None:
+                taps.look(index, x, residual)
             if cache is None:
                 x, residual = layer(x, residual, inputs[0], None, None)
                 continue
@@ -150,6 +153,8 @@ class Decoder:
             del queries, x  # whoever captures the pieces uses their memory again
             assert attended is not None, "what attention gave is to be sent"
             x, residual = layer.end(attended, normed, residual, own)
+        if taps is not None:
+            taps.look(len(self._layers), x, residual)
         return x if residual is None else x + residual
 
     def static_buffers(self, tokens: int) -> StaticBuffers:

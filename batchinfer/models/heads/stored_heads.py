@@ -33,6 +33,10 @@ class StoredHeads(ABC):
         """Return the bytes that they keep of each token in the blocks of the KV cache."""
         return 0
 
+    def state_bytes(self, rows: int, itemsize: int) -> int:
+        """Return the bytes of the states of so many sampled rows, if they are asked with these."""
+        return 0
+
 
 class StoredLayer(StoredHeads):
     """A head with a layer of its own, which attends to what it kept of earlier tokens. It reads, of each token, a state

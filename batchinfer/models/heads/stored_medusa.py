@@ -45,6 +45,10 @@ class StoredMedusa(StoredHeads):
         """Return the bytes of all heads once they are loaded."""
         return self.count * self.head_values * itemsize
 
+    def state_bytes(self, rows: int, itemsize: int) -> int:
+        """Return the bytes of the states of so many sampled rows."""
+        return rows * self.hidden * itemsize
+
     def names(self, head: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a head's tensors, as Medusa's ModuleList of Sequentials stores them."""
         hidden = self.hidden

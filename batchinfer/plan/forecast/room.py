@@ -12,6 +12,7 @@ from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout
 from batchinfer.engine.kv.memory import JobSize, cache_blocks
 from batchinfer.engine.schedule.budget import captured_tokens, scheduler_config
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
+from batchinfer.engine.tensors.graph_sizes import kept_rows
 from batchinfer.job import Job
 from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
@@ -55,6 +56,7 @@ def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
         beside = setting.adapter_bytes // setting.division.ranks
         taken = [(p.weight_bytes + beside, p.block_bytes(layout, divided.whole)) for p in divided.parts]
     spare = spare_blocks(block_size, limits.max_num_seqs) * beside_block(setup, block_size)
+    spare += kept_states(setup, limits.max_num_seqs)
     panel = PANEL_BYTES if setting.device == "cuda" and _widens(setup) and not setting.deterministic else 0
     return EngineRoom(limits, layout, _blocks(setting, config, limits, layout, taken, panel, spare), divided)
 
@@ -108,6 +110,14 @@ def beside_block(setup: Setup, block_size: int) -> int:
     if heads is not None:
         return block_size * heads.token_bytes(setup.setting.itemsize)
     return 0 if beside is None else beside.setting.model_cost(beside.checkpoint).kv_bytes(block_size)
+
+
+def kept_states(setup: Setup, max_num_seqs: int) -> int:
+    """Return the bytes of the states of sampled rows that a GPU keeps for heads."""
+    heads, setting = setup.setting.heads, setup.setting
+    if heads is None or setting.device != "cuda":
+        return 0
+    return heads.state_bytes(kept_rows(max_num_seqs), setting.itemsize)
 
 
 def _widens(setup: Setup) -> bool:

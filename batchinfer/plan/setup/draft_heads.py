@@ -25,8 +25,6 @@ def draft_heads(job: Job, checkpoint: StoredModel, setting: Setting) -> StoredHe
         )
     if setting.division.ranks > 1:
         raise job.mistake(WHERE, "a model that is divided among ranks has no heads; remove them")
-    if setting.device == "cuda":
-        raise job.mistake(WHERE, "heads run on a CPU alone as yet; remove them, or use engine.device: cpu")
     try:
         heads = inspect_heads(section.heads, checkpoint)
     except JobFileError as error:

@@ -282,10 +282,7 @@ class Setting:
         )
 
     def draft_sources(self, job: Job) -> tuple[DraftName, ...]:
-        """Return where the engines' drafts come from. Whether they pay on a GPU was never measured: there are none
-        unless the job names them."""
-        if self.device == "cuda" and job.drafts == "auto":
-            return ()
+        """Return where the engines' drafts come from."""
         return get_args(DraftSource) if self.beside is not None else job.draft_sources
 
     def memory(self) -> int:

@@ -12,9 +12,11 @@ import torch
 from hypothesis import event
 
 from batchinfer.core.request import Request, common_prefixes
+from batchinfer.engine.drafts.heads_beside import HeadsBeside
 from batchinfer.engine.drafts.model_beside import BesideRunner, ModelBeside
 from batchinfer.engine.load.layer_heads import load_layer
 from batchinfer.engine.load.loaded_heads import HeadedModel
+from batchinfer.engine.load.loaded_model import AnyBeside
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
@@ -51,13 +53,16 @@ def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[M
     config = SchedulerConfig(limits.seqs, limits.budget)
     arithmetic = Arithmetic(torch.float32, torch.device("cpu"), False, False, "auto")
     loaded = load_layer(stored, arithmetic)
+    runner = loaded.watching(runner, MAX_LEN, limits.seqs)
+    own: Any = runner.model
+    own.kept.allocate(limits.blocks)
     headed = HeadedModel(runner, model.spec, config, limits.blocks, MAX_LEN, None)
     assert loaded.weight_bytes == stored.weight_bytes(4)
     counted = 16 * stored.token_bytes(4)  # operators may round heads up
     assert counted <= loaded.block_bytes(16) < 1.3 * counted
     assert loaded.spare_bytes(4, limits.seqs) == limits.seqs * 4 * loaded.block_bytes(4)
     watched, beside = loaded.of(headed)
-    own: Any = beside.runner
+    own = beside.runner
     for layer in own.caches:
         for values in (layer.k, layer.v):
             values.fill_(float("nan"))
@@ -69,13 +74,18 @@ def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[M
 class Asking(Drafts):
     """Asks a head about rows, and proposes that, or what a row's answer goes on with."""
 
-    def __init__(self, beside: BesideRunner, answers: dict[bytes, list[int]], seed: int) -> None:
+    def __init__(self, beside: AnyBeside, answers: dict[bytes, list[int]], seed: int) -> None:
         super().__init__(lambda _: [])
-        self.model, self.answers, self.random = ModelBeside(beside, PEAKS), answers, random.Random(seed)
+        self.model: Any = (
+            ModelBeside(beside, PEAKS) if isinstance(beside, BesideRunner) else HeadsBeside(beside, PEAKS)
+        )
+        self.answers, self.random, self.left = answers, random.Random(seed), 0
         self.found: list[tuple[Sequence, list[int], list[int]]] = []  # rows, their tokens, what was proposed
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
-        asked = [row for row in rows if self.model.takes(row) and self.random.random() < 0.7]
+        taken = [row for row in rows if self.model.takes(row)]
+        self.left += sum(row.output_length > 0 for row in rows) - len([r for r in taken if r.output_length])
+        asked = [row for row in taken if self.random.random() < 0.7]
         asked = asked[: self.model.most_rows]
         if not asked:
             return []

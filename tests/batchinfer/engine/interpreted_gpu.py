@@ -17,7 +17,7 @@ if interpreter.is_wanted():
 import torch
 from torch import Tensor
 
-from batchinfer.engine.load import cache_fit, dummy_steps, settling
+from batchinfer.engine.load import cache_fit, dummy_steps, layer_heads, settling
 from batchinfer.engine.load.build import LoadedWeights, load_weights
 from batchinfer.engine.ranks import joining
 from batchinfer.engine.tensors import graph_sizes
@@ -63,7 +63,7 @@ def stand_in(replace: Replace, compiles: bool = True) -> None:
     if DEVICE == "cuda":
         return
     replace(settling, "_device", lambda _: torch.device("cpu"))
-    for module in (sources, foreign_source):
+    for module in (sources, foreign_source, layer_heads):
         replace(module, "choose_ops", _as_on_a_gpu)
     replace(cache_fit, "GpuMeter", lambda _: NoMeter())
     replace(cache_fit, "GpuRecorder", Taped)

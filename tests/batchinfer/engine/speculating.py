@@ -39,8 +39,9 @@ Guess = Callable[[Sequence], Seq[int]]
 class Drafts:
     """Proposes what `guess` says, for every row, whatever it costs."""
 
-    def __init__(self, guess: Guess, waits: bool = True) -> None:
+    def __init__(self, guess: Guess, waits: bool = True, holds: float = 0.0) -> None:
         self._guess, self._waits = guess, waits
+        self._holds, self._random = holds, random.Random(0)
         self.took: list[tuple[int, int]] = []  # drafts, and how many of them were right
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
@@ -48,6 +49,11 @@ class Drafts:
 
     def waits(self, sequence: Sequence) -> bool:
         return self._waits
+
+    def holds(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
+        assert waiting
+        assert not any(row.placeholders for row in (*waiting, *ready))
+        return self._random.random() < self._holds
 
     def verified(self, taken: AcceptedTokens) -> None:
         self.took.append((len(taken.drafts), taken.right))

@@ -19,6 +19,7 @@ from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load import build
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.gpu import attention_plan, matmul_tiles
@@ -129,6 +130,28 @@ def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.M
     got, _ = verified(loaded, 0.7, wanted)
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
+
+
+@pytest.mark.parametrize("most", [None, 3])
+def test_rows_with_drafts_draw_the_same_tokens_where_operators_are_launched_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, most: int | None
+) -> None:
+    """Also in micro-batches, which part the drafts of a row."""
+    loaded = loaded_for(monkeypatch, "llama")
+    assert isinstance(loaded.runner, DeviceRunner)
+    plain = replace(loaded.runner, graphs=None, mixed=None)
+    rows = [
+        replace(row, params=replace(row.params, temperature=1.1, seed=at)) for at, row in enumerate(work())
+    ]
+    wanted = drain(loaded.engine(runner=plain), rows)
+    drafts = Drafts(remembered(wanted, 0.8, seed=1, most=7))
+    runner = replace(plain, micro_batches=MicroBatches(most, _asked=64))
+    got = drain(loaded.engine(runner=runner, drafter=drafts), rows)
+    assert got.answers == wanted.answers
+    assert {step.launch for step in got.steps} == {"eager"}
+    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
+    assert drafted / 2 < accepted < drafted
+    assert got.logprobs.keys() == wanted.logprobs.keys()
 
 
 def test_nothing_of_it_is_captured_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

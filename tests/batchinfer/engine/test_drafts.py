@@ -17,30 +17,40 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.drafts.acceptance import Acceptance
 from batchinfer.engine.drafts.drafter import SHARE, CostedDrafter
 from batchinfer.engine.drafts.given_answer import MOST_GIVEN, goes_on
+from batchinfer.engine.drafts.holding import Decoding, waiting_pays
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText, follows
 from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import drafts_worth
+from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.hashing_model import SHAPE
 from tests.batchinfer.engine.random_work import EASY, Work, works
-from tests.batchinfer.engine.small_engine import Limits, greedy
+from tests.batchinfer.engine.small_engine import Limits, Ran, greedy
 from tests.batchinfer.engine.speculating import Drafts, remembered
-from tests.batchinfer.engine.test_look_ahead import WAYS, Way, run
+from tests.batchinfer.engine.test_look_ahead import AHEAD, WAYS, Way, run
 from tests.examples import examples
 
 PEAKS = Peaks(1e12, 1e9)  # reading weights takes as long as computing a thousand tokens
 
 
 @settings(max_examples=examples(40, 300), deadline=None, print_blob=True)
-@given(works(may_constrain=True), WAYS, st.sampled_from([0.0, 0.6, 1.0]), st.booleans())
-def test_answers_do_not_depend_on_drafts(work: Work, way: Way, right: float, waits: bool) -> None:
+@given(
+    works(may_constrain=True),
+    WAYS,
+    st.sampled_from([0.0, 0.6, 1.0]),
+    st.booleans(),
+    st.sampled_from([0, 0.5, 1]),
+)
+def test_answers_do_not_depend_on_drafts(
+    work: Work, way: Way, right: float, waits: bool, holds: float
+) -> None:
     """Rows of any kind, broken logits, arrivals, chunks, windows, preemptions, look-ahead, graphs, micro-batches and
-    constraints, with drafts of which a share is right."""
+    constraints, with drafts of which a share is right; steps wait for the one before or not."""
     wanted = Way(forces=False).run(work, EASY)
-    drafts = Drafts(remembered(wanted, right, work.seed), waits)
+    drafts = Drafts(remembered(wanted, right, work.seed), waits, holds)
     got = way.run(work, work.limits, drafts)
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
@@ -222,10 +232,14 @@ def test_a_source_that_is_wrong_is_not_believed_for_a_while() -> None:
 
 
 def costed(
-    clock: Any, peaks: Peaks = PEAKS, most_sampled: int = 64, most_drafts: int | None = None
+    clock: Any,
+    peaks: Peaks = PEAKS,
+    most_sampled: int = 64,
+    most_drafts: int | None = None,
+    ahead: bool = False,
 ) -> CostedDrafter:
     sources, times = [OwnText(), OtherAnswers()], DraftedStepTimes(SHAPE, peaks)
-    return CostedDrafter(sources, times, most_sampled, clock=clock, most_drafts=most_drafts)
+    return CostedDrafter(sources, times, most_sampled, ahead, clock, most_drafts=most_drafts)
 
 
 def looping(count: int, most: int = 40) -> list[Any]:
@@ -250,6 +264,49 @@ def test_nothing_is_drafted_where_computing_is_what_takes_time(peaks: Peaks, dra
         by_source = sum(got.total(f"{name}_accepted") for name in ("prompt", "answers"))
         assert by_source == got.total("accepted_tokens")
         assert got.total("sampled_tokens") == wanted.total("sampled_tokens")
+
+
+def told(work: Work, way: Way, peaks: Peaks, held: bool = True) -> Ran:
+    """Run rows with drafts, and a clock by which steps take what they cost, and looking nothing."""
+    ticks = iter(range(1 << 30))
+    drafter = costed(lambda: next(ticks) * 1e-12, peaks, ahead=way.kind is DeviceRunner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftedStepTimes, "measured", lambda *_: None)
+        if not held:
+            patch.setattr(drafter, "holds", lambda *_: False)
+        return way.run(work, EASY, drafter)
+
+
+SLOW = Peaks(1e9, 1e4)  # steps of a second
+
+
+def test_rows_with_drafts_miss_no_step_where_waiting_for_the_host_takes_little() -> None:
+    """Rows that came one after the other would wait for their tokens in turns."""
+    work = Work(EASY, looping(4, 100), [0, 3, 4, 7], (None,), 0, 0)
+    wanted, alone = Way().run(work, EASY), told(work, Way(), SLOW)
+    got, missing = told(work, AHEAD, SLOW), told(work, AHEAD, SLOW, held=False)
+    assert got.answers == missing.answers == wanted.answers
+    assert len(got.steps) < 1.15 * len(alone.steps) < 0.85 * len(missing.steps)
+
+
+@pytest.mark.parametrize(
+    ("rows", "plain", "seconds", "each", "pays"),
+    [
+        (4, 0, 0.005, 0.0, True),
+        (4, 0, 0.0003, 0.0, True),  # the host takes longer than the step, in either order
+        (1, 16, 0.005, 0.0, False),  # all others would wait for the one
+        (8, 4, 0.005, 0.0, True),
+        (8, 0, 0.0005, 0.001, False),  # rows take their time wherever they are
+        (2, 0, 0.0012, 0.001, True),
+    ],
+)
+def test_a_step_waits_where_more_tokens_a_second_come_of_it(
+    rows: int, plain: int, seconds: float, each: float, pays: bool
+) -> None:
+    """Half of the rows with drafts wait for the tokens of the step in flight; reading the weights takes `seconds`, and
+    each row so long."""
+    behind, now = (Decoding(n, 3 * n, 3.0 * n) for n in (rows - rows // 2, rows // 2))
+    assert waiting_pays(lambda n, _: seconds + n * each, behind, now, plain) == pays
 
 
 def test_steps_sample_as_many_rows_as_there_is_memory_for() -> None:

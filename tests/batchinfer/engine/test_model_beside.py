@@ -71,6 +71,9 @@ class Beside:
     def waits(self, sequence: Sequence) -> bool:
         return self.random.random() < 0.8
 
+    def holds(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
+        return self.random.random() < 0.3
+
     def verified(self, taken: AcceptedTokens) -> None:
         self.took.append(taken)
 
