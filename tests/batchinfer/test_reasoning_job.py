@@ -111,7 +111,7 @@ def test_the_columns_come_and_go_without_computing_anything(
 ) -> None:
     """Answers without a constraint are the same, however they are split; nothing is said twice."""
     output = {"path": "out/res", "columns": ["text"]}
-    job = write(place, output=output, sampling={"max_tokens": 60, "temperature": 1.0, "seed": 4})
+    job = write(place, output=output, sampling={"max_tokens": 60, "temperature": 1.0, "seed": 1})
     assert command(capsys, monkeypatch, REAL)("run", job).code == 0
     split = place.table()
     assert {row["status"] for row in split} == {"ok"}
