@@ -283,7 +283,9 @@ def test_a_job_asks_for_calls(
     )
     prompt = {"user": "{{ text }}", "tools": TOOLS, "tools_from_column": "can", "tool_choice": "get_weather"}
     run = command(capsys, monkeypatch, REAL)
-    done = run("run", write(place, prompt=prompt, sampling={"max_tokens": 400, "temperature": 1.0, "seed": 1}))
+    done = run(
+        "run", write(place, prompt=prompt, sampling={"max_tokens": 400, "temperature": 1.0, "seed": 1})
+    )
     assert done.code == 0, done.err
     rows = {row["custom_id"]: row for row in place.table()}
     for name in "ab":
