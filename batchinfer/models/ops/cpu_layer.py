@@ -157,12 +157,11 @@ class CompiledLayer(DecoderLayer):
 
 
 def _covers_norms(spec: LayerSpec) -> bool:
-    """Whether the compiled layer has these norms where they stand: RMSNorms, or LayerNorms that are not of heads."""
+    """Whether the compiled layer has these norms where they stand; those of single heads are RMSNorms."""
     norms, wanted = spec.norms, set(SUM_NORMS if spec.norms_sums else PRE_NORMS)
-    kinds = {(norm.kind, norm.eps, norm.offset) for norm in norms.values()}
-    of_heads = norms.keys() - set(NORMS)
-    centred = any(norm.kind == "layer" for norm in norms.values())
-    return norms.keys() >= wanted and len(kinds) == 1 and not (centred and of_heads)
+    return (
+        norms.keys() >= wanted and len({(norm.kind, norm.eps, norm.offset) for norm in norms.values()}) == 1
+    )
 
 
 def _is_compiled(linear: Linear, widens: bool) -> bool:

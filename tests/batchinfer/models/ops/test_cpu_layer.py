@@ -200,6 +200,18 @@ def test_no_number_reaches_the_output(case):
     assert got[:3].isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_layers_of_a_step_share_a_room(case, kind):
+    """None of them copies what the one before it has left."""
+    ops, _, _, inputs, cache, plan = case
+    spec = spec_of(kind, 2, 20, True, False, None)
+    x, residual, rooms = torch.randn(4, HIDDEN), None, []
+    for _ in range(3):
+        x, residual = ops.fuse(spec, layer_parts(ops, spec, torch.float32))(x, residual, inputs, cache, plan)
+        rooms.append(plan.room)
+    assert rooms[0] is rooms[1] is rooms[2]
+
+
 def test_a_layer_with_another_linear_is_run_one_by_one(case):
     ops, spec, parts, *_ = case
     other = TorchLinear(torch.randn(HIDDEN, INNER), None)
