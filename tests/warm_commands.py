@@ -59,15 +59,22 @@ def _is_read_early(env: dict[str, str] | None) -> bool:
 
 
 def run(
-    command: Sequence[str], *, timeout: float | None = None, capture_output: bool = False, **how: Any
+    command: Sequence[str],
+    *,
+    timeout: float | None = None,
+    capture_output: bool = False,
+    check: bool = False,
+    **how: Any,
 ) -> Ran:
     """Do as `subprocess.run` does."""
     if capture_output:
         how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    how.pop("check", None)
     with WarmCommand(command, **how) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         finally:
             process.kill()
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    ran = subprocess.CompletedProcess(command, process.returncode, out, err)
+    if check:
+        ran.check_returncode()
+    return ran

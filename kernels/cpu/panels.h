@@ -11,9 +11,9 @@ INLINE int is_activated(int64_t kind) { return kind >= SILU; }
 INLINE vf gate_factor(vf gate, const int kind, const int coarse) {
     switch (kind) {
         case GATED:
-        case SILU: return coarse ? silu_coarse(gate) : silu(gate);
+        case SILU: return silu(gate, coarse);
         case GELU_GATED:
-        case GELU: return coarse ? gelu_tanh_coarse(gate) : gelu_tanh(gate);
+        case GELU: return gelu_tanh(gate, coarse);
         case CLAMPED_GATED: return clamped_gate(gate);
         default: return coarse ? gelu_exact_coarse(gate) : gelu_exact(gate);
     }

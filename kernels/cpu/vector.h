@@ -390,12 +390,27 @@ INLINE vf reciprocal(vf x) {
 #endif
 }
 
-INLINE vf silu(vf g) { return g * reciprocal(1.0f + exp2_bounded(g * -1.44269504f)); }
+/* The same with a relative error below 1e-4, as that of `exp2_coarse`. */
+INLINE vf reciprocal_coarse(vf x) {
+#if LANES == 16
+    return (vf)_mm512_rcp14_ps((__m512)x);
+#else
+    return 1.0f / x;
+#endif
+}
+
+/* g / (1 + 2^x); `coarse` (a constant): to be rounded to bfloat16. */
+INLINE vf over_one_and_exp2(vf g, vf x, const int coarse) {
+    if (coarse) return g * reciprocal_coarse(1.0f + exp2_coarse(x));
+    return g * reciprocal(1.0f + exp2_bounded(x));
+}
+
+INLINE vf silu(vf g, const int coarse) { return over_one_and_exp2(g, g * -1.44269504f, coarse); }
 
 /* Hendrycks and Gimpel's approximation: g * (1 + tanh(u)) / 2 = g / (1 + exp(-2u)), u = sqrt(2 / pi) (g + 0.044715 g^3). */
-INLINE vf gelu_tanh(vf g) {
+INLINE vf gelu_tanh(vf g, const int coarse) {
     vf inner = g * fused(g * g, splat(0.044715f), splat(1.0f));
-    return g * reciprocal(1.0f + exp2_bounded(inner * (-2.0f * 0.7978845608f * 1.44269504f)));
+    return over_one_and_exp2(g, inner * (-2.0f * 0.7978845608f * 1.44269504f), coarse);
 }
 
 /* g * (1 + erf(g / sqrt(2))) / 2, by Abramowitz and Stegun, 7.1.26: of y = |g| / sqrt(2) the complement of erf is a
@@ -412,22 +427,9 @@ INLINE vf gelu_exact(vf g) {
     return pick(g < 0.0f, rest, g - rest);
 }
 
-/* The same where results are rounded to bfloat16: relative errors of at most 3e-4. */
-INLINE vf reciprocal_coarse(vf x) {
-#if LANES == 16
-    return (vf)_mm512_rcp14_ps((__m512)x);
-#else
-    return 1.0f / x;
-#endif
-}
-INLINE vf silu_coarse(vf g) { return g * reciprocal_coarse(1.0f + exp2_coarse(g * -1.44269504f)); }
-INLINE vf gelu_tanh_coarse(vf g) {
-    vf inner = g * fused(g * g, splat(0.044715f), splat(1.0f));
-    return g * reciprocal_coarse(1.0f + exp2_coarse(inner * (-2.0f * 0.7978845608f * 1.44269504f)));
-}
-
-/* max(g, 0) - |g| * P(Z > |g|), Z normal: the logarithm of that probability is nearly a parabola, here a polynomial fitted
- * to it from 0 to 9, beyond which g is cut off; the result is then off by 1e-18. */
+/* The same, to be rounded to bfloat16: max(g, 0) - |g| * P(Z > |g|), Z normal. The logarithm of that probability is nearly
+ * a parabola, here a polynomial fitted to it from 0 to 9 (relative errors up to 3e-4), beyond which g is cut off: the
+ * result is then off by 1e-18. */
 INLINE vf gelu_exact_coarse(vf g) {
     vf size = pick(g < 0.0f, -g, g), most = pick(g < 0.0f, splat(0.0f), g);
     size = pick(size > 9.0f, splat(9.0f), size);

@@ -69,5 +69,7 @@ def no_waiting_for_disks() -> Iterator[None]:
 
 @pytest.fixture
 def cold_children(warm_children: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of how children start and end, and of children that must not find anything imported."""
+    """For tests of how children start and end, and of children that must not find anything imported; commands are new
+    interpreters, too."""
     monkeypatch.setattr(spawning, "_spawn", SPAWN)
+    monkeypatch.setattr(WarmCommand, "warm", None)

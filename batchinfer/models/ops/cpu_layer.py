@@ -81,7 +81,6 @@ class CompiledLayer(DecoderLayer):
             centred=norm.kind == "layer",
             norms_sums=spec.norms_sums,
         )
-        self._norms_sums = spec.norms_sums
         sizes = LayerSizes(
             q_heads=attention.q_heads,
             kv_heads=attention.kv_heads,
@@ -131,7 +130,7 @@ class CompiledLayer(DecoderLayer):
                 room.residual.copy_(residual)
         first = residual is None
         self._compiled.decoder_layer(self._layer, room, cache.k, cache.v, first, cache.scales)
-        return room.x, None if self._norms_sums else room.residual
+        return room.x, None if self._layer.weights.norms_sums else room.residual
 
     def _left(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
         """Whether a layer of these sizes, with the same blocks, left x and residual in the room."""

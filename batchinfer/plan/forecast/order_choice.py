@@ -126,7 +126,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
             BY_DEFAULT, "the usual order: to compare others, this machine's peaks have to be known"
         )
     if not plan.expected_tokens:
-        return OrderChoice(BY_DEFAULT, "the usual order: what decodes nothing takes as long in any other")
+        return OrderChoice(BY_DEFAULT, "the usual order: no other is faster where nothing is decoded")
     budget_s = max(min(COMPARE_LEAST_S, least_s), COMPARE_SHARE * least_s) / len(POLICIES)
     every = engine.every(budget_s)
     if simulation_s(engine, every) > budget_s:

@@ -496,7 +496,7 @@ def kill_engine(place: Place, pid: int, signum: signal.Signals) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "words"), [(signal.SIGKILL, "memory"), (signal.SIGSEGV, "signal 11")])
 def test_an_engine_that_is_killed_again_and_again_costs_nothing(
-    signum: signal.Signals, words: str, place: Place
+    signum: signal.Signals, words: str, place: Place, cold_children: None
 ) -> None:
     """As long as it gets some work done between."""
     long_job(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -55,3 +56,11 @@ def test_an_order_that_cannot_be_written_leaves_the_usual_one(monkeypatch: pytes
     assert "blended" in chosen.why
     assert order_line(chosen) == (f"order: depth-first ({chosen.why}): blended 1 s",)
     assert "no space left" in chosen.why
+
+
+def test_orders_are_not_compared_where_nothing_is_decoded() -> None:
+    """Nothing of such an engine is simulated."""
+    engine: Any = SimpleNamespace(least_s=lambda: 5.0, plan=SimpleNamespace(expected_tokens=0))
+    chosen = order_choice.settle_order(engine, cast(Any, None))
+    assert (chosen.policy, chosen.seconds) == (OrderPolicy.DEPTH_FIRST, {})
+    assert "nothing is decoded" in chosen.why
