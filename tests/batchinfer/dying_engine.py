@@ -1,4 +1,7 @@
-"""The real engine in a process that is killed once it has finished some of its rows; a second one is killed at once."""
+"""The real engine in a process that is killed, or slow, once it has finished some of its rows.
+
+A second one after a killed one is killed at once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from batchinfer.engine.config import LoadConfig
 
 if TYPE_CHECKING:
-    from batchinfer.engine.load.build import BuiltEngine, LoadedWeights
+    from batchinfer.engine.load.build import BuiltEngine
 
 SENT_S = 0.2  # longer than what is finished waits to be sent
 
@@ -37,7 +40,18 @@ class Mortal:
         return output
 
 
-def build(config: LoadConfig, *beside: Any) -> MortalWeights:
+class Tired(Mortal):
+    """An engine whose steps wait once `last` rows were finished, so that a signal comes before the other rows."""
+
+    def step(self) -> Any:
+        if self._left <= 0:
+            time.sleep(SENT_S)
+        output = self._engine.step()
+        self._left -= len(output.completions)
+        return output
+
+
+def build(config: LoadConfig, *beside: Any) -> WrappedWeights:
     """Load as batchinfer.engine.load.build.load_weights does, with what it gets `beside` the configuration.
 
     DIES_AFTER: how many rows; DIED: a file, there from the first start on.
@@ -46,19 +60,24 @@ def build(config: LoadConfig, *beside: Any) -> MortalWeights:
     if died.exists():
         os.kill(os.getpid(), signal.SIGKILL)
     died.touch()
-    from batchinfer.engine.load import build as building
-
-    return MortalWeights(building.load_weights(config, *beside))
+    return WrappedWeights(config, beside, Mortal, int(os.environ["DIES_AFTER"]))
 
 
-class MortalWeights:
-    """The weights of a mortal engine."""
+def tiring(config: LoadConfig, *beside: Any) -> WrappedWeights:
+    """Load engines that are slow after TIRES_AFTER rows."""
+    return WrappedWeights(config, beside, Tired, int(os.environ["TIRES_AFTER"]))
 
-    def __init__(self, loaded: LoadedWeights) -> None:
-        self._loaded = loaded
+
+class WrappedWeights:
+    """The weights of engines that are `wrapped` and behave otherwise after `last` rows."""
+
+    def __init__(self, config: LoadConfig, beside: tuple[Any, ...], wrapped: type[Mortal], last: int) -> None:
+        from batchinfer.engine.load import build as building
+
+        self._loaded, self._wrapped, self._last = building.load_weights(config, *beside), wrapped, last
 
     def engine(self, *arguments: Any) -> BuiltEngine:
         """Build as LoadedWeights.engine does."""
         built = self._loaded.engine(*arguments)
-        mortal: Any = Mortal(built.engine, int(os.environ["DIES_AFTER"]))
-        return replace(built, engine=mortal)
+        wrapped: Any = self._wrapped(built.engine, self._last)
+        return replace(built, engine=wrapped)

@@ -347,7 +347,8 @@ def test_a_draft_model_that_is_cut_short_goes_on_where_it_was(
             options = replace(REAL, engine="tests.batchinfer.dying_engine:build")
         else:
             patch.setattr(drafting._Sink, "take", interrupted_after(4))
-            options = REAL
+            patch.setenv("TIRES_AFTER", "4")
+            options = replace(REAL, engine="tests.batchinfer.dying_engine:tiring")
         with pytest.raises(BatchInferError):
             notices(cut, options)
     assert not (tmp_path / "cut/out/res").exists()
