@@ -38,6 +38,7 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(job_setup, "check_device", lambda _: None)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "pooling", "layers"), CASES)
 def test_vectors_are_those_of_a_cpu(
     tmp_path: Path, family: str, pooling: str, layers: dict[str, int]
