@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.config import EngineInfo, LoadConfig
 from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout, stage_layout
@@ -17,11 +19,11 @@ from batchinfer.engine.ranks.joining import Company
 from batchinfer.engine.ranks.leading import LeadingRunner
 from batchinfer.engine.ranks.parts import place_of
 from batchinfer.engine.ranks.rank_step import RankStep
+from batchinfer.engine.ranks.stage_borders import StageBorders
 from batchinfer.engine.ranks.staged_model import StagedModel
-from batchinfer.engine.runner.model_runner import Model
+from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.sources import ModelSource, Source, checkpoint_source
@@ -108,11 +110,17 @@ def account_of(source: Source, info: EngineInfo, company: Company, before_bytes:
     )
 
 
-def staged(model: Model, company: Company, arithmetic: Arithmetic) -> Model:
-    """Return the model, where it is one of several stages with what connects it to the others."""
+def staged(runner: ModelRunner, company: Company, tokens: int, dtype: torch.dtype) -> ModelRunner:
+    """Return the runner of a model's layers; where these are one of several stages with what connects it to the others,
+    in steps of up to `tokens` tokens."""
     if company.division.stages == 1:
-        return model
+        return runner
+    model = runner.model
     assert isinstance(model, Decoder), "other models are not divided"
     before, behind = (company.division.neighbour(company.rank, step) for step in (-1, 1))
-    place = arithmetic.dtype, arithmetic.device
-    return StagedModel(model, company.everyone, before, behind, *place, company.wait)
+    # What captured padding tokens find there is a number
+    states = torch.zeros(
+        0 if before is None else tokens, model.spec.hidden, dtype=dtype, device=runner.device
+    )
+    borders = StageBorders(company.everyone, before, behind, states, company.wait)
+    return replace(runner, model=StagedModel(model, borders), borders=borders)
