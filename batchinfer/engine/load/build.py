@@ -111,7 +111,7 @@ class LoadedWeights:
         return follower_of(loaded, self.company, self._account(loaded))
 
     def _account(self, loaded: LoadedModel) -> RankAccount:
-        return account_of(self.source, loaded.info, self.company, self.before_bytes)
+        return account_of(self.source, loaded, self.company, self.before_bytes)
 
     def model(self, config: EngineConfig, agreed: Agreed = alone) -> LoadedModel:
         """Size the KV cache and warm up. A choice by time is made through `agreed`. Raises OutOfMemory when the job
