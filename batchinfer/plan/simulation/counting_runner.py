@@ -67,9 +67,9 @@ class CountedStep:
 
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
-    """A `Runner` that counts the steps of one engine. `outputs`: by work key, how many tokens the answer has; `taken_bytes`: of the KV cache,
-    in use or kept for later rows; `launching`: of a GPU's host, None on a CPU; `stages`: of a model that is divided
-    among ranks."""
+    """A `Runner` that counts the steps of one engine. `outputs`: by work key, how many tokens the answer has;
+    `taken_bytes`: of the KV cache, in use or kept for later rows; `launching`: of a GPU's host, None on a CPU;
+    `stages`: of a model that is divided among ranks."""
 
     cost: ModelCost
     layout: CacheLayout
