@@ -44,16 +44,13 @@ from batchinfer.engine.ranks.account import RankAccount
 from batchinfer.engine.ranks.following import Follower
 from batchinfer.engine.ranks.joining import Company, join
 from batchinfer.engine.ranks.seat import Seat
-from batchinfer.engine.runner.model_runner import Model, ModelRunner
+from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.budget import scheduler_config
 from batchinfer.engine.schedule.constraints import ConstraintMasks, ConstraintsFor
 from batchinfer.engine.schedule.sequence import StopStreams
-from batchinfer.engine.tensors.adapter_places import AdapterPlaces
-from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.machine.memory import own_resident_memory
 from batchinfer.models.arithmetic import Arithmetic
-from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prefill_choice import PromptSizes
@@ -131,10 +128,8 @@ class LoadedWeights:
             eos, self.masks, device.type == "cpu" and company.division.tensor == 1, model.classifier
         )
         layout, cost = layout_for(source, block_size, longest), source.cost(self.arithmetic)
-        state = StepState(adapters=_adapter_places(model, config, source))
-        runner = ModelRunner(
-            model, ops, [], layout, sampler, cost, device, state=state, in_group=company.divided
-        )
+        runner = ModelRunner(model, ops, [], layout, sampler, cost, device, in_group=company.divided)
+        runner.give_adapters(_numbers(config.load.adapters, source))
         runner = staged(runner, company, limits.max_num_batched_tokens, self.arithmetic.dtype)
         runner = self.proposers.watching(runner, longest, limits.max_num_seqs)
         dtype = self.arithmetic.dtype
@@ -223,13 +218,6 @@ def _arithmetic(config: LoadConfig, device: torch.device) -> Arithmetic:
         tiles=config.tiles,
         kv_cache=config.kv_cache,
     )
-
-
-def _adapter_places(model: Model, config: EngineConfig, source: Source) -> AdapterPlaces:
-    """Return where rows find the adapters of a model of ours, by their fingerprints."""
-    if not isinstance(model, Decoder):
-        return AdapterPlaces()
-    return AdapterPlaces(_numbers(config.load.adapters, source), model.adapter_places, model.place_adapter)
 
 
 def _numbers(adapters: Iterable[tuple[str, Path]], source: Source) -> dict[str, int]:

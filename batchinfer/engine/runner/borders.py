@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class Borders(Protocol):
-    """What comes before a runner's layers, and what becomes of their results. Neither is a part of a captured step."""
+    """The borders say what comes before a runner's layers, and what becomes of their results. Neither is a part of a
+    captured step."""
 
     @property
     def begins(self) -> bool:

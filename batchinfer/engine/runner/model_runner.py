@@ -32,8 +32,10 @@ from batchinfer.engine.schedule.step_plan import (
     StepPlan,
     TokenScores,
 )
+from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.batch import HostBatch, build_batch
 from batchinfer.engine.tensors.step_state import StepState
+from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer_kernels.cost import ModelCost
 
@@ -112,6 +114,12 @@ class ModelRunner:
     kept: SampledStates | None = (
         None  # is given the hidden states of rows that are sampled; None: nobody needs them
     )
+
+    def give_adapters(self, numbers: Mapping[str, int]) -> None:
+        """Have rows find the adapters of a model of ours, whose numbers these are by their fingerprints."""
+        if isinstance(self.model, Decoder):
+            places, put = self.model.adapter_places, self.model.place_adapter
+            self.state.adapters = AdapterPlaces(numbers, places, put)
 
     def in_turn(self, first_block: int) -> ModelRunner:
         """Return a runner of the steps of one of several engines that take turns on this one's cache, of which it has
