@@ -94,7 +94,7 @@ def test_stages_on_gpus_answer_as_one_process_does(
     """Engines take turns on graphs that they have in common, some of which are captured in mid-job. Tokens that the
     host does not know yet reach the first stage, and rows that were preempted come back."""
     alone, _ = work.found(tmp_path / "alone", REAL, {}, device="cpu")
-    path, row = work.found(tmp_path / "stages", options, sizes, device="cuda")
+    path, row = work.found(tmp_path / "stages", options, sizes, device="cuda", max_num_seqs=2 * sizes[STAGES])
     assert table(path) == table(alone)
     ranks = sizes[STAGES] * sizes.get(TENSOR, 1) * sizes.get(EXPERTS, 1)
     assert (row["device"], row["ranks"], row["worker_restarts"]) == ("cuda", ranks, 0)
