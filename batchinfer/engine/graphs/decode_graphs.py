@@ -25,7 +25,7 @@ from torch import Tensor
 
 from batchinfer.engine.graphs.graph_capture import Capture, Captured
 from batchinfer.engine.kv.cache_layout import CacheGroup
-from batchinfer.engine.tensors.batch import HostBatch
+from batchinfer.engine.tensors.batch import HostBatch, RanStep
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphInputs, GraphSize
 from batchinfer.engine.tensors.graph_sizes import (
@@ -87,7 +87,10 @@ class _Replayed:
         """Whether the step runs the same sequences in the same order, one token further, on the same tensors. Then no
         table has changed but for appended blocks: a sequence that was preempted would have run in a step between."""
         known = self.size == size and size.queries == 1 and batch.follows
-        return known and [n + 1 for n in self.batch.context_lens] == batch.context_lens
+        same_rows = (
+            self.batch.table_rows is batch.table_rows
+        )  # and not those of another engine, whose turn it was
+        return known and same_rows and [n + 1 for n in self.batch.context_lens] == batch.context_lens
 
 
 class DecodeGraphs:
@@ -168,13 +171,11 @@ class DecodeGraphs:
         tables: DeviceTables,
         fill_in: Callable[[Tensor], None],
         or_else: bool = False,
-    ) -> tuple[Tensor, int] | None:
-        """Run a step that is covered → (hidden states to sample from, number of padding rows). Its kind may have no
-        graph yet: then its operators are launched, or, where it can be run in another way (`or_else`), None is
-        returned.
+    ) -> RanStep | None:
+        """Run a step that is covered. Its kind may have no graph yet: then its operators are launched, or, where it can
+        be run in another way (`or_else`), None is returned.
 
-        `tables`: brought up to date. `fill_in` writes token ids that only the device knows. The result is valid until
-        the next step is launched.
+        `tables`: brought up to date. `fill_in` writes token ids that only the device knows.
         Raises torch.OutOfMemoryError when the step's graph cannot be captured; nothing is from then on.
         """
         rows, last = len(batch.token_ids), self._replayed
@@ -189,14 +190,14 @@ class DecodeGraphs:
             self._replayed = None
             if or_else:
                 return None
-            return _sampled(self._forward(held.token_ids, inputs, plans), batch), size.rows - rows
+            return _ran(self._forward(held.token_ids, inputs, plans), batch, size.rows - rows)
         graph = self._graph(key, held, inputs, plans)
         if graph.plans is not plans:
             for old, new in zip(graph.plans, plans, strict=True):
                 old.refill(new)
         graph.captured.replay()
         self._replayed = _Replayed(batch, size, graph)
-        return _sampled(graph.captured.result, batch), size.rows - rows
+        return _ran(graph.captured.result, batch, size.rows - rows)
 
     def _is_worth_it(self, key: Hashable, plain: bool) -> bool:
         """Whether a step of this kind is replayed, after a capture if it has no graph yet."""
@@ -269,9 +270,9 @@ class DecodeGraphs:
         return self._graphs[key]
 
 
-def _sampled(hidden: Tensor, batch: HostBatch) -> Tensor:
-    """Return the hidden states of the rows to sample from, of those of all rows, padding included."""
+def _ran(hidden: Tensor, batch: HostBatch, padded: int) -> RanStep:
+    """Return the step whose rows, padding included, have these hidden states."""
     if len(batch.sampled_rows) == len(batch.token_ids):
-        return hidden[: len(batch.token_ids)]
+        return RanStep(hidden, hidden[: len(batch.token_ids)], padded)
     (rows,) = upload([batch.sampled_rows], hidden.device)
-    return hidden.index_select(0, rows)
+    return RanStep(hidden, hidden.index_select(0, rows), padded)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.graphs.graph_capture import GraphRecorder, Replay
-from batchinfer.engine.tensors.batch import HostBatch
+from batchinfer.engine.tensors.batch import HostBatch, RanStep
 from batchinfer.engine.tensors.device_tables import DeviceTables
 from batchinfer.engine.tensors.graph_inputs import grown
 from batchinfer.engine.tensors.staging import Upload, upload
@@ -165,8 +165,8 @@ class PiecewiseGraphs:
 
     def run(
         self, batch: HostBatch, tables: DeviceTables, fill_in: Callable[[Tensor], None], plan: Planned
-    ) -> tuple[Tensor, int]:
-        """Run a step that is covered → (hidden states of the rows to sample from, number of padding rows).
+    ) -> RanStep:
+        """Run a step that is covered.
 
         `tables`: brought up to date. `fill_in` writes token ids that only the device knows; `plan` plans the step's
         attention.
@@ -190,7 +190,8 @@ class PiecewiseGraphs:
         last()
         if self._behind is not None:
             self._behind(inputs)
-        return self._buffers.hidden.index_select(0, sampled), size - tokens + plans[0].padded_tokens
+        hidden, padded = self._buffers.hidden, size - tokens + plans[0].padded_tokens
+        return RanStep(hidden, hidden.index_select(0, sampled), padded)
 
     def _captured(self, size: int) -> _Pieces:
         device = self._buffers.hidden.device

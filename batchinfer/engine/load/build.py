@@ -108,7 +108,7 @@ class LoadedWeights:
         return follower_of(loaded, self.company, self._account(loaded))
 
     def _account(self, loaded: LoadedModel) -> RankAccount:
-        return account_of(self.source, loaded.info, self.company, self.before_bytes)
+        return account_of(self.source, loaded, self.company, self.before_bytes)
 
     def model(self, config: EngineConfig, agreed: Agreed = alone) -> LoadedModel:
         """Size the KV cache and warm up. A choice by time is made through `agreed`. Raises OutOfMemory when the job
@@ -117,7 +117,7 @@ class LoadedWeights:
         # no longer than what runs: a checkpoint may name billions of positions
         longest = max(1, min(config.longest, config.max_model_len))
         block_size, company = config.block_size or DEFAULT_BLOCK_SIZE, self.company
-        captured = source.can_be_captured and company.division.captured and self.cost.causal
+        captured = source.can_be_captured and self.cost.causal
         limits, turns = in_turns(scheduler_config(config, self.cost, captured), company.division.stages)
         sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
         ops = fastest_operators(self.ops, sizes, device, source.plain_attention, agreed)
@@ -127,10 +127,10 @@ class LoadedWeights:
         sampler = Sampler(
             eos, self.masks, device.type == "cpu" and company.division.tensor == 1, model.classifier
         )
-        own, cost = staged(model, company, self.arithmetic), source.cost(self.arithmetic)
-        layout = layout_for(source, block_size, longest)
-        runner = ModelRunner(own, ops, [], layout, sampler, cost, device, in_group=company.divided)
+        layout, cost = layout_for(source, block_size, longest), source.cost(self.arithmetic)
+        runner = ModelRunner(model, ops, [], layout, sampler, cost, device, in_group=company.divided)
         runner.give_adapters(_numbers(config.load.adapters, source))
+        runner = staged(runner, company, limits.max_num_batched_tokens, self.arithmetic.dtype)
         runner = self.proposers.watching(runner, longest, limits.max_num_seqs)
         dtype = self.arithmetic.dtype
         machines = company.division.machines

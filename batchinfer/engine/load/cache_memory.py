@@ -61,7 +61,7 @@ class CacheMemory:
     def room(self) -> CacheRoom:
         """Return what `fit` asks of the cache."""
         least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
-        return CacheRoom(self._blocks, self._allocate, self.longest, least, self._agreed)
+        return CacheRoom(self._blocks, self._allocate, self.longest, self.turns * least, self._agreed)
 
     def _blocks(self, needed: int) -> int:
         """How many blocks the cache gets on every rank, where steps need `needed` bytes; see `cache_blocks`. Ranks on a

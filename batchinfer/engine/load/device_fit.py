@@ -44,7 +44,7 @@ class CacheRoom:
     blocks: Callable[[int], int]
     allocate: Callable[[int], list[LayerCache]]  # raises torch.OutOfMemoryError
     longest: int  # tokens of a sequence
-    least: int  # blocks that it holds alone
+    least: int  # blocks of which each engine has what one sequence holds alone
     agreed: Callable[[int], int] = int  # the least of what all ranks of an engine found; each of them asks
 
 
@@ -184,6 +184,7 @@ def with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
         device=runner.device,
         state=StepState(adapters=runner.state.adapters),
         in_group=runner.in_group,
+        borders=runner.borders,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import EngineInfo
@@ -19,7 +19,6 @@ from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
-from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.expert_loads import ExpertLoads
 from batchinfer_kernels.cost import Peaks
 
@@ -53,15 +52,8 @@ class LoadedModel:
         """Make a runner for each of the engines that take turns."""
         if self.turns == 1:
             return [self.runner]
-        blocks, adapters = self.info.blocks // self.turns, self.runner.state.adapters
-        return [
-            replace(
-                self.runner,
-                caches=[cache.part(turn * blocks, (turn + 1) * blocks) for cache in self.runner.caches],
-                state=StepState(adapters=adapters),
-            )
-            for turn in range(self.turns)
-        ]
+        blocks = self.info.blocks // self.turns
+        return [self.runner.in_turn(turn * blocks) for turn in range(self.turns)]
 
     def engine(
         self,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from batchinfer.core.errors import CannotSplit
-from batchinfer.engine.config import EngineInfo, LoadConfig
+from batchinfer.engine.config import LoadConfig
 from batchinfer.engine.kv.cache_layout import CacheLayout, cache_layout, stage_layout
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine
@@ -16,12 +18,13 @@ from batchinfer.engine.ranks.following import Follower
 from batchinfer.engine.ranks.joining import Company
 from batchinfer.engine.ranks.leading import LeadingRunner
 from batchinfer.engine.ranks.parts import place_of
+from batchinfer.engine.ranks.passing_on import PassedTokens
 from batchinfer.engine.ranks.rank_step import RankStep
+from batchinfer.engine.ranks.stage_borders import StageBorders
 from batchinfer.engine.ranks.staged_model import StagedModel
-from batchinfer.engine.runner.model_runner import Model
+from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import StopStreams
-from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.sources import ModelSource, Source, checkpoint_source
@@ -76,43 +79,51 @@ def leading_engine(
 ) -> AnyEngine:
     """Make the engine of the rank that leads; several that take turns where there are several stages. cost: of the
     whole model."""
-    staged, sums = company.division.stages > 1, company.sums
     engines = [
-        loaded.engine(
-            peaks, stop_streams, LeadingRunner(turn, runner, company.everyone, tell, cost, staged, sums)
-        )
+        loaded.engine(peaks, stop_streams, LeadingRunner(turn, runner, company, tell, cost))
         for turn, runner in enumerate(loaded.runners)
     ]
-    return EngineTurns(engines) if staged else engines[0]
+    return EngineTurns(engines) if company.division.stages > 1 else engines[0]
 
 
 def follower_of(loaded: LoadedModel, company: Company, account: RankAccount) -> Follower:
     """Make what follows the leading rank."""
-    return Follower(loaded.runners, company.everyone, company.has_head, account)
+    passed = [PassedTokens(runner, company) for runner in loaded.runners]
+    return Follower(passed, company.has_head, account)
 
 
-def account_of(source: Source, info: EngineInfo, company: Company, before_bytes: int | None) -> RankAccount:
-    """Return what this rank has; what its collectives took while it loaded and warmed up is forgotten."""
+def account_of(
+    source: Source, loaded: LoadedModel, company: Company, before_bytes: int | None
+) -> RankAccount:
+    """Return what this rank has; what its collectives took while it loaded and warmed up is forgotten. A host that
+    launches steps on its device without waiting for them cannot tell how long that waits for others."""
+    waits = company.division.stages > 1 and not loaded.runner.looks_ahead
     assert isinstance(source, ModelSource), "other models are not divided"
     if company.sums is not None:
         company.sums.restart()
     return RankAccount(
         rank=company.rank,
         stage=company.division.stage(company.rank),
-        weight_bytes=info.weight_bytes,
-        kv_bytes=info.kv_bytes,
+        weight_bytes=loaded.info.weight_bytes,
+        kv_bytes=loaded.info.kv_bytes,
         read_bytes=source.read.bytes,
         before_bytes=before_bytes,
-        wait=company.wait if company.division.stages > 1 else None,
+        wait=company.wait if waits else None,
         sums=company.sums,
     )
 
 
-def staged(model: Model, company: Company, arithmetic: Arithmetic) -> Model:
-    """Return the model, where it is one of several stages with what connects it to the others."""
+def staged(runner: ModelRunner, company: Company, tokens: int, dtype: torch.dtype) -> ModelRunner:
+    """Return the runner of a model's layers; where these are one of several stages with what connects it to the others,
+    in steps of up to `tokens` tokens."""
     if company.division.stages == 1:
-        return model
+        return runner
+    model = runner.model
     assert isinstance(model, Decoder), "other models are not divided"
     before, behind = (company.division.neighbour(company.rank, step) for step in (-1, 1))
-    place = arithmetic.dtype, arithmetic.device
-    return StagedModel(model, company.everyone, before, behind, *place, company.wait)
+    # What captured padding tokens find there is a number
+    states = torch.zeros(
+        0 if before is None else tokens, model.spec.hidden, dtype=dtype, device=runner.device
+    )
+    borders = StageBorders(company.everyone, before, behind, states, company.wait)
+    return replace(runner, model=StagedModel(model, borders), borders=borders)

@@ -9,31 +9,31 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.ranks.account import RankAccount
-from batchinfer.engine.ranks.passing_on import pass_on
+from batchinfer.engine.ranks.passing_on import PassedTokens
 from batchinfer.engine.ranks.rank_step import RankStep
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.row_scores import row_scores
 from batchinfer.engine.schedule.step_plan import SamplingPlan
-from batchinfer.models.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Follower:
     """A rank's part of an engine, or of several that take turns. It gets every step of each, in order."""
 
-    runners: Sequence[ModelRunner]
-    group: Group
+    passed: Sequence[PassedTokens]  # of each engine, with its runner
     has_head: bool  # whether it has a part of what makes logits
     account: RankAccount
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> None:
         """Run a step's forward pass, and this rank's part of making logits."""
-        runner, plan = self.runners[step.turn], step.plan
+        passed, plan = self.passed[step.turn], step.plan
+        runner = passed.runner
+        passed.ahead_of(plan)
         hidden, sampling, _ = runner.forward(plan)
         if plan.sampled_rows and self.has_head:
             _make_logits(runner, hidden, sampling)
-        pass_on(runner, self.group, plan)
+        passed.behind(plan)
 
 
 def _make_logits(runner: ModelRunner, hidden: Tensor, plan: SamplingPlan) -> None:

@@ -7,35 +7,35 @@ from dataclasses import replace
 from functools import partial
 
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.ranks.passing_on import pass_on
+from batchinfer.engine.ranks.joining import Company
+from batchinfer.engine.ranks.passing_on import PassedTokens
 from batchinfer.engine.ranks.pending_step import PendingStep
 from batchinfer.engine.ranks.rank_step import RankStep
 from batchinfer.engine.runner.model_runner import ModelRunner, RunnerOutput
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
-from batchinfer.models.parallel.group import Group
-from batchinfer.models.parallel.spent_time import SpentTime
 from batchinfer_kernels.cost import ModelCost
 
 
 class LeadingRunner:
     """Runs steps together with the other ranks, which get each plan before it is run here. Where the layers are divided
-    into stages, of which this rank has the last, a step is run here only when its results are asked for."""
+    into stages, of which this rank has the last, and the host waits for what it computes, as on a CPU, a step is run
+    here only when its results are asked for."""
 
     def __init__(
         self,
         turn: int,
         runner: ModelRunner,
-        group: Group,
+        company: Company,
         tell: Callable[[RankStep], None],
         cost: ModelCost,
-        staged: bool,
-        sums: SpentTime | None = None,
     ) -> None:
         """turn: which of the engines on these ranks it is for; cost: of the whole model, of which `runner` has a
-        part; sums: what `group` and its like take this rank."""
-        self._turn, self._runner, self._group, self._tell = turn, runner, group, tell
-        self.cost, self._staged, self._sums = cost, staged, sums
+        part."""
+        self._turn, self._runner, self._tell = turn, runner, tell
+        self._passed = PassedTokens(runner, company)
+        self._pends = company.division.stages > 1 and not runner.looks_ahead
+        self.cost, self._sums = cost, company.sums
 
     @property
     def layout(self) -> CacheLayout:
@@ -50,7 +50,7 @@ class LeadingRunner:
     @property
     def looks_ahead(self) -> bool:
         """Whether the ranks' devices work while the next step is prepared."""
-        return self._runner.looks_ahead and not self._staged
+        return self._runner.looks_ahead
 
     @property
     def most_tokens(self) -> int | None:
@@ -60,12 +60,13 @@ class LeadingRunner:
     def launch(self, plan: StepPlan) -> Launched:
         """Have all ranks run the step."""
         self._tell(RankStep(self._turn, plan))
-        return PendingStep(partial(self._run, plan)) if self._staged else self._run(plan)
+        return PendingStep(partial(self._run, plan)) if self._pends else self._run(plan)
 
     def _run(self, plan: StepPlan) -> Launched:
         spent = 0.0 if self._sums is None else self._sums.seconds
+        self._passed.ahead_of(plan)
         launched = self._runner.launch(plan)
-        pass_on(self._runner, self._group, plan)
+        self._passed.behind(plan)
         if self._sums is None or not isinstance(launched, RunnerOutput):
             return launched
         return replace(launched, collective_s=self._sums.seconds - spent)

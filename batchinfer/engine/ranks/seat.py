@@ -32,11 +32,6 @@ class Division:
         """Count the ranks of one machine."""
         return self.ranks // self.machines
 
-    @property
-    def captured(self) -> bool:
-        """Whether a GPU's steps may be captured: those of stages, which wait for one another, are not."""
-        return self.stages == 1
-
     def peer(self, rank: int) -> int:
         """Return which of the ranks with the same layers this one is."""
         return rank % self.peers

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from batchinfer.engine.ranks.stage_borders import StageBorders
+from batchinfer.models.decoder.attention_boundary import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache
-from batchinfer.models.parallel.group import Group
-from batchinfer.models.parallel.spent_time import SpentTime
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedModel:
-    """Some of the layers, with the ranks that have those before and behind them; None: there are none. The last stage
-    makes the logits."""
+    """Some of the layers. Their input is what has come over the borders, unless they begin with the embedding. The last
+    stage makes the logits."""
 
     model: Decoder
-    group: Group
-    before: int | None
-    behind: int | None
-    dtype: torch.dtype
-    device: torch.device
-    wait: SpentTime
+    borders: StageBorders
 
     def forward(
         self,
@@ -34,19 +28,22 @@ class StagedModel:
         caches: Sequence[LayerCache],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
-        """Run a step through these layers, with the hidden states of the stage before; the next one gets theirs."""
-        came: Tensor | None = None
-        if self.before is not None:
-            shape = (len(token_ids), self.model.spec.hidden)
-            with self.wait.spending():
-                came = self.group.receive(
-                    torch.empty(shape, dtype=self.dtype, device=self.device), self.before
-                )
-        hidden = self.model.forward(token_ids, inputs, caches, plans, came)
-        if self.behind is not None:
-            with self.wait.spending():
-                self.group.send(hidden, self.behind)
-        return hidden
+        """Run a step through these layers."""
+        return self.model.forward(token_ids, inputs, caches, plans, self._came(token_ids))
+
+    def forward_split_at_attention(
+        self, token_ids: Tensor, inputs: Sequence[AttentionInputs], caches: Sequence[LayerCache]
+    ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
+        """Run a step through these layers, yielding before each attention."""
+        return self.model.forward_split_at_attention(token_ids, inputs, caches, self._came(token_ids))
+
+    def static_buffers(self, tokens: int) -> StaticBuffers:
+        """Allocate the decoder's buffers of steps of up to `tokens` tokens."""
+        return self.model.static_buffers(tokens)
+
+    def _came(self, token_ids: Tensor) -> Tensor | None:
+        """Return the rows of as many tokens; those of padding tokens, of which nobody sends any, hold old ones."""
+        return None if self.borders.begins else self.borders.states[: len(token_ids)]
 
     def states(self, hidden: Tensor) -> Tensor:
         """Apply the final norm."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -32,10 +32,11 @@ from batchinfer.engine.runner.sampled import (
     tokens_of_chunks,
 )
 from batchinfer.engine.schedule.step_plan import SamplingPlan, States, StepPlan, TokenScores
-from batchinfer.engine.tensors.batch import HostBatch
+from batchinfer.engine.tensors.batch import HostBatch, RanStep
 from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer.engine.tensors.device_tables import DeviceTables
 from batchinfer.engine.tensors.staging import Download, upload
+from batchinfer.engine.tensors.step_state import StepState
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,12 @@ class DeviceRunner(ModelRunner):
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
     device_tokens: DeviceTokens = field(default_factory=DeviceTokens)
     tables: DeviceTables = field(default_factory=DeviceTables)
+
+    def in_turn(self, first_block: int) -> DeviceRunner:
+        """Return a runner of the steps of another engine. It has tables and pending tokens of its own, and all graphs
+        in common: these read the whole cache, and what they read besides is written before each replay."""
+        own = StepState(first_block, adapters=self.state.adapters)
+        return replace(self, state=own, device_tokens=DeviceTokens(), tables=DeviceTables())
 
     @property
     def looks_ahead(self) -> bool:
@@ -202,7 +209,7 @@ class DeviceRunner(ModelRunner):
         """Run a step: (what was sampled, if anything was, padded tokens, and how it was launched). The states of the
         rows to sample from are `kept`, if somebody needs them."""
         hidden, padded, mode = self._forward(host)
-        if not len(host.sampled_rows):
+        if not len(host.sampled_rows) or not self.borders.ends:
             return None, padded, mode
         # The next replay writes to the same tensor
         states = None if self.kept is None else hidden.clone()
@@ -212,6 +219,14 @@ class DeviceRunner(ModelRunner):
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
         """Run the model: (hidden states of the rows to sample from, padded tokens, and how the step was launched)."""
+        tokens = len(host.token_ids)
+        self.borders.receive(tokens)
+        ran, mode = self._layers(host)
+        self.borders.hand_on(ran.hidden[:tokens])
+        return ran.sampled, ran.padded, mode
+
+    def _layers(self, host: HostBatch) -> tuple[RanStep, LaunchMode]:
+        """Run the layers, and say how they were launched."""
         self.tables.refresh(self.state.tables, self.device)
         # The pieces' captures have no adapters
         plain = host.adapters is None
@@ -220,7 +235,7 @@ class DeviceRunner(ModelRunner):
             try:
                 ran = self.graphs.run(host, self.tables, partial(self._fill_in, host), in_pieces)
                 if ran is not None:
-                    return *ran, "full_graph" if self.graphs.replayed else "eager"
+                    return ran, "full_graph" if self.graphs.replayed else "eager"
             except torch.OutOfMemoryError:
                 if self.in_group:  # other ranks have captured it, or wait for this one
                     raise
@@ -229,7 +244,10 @@ class DeviceRunner(ModelRunner):
             self.graphs.interrupt()
         if self.mixed is not None and in_pieces:
             run = self.mixed.run(host, self.tables, partial(self._fill_in, host), self.plan_attention)
-            return *run, "piecewise_graph"
+            return run, "piecewise_graph"
+        return self._by_operators(host), "eager"
+
+    def _by_operators(self, host: HostBatch) -> RanStep:
         adapted = () if host.adapters is None else (host.adapters,)
         arrays = (
             host.token_ids, host.sampled_rows, host.table_rows, host.positions, *host.slots, *host.parts, *adapted
@@ -242,11 +260,11 @@ class DeviceRunner(ModelRunner):
         inputs = host.inputs(tables, positions, slots, parts, adapters=adapters)
         plans = self.plan_attention(inputs)
         hidden = self.model.forward(token_ids, inputs, self.caches, plans)
-        return hidden.index_select(0, sampled), plans[0].padded_tokens, "eager"
+        return RanStep(hidden, hidden.index_select(0, sampled), plans[0].padded_tokens)
 
     def _fill_in(self, host: HostBatch, token_ids: Tensor) -> None:
-        """Write the tokens that are awaited of the step before."""
-        if host.awaited is None:
+        """Write the tokens that are awaited of the step before. Layers behind a stage read none."""
+        if host.awaited is None or not self.borders.begins:
             return
         places, sampled = host.awaited
         tokens = self.device_tokens.of(sampled, self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
+from batchinfer.engine.runner.borders import Borders, WholeModel
 from batchinfer.engine.runner.runner import Launched, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
@@ -109,6 +110,7 @@ class ModelRunner:
     wants: PlanWants = COMPUTES
     state: StepState = field(default_factory=StepState)
     in_group: bool = False  # whether other ranks run the same steps, each a part of the model
+    borders: Borders = field(default_factory=WholeModel)
     kept: SampledStates | None = (
         None  # is given the hidden states of rows that are sampled; None: nobody needs them
     )
@@ -118,6 +120,11 @@ class ModelRunner:
         if isinstance(self.model, Decoder):
             places, put = self.model.adapter_places, self.model.place_adapter
             self.state.adapters = AdapterPlaces(numbers, places, put)
+
+    def in_turn(self, first_block: int) -> ModelRunner:
+        """Return a runner of the steps of one of several engines that take turns on this one's cache, of which it has
+        the blocks from `first_block` on."""
+        return replace(self, state=StepState(first_block, adapters=self.state.adapters))
 
     @property
     def looks_ahead(self) -> bool:
@@ -172,7 +179,9 @@ class ModelRunner:
         batch = build_batch(host, self.device)
         self.state.tables.sent()
         plans = self.plan_attention(batch.inputs)
+        self.borders.receive(len(host.token_ids))
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
+        self.borders.hand_on(hidden)
         rows = hidden[batch.sampled_rows] if plan.sampled_rows else hidden[:0]
         if self.kept is not None and plan.sampled_rows:
             self.kept.take(rows, plan, host)

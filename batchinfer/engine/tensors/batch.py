@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -148,6 +148,15 @@ class Batch:
     inputs: list[AttentionInputs]  # of each cache group
     sampled_rows: Tensor  # (n,) int64
     sampling: SamplingPlan
+
+
+class RanStep(NamedTuple):
+    """The hidden states that a step has made, of all its tokens, (T or more, hidden), with any rows behind them; and
+    those of the rows to sample from, (n, hidden). They are valid until the next step is launched."""
+
+    hidden: Tensor
+    sampled: Tensor
+    padded: int  # tokens that were computed only as padding
 
 
 def build_batch(host: HostBatch, device: torch.device) -> Batch:

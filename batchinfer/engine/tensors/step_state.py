@@ -16,9 +16,11 @@ from batchinfer.engine.tensors.table_rows import TableRows
 @dataclass(slots=True)
 class StepState:
     """The rows and tables of the newest plan, and how its tokens are drawn: what the next plan leaves out because it is
-    the same."""
+    the same. `first_block`: where the blocks begin that plans count from 0 on; before it lie those of other engines,
+    whose steps run on the same cache."""
 
-    tables: TableRows = field(default_factory=TableRows)
+    first_block: int = 0
+    tables: TableRows = field(init=False)
     adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
     _rows: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
     _rope_offsets: Ints | None = None
@@ -26,6 +28,9 @@ class StepState:
     _adapters: Longs | None = None
     _each: Longs = field(default_factory=lambda: np.zeros(0, np.int64))  # 0, 1, … for every row
     _drawn: SamplingPlan | None = None  # the newest with draws
+
+    def __post_init__(self) -> None:
+        self.tables = TableRows(self.first_block)
 
     def batch(self, plan: StepPlan, layout: CacheLayout) -> HostBatch:
         """Lay the plan out as the arrays of a step. Each plan is given once, in order."""
@@ -57,12 +62,18 @@ class StepState:
             sampling=self._with_draws(plan.sampling),
             query_lens=query_lens,
             context_lens=contexts.tolist(),
-            copies=plan.copies,
+            copies=self._placed(plan.copies),
             awaited=plan.awaited,
             follows=plan.rows is None,
             token_types=None if segments is None else _types(positions, segments[row_of]),
             adapters=None if adapters is None else adapters[row_of],
         )
+
+    def _placed(self, copies: Ints | None) -> Ints | None:
+        """Return copies with their blocks as the cache counts them."""
+        if copies is None or not self.first_block:
+            return copies
+        return copies + np.array([0, 0, self.first_block, self.first_block, 0, 0], np.int32)
 
     def _with_draws(self, sampling: SamplingPlan) -> SamplingPlan:
         """Return the plan with the fixed arguments of its draws, which it may have left out."""

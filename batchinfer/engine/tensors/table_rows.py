@@ -14,9 +14,11 @@ Tables = NDArray[np.int32]
 
 
 class TableRows:
-    """The block tables of the newest plan's sequences: for each cache group an array with a row for each sequence."""
+    """The block tables of the newest plan's sequences: for each cache group an array with a row for each sequence.
+    They name blocks as the cache counts them, of which those of the plans begin with `first_block`."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_block: int = 0) -> None:
+        self._first_block = first_block
         self._groups: list[_GroupRows] = []
 
     def take(self, changes: Seq[TableChanges], rows: Longs) -> list[StepTables]:
@@ -25,7 +27,7 @@ class TableRows:
 
         Entries of blocks that a window has left (see BlockTables) may still name the block that they named.
         """
-        self._groups += [_GroupRows() for _ in range(len(self._groups), len(changes))]
+        self._groups += [_GroupRows(self._first_block) for _ in range(len(self._groups), len(changes))]
         return [kept.take(own, rows) for kept, own in zip(self._groups, changes, strict=True)]
 
     def unsent(self) -> list[tuple[Longs, Tables]]:
@@ -44,13 +46,14 @@ class TableRows:
 
 
 class _GroupRows:
-    def __init__(self) -> None:
+    def __init__(self, first_block: int) -> None:
+        self._first_block = first_block
         self.kept: Tables = np.zeros((0, 0), np.int32)
         self.written: list[tuple[Longs, Longs, Ints]] = []  # since they were sent: rows, columns, entries
 
     def take(self, changes: TableChanges, rows: Longs) -> StepTables:
         if len(changes.spans):
-            self._write(changes.spans, changes.blocks)
+            self._write(changes.spans, changes.blocks + np.int32(self._first_block))
         return StepTables(self.kept, rows, changes.width)
 
     def unsent(self) -> tuple[Longs, Tables]:

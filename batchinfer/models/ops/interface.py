@@ -50,12 +50,6 @@ class LayerCache:
         """The scales of quantised K and V; None: they are not quantised."""
         return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
 
-    def part(self, first: int, end: int) -> LayerCache:
-        """Return the blocks from `first` to before `end`, as a cache of their own."""
-        scales = [None if scale is None else scale[first:end] for scale in (self.k_scale, self.v_scale)]
-        k, v = self.k[first:end], self.v[first:end]
-        return replace(self, k=k, v=v, k_scale=scales[0], v_scale=scales[1])
-
     @property
     def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
         """All that a copied token consists of, K and V, as caches of four dimensions."""

@@ -15,7 +15,7 @@ def layout_lines(layouts: Sequence[LayoutForecast], devices: Devices) -> Iterato
     """Yield the lines: the devices, each layout that fits, the chosen one first, and why others are refused."""
     yield (
         "layouts",
-        f"{devices.name}, {devices.links}; expected, and never measured; bytes are those of a device",
+        f"{devices.name}, {devices.links}; expected, and never run on a GPU; bytes are those of a device",
     )
     for layout in layouts:
         if layout.refused is None:

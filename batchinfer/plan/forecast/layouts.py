@@ -20,7 +20,7 @@ from batchinfer.plan.forecast.steady_state import estimated_s
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.setup.job_setup import Setup
-from batchinfer.plan.setup.resolve import Setting, not_run
+from batchinfer.plan.setup.resolve import Setting
 
 # Layouts that are estimated to be within this factor of the fastest one are simulated, so many at the most, and as long
 # as all simulations together take about as many seconds
@@ -131,8 +131,8 @@ def _candidate(
     except OutOfMemory as error:
         return _Candidate(replace(layout, refused=_misfit(whole, division, setting, str(error))), None)
     engine = replace(engine, multiple=multiple)
-    where = not_run(division, setting.device)
-    if where is None and not devices.in_one_node(division.ranks):
+    where = None
+    if not devices.in_one_node(division.ranks):
         where = "all ranks of an engine run on one machine as yet"
     seconds = None if setting.peaks is None else estimated_s(engine)
     return _Candidate(replace(_with_memory(layout, engine), seconds=seconds, not_run=where), engine)

@@ -42,7 +42,7 @@ def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
     setting = setup.setting
     config = setting.engine_config(job, longest)
     cost = setting.model_cost(setup.checkpoint)
-    captured = setup.checkpoint.modelling == OWN and setting.division.captured
+    captured = setup.checkpoint.modelling == OWN
     limits = scheduler_config(config, cost, captured)
     block_size = config.block_size or DEFAULT_BLOCK_SIZE
     divided = divided_model(setup, setting.division)
@@ -144,7 +144,7 @@ def fits(job: Job, setup: Setup) -> bool:
 
 def captures_of(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: int) -> Captures:
     """Return what a GPU's host captures of such a model: nothing of a model that transformers' code computes."""
-    if setup.checkpoint.modelling != OWN or not setup.setting.division.captured:
+    if setup.checkpoint.modelling != OWN:
         return Captures(0, 0, 0)
     most = limits.max_num_batched_tokens
     tokens = captured_tokens(cost, setup.setting.peaks, most)

@@ -392,11 +392,6 @@ def engines_of_a_machine(job: Job) -> int | Literal["auto"]:
     return asked // machines
 
 
-def not_run(division: Division, device: Device) -> str | None:
-    """Return why no engine runs on such devices with its model divided so; None: one does."""
-    return "stages run on a CPU alone as yet" if division.stages > 1 and device == "cuda" else None
-
-
 def _first_parallel(job: Job) -> str:
     kinds = ("tensor_parallel_size", "expert_parallel_size")
     return next((kind for kind in kinds if getattr(job.engine, kind) > 1), "pipeline_parallel_size")
@@ -409,9 +404,11 @@ def _refuse_division(job: Job, checkpoint: StoredModel, device: Device, quantiza
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
     if division.ranks > 1 and isinstance(checkpoint, Checkpoint):
         check_division(checkpoint.spec.quantized(quantization).caching(job.model.kv_cache_dtype), division)
-    if not_run(division, device) is not None:
-        text = "stages run on a CPU alone as yet; use engine.tensor_parallel_size"
-        raise CannotSplit(f"engine.pipeline_parallel_size: {text}")
+    if division.machines > 1 and device == "cuda":
+        raise CannotSplit(
+            "engine.pipeline_parallel_size: one engine is divided among GPUs of one machine alone as yet; leave "
+            "engine.nodes out, or the sizes of each engine within a machine"
+        )
     if job.engine.deterministic and job.engine.tensor_parallel_size > 1:
         raise Unavailable(
             "engine.deterministic promises the bits of one process, and ranks that compute each layer together "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -65,9 +67,9 @@ class CountedStep:
 
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
-    """A `Runner` that counts. `outputs`: by work key, how many tokens the answer has; `taken_bytes`: of the KV cache,
-    in use or kept for later rows; `launching`: of a GPU's host, None on a CPU; `stages`: of a model that is divided
-    among ranks."""
+    """A `Runner` that counts the steps of one engine. `outputs`: by work key, how many tokens the answer has;
+    `taken_bytes`: of the KV cache, in use or kept for later rows; `launching`: of a GPU's host, None on a CPU;
+    `stages`: of a model that is divided among ranks."""
 
     cost: ModelCost
     layout: CacheLayout
@@ -80,6 +82,7 @@ class CountingRunner:
     clock: Clock = field(default_factory=Clock)
     stages: tuple[SimulatedStage, ...] = ()
     wants: PlanWants = COUNTS
+    _newest: deque[TimedLaunch] = field(default_factory=partial(deque, maxlen=1), init=False)
 
     @property
     def most_tokens(self) -> int | None:
@@ -104,7 +107,9 @@ class CountingRunner:
             decodes = shape.tokens == len(answers) == rows and copies is None
             launch = StepLaunch(self.launching.mode(starts, lengths, decodes, plan.shared_blocks > 0))
         launch_s = self.time.launch_s(self._layers, launch.mode if launch else None)
-        timed = self.clock.launch(self.time.host_s(rows), launch_s, self._work(shape, rows))
+        after = self._newest[0] if self._newest else None
+        timed = self.clock.launch(self.time.host_s(rows), launch_s, self._work(shape, rows), after)
+        self._newest.append(timed)
         tokens = 0 if scored is None else len(scored.tokens)
         return CountedStep(answers, self.outputs, self.clock, timed, launch, tokens)
 

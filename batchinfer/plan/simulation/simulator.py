@@ -189,7 +189,7 @@ def counting_engine(
         layout=machine.layout,
         time=machine.time,
         outputs=outputs,
-        looks_ahead=machine.looks_ahead and len(machine.stages) < 2,
+        looks_ahead=machine.looks_ahead,
         taken_bytes=lambda: block * sum(pool.used + pool.cached for pool in pools),
         launching=None if machine.captures is None else Launching(machine.captures),
         adapters=adapters,
@@ -201,6 +201,7 @@ def counting_engine(
     limits = EngineLimits(machine.roots, frozenset([END]))
     schedulers = (Scheduler(config, pool, windows=windows) for pool in pools)
     engines = [
-        Engine(runner, scheduler, limits, machine.peaks, clock=lambda: clock.host) for scheduler in schedulers
+        Engine(replace(runner), scheduler, limits, machine.peaks, clock=lambda: clock.host)
+        for scheduler in schedulers
     ]
     return engines[0] if turns == 1 else EngineTurns(engines)

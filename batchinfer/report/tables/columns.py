@@ -442,7 +442,7 @@ RUN_COLUMNS: tuple[Column, ...] = (
     seconds(
         "stage_wait_s",
         "time for which a stage waited for steps, for the stage before it, and for the one behind it to take what it "
-        "made, as a mean over stages and engines; null without stages (`engine.pipeline_parallel_size`)",
+        "made, as a mean over stages and engines; null without stages (`engine.pipeline_parallel_size`), and on GPUs",
     ),
     ratio(
         "stage_wait_share", "`stage_wait_s` / `engine_wall_s`", formula=over("stage_wait_s", "engine_wall_s")
@@ -866,7 +866,7 @@ RANK_COLUMNS: tuple[Column, ...] = (
     ),
     seconds(
         "stage_wait_s",
-        "time for which it waited for steps and for ranks of other stages; null without stages",
+        "time for which it waited for steps and for ranks of other stages; null without stages, and on GPUs",
     ),
 )
 

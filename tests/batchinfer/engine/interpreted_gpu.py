@@ -17,7 +17,7 @@ if interpreter.is_wanted():
 import torch
 from torch import Tensor
 
-from batchinfer.engine.load import cache_fit, dummy_steps, layer_heads, settling
+from batchinfer.engine.load import cache_fit, dummy_steps, layer_heads, loaded_model, settling
 from batchinfer.engine.load.build import LoadedWeights, load_weights
 from batchinfer.engine.ranks import joining
 from batchinfer.engine.tensors import graph_sizes
@@ -31,7 +31,8 @@ from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
-from tests.batchinfer import costed_engine
+from tests.batchinfer import costed_engine, dying_rank
+from tests.batchinfer.engine.small_engine import Preempting
 from tests.batchinfer.engine.taped import Taped, TapedGroup
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
@@ -146,3 +147,28 @@ def build_without_triton(*arguments: Any) -> LoadedWeights:
     """The same on a machine that has no Triton."""
     choose.importlib.util.find_spec = lambda _: None  # type: ignore[attr-defined]
     return build(*arguments)
+
+
+class PreemptingAhead(Preempting):
+    """Preempts, also where steps look ahead: none is launched ahead of one before which a sequence is preempted."""
+
+    def has_room(self) -> bool:
+        return self._steps % 4 != 3 and super().has_room()
+
+
+def build_preempting(*arguments: Any, **named: Any) -> LoadedWeights:
+    """As `build_capturing_later`, with sequences that are preempted now and then."""
+    loaded_model.Scheduler = PreemptingAhead  # type: ignore[attr-defined]
+    return build_capturing_later(*arguments, **named)
+
+
+def build_uncaptured(*arguments: Any, **named: Any) -> LoadedWeights:
+    """The same of a model whose steps cannot be captured."""
+    sources.ModelSource.can_be_captured = False  # type: ignore[misc]
+    return build_preempting(*arguments, **named)
+
+
+def build_dying(*arguments: Any, **named: Any) -> dying_rank.DyingWeights:
+    """The same of a rank that is lost; see `dying_rank`."""
+    stand_in(setattr, compiles=False)
+    return dying_rank.build(*arguments, **named)

@@ -253,6 +253,19 @@ def test_the_plan_of_the_step_before_is_carried_on_for_the_same_rows_one_token_f
     assert row.carried == [False, True, False, True, False, True]
 
 
+def test_engines_that_take_turns_on_graphs_do_not_carry_on_each_others_plans():
+    """Though their rows are as long as each other's."""
+    one, other, row = sequence([1] * 20, 20), sequence([1] * 20, 20), OneRow()
+    one.tables, other.tables = [[1, 2, 3]], [[7, 8, 9]]
+    turns = [(row.writer, row.state, row.tables), (PlanWriter(), StepState(), DeviceTables())]
+    for context in (9, 10, 11):
+        for turn, each in zip(turns, (one, other), strict=True):
+            row.writer, row.state, row.tables = turn
+            row.step(each, context)
+            assert row.read[-1] == [[*each.tables[0], 0]]
+    assert not any(row.carried)
+
+
 def test_tables_that_were_written_in_part_are_written_again(monkeypatch):
     """Graphs of all sizes share their memory."""
     sequences = [sequence([1] * 8, 20) for _ in range(4)]

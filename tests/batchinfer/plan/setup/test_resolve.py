@@ -617,7 +617,10 @@ def test_machines_that_would_have_different_shares_are_refused(
         ({"tensor_parallel_size": 2, "deterministic": True}, Unavailable, "engine.expert_parallel_size keep the bits"),
         ({"tensor_parallel_size": 3}, CannotSplit, r"can be divided among 1, 2"),
         ({"pipeline_parallel_size": 5}, CannotSplit, r"engine.pipeline_parallel_size is \d+ at the most"),
-        ({"pipeline_parallel_size": 2, "device": "cuda"}, CannotSplit, "on a CPU alone"),
+        (
+            {"pipeline_parallel_size": 2, "device": "cuda", "nodes": '{listen: "10.0.0.1:7", token_file: t, count: 1}'},
+            CannotSplit, "among GPUs of one machine alone",
+        ),
         ({"tensor_parallel_size": 2, "data_parallel": 3}, JobFileError, "3 engines of 2 ranks each need 6 cores"),
         ({"tensor_parallel_size": 2, "threads": 1}, JobFileError, "2 ranks need 2 cores"),
     ],

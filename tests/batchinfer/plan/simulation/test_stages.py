@@ -19,6 +19,7 @@ from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.parallel.traffic import rank_traffic
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ModelSpec
+from batchinfer.plan.simulation.clock import Clock
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate, simulated_steps
 from batchinfer.plan.simulation.stage_schedule import StageSchedule, StageWork
 from batchinfer.plan.simulation.stages import SimulatedStage, StageSends
@@ -198,3 +199,15 @@ def test_attention_of_a_stage_is_its_share() -> None:
     time = StepTime(RANK)
     apart = sum(stage.work(shape, 64, time).seconds for stage in parts)
     assert apart == pytest.approx(time.device_s(shape, whole, 64), rel=0.03)
+
+
+def test_a_step_that_was_launched_ahead_begins_once_the_tokens_of_the_one_before_are_there() -> None:
+    """Steps of other engines do not wait for them."""
+    work = [StageWork(1.0), StageWork(1.0)]
+    for others, done_s in ((0, 4.0), (1, 4.0), (2, 5.0)):
+        clock = Clock(stages=StageSchedule(2))
+        first = clock.launch(0.0, 0.0, work)
+        for _ in range(others):
+            clock.launch(0.0, 0.0, work)
+        clock.wait(clock.launch(0.0, 0.0, work, after=first))
+        assert clock.host == done_s
