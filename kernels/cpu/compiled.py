@@ -64,6 +64,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "activate": [_POINTER] * 2 + [_LONG] * 3,
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
     "round_int8": [_POINTER] + [_LONG] * 2 + [_POINTER] * 2,
+    "pack_int8": [_POINTER] + [_LONG] * 3 + [_POINTER] * 3,
     "round_int4": [_POINTER] + [_LONG] * 4 + [_POINTER] * 5,
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
@@ -149,6 +150,33 @@ class CompiledOperators(CachedOperators):
         self._common["pack_codes"](*arguments, panels.data_ptr(), starts.data_ptr())
         ordered = _reordered(scales.float(), order)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
+
+    def pack_rounded_int8(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
+        """Pack a weight (outputs, inputs) in floats as `pack_codes` packs what `round_int8` makes of it, bit by bit."""
+        shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
+        panels = self._pages.zeros(len(order) * padded(shape[1]), torch.int8)
+        columns = self._rounded_int8(weight, kind, panels)
+        return PackedWeight(panels, _reordered(bias, order), shape, kind, *columns)
+
+    def pack_rounded_expert_int8(
+        self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain"
+    ) -> PackedExperts:
+        """Pack weights (experts, outputs, inputs) as `pack_rounded_int8` does each; bias: (experts, outputs)."""
+        shape = count, outputs, inputs = _check_experts(weight, bias, kind)
+        order = self._order(outputs, kind)
+        panels = self._pages.zeros(count * len(order) * padded(inputs), torch.int8).view(count, -1)
+        columns = [self._rounded_int8(weight[e], kind, panels[e]) for e in range(count)]
+        starts, scales = (torch.stack(each) for each in zip(*columns, strict=True))
+        return PackedExperts(panels, _reordered(bias, order), shape, kind, starts, scales)
+
+    def _rounded_int8(self, weight: Tensor, kind: Kind, panels: Tensor) -> tuple[Tensor, Tensor]:
+        """Round a weight and fill its panels → the starts and scales of its columns."""
+        (outputs, inputs), gated = weight.shape, is_gated(kind)
+        columns = int(self._common["packed_columns"](outputs, gated))
+        starts, scales = torch.empty(columns, dtype=torch.int32), torch.empty(columns)
+        made = (panels, starts, scales)
+        self._call("pack_int8", weight, weight.contiguous(), outputs, inputs, gated, *made)
+        return starts, scales
 
     def pack_int4(
         self,
@@ -256,7 +284,10 @@ class CompiledOperators(CachedOperators):
             return self._packed_int4(*quantize_groups(weight, group), None, group, kind, panels)
         weight, gated = weight.contiguous(), is_gated(kind)
         scales = torch.empty(outputs, inputs // group, dtype=torch.float32)
-        sums, doubtful = torch.empty_like(scales, dtype=torch.int32), torch.empty_like(scales, dtype=torch.bool)
+        sums, doubtful = (
+            torch.empty_like(scales, dtype=torch.int32),
+            torch.empty_like(scales, dtype=torch.bool),
+        )
         shares = torch.tensor(SHARES, dtype=torch.float32)
         made = (shares, scales, doubtful, sums, panels)
         self._call("round_int4", weight, weight, outputs, inputs, gated, group, *made)

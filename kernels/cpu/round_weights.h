@@ -8,16 +8,23 @@
 #endif
 #define NEAREST 12582912.0f /* whose sum with a number below 2^22 is the nearest integer, ties to even, in its lowest bits */
 
-/* Codes of one output, its scale in return. */
-INLINE float NAME(round_row)(const REAL *x, int64_t inputs, int8_t *codes) {
-    float most = NAME(greatest_size)(x, inputs), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
-    if (inverse == 0 || !(inverse < INFINITY)) {
-        memset(codes, 0, inputs);
-        return most < INFINITY ? most / 127.0f : NAN;
+/* The scale of one output, and its codes a value: 0 where all its codes are. */
+INLINE float NAME(scale_of_row)(const REAL *x, int64_t inputs, float *inverse) {
+    float most = NAME(greatest_size)(x, inputs);
+    *inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
+    if (!(*inverse < INFINITY)) *inverse = 0.0f;
+    return most < INFINITY ? most / 127.0f : NAN;
+}
+
+/* Codes of `count` values of an output. */
+INLINE void NAME(round_values)(const REAL *x, int64_t count, float inverse, int8_t *codes) {
+    if (inverse == 0) {
+        memset(codes, 0, count);
+        return;
     }
     int64_t i = 0;
 #if ROUNDS_ONCE
-    for (; i + 2 * LANES <= inputs; i += 2 * LANES) {
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
         Twin v = NAME(load_twin)(x + i);
         vi a = (vi)fused(v.a, splat(inverse), splat(NEAREST)), b = (vi)fused(v.b, splat(inverse), splat(NEAREST));
         if (PAIR == 2)
@@ -26,14 +33,45 @@ INLINE float NAME(round_row)(const REAL *x, int64_t inputs, int8_t *codes) {
             store_bytes((uint8_t *)codes + i, a), store_bytes((uint8_t *)codes + i + LANES, b);
     }
 #endif
-    for (; i < inputs; i++) codes[i] = (int8_t)nearbyint((double)LOAD(x[i]) * inverse);
-    return most / 127.0f;
+    for (; i < count; i++) codes[i] = (int8_t)nearbyint((double)LOAD(x[i]) * inverse);
 }
 
 /* codes: (outputs, inputs); scales: (outputs,). */
 void NAME(round_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int8_t *codes, float *scales) {
 #pragma omp parallel for schedule(dynamic, 16)
-    for (int64_t i = 0; i < outputs; i++) scales[i] = NAME(round_row)(weight + i * inputs, inputs, codes + i * inputs);
+    for (int64_t i = 0; i < outputs; i++) {
+        float inverse;
+        scales[i] = NAME(scale_of_row)(weight + i * inputs, inputs, &inverse);
+        NAME(round_values)(weight + i * inputs, inputs, inverse, codes + i * inputs);
+    }
+}
+
+/* Round a weight to int8, and pack it as `pack_codes` does its codes. starts, scales: of each column. */
+void NAME(pack_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts,
+                     float *scales) {
+    int64_t words = words_of(inputs), panels = panels_of(outputs, gated);
+    memset(starts, 0, columns_of(outputs, gated) * sizeof *starts);
+#pragma omp parallel for schedule(dynamic, 4) /* a core may be reading the next layer */
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const REAL *rows[PANEL];
+        float inverses[PANEL];
+        for (int64_t column = 0; column < PANEL; column++) {
+            int64_t output = output_of(panel, column, outputs, gated);
+            float *scale = scales + panel * PANEL + column;
+            rows[column] = output < 0 ? NULL : weight + output * inputs;
+            *scale = output < 0 ? 0.0f : NAME(scale_of_row)(rows[column], inputs, inverses + column);
+        }
+        for (int64_t from = 0; from < words; from += RUN / 4) {
+            int8_t runs[PANEL][RUN];
+            int64_t rest = inputs - from * 4, size = rest < RUN ? rest < 0 ? 0 : rest : RUN;
+            for (int64_t column = 0; column < PANEL; column++) {
+                int64_t held = rows[column] ? size : 0;
+                if (held) NAME(round_values)(rows[column] + from * 4, held, inverses[column], runs[column]);
+                memset(runs[column] + held, 0, RUN - held);
+            }
+            put_runs(runs, from, words, packed + panel * words * PANEL * 4, starts + panel * PANEL);
+        }
+    }
 }
 
 #define SHARES 6

@@ -98,8 +98,6 @@ void masked_argmax(const float *logits, int64_t width, int64_t n, const uint32_t
     }
 }
 
-#define RUN 256 /* bytes of a row that packing takes at once: whole cache lines, as in linear.h */
-
 /* Copy a run of each of a panel's outputs, from byte `from` of a row on; zeros where there is none. */
 INLINE void copy_runs(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int64_t panel, int64_t from,
                       int8_t (*runs)[RUN]) {
@@ -118,17 +116,9 @@ void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t g
 #pragma omp parallel for schedule(dynamic, 4)
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t from = 0; from < words; from += RUN / 4) {
-            int8_t runs[PANEL][RUN], *to = packed + panel * words * PANEL * 4;
+            int8_t runs[PANEL][RUN];
             copy_runs(weight, outputs, inputs, gated, panel, from * 4, runs);
-            int64_t until = words - from < RUN / 4 ? words - from : RUN / 4;
-            for (int64_t i = 0; i < until; i++)
-                for (int64_t column = 0; column < PANEL; column++)
-                    memcpy(to + word_at(from + i, column, MMLA_INT8) * 4, runs[column] + i * 4, 4);
-            for (int64_t column = 0; column < PANEL; column++) {
-                int32_t sum = 0;
-                for (int64_t i = 0; i < RUN; i++) sum += runs[column][i];
-                starts[panel * PANEL + column] -= 128 * sum;
-            }
+            put_runs(runs, from, words, packed + panel * words * PANEL * 4, starts + panel * PANEL);
         }
 }
 

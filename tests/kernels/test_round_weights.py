@@ -30,7 +30,9 @@ def assert_same_bits(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]
     )
 
 
-def assert_packed_alike(compiled: CompiledOperators, weight: Tensor, group: int, kind: Kind = "plain") -> None:
+def assert_packed_alike(
+    compiled: CompiledOperators, weight: Tensor, group: int, kind: Kind = "plain"
+) -> None:
     """Whether a weight is rounded and packed as the reference rounds it."""
     wanted = compiled.pack_int4(*quantize_groups(weight, group), None, group, None, kind)
     found = compiled.pack_rounded_int4(weight, group, None, kind)
@@ -69,6 +71,18 @@ def test_int8(compiled: CompiledOperators, dtype: torch.dtype, inputs: int) -> N
     assert_same_bits(compiled.round_int8(weight), quantize_weight(weight))
     turned = weight.T
     assert_same_bits(compiled.round_int8(turned), quantize_weight(turned.contiguous()))
+    for kind, part in (("plain", weight), ("gated", weight[:334]), ("plain", turned)):
+        assert_packed_in_int8(compiled, part, kind)
+
+
+def assert_packed_in_int8(compiled: CompiledOperators, weight: Tensor, kind: Kind) -> None:
+    """Whether a weight is rounded and packed as the reference rounds it, alone and as one of two experts."""
+    wanted = compiled.pack_codes(*quantize_weight(weight.contiguous()), None, kind)
+    both = compiled.pack_rounded_expert_int8(torch.stack([weight, weight.flip(0)]), None, kind)
+    for found, at in ((compiled.pack_rounded_int8(weight, None, kind), ...), (both, 0)):
+        starts, scales = parts(found)
+        assert_same_bits((found.panels[at], scales[at]), (wanted.panels, parts(wanted)[1]))
+        assert torch.equal(starts[at], parts(wanted)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,7 +93,8 @@ def test_int4(compiled: CompiledOperators, dtype: torch.dtype, group: int, outpu
     weight = weight.to(dtype)
     assert compiled.rounds_int4(weight, group)
     assert_packed_alike(compiled, weight, group, kind)
-    assert_packed_alike(compiled, weight.T[:, : outputs // group * group], group)
+    if outputs >= group:
+        assert_packed_alike(compiled, weight.T[:, : outputs // group * group], group)
 
 
 def test_int4_of_experts(compiled: CompiledOperators) -> None:

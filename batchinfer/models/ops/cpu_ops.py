@@ -15,7 +15,6 @@ from batchinfer.models.ops.interface import (
     NO_NORMS,
     AdapterRoom,
     Adapters,
-    ExpertWeights, RoundedWeight,
     AttentionInputs,
     AttentionPlan,
     CodedWeight,
@@ -30,6 +29,7 @@ from batchinfer.models.ops.interface import (
     LayerParts,
     Linear,
     RopeTable,
+    RoundedWeight,
     Weight,
     placed,
     values_of,
@@ -96,14 +96,18 @@ class CpuOps(TorchOps):
         return super().rounded(weight, form)
 
     def quantized(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
-        if form.codes == "int4" and self._compiled.rounds_int4(weight, form.group):
-            return RoundedWeight(weight, form)
-        return super().quantized(weight, form)
+        return RoundedWeight(weight, form) if self._rounds(weight, form) else super().quantized(weight, form)
 
     def quantized_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
-        if form.codes == "int4" and self._compiled.rounds_int4(weights.weight, form.group):
+        if self._rounds(weights.weight, form):
             return replace(weights, form=form)
         return super().quantized_experts(weights, form)
+
+    def _rounds(self, weight: Tensor, form: WeightForm) -> bool:
+        """Whether weights like this one are quantised while they are packed."""
+        if form.codes == "int4":
+            return self._compiled.rounds_int4(weight, form.group)
+        return form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
@@ -134,6 +138,8 @@ class CpuOps(TorchOps):
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
         if isinstance(weight, RoundedWeight):
+            if weight.form.codes == "int8":
+                return self._compiled.pack_rounded_int8(weight.values, bias, kind)
             return self._compiled.pack_rounded_int4(weight.values, weight.form.group, bias, kind)
         if not isinstance(weight, CodedWeight):
             return self._compiled.pack_linear(values_of(weight, self.name), bias, kind)

@@ -410,9 +410,7 @@ class Ops(ABC):
         count, outputs, inputs = weights.weight.shape
         codes, scales = self.rounded(weights.weight.view(-1, inputs), form)
         scales = scales.view(count, outputs, *scales.shape[1:])
-        return replace(
-            weights, weight=codes.view(count, outputs, inputs), scales=scales, group=form.group
-        )
+        return replace(weights, weight=codes.view(count, outputs, inputs), scales=scales, group=form.group)
 
     @abstractmethod
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
