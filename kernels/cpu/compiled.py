@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ from batchinfer_kernels.mxfp4 import GROUP, check_mxfp4
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.tiles import TileWay
 
+# What belongs to the columns of a weight in int4: starts, and scales and maybe zeros of their groups
+Columns = tuple[Tensor, Tensor, Tensor | None]
 _GREATEST = 3
 _MOST_GROUP = 256  # inputs of a group that round_int4 knows
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -62,7 +64,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "activate": [_POINTER] * 2 + [_LONG] * 3,
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
     "round_int8": [_POINTER] + [_LONG] * 2 + [_POINTER] * 2,
-    "round_int4": [_POINTER] + [_LONG] * 3 + [_POINTER] * 4,
+    "pack_int8": [_POINTER] + [_LONG] * 3 + [_POINTER] * 3,
+    "round_int4": [_POINTER] + [_LONG] * 4 + [_POINTER] * 5,
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 5 + [_LONG] * 2,
@@ -82,7 +85,9 @@ _COMMON: dict[str, tuple[list[Any], Any]] = {
     "packed_order": ([_LONG, _LONG, _POINTER], None),
     "pack_codes": ([_POINTER] + [_LONG] * 3 + [_POINTER] * 2, None),
     "pack_int4": ([_POINTER] + [_LONG] * 3 + [_POINTER], None),
+    "put_int4": ([_POINTER] * 2 + [_LONG] * 5 + [_POINTER] * 2, None),
     "sum_groups": ([_POINTER] + [_LONG] * 3 + [_POINTER], None),
+    "int4_columns": ([_POINTER] * 2 + [_LONG] * 3 + [_POINTER] * 2, None),
     "ranked_columns": ([_POINTER] * 2 + [_LONG], None),
     "cap_logits": ([_POINTER, _LONG, _LONG, _FLOAT], None),
     "mask_logits": ([_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG], None),
@@ -133,27 +138,6 @@ class CompiledOperators(CachedOperators):
         self._call("round_int8", weight, weight.contiguous(), outputs, inputs, codes, scales)
         return codes, scales
 
-    def round_int4(self, weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """Quantise a weight (outputs, inputs) as batchinfer_kernels.int4_linear.quantize_groups does, which is asked
-        for the groups that a sum of errors in another order might round in another way."""
-        outputs, inputs = _check_weight(weight, None, "plain")
-        if group < 1 or inputs % group or group % self.lanes or group > _MOST_GROUP:
-            return quantize_groups(weight, group)
-        weight = weight.contiguous()
-        codes = zeros_in_huge_pages((outputs, inputs), torch.int8)
-        scales = torch.empty(outputs, inputs // group, dtype=torch.float32)
-        shares, doubtful = (
-            torch.tensor(SHARES, dtype=torch.float32),
-            torch.empty_like(scales, dtype=torch.bool),
-        )
-        found = (shares, codes, scales, doubtful)
-        self._call("round_int4", weight, weight, outputs, inputs, group, *found)
-        asked = doubtful.view(-1).nonzero()[:, 0]
-        if len(asked):
-            wanted = quantize_groups(weight.view(-1, group)[asked], group)
-            codes.view(-1, group)[asked], scales.view(-1)[asked] = wanted[0], wanted[1][:, 0]
-        return codes, scales
-
     def pack_codes(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedWeight:
@@ -166,6 +150,33 @@ class CompiledOperators(CachedOperators):
         self._common["pack_codes"](*arguments, panels.data_ptr(), starts.data_ptr())
         ordered = _reordered(scales.float(), order)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
+
+    def pack_rounded_int8(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
+        """Pack a weight (outputs, inputs) in floats as `pack_codes` packs what `round_int8` makes of it, bit by bit."""
+        shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
+        panels = self._pages.zeros(len(order) * padded(shape[1]), torch.int8)
+        columns = self._rounded_int8(weight, kind, panels)
+        return PackedWeight(panels, _reordered(bias, order), shape, kind, *columns)
+
+    def pack_rounded_expert_int8(
+        self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain"
+    ) -> PackedExperts:
+        """Pack weights (experts, outputs, inputs) as `pack_rounded_int8` does each; bias: (experts, outputs)."""
+        shape = count, outputs, inputs = _check_experts(weight, bias, kind)
+        order = self._order(outputs, kind)
+        panels = self._pages.zeros(count * len(order) * padded(inputs), torch.int8).view(count, -1)
+        columns = [self._rounded_int8(weight[e], kind, panels[e]) for e in range(count)]
+        starts, scales = (torch.stack(each) for each in zip(*columns, strict=True))
+        return PackedExperts(panels, _reordered(bias, order), shape, kind, starts, scales)
+
+    def _rounded_int8(self, weight: Tensor, kind: Kind, panels: Tensor) -> tuple[Tensor, Tensor]:
+        """Round a weight and fill its panels → the starts and scales of its columns."""
+        (outputs, inputs), gated = weight.shape, is_gated(kind)
+        columns = int(self._common["packed_columns"](outputs, gated))
+        starts, scales = torch.empty(columns, dtype=torch.int32), torch.empty(columns)
+        made = (panels, starts, scales)
+        self._call("pack_int8", weight, weight.contiguous(), outputs, inputs, gated, *made)
+        return starts, scales
 
     def pack_int4(
         self,
@@ -180,9 +191,18 @@ class CompiledOperators(CachedOperators):
         multiple of 8. Raises ValueError for others."""
         shape, order = _check_weight(codes, bias, kind), self._order(len(codes), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]) // 2, torch.uint8)
-        starts, taken, offsets = self._packed_int4(codes, scales, zeros, group, kind, panels)
-        bias = _reordered(bias, order)
-        return PackedWeight(panels, bias, shape, kind, starts, taken, offsets, group)
+        columns = self._packed_int4(codes, scales, zeros, group, kind, panels)
+        return PackedWeight(panels, _reordered(bias, order), shape, kind, *columns, group)
+
+    def pack_rounded_int4(
+        self, weight: Tensor, group: int, bias: Tensor | None, kind: Kind = "plain"
+    ) -> PackedWeight:
+        """Pack a weight (outputs, inputs) in floats as `pack_int4` packs what batchinfer_kernels.int4_linear's
+        quantize_groups makes of it, bit by bit. Raises ValueError for other weights."""
+        shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
+        panels = self._pages.zeros(len(order) * padded(shape[1]) // 2, torch.uint8)
+        columns = self._rounded_int4(weight, group, kind, panels)
+        return PackedWeight(panels, _reordered(bias, order), shape, kind, *columns, group)
 
     def pack_expert_int4(
         self,
@@ -195,19 +215,38 @@ class CompiledOperators(CachedOperators):
     ) -> PackedExperts:
         """codes: (experts, outputs, inputs), scales, zeros: (experts, outputs, groups), each expert's as `pack_int4`
         has them; bias: (experts, outputs). Raises ValueError for others."""
-        shape = count, outputs, inputs = _check_experts(codes, bias, kind)
+
+        def packed(expert: int, panels: Tensor) -> Columns:
+            own = None if zeros is None else zeros[expert]
+            return self._packed_int4(codes[expert], scales[expert], own, group, kind, panels)
+
+        return self._int4_experts(codes, group, bias, kind, packed)
+
+    def pack_rounded_expert_int4(
+        self, weight: Tensor, group: int, bias: Tensor | None, kind: Kind = "plain"
+    ) -> PackedExperts:
+        """Pack weights (experts, outputs, inputs), each expert's as `pack_rounded_int4` does; bias: (experts, outputs).
+        Raises ValueError for others."""
+        return self._int4_experts(
+            weight, group, bias, kind, lambda at, panels: self._rounded_int4(weight[at], group, kind, panels)
+        )
+
+    def _int4_experts(
+        self,
+        weight: Tensor,
+        group: int,
+        bias: Tensor | None,
+        kind: Kind,
+        packed: Callable[[int, Tensor], Columns],
+    ) -> PackedExperts:
+        """`packed`: fills an expert's panels."""
+        shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs) // 2, torch.uint8).view(count, -1)
-        parts = [
-            self._packed_int4(
-                codes[e], scales[e], None if zeros is None else zeros[e], group, kind, panels[e]
-            )
-            for e in range(count)
-        ]
-        starts, taken = (torch.stack(each) for each in ([p[0] for p in parts], [p[1] for p in parts]))
-        offsets = [found for *_, found in parts if found is not None]
-        bias, stacked = _reordered(bias, order), torch.stack(offsets) if offsets else None
-        return PackedExperts(panels, bias, shape, kind, starts, taken, group, stacked)
+        starts, scales, zeros = zip(*(packed(e, panels[e]) for e in range(count)), strict=True)
+        found = [each for each in zeros if each is not None]
+        columns = torch.stack(starts), torch.stack(scales), group, torch.stack(found) if found else None
+        return PackedExperts(panels, _reordered(bias, order), shape, kind, *columns)
 
     def _packed_int4(
         self,
@@ -217,8 +256,8 @@ class CompiledOperators(CachedOperators):
         group: int,
         kind: Kind,
         panels: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Fill the panels of a weight → what belongs to its columns: starts, and scales and zeros of their groups."""
+    ) -> Columns:
+        """Fill the panels of a weight."""
         outputs, inputs = codes.shape
         groups = -(-inputs // group) if group > 0 else 0
         if (
@@ -227,17 +266,57 @@ class CompiledOperators(CachedOperators):
             or (zeros is not None and zeros.shape != scales.shape)
         ):
             raise ValueError(f"scales are {tuple(scales.shape)} for {outputs} outputs and groups of {group}")
-        order = self._order(outputs, kind)
         codes = codes.contiguous()
-        arguments = (codes.data_ptr(), outputs, inputs, is_gated(kind))
-        self._common["pack_int4"](*arguments, panels.data_ptr())
+        arguments = (codes.data_ptr(), outputs, inputs)
+        self._common["pack_int4"](*arguments, is_gated(kind), panels.data_ptr())
         sums = torch.empty(outputs, groups, dtype=torch.int32)
-        self._common["sum_groups"](arguments[0], outputs, inputs, group, sums.data_ptr())
-        starts = -128 * (sums.double() * scales).sum(-1)
-        ordered = _reordered(starts.float(), order)
-        assert ordered is not None
-        taken = None if zeros is None else self._in_panels(-scales * zeros, order)
-        return ordered, self._in_panels(scales / 16, order), taken
+        self._common["sum_groups"](*arguments, group, sums.data_ptr())
+        starts, taken = self._int4_columns(scales, sums, kind)
+        if zeros is None:
+            return starts, taken, None
+        return starts, taken, self._in_panels(-scales * zeros, self._order(outputs, kind))
+
+    def _rounded_int4(self, weight: Tensor, group: int, kind: Kind, panels: Tensor) -> Columns:
+        """Round a weight and fill its panels. The reference is asked for groups of which a sum of errors in another
+        order might choose another scale."""
+        outputs, inputs = weight.shape
+        if not self.rounds_int4(weight, group):
+            return self._packed_int4(*quantize_groups(weight, group), None, group, kind, panels)
+        weight, gated = weight.contiguous(), is_gated(kind)
+        scales = torch.empty(outputs, inputs // group, dtype=torch.float32)
+        sums, doubtful = (
+            torch.empty_like(scales, dtype=torch.int32),
+            torch.empty_like(scales, dtype=torch.bool),
+        )
+        shares = torch.tensor(SHARES, dtype=torch.float32)
+        made = (shares, scales, doubtful, sums, panels)
+        self._call("round_int4", weight, weight, outputs, inputs, gated, group, *made)
+        asked = doubtful.view(-1).nonzero()[:, 0]
+        if len(asked):
+            codes, wanted = quantize_groups(weight.view(-1, group)[asked], group)
+            scales.view(-1)[asked] = wanted[:, 0]
+            shape = (len(asked), outputs, inputs, gated, group)
+            places = codes.data_ptr(), asked.data_ptr()
+            self._common["put_int4"](*places, *shape, sums.data_ptr(), panels.data_ptr())
+        return *self._int4_columns(scales, sums, kind), None
+
+    def rounds_int4(self, weight: Tensor, group: int) -> bool:
+        """Whether weights like this one are rounded here in such groups, and not by the reference."""
+        lanes, inputs = 2 * self.lanes, weight.shape[-1]
+        in_groups = 0 < group <= _MOST_GROUP and not inputs % group and not group % lanes
+        return in_groups and weight.dtype in (torch.float32, torch.bfloat16)
+
+    def _int4_columns(self, scales: Tensor, sums: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+        """Return what a weight's sums start at, and the scales of its groups as products read them."""
+        scales = scales.float().contiguous()
+        (outputs, groups), gated = scales.shape, is_gated(kind)
+        columns = int(self._common["packed_columns"](outputs, gated))
+        starts = torch.empty(columns, dtype=torch.float32)
+        taken = torch.empty(columns // self.tile, groups, self.tile)
+        sizes = (outputs, groups, gated)
+        places = (scales.data_ptr(), sums.data_ptr())
+        self._common["int4_columns"](*places, *sizes, starts.data_ptr(), taken.data_ptr())
+        return starts, taken
 
     def _in_panels(self, grouped: Tensor, order: Tensor) -> Tensor:
         """(outputs, groups) → (panels, groups, columns of a panel) float32."""

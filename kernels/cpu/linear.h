@@ -10,7 +10,7 @@
 #define IN_TILES (TILES && PAIR == 2) /* whatever the number of rows: a tile adds in another order than vectors do */
 #define BY_MMLA (MMLA_BF16 && PAIR == 2)
 
-#define RUN 64 /* words of a row that packing takes at once: whole cache lines, and those of a panel's rows stay in the L1 cache */
+#define WORDS 64 /* words of a row that packing takes at once: whole cache lines, and those of a panel's rows stay in the L1 cache */
 
 /* packed: (panels, words, PANEL) words, columns and values without a weight zero. A run of every row is copied before any
  * of it is written: rows a power of two apart would else drive one another's lines out of the cache after each word. */
@@ -18,22 +18,22 @@ void NAME(pack_linear)(const REAL *weight, int64_t outputs, int64_t inputs, int6
     int64_t bytes = inputs * (int64_t)sizeof(REAL), words = words_of(bytes), panels = panels_of(outputs, gated);
 #pragma omp parallel for schedule(dynamic, 4) /* a core may be reading the next layer */
     for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t from = 0; from < words; from += RUN) {
-            uint32_t runs[PANEL][RUN], *to = (uint32_t *)packed + panel * words * PANEL;
-            int64_t rest = bytes - from * 4, size = rest < RUN * 4 ? rest < 0 ? 0 : rest : RUN * 4;
+        for (int64_t from = 0; from < words; from += WORDS) {
+            uint32_t runs[PANEL][WORDS], *to = (uint32_t *)packed + panel * words * PANEL;
+            int64_t rest = bytes - from * 4, size = rest < WORDS * 4 ? rest < 0 ? 0 : rest : WORDS * 4;
             for (int64_t column = 0; column < PANEL; column++) {
                 int64_t output = output_of(panel, column, outputs, gated), held = output < 0 ? 0 : size;
                 if (held) memcpy(runs[column], (const char *)(weight + output * inputs) + from * 4, held);
-                memset((char *)runs[column] + held, 0, RUN * 4 - held);
+                memset((char *)runs[column] + held, 0, WORDS * 4 - held);
             }
-            int64_t until = words - from < RUN ? words - from : RUN;
+            int64_t until = words - from < WORDS ? words - from : WORDS;
             for (int64_t i = 0; i < until; i++)
                 for (int64_t column = 0; column < PANEL; column++)
                     memcpy(to + word_at(from + i, column, BY_MMLA), &runs[column][i], sizeof **runs);
         }
 }
 
-#undef RUN
+#undef WORDS
 
 /* Write the sums of `rows` rows with one panel to y, whose rows are `stride` values apart. */
 static void NAME(put_plain)(vf sums[ROWS][COLUMNS], const vf *bias, REAL *y, int64_t stride, int rows) {

@@ -77,6 +77,30 @@ INLINE int64_t word_at(int64_t i, int64_t column, const int paired) {
     return paired ? (i / 2 * PANEL + column) * 2 + i % 2 : i * PANEL + column;
 }
 
+#define RUN 256 /* bytes of a row that packing takes at once: whole cache lines, as in linear.h */
+
+/* Put a run of codes of each column, from word `from` of the panel's `words` on, and take their sums off its starts. */
+INLINE void put_runs(int8_t (*runs)[RUN], int64_t from, int64_t words, int8_t *panel, int32_t *starts) {
+    int64_t until = words - from < RUN / 4 ? words - from : RUN / 4;
+#if MMLA_INT8
+    for (int64_t i = 0; i < until; i++)
+        for (int64_t column = 0; column < PANEL; column++)
+            memcpy(panel + word_at(from + i, column, 1) * 4, runs[column] + i * 4, 4);
+#else
+    for (int64_t i = 0; i < until; i += LANES) /* whole steps, so whole squares */
+        for (int64_t column = 0; column < PANEL; column += LANES) {
+            vi square[LANES];
+            transpose((const int32_t *)(runs[column] + i * 4), RUN / 4, square);
+            for (int n = 0; n < LANES; n++) *(vi *)(panel + word_at(from + i + n, column, 0) * 4) = square[n];
+        }
+#endif
+    for (int64_t column = 0; column < PANEL; column++) {
+        int32_t sum = 0;
+        for (int64_t i = 0; i < RUN; i++) sum += runs[column][i];
+        starts[column] -= 128 * sum;
+    }
+}
+
 #define CHUNK_BYTES (256 << 10) /* of x: a quarter of an L2 of 1 MiB. From 96 to 4,096 rows made no difference above 3% */
 
 /* How rows of x are cut up for a product: from row `from` on into `blocks` of `height`, the last of what is left. A chunk of

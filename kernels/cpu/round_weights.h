@@ -8,16 +8,23 @@
 #endif
 #define NEAREST 12582912.0f /* whose sum with a number below 2^22 is the nearest integer, ties to even, in its lowest bits */
 
-/* Codes of one output, its scale in return. */
-INLINE float NAME(round_row)(const REAL *x, int64_t inputs, int8_t *codes) {
-    float most = NAME(greatest_size)(x, inputs), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
-    if (inverse == 0 || !(inverse < INFINITY)) {
-        memset(codes, 0, inputs);
-        return most < INFINITY ? most / 127.0f : NAN;
+/* The scale of one output, and its codes a value: 0 where all its codes are. */
+INLINE float NAME(scale_of_row)(const REAL *x, int64_t inputs, float *inverse) {
+    float most = NAME(greatest_size)(x, inputs);
+    *inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
+    if (!(*inverse < INFINITY)) *inverse = 0.0f;
+    return most < INFINITY ? most / 127.0f : NAN;
+}
+
+/* Codes of `count` values of an output. */
+INLINE void NAME(round_values)(const REAL *x, int64_t count, float inverse, int8_t *codes) {
+    if (inverse == 0) {
+        memset(codes, 0, count);
+        return;
     }
     int64_t i = 0;
 #if ROUNDS_ONCE
-    for (; i + 2 * LANES <= inputs; i += 2 * LANES) {
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
         Twin v = NAME(load_twin)(x + i);
         vi a = (vi)fused(v.a, splat(inverse), splat(NEAREST)), b = (vi)fused(v.b, splat(inverse), splat(NEAREST));
         if (PAIR == 2)
@@ -26,90 +33,152 @@ INLINE float NAME(round_row)(const REAL *x, int64_t inputs, int8_t *codes) {
             store_bytes((uint8_t *)codes + i, a), store_bytes((uint8_t *)codes + i + LANES, b);
     }
 #endif
-    for (; i < inputs; i++) codes[i] = (int8_t)nearbyint((double)LOAD(x[i]) * inverse);
-    return most / 127.0f;
+    for (; i < count; i++) codes[i] = (int8_t)nearbyint((double)LOAD(x[i]) * inverse);
 }
 
 /* codes: (outputs, inputs); scales: (outputs,). */
 void NAME(round_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int8_t *codes, float *scales) {
 #pragma omp parallel for schedule(dynamic, 16)
-    for (int64_t i = 0; i < outputs; i++) scales[i] = NAME(round_row)(weight + i * inputs, inputs, codes + i * inputs);
+    for (int64_t i = 0; i < outputs; i++) {
+        float inverse;
+        scales[i] = NAME(scale_of_row)(weight + i * inputs, inputs, &inverse);
+        NAME(round_values)(weight + i * inputs, inputs, inverse, codes + i * inputs);
+    }
+}
+
+/* Round a weight to int8, and pack it as `pack_codes` does its codes. starts, scales: of each column. */
+void NAME(pack_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts,
+                     float *scales) {
+    int64_t words = words_of(inputs), panels = panels_of(outputs, gated);
+    memset(starts, 0, columns_of(outputs, gated) * sizeof *starts);
+#pragma omp parallel for schedule(dynamic, 4) /* a core may be reading the next layer */
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const REAL *rows[PANEL];
+        float inverses[PANEL];
+        for (int64_t column = 0; column < PANEL; column++) {
+            int64_t output = output_of(panel, column, outputs, gated);
+            float *scale = scales + panel * PANEL + column;
+            rows[column] = output < 0 ? NULL : weight + output * inputs;
+            *scale = output < 0 ? 0.0f : NAME(scale_of_row)(rows[column], inputs, inverses + column);
+        }
+        for (int64_t from = 0; from < words; from += RUN / 4) {
+            int8_t runs[PANEL][RUN];
+            int64_t rest = inputs - from * 4, size = rest < RUN ? rest < 0 ? 0 : rest : RUN;
+            for (int64_t column = 0; column < PANEL; column++) {
+                int64_t held = rows[column] ? size : 0;
+                if (held) NAME(round_values)(rows[column] + from * 4, held, inverses[column], runs[column]);
+                memset(runs[column] + held, 0, RUN - held);
+            }
+            put_runs(runs, from, words, packed + panel * words * PANEL * 4, starts + panel * PANEL);
+        }
+    }
 }
 
 #define SHARES 6
 #define GROUP 256 /* most inputs of a group */
 
-INLINE vf NAME(nearest_code)(vf value) {
-    vf rounded = (value + splat(NEAREST)) - splat(NEAREST);
-    rounded = pick(rounded > 7.0f, splat(7.0f), rounded);
-    return pick(rounded < -8.0f, splat(-8.0f), rounded);
+/* The values of a group of LANES outputs that follow one another, `inputs` apart: an output in each lane. */
+INLINE void NAME(turn_group)(const REAL *x, int64_t inputs, int64_t group, vf *values) {
+    for (int64_t w = 0; w < group / PAIR; w += LANES) {
+        vi columns[LANES];
+        transpose((const int32_t *)x + w, inputs / PAIR, columns);
+        for (int i = 0; i < LANES; i++) {
+            Twin two = twin_of_words(columns[i]);
+            if (PAIR == 2)
+                values[2 * (w + i)] = two.a, values[2 * (w + i) + 1] = two.b;
+            else
+                values[w + i] = (vf)columns[i];
+        }
+    }
 }
 
-/* Codes of a group, a multiple of LANES, and its scale. 0 in return: which of the scales leaves the least error depends on
- * the order in which errors are added, or values are beyond what is sure here; whoever calls asks the reference. */
-INLINE int NAME(round_group)(const REAL *x, int64_t group, const float *shares, int8_t *codes, float *scale) {
-    vf values[GROUP / LANES];
-    int64_t count = group / LANES;
-    vi tops = splat_word(0), above = splat_word(0), below = splat_word(0);
-    for (int64_t i = 0; i < count; i++) {
-        values[i] = LOADV(x + i * LANES);
-        tops = larger_word(tops, (vi)values[i] & 0x7fffffff);
+INLINE vf nearest_code(vf wanted) { return larger(smaller(wanted, splat(7.0f)), splat(-8.0f)) + splat(NEAREST); }
+
+/* The scale of each lane's group that leaves the least error. Doubtful in return: lanes of which the least depends on the
+ * order in which errors are added, or whose values are beyond what is sure here. */
+INLINE vi choose_scales(const vf *values, int64_t group, const float *shares, vf *scale) {
+    vf extreme = values[0], ones[SHARES], inverses[SHARES], sums[SHARES], least = splat(INFINITY);
+    vi top = (vi)extreme & 0x7fffffff;
+    for (int64_t i = 1; i < group; i++) { /* the first of several counts */
+        vi size = (vi)values[i] & 0x7fffffff;
+        extreme = pick(size > top, values[i], extreme), top = larger_word(top, size);
     }
-    int32_t bits = largest_word(tops);
-    float most, best, least = INFINITY;
-    memcpy(&most, &bits, 4);
-    if (most == 0) {
-        memset(codes, 0, group);
-        *scale = LOAD(x[0]) / -8.0f;
-        return 1;
-    }
-    if (!(most > 1e-15f && most < 1e15f)) return 0;
-    for (int64_t i = 0; i < count; i++) above |= values[i] == splat(most), below |= values[i] == splat(-most);
-    int up = largest_word((vi)above & 1), down = largest_word((vi)below & 1);
-    if (up && down) { /* the first of them counts */
-        int64_t first = 0;
-        while (fabsf(LOAD(x[first])) != most) first++;
-        up = LOAD(x[first]) > 0;
-    }
-    float extreme = up ? most : -most, ones[SHARES], error[SHARES];
-    vf sums[SHARES], inverses[SHARES];
+    vi some = top != 0, doubtful = some & ~(((vf)top > 1e-10f) & ((vf)top < 1e15f));
     for (int s = 0; s < SHARES; s++) {
         ones[s] = extreme * shares[s] / -8.0f;
-        inverses[s] = splat(1.0f / ones[s]), sums[s] = splat(0.0f);
+        inverses[s] = pick(some, 1.0f / ones[s], splat(0.0f)), sums[s] = splat(0.0f);
     }
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < group; i++)
         for (int s = 0; s < SHARES; s++) {
-            vf wanted = values[i] * inverses[s], off = NAME(nearest_code)(wanted) - wanted;
-            sums[s] += off * off;
+            vf wanted = values[i] * inverses[s], off = (nearest_code(wanted) - splat(NEAREST)) - wanted;
+            sums[s] = fused(off, off, sums[s]);
         }
-    for (int s = 0; s < SHARES; s++) error[s] = lane_sum(sums[s]) * (ones[s] * ones[s]);
-    best = extreme / -8.0f;
-    float doubt = 2.0f * (group + 8) / (1 << 24); /* of two sums of positive numbers, each added up in any order */
+    float doubt = 4.0f * (group + 8) / (1 << 24); /* of two sums of positive numbers, each added up in any order */
+    *scale = ones[0];
     for (int s = 0; s < SHARES; s++) {
-        float more = error[s] > least ? error[s] : least;
-        if (s && more > 0 && fabsf(error[s] - least) <= doubt * more) return 0;
-        if (error[s] < least) least = error[s], best = ones[s];
+        vf error = sums[s] * (ones[s] * ones[s]), most = larger(error, least), gap = error - least;
+        if (s) doubtful |= (most > 0.0f) & (larger(gap, -gap) <= doubt * most);
+        vi less = error < least;
+        *scale = pick(less, ones[s], *scale), least = pick(less, error, least);
     }
-    float inverse = 1.0f / best;
-    for (int64_t i = 0; i < count; i++)
-        store_bytes((uint8_t *)codes + i * LANES, (vi)(NAME(nearest_code)(values[i] * splat(inverse)) + splat(NEAREST)));
-    *scale = best;
-    return 1;
+    return doubtful;
 }
 
-/* codes: (outputs, inputs), inputs a multiple of `group`, this one of LANES and at most GROUP; scales, doubtful: (outputs,
- * groups), 1 where the rest is not to be used. `shares`: as the reference has them. */
-void NAME(round_int4)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t group, const float *shares, int8_t *codes,
-                      float *scales, uint8_t *doubtful) {
-    int64_t groups = inputs / group;
-#pragma omp parallel for schedule(dynamic, 16)
-    for (int64_t i = 0; i < outputs; i++)
-        for (int64_t at = i * groups; at < (i + 1) * groups; at++) {
-            const REAL *own = weight + at * group;
-            int8_t *to = codes + at * group;
-            int sure = group == 32 ? NAME(round_group)(own, 32, shares, to, scales + at)
-                                   : NAME(round_group)(own, group, shares, to, scales + at);
-            doubtful[at] = !sure;
+/* Codes of the lanes' groups, eight inputs a word as int4_linear.h says, and their sums in return. */
+INLINE vi put_group(const vf *values, int64_t group, vf scale, uint8_t *to) {
+    vf inverse = pick(scale != 0.0f, 1.0f / scale, splat(0.0f));
+    vi sum = splat_word(0);
+    for (int64_t i = 0; i < group; i += 8, to += PANEL * 4) {
+        vi word = splat_word(0);
+        for (int n = 7; n >= 0; n--) { /* the upper halves of bytes are those of the last four inputs */
+            vi code = (vi)nearest_code(values[i + n / 2 + n % 2 * 4] * inverse);
+            sum += code, word = (word << 4) | (code & 15);
+        }
+        *(vi *)to = word;
+    }
+    return sum - (int32_t)(group * 0x4b400000); /* NEAREST's bits */
+}
+
+/* Round one group of each of up to LANES outputs that follow one another, and pack it from `to` on. */
+INLINE void NAME(round_group)(const REAL *x, int64_t inputs, int64_t group, int64_t count, const float *shares, vf *scale,
+                              vi *unsure, vi *sum, uint8_t *to) {
+    vf values[GROUP];
+    if (count < LANES) {
+        REAL few[LANES * GROUP] = {0};
+        for (int64_t i = 0; i < count; i++) memcpy(few + i * group, x + i * inputs, group * sizeof *few);
+        NAME(turn_group)(few, group, group, values);
+    } else {
+        NAME(turn_group)(x, inputs, group, values);
+    }
+    *unsure = choose_scales(values, group, shares, scale);
+    *sum = put_group(values, group, *scale, to);
+}
+
+/* Round a weight, and pack it as `pack_int4` does its codes. inputs: a multiple of `group`, this one of twice LANES and at
+ * most GROUP; scales, doubtful, sums of codes: (outputs, groups). What is doubtful is to be rounded by others and put in by
+ * `put_int4`. `shares`: as the reference has them. */
+void NAME(round_int4)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, int64_t group, const float *shares,
+                      float *scales, uint8_t *doubtful, int32_t *sums, uint8_t *packed) {
+    int64_t groups = inputs / group, panels = panels_of(outputs, gated), pairs = padded(inputs) / 8;
+#pragma omp parallel for collapse(2) schedule(dynamic, COLUMNS) /* a core may be reading the next layer */
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t part = 0; part < COLUMNS; part++) {
+            int64_t first = output_of(panel, part * LANES, outputs, gated), count = 0;
+            while (count < LANES && output_of(panel, part * LANES + count, outputs, gated) >= 0) count++;
+            for (int64_t g = 0; count && g < groups; g++) {
+                const REAL *from = weight + first * inputs + g * group;
+                uint8_t *to = packed + ((panel * pairs + g * group / 8) * PANEL + part * LANES) * 4;
+                vf scale;
+                vi unsure, sum;
+                if (group == 32)
+                    NAME(round_group)(from, inputs, 32, count, shares, &scale, &unsure, &sum, to);
+                else
+                    NAME(round_group)(from, inputs, group, count, shares, &scale, &unsure, &sum, to);
+                for (int64_t i = 0; i < count; i++) {
+                    int64_t at = (first + i) * groups + g;
+                    scales[at] = scale[i], sums[at] = sum[i], doubtful[at] = unsure[i] != 0;
+                }
+            }
         }
 }
 

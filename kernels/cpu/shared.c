@@ -98,8 +98,6 @@ void masked_argmax(const float *logits, int64_t width, int64_t n, const uint32_t
     }
 }
 
-#define RUN 256 /* bytes of a row that packing takes at once: whole cache lines, as in linear.h */
-
 /* Copy a run of each of a panel's outputs, from byte `from` of a row on; zeros where there is none. */
 INLINE void copy_runs(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t gated, int64_t panel, int64_t from,
                       int8_t (*runs)[RUN]) {
@@ -118,17 +116,9 @@ void pack_codes(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t g
 #pragma omp parallel for schedule(dynamic, 4)
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t from = 0; from < words; from += RUN / 4) {
-            int8_t runs[PANEL][RUN], *to = packed + panel * words * PANEL * 4;
+            int8_t runs[PANEL][RUN];
             copy_runs(weight, outputs, inputs, gated, panel, from * 4, runs);
-            int64_t until = words - from < RUN / 4 ? words - from : RUN / 4;
-            for (int64_t i = 0; i < until; i++)
-                for (int64_t column = 0; column < PANEL; column++)
-                    memcpy(to + word_at(from + i, column, MMLA_INT8) * 4, runs[column] + i * 4, 4);
-            for (int64_t column = 0; column < PANEL; column++) {
-                int32_t sum = 0;
-                for (int64_t i = 0; i < RUN; i++) sum += runs[column][i];
-                starts[panel * PANEL + column] -= 128 * sum;
-            }
+            put_runs(runs, from, words, packed + panel * words * PANEL * 4, starts + panel * PANEL);
         }
 }
 
@@ -151,6 +141,32 @@ void pack_int4(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t ga
         }
 }
 
+/* The column of the panels in which an output stands. */
+INLINE int64_t column_of(int64_t output, int64_t outputs, int64_t gated) {
+    int64_t half = PANEL / 2, up = gated && output >= outputs / 2, own = output - up * (outputs / 2);
+    return gated ? own / half * PANEL + own % half + up * half : output;
+}
+
+/* Put `count` groups in the place of others in a weight that `round_int4` packed. places: output times groups + group, of
+ * each; codes: (count, group) int8. */
+void put_int4(const int8_t *codes, const int64_t *places, int64_t count, int64_t outputs, int64_t inputs, int64_t gated,
+              int64_t group, int32_t *sums, uint8_t *packed) {
+    int64_t groups = inputs / group, pairs = padded(inputs) / 8;
+    for (int64_t n = 0; n < count; n++, codes += group) {
+        int64_t column = column_of(places[n] / groups, outputs, gated);
+        int64_t from = column / PANEL * pairs + places[n] % groups * (group / 8);
+        sums[places[n]] = 0;
+        for (int64_t i = 0; i < group; i += 8) {
+            uint32_t word = 0;
+            for (int k = 0; k < 8; k++) {
+                word |= (uint32_t)(codes[i + k] & 15) << (k % 4 * 8 + k / 4 * 4);
+                sums[places[n]] += codes[i + k];
+            }
+            memcpy(packed + ((from + i / 8) * PANEL + column % PANEL) * 4, &word, 4);
+        }
+    }
+}
+
 /* The sum of each group's codes: (outputs, groups). Codes come as (outputs, inputs) int8. */
 void sum_groups(const int8_t *codes, int64_t outputs, int64_t inputs, int64_t group, int32_t *sums) {
     int64_t groups = (inputs + group - 1) / group;
@@ -161,5 +177,24 @@ void sum_groups(const int8_t *codes, int64_t outputs, int64_t inputs, int64_t gr
         int32_t sum = 0;
         for (int64_t i = 0; i < until; i++) sum += own[i];
         sums[at] = sum;
+    }
+}
+
+/* What belongs to the columns of a weight in int4, of the scales (outputs, groups) and the sums of their codes: starts
+ * (columns,), and scales as its products read them, (panels, groups, PANEL). Where no output stands both are 0. */
+void int4_columns(const float *scales, const int32_t *sums, int64_t outputs, int64_t groups, int64_t gated, float *starts,
+                  float *in_panels) {
+    int64_t columns = columns_of(outputs, gated);
+#pragma omp parallel for schedule(static, PANEL)
+    for (int64_t column = 0; column < columns; column++) {
+        int64_t output = output_of(column / PANEL, column % PANEL, outputs, gated);
+        float *to = in_panels + column / PANEL * groups * PANEL + column % PANEL;
+        double start = 0;
+        for (int64_t g = 0; g < groups; g++) {
+            float scale = output < 0 ? 0.0f : scales[output * groups + g];
+            if (output >= 0) start += (double)sums[output * groups + g] * scale;
+            to[g * PANEL] = scale / 16;
+        }
+        starts[column] = (float)(-128 * start);
     }
 }

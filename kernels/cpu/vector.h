@@ -540,6 +540,16 @@ INLINE vf larger(vf a, vf b) {
 #endif
 }
 
+INLINE vf smaller(vf a, vf b) {
+#if LANES == 16
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return pick(a < b, a, b);
+#endif
+}
+
 INLINE vi larger_word(vi a, vi b) {
 #if LANES == 16
     return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);

@@ -16,7 +16,7 @@ from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.plan.forecast.forecasts import planned
 from tests.batchinfer.test_replicas import pytestmark  # noqa: F401  (two ranks need two cores)
 from tests.batchinfer.wrong_jobs import command
-from tests.checkpoints import make_model_folder, make_tokenizer
+from tests.checkpoints import make_checkpoint, make_model_folder, make_tokenizer
 from tests.lora_adapters import make_adapter
 from tests.published_formats import make_published
 
@@ -82,6 +82,30 @@ def test_a_dora_is_refused_where_ranks_have_parts_of_rows(tmp_path: Path) -> Non
     with pytest.raises(CannotSplit, match="a DoRA is merged into whole rows"):
         validate_job(load_job(path, [(TENSOR, "2")]))
     assert validate_job(load_job(path, [(STAGES, "2")]))[-1] == "the job file has no mistakes"
+
+
+@pytest.mark.parametrize("calibration", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("experts", "columns", "ranks", "works"),
+    [(5, 96, 2, "1"), (5, 64, 4, "1, 2"), (6, 96, 4, "1, 2")],  # of 6 experts two ranks have whole ones
+)
+def test_experts_that_ranks_would_cut_inside_a_group_are_refused(
+    tmp_path: Path, calibration: str, experts: int, columns: int, ranks: int, works: str
+) -> None:
+    """No run need calibrate the weights, or load them, to find out."""
+    sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    make_checkpoint(
+        tmp_path / "model", "mixtral", **sizes, intermediate_size=columns, num_local_experts=experts
+    )
+    make_tokenizer(tmp_path / "model")
+    path = write_job(tmp_path, tmp_path / "model", people(2))
+    int4 = [("model.quantization", "int4"), ("model.calibration", calibration)]
+    with pytest.raises(CannotSplit, match=r"experts\.down are no whole groups of 32") as refused:
+        validate_job(load_job(path, [(TENSOR, str(ranks)), *int4]))
+    assert str(refused.value).endswith(f"can be divided among {works}")
+    assert refused.value.exit_code == 69
+    for size in works.split(", "):
+        assert validate_job(load_job(path, [(TENSOR, size), *int4]))[-1] == "the job file has no mistakes"
 
 
 def test_the_command_says_so(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

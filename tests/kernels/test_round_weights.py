@@ -10,6 +10,7 @@ from torch import Tensor
 
 from batchinfer_kernels.cpu import compiled as compiled_module
 from batchinfer_kernels.cpu.compiled import CompiledOperators
+from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.int4_linear import SHARES, quantize_groups
 from batchinfer_kernels.quantized_linear import quantize_weight
 
@@ -27,6 +28,24 @@ def assert_same_bits(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]
     assert torch.equal(
         found[1].nan_to_num(7.0).view(torch.int32), wanted[1].nan_to_num(7.0).view(torch.int32)
     )
+
+
+def assert_packed_alike(
+    compiled: CompiledOperators, weight: Tensor, group: int, kind: Kind = "plain"
+) -> None:
+    """Whether a weight is rounded and packed as the reference rounds it."""
+    wanted = compiled.pack_int4(*quantize_groups(weight, group), None, group, None, kind)
+    found = compiled.pack_rounded_int4(weight, group, None, kind)
+    for got, expected in zip(parts(found), parts(wanted), strict=True):
+        assert_same_bits((found.panels, got), (wanted.panels, expected))
+
+
+def parts(weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Return the starts of a weight's columns and the scales of their groups."""
+    _, starts, scales, _ = weight._kept
+    assert starts is not None
+    assert scales is not None
+    return starts, scales
 
 
 def strange(weight: Tensor) -> Tensor:
@@ -52,20 +71,47 @@ def test_int8(compiled: CompiledOperators, dtype: torch.dtype, inputs: int) -> N
     assert_same_bits(compiled.round_int8(weight), quantize_weight(weight))
     turned = weight.T
     assert_same_bits(compiled.round_int8(turned), quantize_weight(turned.contiguous()))
+    for kind, part in (("plain", weight), ("gated", weight[:334]), ("plain", turned)):
+        assert_packed_in_int8(compiled, part, kind)
+
+
+def assert_packed_in_int8(compiled: CompiledOperators, weight: Tensor, kind: Kind) -> None:
+    """Whether a weight is rounded and packed as the reference rounds it, alone and as one of two experts."""
+    wanted = compiled.pack_codes(*quantize_weight(weight.contiguous()), None, kind)
+    both = compiled.pack_rounded_expert_int8(torch.stack([weight, weight.flip(0)]), None, kind)
+    for found, at in ((compiled.pack_rounded_int8(weight, None, kind), ...), (both, 0)):
+        starts, scales = parts(found)
+        assert_same_bits((found.panels[at], scales[at]), (wanted.panels, parts(wanted)[1]))
+        assert torch.equal(starts[at], parts(wanted)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
-def test_int4(compiled: CompiledOperators, dtype: torch.dtype, group: int) -> None:
-    weight = strange(torch.randn(2000, 512, generator=torch.Generator().manual_seed(group)) * 0.02)
+@pytest.mark.parametrize(("outputs", "kind"), [(2000, "plain"), (1034, "gated"), (37, "plain")])
+def test_int4(compiled: CompiledOperators, dtype: torch.dtype, group: int, outputs: int, kind: Kind) -> None:
+    weight = strange(torch.randn(outputs, 512, generator=torch.Generator().manual_seed(group)) * 0.02)
     weight = weight.to(dtype)
-    assert_same_bits(compiled.round_int4(weight, group), quantize_groups(weight, group))
+    assert compiled.rounds_int4(weight, group)
+    assert_packed_alike(compiled, weight, group, kind)
+    if outputs >= group:
+        assert_packed_alike(compiled, weight.T[:, : outputs // group * group], group)
+
+
+def test_int4_of_experts(compiled: CompiledOperators) -> None:
+    weight = torch.randn(3, 70, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    coded = [quantize_groups(matrix, 32) for matrix in weight]
+    codes, scales = (torch.stack(each) for each in zip(*coded, strict=True))
+    wanted = compiled.pack_expert_int4(codes, scales, None, 32, None, "gated")
+    found = compiled.pack_rounded_expert_int4(weight, 32, None, "gated")
+    for got, expected in zip(parts(found), parts(wanted), strict=True):
+        assert_same_bits((found.panels, got), (wanted.panels, expected))
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(100, 32), (64, 24), (1024, 512)])
 def test_groups_of_other_sizes(compiled: CompiledOperators, inputs: int, group: int) -> None:
     weight = torch.randn(40, inputs)
-    assert_same_bits(compiled.round_int4(weight, group), quantize_groups(weight, group))
+    assert not compiled.rounds_int4(weight, group)
+    assert_packed_alike(compiled, weight, group)
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,7 +121,7 @@ def test_few_different_values(seed: int, size: float, dtype: torch.dtype) -> Non
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randint(-6, 7, (60, 64), generator=generator) * size).to(dtype)
     compiled = CompiledOperators()
-    assert_same_bits(compiled.round_int4(weight, 32), quantize_groups(weight, 32))
+    assert_packed_alike(compiled, weight, 32)
     assert_same_bits(compiled.round_int8(weight), quantize_weight(weight))
 
 
@@ -104,9 +150,9 @@ def test_few_groups_are_left_to_the_reference_and_all_that_must_be(
         asked.append(weight)
         return quantize_groups(weight, group)
 
-    monkeypatch.setattr(compiled_module, "quantize_groups", noted)
     weight = torch.randn(8000, 896, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert_same_bits(compiled.round_int4(weight, 32), quantize_groups(weight, 32))
+    monkeypatch.setattr(compiled_module, "quantize_groups", noted)
+    assert_packed_alike(compiled, weight, 32)
     (given_back,) = asked
     assert len(given_back) < 400
     close = close_calls(weight.view(-1, 32))

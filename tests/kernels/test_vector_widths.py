@@ -140,9 +140,12 @@ def test_mxfp4_has_the_bits_of_what_it_stands_for(operators, dtype):
 def test_weights_are_rounded_alike(operators, dtype):
     weight = (torch.randn(300, 224, generator=torch.Generator().manual_seed(3)) * 0.1).to(dtype)
     weight[7, 5], weight[8], weight[9, 3] = torch.nan, 0.0, 1e-42
-    for found, wanted in (
-        (operators.round_int8(weight), quantize_weight(weight)),
-        (operators.round_int4(weight, 32), quantize_groups(weight, 32)),
-    ):
-        assert torch.equal(found[0], wanted[0])
-        assert torch.equal(found[1].nan_to_num(3.0), wanted[1].nan_to_num(3.0))
+    found, wanted = operators.round_int8(weight), quantize_weight(weight)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1].nan_to_num(3.0), wanted[1].nan_to_num(3.0))
+    packed, wanted = operators.pack_rounded_int4(weight, 32, None), quantize_groups(weight, 32)
+    expected = operators.pack_int4(*wanted, None, 32, None)
+    assert operators.rounds_int4(weight, 32)
+    assert torch.equal(packed.panels, expected.panels)
+    for got, column in zip(packed._kept[1:3], expected._kept[1:3], strict=True):
+        assert torch.equal(got.nan_to_num(3.0), column.nan_to_num(3.0))

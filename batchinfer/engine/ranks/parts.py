@@ -11,9 +11,9 @@ from batchinfer.engine.ranks.seat import Division
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.stored_parts import check_parts
 from batchinfer.models.parallel.place import Portion, RankPlace, Span
-from batchinfer.models.parallel.sharded import MOST_RANKS, sharded, tensor_sizes
+from batchinfer.models.parallel.sharded import expert_sizes, sharded, tensor_sizes
 from batchinfer.models.spec.parameters import layer_parameters
-from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
+from batchinfer.models.spec.spec import ModelSpec
 
 
 def place_of(rank: int, division: Division, spec: ModelSpec) -> RankPlace:
@@ -31,15 +31,6 @@ def place_of(rank: int, division: Division, spec: ModelSpec) -> RankPlace:
     if division.stages == 1:
         return place
     return replace(place, layers=stage_spans(spec, division.stages)[division.stage(rank)])
-
-
-def expert_sizes(spec: ModelSpec) -> list[int]:
-    """Return the numbers of ranks that the experts of each layer can be divided among, as many to each; none for a
-    model without experts."""
-    counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
-    return [
-        size for size in range(1, MOST_RANKS + 1) if counts and all(count % size == 0 for count in counts)
-    ]
 
 
 def check_division(spec: ModelSpec, division: Division) -> None:

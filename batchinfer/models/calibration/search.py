@@ -29,7 +29,7 @@ from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights
 from batchinfer.models.decoder.block import Block, build_layer, pack_layer
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.decoder.packed import PackedWeights
-from batchinfer.models.decoder.quantize import quantized_layer, quantized_weight
+from batchinfer.models.decoder.quantize import quantized_weight
 from batchinfer.models.decoder.rope import rope_table
 from batchinfer.models.ops.interface import DecoderLayer, Ops, RopeTable
 from batchinfer.models.spec.spec import INT4_GROUP, LayerSpec, LinearSpec
@@ -114,7 +114,7 @@ class Search:
         return replace(found, weights={name: one.to(CPU) for name, one in found.weights.items()})
 
     def _built(self, layer: LayerSpec, weights: LayerWeights) -> DecoderLayer:
-        parts = pack_layer(self._ops, layer, quantized_layer(self._ops, layer, weights))
+        parts = pack_layer(self._ops, layer, weights)
         return build_layer(self._ops, layer, replace(parts, rope=self._rope(layer)))
 
     def _rope(self, layer: LayerSpec) -> RopeTable | None:

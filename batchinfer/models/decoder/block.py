@@ -10,6 +10,7 @@ from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.decoder.attention import AttentionHalf, attention_half, pack_latent_heads
 from batchinfer.models.decoder.feed_forward import feed_forward, pack_experts
 from batchinfer.models.decoder.norm import apply_norm
+from batchinfer.models.decoder.quantize import quantized_weight
 from batchinfer.models.ops.interface import (
     AdapterRoom,
     Adapters,
@@ -169,7 +170,7 @@ def _adapters(
 
 
 def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
-    weight, bias = _weight(linear, weights), weights.get(linear.name + BIAS)
+    weight, bias = _weight(ops, linear, weights), weights.get(linear.name + BIAS)
     if linear.exact:
         return ops.pack_exact(weights[linear.name], bias)
     if linear.activation is None:
@@ -178,11 +179,14 @@ def _packed(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
     return pack(weight, bias, linear.activation)
 
 
-def _weight(linear: LinearSpec, weights: LayerWeights) -> Weight:
-    """Return a product's weight, with its scales where it is quantised, or as the sparse one that it is."""
+def _weight(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Weight:
+    """Return a product's weight, with its scales where it is stored quantised; quantised here, if the spec says so; or
+    as the sparse one that it is."""
     weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
     if scales is None:
-        return weight if linear.form is None or linear.form.coded else SparseWeight(weight)
+        if linear.form is not None and not linear.form.coded:
+            return SparseWeight(weight)
+        return quantized_weight(ops, weight, linear.form)
     group = 0 if linear.form is None else linear.form.group
     lines, zeros = (weights.get(linear.name + end) for end in (LINES, ZEROS))
     return CodedWeight(weight, scales, lines, group, zeros)

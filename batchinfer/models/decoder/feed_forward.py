@@ -51,26 +51,28 @@ def pack_experts(ops: Ops, spec: LayerSpec, weights: LayerWeights, ranks: Ranks 
     if not isinstance(fed, ExpertsSpec):
         return None
     linears = {linear.name: linear for linear in spec.linears}
-    into, back = (_of_experts(weights, linears[f"experts.{name}"]) for name in ("gate_up", "down"))
+    into, back = (_of_experts(ops, weights, linears[f"experts.{name}"]) for name in ("gate_up", "down"))
     experts = ops.pack_experts(into, back, fed.activation)
     if fed.held is not None:
         return RangedExperts(experts, ops, fed, ranks.experts, ranks.exact)
     return experts if ranks.tensor.size == 1 else SummedExperts(experts, ranks.tensor)
 
 
-def _of_experts(weights: LayerWeights, linear: LinearSpec) -> ExpertWeights:
-    """Split the experts' weights, which are stacked."""
+def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWeights:
+    """Split the experts' weights, which are stacked, and quantise them, if the spec says so."""
 
     def split(end: str) -> Tensor | None:
         found = weights.get(linear.name + end)
         return None if found is None else found.view(linear.experts, -1, *found.shape[1:])
 
-    weight, lines = split(""), weights.get(linear.name + LINES)
+    weight, scales, lines = split(""), split(SCALES), weights.get(linear.name + LINES)
     assert weight is not None, "a layer has all of its weights"
+    if scales is None and linear.form is not None and linear.form.coded:
+        return ops.quantized_experts(ExpertWeights(weight, split(BIAS)), linear.form)
     return ExpertWeights(
         weight,
         split(BIAS),
-        split(SCALES),
+        scales,
         None if lines is None else lines[: len(lines) // linear.experts],  # blocks lie alike in all of them
         0 if linear.form is None else linear.form.group,
         split(ZEROS),

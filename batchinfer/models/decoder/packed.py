@@ -9,7 +9,7 @@ import torch
 from batchinfer.models.checkpoint.weights import Tables, Weights
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.decoder.classifier import Classifier
-from batchinfer.models.decoder.quantize import quantized_layer, quantized_weight
+from batchinfer.models.decoder.quantize import quantized_weight
 from batchinfer.models.ops.interface import AdapterRoom, Head, LayerParts, Ops
 from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.parallel.vocabulary import SplitHead
@@ -51,7 +51,7 @@ def pack_weights(
     # or a head that was copied would be there twice while the layers are packed
     tables = replace(tables, head=tables.embedding)
     layers = tuple(
-        pack_layer(ops, layer, quantized_layer(ops, layer, weights.layer(index)), None, adapters, room, ranks)
+        pack_layer(ops, layer, weights.layer(index), None, adapters, room, ranks)
         for index, layer in enumerate(spec.layers)
     )
     places = None if room is None else room.places

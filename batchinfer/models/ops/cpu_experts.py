@@ -43,6 +43,10 @@ class CompiledHeads(HeadsLinear):
 
 def pack(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind) -> PackedExperts:
     """The weights in panels."""
+    if weights.form is not None and weights.form.codes == "int8":
+        return compiled.pack_rounded_expert_int8(weights.weight, weights.bias, kind)
+    if weights.form is not None:
+        return compiled.pack_rounded_expert_int4(weights.weight, weights.form.group, weights.bias, kind)
     if weights.scales is None:
         return compiled.pack_experts(weights.weight, weights.bias, kind)
     if weights.mxfp4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from batchinfer.models.ops.interface import (
     LayerParts,
     Linear,
     RopeTable,
+    RoundedWeight,
     Weight,
     placed,
     values_of,
@@ -89,11 +91,23 @@ class CpuOps(TorchOps):
         return f"{way}, in tiles" if tiles else way
 
     def rounded(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
-        if weight.dtype not in (torch.float32, torch.bfloat16) or form.codes not in ("int4", "int8"):
-            return super().rounded(weight, form)
-        if form.codes == "int8":
+        if form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16):
             return self._compiled.round_int8(weight)
-        return self._compiled.round_int4(weight, form.group)
+        return super().rounded(weight, form)
+
+    def quantized(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
+        return RoundedWeight(weight, form) if self._rounds(weight, form) else super().quantized(weight, form)
+
+    def quantized_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
+        if self._rounds(weights.weight, form):
+            return replace(weights, form=form)
+        return super().quantized_experts(weights, form)
+
+    def _rounds(self, weight: Tensor, form: WeightForm) -> bool:
+        """Whether weights like this one are quantised while they are packed."""
+        if form.codes == "int4":
+            return self._compiled.rounds_int4(weight, form.group)
+        return form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
@@ -123,6 +137,10 @@ class CpuOps(TorchOps):
         return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
+        if isinstance(weight, RoundedWeight):
+            if weight.form.codes == "int8":
+                return self._compiled.pack_rounded_int8(weight.values, bias, kind)
+            return self._compiled.pack_rounded_int4(weight.values, weight.form.group, bias, kind)
         if not isinstance(weight, CodedWeight):
             return self._compiled.pack_linear(values_of(weight, self.name), bias, kind)
         if weight.mxfp4:

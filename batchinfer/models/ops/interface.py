@@ -210,8 +210,21 @@ class SparseWeight:
         return self.values.shape
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundedWeight:
+    """A weight (out, in) in floats that is quantised to a form while it is packed, by operators that can."""
+
+    values: Tensor
+    form: WeightForm
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the weight's shape, (out, in)."""
+        return self.values.shape
+
+
 # What a product multiplies with: values of the run's dtype, those of a sparse weight, or quantised ones
-Weight: TypeAlias = Tensor | SparseWeight | CodedWeight
+Weight: TypeAlias = Tensor | SparseWeight | CodedWeight | RoundedWeight
 
 
 def values_of(weight: Weight, name: str) -> Tensor:
@@ -221,6 +234,8 @@ def values_of(weight: Weight, name: str) -> Tensor:
         return weight.values
     if isinstance(weight, CodedWeight):
         raise TypeError(f"{name} operators have no products of {weight.codes.dtype}")
+    if isinstance(weight, RoundedWeight):
+        raise TypeError(f"{name} operators do not round weights to {weight.form.codes} while they pack them")
     return weight
 
 
@@ -228,7 +243,8 @@ def values_of(weight: Weight, name: str) -> Tensor:
 class ExpertWeights:
     """One matrix product of each expert: weight (experts, out, in), bias (experts, out). With scales, each expert's,
     the weight holds quantised values, as a CodedWeight's; the lines are those of every expert, and group and zeros are
-    int4's. Or it is in MXFP4, and scales are exponents: see batchinfer_kernels.mxfp4."""
+    int4's. Or it is in MXFP4, and scales are exponents: see batchinfer_kernels.mxfp4. In floats with a `form` it is
+    quantised to that while it is packed, as a RoundedWeight."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -236,6 +252,7 @@ class ExpertWeights:
     lines: Tensor | None = None
     group: int = 0
     zeros: Tensor | None = None
+    form: WeightForm | None = None
 
     @property
     def mxfp4(self) -> bool:
@@ -377,6 +394,17 @@ class Ops(ABC):
         if form.codes == "int4":
             return quantize_groups(weight, form.group)
         return quantize_weight(weight) if form.codes == "int8" else quantize_rows_fp8(weight)
+
+    def quantized(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
+        """Quantise a weight (out, in) of floats as `rounded` does, or have that done while it is packed."""
+        return CodedWeight(*self.rounded(weight, form), group=form.group)
+
+    def quantized_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
+        """Quantise the experts' weights, which are in floats, as `quantized` does each."""
+        count, outputs, inputs = weights.weight.shape
+        codes, scales = self.rounded(weights.weight.view(-1, inputs), form)
+        scales = scales.view(count, outputs, *scales.shape[1:])
+        return replace(weights, weight=codes.view(count, outputs, inputs), scales=scales, group=form.group)
 
     @abstractmethod
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:

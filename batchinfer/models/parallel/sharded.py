@@ -40,10 +40,24 @@ def sharded(spec: ModelSpec, place: RankPlace) -> ModelSpec:
 
 
 def tensor_sizes(spec: ModelSpec, place: RankPlace = EVERYTHING) -> list[int]:
-    """Return the numbers of ranks that each of its layers can be divided among, experts as `place` has them."""
+    """Return the numbers of ranks that each of its layers can be divided among; ranks have whole experts where `place`
+    has, or where each gets as many."""
+    evenly = expert_sizes(spec)
     every = (Portion(0, size) for size in range(1, MOST_RANKS + 1))
-    places = (replace(place, tensor=one, experts=None if place.experts is None else one) for one in every)
+    places = (
+        replace(place, tensor=one, experts=one if place.experts is not None or one.size in evenly else None)
+        for one in every
+    )
     return [each.tensor.size for each in places if _divides(spec, each)]
+
+
+def expert_sizes(spec: ModelSpec) -> list[int]:
+    """Return the numbers of ranks that the experts of each layer can be divided among, as many to each; none for a
+    model without experts."""
+    counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
+    return [
+        size for size in range(1, MOST_RANKS + 1) if counts and all(count % size == 0 for count in counts)
+    ]
 
 
 def _divides(spec: ModelSpec, place: RankPlace) -> bool:

@@ -196,3 +196,35 @@ def test_layers_that_no_group_divides_are_named(tmp_path: Path, monkeypatch: pyt
     assert all(".experts." in name for name in matrices)
     assert matrices <= ignored
     assert not packed & ignored
+
+
+def test_experts_are_named_as_published_checkpoints_name_them(tmp_path: Path) -> None:
+    """As llm-compressor writes a Qwen3 MoE: each expert's projections are packed one by one, routers and the head are
+    left and named, since engines whose routers are linear layers would look for their codes."""
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", **{**SIZES, "moe_intermediate_size": 32})
+    calibrate(tmp_path / "plain", tmp_path / "int4")
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())
+    stored: dict[str, Tensor] = {}
+    for path in sorted((tmp_path / "int4").glob("*.safetensors")):
+        stored |= load_file(path)
+    hidden, layers = config["hidden_size"], range(config["num_hidden_layers"])
+    experts = 6
+    for layer in layers:
+        for expert in range(experts):
+            for name, outputs, inputs in (("gate", 32, hidden), ("up", 32, hidden), ("down", hidden, 32)):
+                module = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj"
+                words, scales, shape = (
+                    stored[f"{module}.weight_{end}"] for end in ("packed", "scale", "shape")
+                )
+                assert (words.dtype, words.shape) == (torch.int32, (outputs, inputs // 8))
+                assert scales.shape == (outputs, inputs // 32)
+                assert (shape.dtype, shape.tolist()) == (torch.int64, [outputs, inputs])
+                assert f"{module}.weight" not in stored
+    said = config["quantization_config"]
+    assert {f"model.layers.{layer}.mlp.gate" for layer in layers} | {"lm_head"} <= set(said["ignore"])
+    assert (said["quant_method"], said["format"]) == ("compressed-tensors", "pack-quantized")
+    assert said["quantization_status"] == "compressed"
+    group = said["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear"]
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    assert wanted.items() <= group["weights"].items()

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.models.decoder.block import Block, pack_layer
-from batchinfer.models.decoder.quantize import quantized_layer
 from batchinfer.models.ops.cpu_layer import CompiledLayer
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import AttentionInputs, RopeTable
@@ -75,7 +74,7 @@ def random_weights(spec, dtype):
 def layer_parts(ops, spec, dtype):
     angles = torch.rand(2048, spec.attention.head_dim // 2) * 6
     rope = RopeTable(angles.cos(), angles.sin(), spec.attention.rotation.interleaved)
-    return pack_layer(ops, spec, quantized_layer(ops, spec, random_weights(spec, dtype)), rope)
+    return pack_layer(ops, spec, random_weights(spec, dtype), rope)
 
 
 def with_linears(parts, **changed):

@@ -20,7 +20,6 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from batchinfer.models.checkpoint.dummy import DummyWeights
 from batchinfer.models.decoder.block import pack_layer
 from batchinfer.models.decoder.feed_forward import feed_forward
-from batchinfer.models.decoder.quantize import quantized_layer
 from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import AttentionInputs, LayerParts, Ops, RopeTable
 from batchinfer.models.ops.torch_ops import TorchOps
@@ -172,7 +171,7 @@ def packed(
     ops = ops_of(kind, dtype)
     if quantization != "none":
         layer = layer.quantized(quantization)
-    return ops, layer, pack_layer(ops, layer, quantized_layer(ops, layer, placed), rope, ranks=ranks)
+    return ops, layer, pack_layer(ops, layer, placed, rope, ranks=ranks)
 
 
 def inputs_of(tokens: int, device: str, padding: int | None = None) -> AttentionInputs:
