@@ -228,6 +228,10 @@ class TorchOps(Ops):
             q, cos, sin, norms.q, norms.eps, offset=norms.offset, interleaved=rope.interleaved
         )
 
+    @property
+    def follows_trees(self) -> bool:
+        return self._causal
+
     def plan_attention(
         self,
         inputs: AttentionInputs,
@@ -240,8 +244,16 @@ class TorchOps(Ops):
             shapes.append(SequenceShape(row, start, queries, context))
             start += queries
         members, causal = group_sequences(shapes, self._causal), self._causal
-        tables = inputs.block_tables
-        return GroupedPlan([build_group(m, tables, block_size, windows, causal) for m in members], start)
+        tables, tree = inputs.block_tables, inputs.tree
+        if tree is not None:
+            self.check_tree(windows)
+        made = [build_group(m, tables, block_size, windows, causal, tree) for m in members]
+        return GroupedPlan(made, start)
+
+    def check_tree(self, windows: frozenset[int | None]) -> None:
+        """Raises TypeError where these operators follow no trees of drafts, for layers of these windows."""
+        if not self.follows_trees or windows != {None}:
+            raise TypeError(f"{self.name} operators have no trees of drafts for windows {windows}")
 
     def attention(
         self,
