@@ -23,11 +23,13 @@ class TreeMask:
     def depths(self) -> NDArray[np.int64]:
         """Count the keys behind `last` that each query sees, (T,)."""
         each = np.ascontiguousarray(self.bits).view(np.uint8).reshape(-1, 4)
-        return np.unpackbits(each, axis=1).sum(1, dtype=np.int64)
+        found: NDArray[np.int64] = np.unpackbits(each, axis=1).sum(1, dtype=np.int64)
+        return found
 
     def seen(self, first: int, end: int, keys: int) -> NDArray[np.bool_]:
         """Return which of the first `keys` keys the queries [first, end) see: (end - first, keys)."""
         place = np.arange(keys) - self.last[first:end, None] - 1
         inside = (place >= 0) & (place < MOST_NODES)
         bits = self.bits[first:end, None] >> np.where(inside, place, 0) & 1
-        return (place < 0) | (inside & bits.astype(bool))
+        found: NDArray[np.bool_] = (place < 0) | (inside & bits.astype(bool))
+        return found

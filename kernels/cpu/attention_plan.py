@@ -55,7 +55,9 @@ class Items:
     group: int  # query heads a KV head
     # (R,) int64: the last position up to which each row sees all; None: its own
     last_seen: Tensor | None = None
-    behind: Tensor | None = None  # (R,) int32: which keys behind that it sees, as a TreeMask has them; None: none
+    behind: Tensor | None = (
+        None  # (R,) int32: which keys behind that it sees, as a TreeMask has them; None: none
+    )
 
     def structure(self, tables: Tensor, group: int) -> PlanStructure:
         """Return the items as the operators take them; tables: (S, blocks) int32, the step's. Both must outlive it.
@@ -80,8 +82,8 @@ def attention_items(
 
     With `tables` (S, blocks) and `pages`, few queries pass over shared blocks together. The longest items come
     first, so that no thread is left alone with one at the end. `most_rows`: queries times `group` that an item may
-    have, as the operators say. `tree`: which keys queries see, where some are in trees of drafts. Raises ValueError for a
-    group larger than MAX_ROWS.
+    have, as the operators say. `tree`: which keys queries see, where some are in trees of drafts. Raises ValueError for
+    a group larger than MAX_ROWS.
     """
     if group > MAX_ROWS:
         raise ValueError(f"{group} query heads share a KV head; at most {MAX_ROWS} may")

@@ -47,7 +47,14 @@ class Step:
         return replace(self, q=self.q.to(dtype), k=k, v=v, scales=(k_scale, v_scale))
 
     def attend(
-        self, compiled: CompiledOperators, window=None, share=True, causal=True, most_rows=None, tree=None, **rules
+        self,
+        compiled: CompiledOperators,
+        window=None,
+        share=True,
+        causal=True,
+        most_rows=None,
+        tree=None,
+        **rules,
     ) -> Tensor:
         size, group = self.k.shape[2], self.q.shape[1] // self.k.shape[1]
         pages = (self.table.numpy(), compiled.pages(size)) if share else ()

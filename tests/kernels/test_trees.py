@@ -45,7 +45,9 @@ def mask_of(step: Step, trees: list[Parents]) -> TreeMask:
         root = context - len(parents) - 1
         before = range(context - queries, root + 1)
         last += [*before, *[root] * len(parents)]
-        bits += [0] * len(before) + [sum(1 << at for at in path(parents, node)) for node in range(len(parents))]
+        bits += [0] * len(before) + [
+            sum(1 << at for at in path(parents, node)) for node in range(len(parents))
+        ]
     return TreeMask(np.array(last), np.array(bits, np.uint32).view(np.int32))
 
 
@@ -77,7 +79,8 @@ def test_each_path_is_a_text_of_its_own(seed, group, block_size, soft_cap, sunk,
             slots = step.table[row].long().repeat_interleave(block_size) * block_size
             slots = (slots + torch.arange(len(slots)) % block_size)[places]
             k, v = (
-                cache[slots // block_size, :, slots % block_size].transpose(0, 1)[None] for cache in (step.k, step.v)
+                cache[slots // block_size, :, slots % block_size].transpose(0, 1)[None]
+                for cache in (step.k, step.v)
             )
             query = step.q[end - len(parents) + node][None]
             table = torch.zeros(1, 1, dtype=torch.int32)
@@ -105,7 +108,9 @@ def test_compiled_and_grouped_trees_equal_the_reference(
     tree = mask_of(step, random_trees(step, seed))
     rules = {"soft_cap": soft_cap, "sinks": torch.randn(2 * group) if sunk else None}
     wanted = step.reference(tree=tree, **rules)
-    torch.testing.assert_close(step.attend(operators(way, codes), tree=tree, **rules), wanted, **TOLERANCE[dtype])
+    torch.testing.assert_close(
+        step.attend(operators(way, codes), tree=tree, **rules), wanted, **TOLERANCE[dtype]
+    )
     if not codes:
         groups = step.groups(tree=tree)
         grouped = grouped_attention(step.q, step.k, step.v, groups, 0.3, None, **rules)
