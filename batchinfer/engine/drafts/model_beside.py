@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.proposal_times import ProposalTimes
+from batchinfer.engine.drafts.worth import expected_right
 from batchinfer.engine.loop.drafting import takes
+from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.runner import Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
+from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Step
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
@@ -118,7 +121,17 @@ class ModelBeside:
         first = self._times.seconds(each + more, each, context)
         return first + (count - 1) * self._times.seconds(each, each, context)
 
-    def propose(self, rows: Seq[Sequence], count: int) -> list[list[int]]:
+    def expected(self, rate: float, count: int) -> float:
+        """Return how many of `count` tokens that it proposes of a row are expected to be right."""
+        return expected_right(rate, count)
+
+    def verified(self, tree: DraftTree, taken: AcceptedTokens) -> None:
+        """Learn nothing: its proposals are chains, whose acceptance others count."""
+
+    def fade(self, share: float) -> None:
+        """Forget nothing."""
+
+    def propose(self, rows: Seq[Sequence], count: int) -> list[DraftTree]:
         """Return up to `count` tokens that may follow each of these rows, which `takes`: `most_rows` or fewer."""
         readings = [self._reading(row, place) for place, row in enumerate(rows)]
         found: dict[Sequence, list[int]] = {one.own: [] for one in readings}
@@ -134,7 +147,7 @@ class ModelBeside:
                 self._forget_mask(one)
         for one in readings:
             self._note(one, one.known - 1)
-        return [found[one.own] for one in readings]
+        return [DraftTree(found[one.own]) for one in readings]
 
     def ended(self, row: Sequence) -> None:
         """Forget a row."""

@@ -91,7 +91,7 @@ class Asking(Drafts):
             return []
         count = self.random.randint(1, 6)
         assert self.model.seconds(asked, count) > 0
-        found = self.model.propose(asked, count)
+        found = [one.tokens for one in self.model.propose(asked, count)]
         self.found += [(row, list(row.tokens), tokens) for row, tokens in zip(asked, found, strict=True)]
         return [
             (
