@@ -22,8 +22,9 @@ MOST_ROWS = 256  # that they are asked about at a time
 MOST_NODES = 24  # of a tree
 RANKS = 8  # candidates of a head, the likeliest ones
 _NEWEST = 0.2  # the weight of what the newest proposals took
-# Before any was verified: how likely a head's first candidate is to be right, and by how much less the next one each
-_BELIEVED, _NEXT = 0.75, 0.5
+# Before any was verified: how likely a head's first candidate is to be right, and each further one where those before
+# it are wrong
+_BELIEVED, _BELIEVED_NEXT = 0.75, 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,13 +74,16 @@ class HeadsBeside:
         if self._shape is None:
             heads = len(self._runner.heads.heads)
             ranks, most = (RANKS, MOST_NODES) if self._runner.branches else (1, heads)
-            rates = [[self._rate(depth, rank) for rank in range(ranks)] for depth in range(heads)]
-            self._shape = best_shape(rates, most)
+            self._shape = best_shape([self._rates(head, ranks) for head in range(heads)], most)
         return self._shape
 
-    def _rate(self, depth: int, rank: int) -> float:
-        believed = _BELIEVED if not rank else (1 - _BELIEVED) * _NEXT**rank
-        return self._acceptance.rate((depth, rank), believed)
+    def _rates(self, head: int, ranks: int) -> list[float]:
+        """Return how likely the candidates of a head are to be right, where the tokens before them are."""
+        rates = [self._acceptance.rate((head, 0), _BELIEVED)]
+        for rank in range(1, ranks):
+            believed = max(0.0, 1 - sum(rates)) * _BELIEVED_NEXT
+            rates.append(self._acceptance.rate((head, rank), believed))
+        return rates
 
     def expected(self, rate: float, count: int) -> float:
         """Return how many of `count` tokens that it proposes of a row are expected to be right."""
