@@ -187,12 +187,13 @@ class ModelBeside:
             return DraftTree(chain.tolist())
         drawn, nodes, before, last = not one.row.request.params.greedy, list[_Node](), 1.0, -1
         for step in given:
-            for rank, (token, chance) in enumerate(((step.token, step.chance), *step.others)):
-                kind = drawn, rank, _level(chance)
-                right = before * self._acceptance.rate(kind, chance)
-                if rank or last + 1 < len(chain):
-                    nodes.append(_Node(right, last, token, kind))
-            last, before = last + 1, next((n.chance for n in nodes if n.parent == last and not n.rank), 0.0)
+            candidates = self._candidates(step, drawn)
+            nodes += [
+                _Node(before * rate, last, token, kind)
+                for token, rate, kind in candidates
+                if kind[1] or last + 1 < len(chain)
+            ]
+            last, before = last + 1, before * candidates[0][1]
         return _tree(nodes)
 
     def ended(self, row: Sequence) -> None:
@@ -250,6 +251,16 @@ class ModelBeside:
         if masks is not None and row.constraint is not None and row.mask is not None:
             own.constraint = row.constraint.fork()
             own.mask = one.mask = masks.put(own.constraint)
+
+    def _candidates(self, step: _Given, drawn: bool) -> list[tuple[int, float, _Kind]]:
+        """Return the tokens that may stand at a place, how likely each is to be right if what is before it is, and its
+        kind. Before any was verified, the others share what the chain's token leaves as the model has it."""
+        kind = drawn, 0, _level(step.chance)
+        found, left = [(step.token, self._acceptance.rate(kind, _BELIEVED), kind)], max(1e-6, 1 - step.chance)
+        for rank, (token, chance) in enumerate(step.others, 1):
+            kind, believed = (drawn, rank, _level(chance)), (1 - found[0][1]) * min(1.0, chance / left)
+            found.append((token, self._acceptance.rate(kind, believed), kind))
+        return found
 
     def _forget_mask(self, one: _ReadRow) -> None:
         if one.mask is not None and self._beside.masks is not None:
