@@ -1,4 +1,4 @@
-"""Which keys the queries of a step see where some of its tokens are trees of drafts."""
+"""The mask of a step says which keys its queries see where some of its tokens are trees of drafts."""
 
 from __future__ import annotations
 

@@ -149,6 +149,7 @@ class DeviceRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token, and in a group when
         there is none for the step as a whole, or for its graph."""
+        assert plan.tree_bits is None, "see `follows_trees`"
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()

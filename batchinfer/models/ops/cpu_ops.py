@@ -237,8 +237,7 @@ class CpuOps(TorchOps):
     ) -> AttentionPlan:
         before = beside if isinstance(beside, ItemPlan) else None
         queries, contexts = inputs.query_lens, inputs.context_lens
-        if inputs.tree is not None:
-            self.check_tree(windows)
+        self.check_tree(inputs, windows)
         if not self._causal:
             return ItemPlan(inputs, whole_items(queries, self._group, self._most_rows), before)
         if inputs.whole:

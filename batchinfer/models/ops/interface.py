@@ -532,6 +532,12 @@ class Ops(ABC):
         """Whether a step's tokens may be trees of drafts, where no layer has a window, and be moved behind that."""
         return False
 
+    def check_tree(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> None:
+        """Raises TypeError for a step with trees of drafts, where these operators follow none or layers have
+        windows."""
+        if inputs.tree is not None and not (self.follows_trees and windows == {None}):
+            raise TypeError(f"{self.name} operators have no trees of drafts for windows {set(windows)}")
+
     def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
         """Move tokens within the cache; moves are (n, 2) int64. See batchinfer_kernels.move_slots."""
         for k, v in cache.copied:

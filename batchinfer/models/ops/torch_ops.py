@@ -245,15 +245,9 @@ class TorchOps(Ops):
             start += queries
         members, causal = group_sequences(shapes, self._causal), self._causal
         tables, tree = inputs.block_tables, inputs.tree
-        if tree is not None:
-            self.check_tree(windows)
+        self.check_tree(inputs, windows)
         made = [build_group(m, tables, block_size, windows, causal, tree) for m in members]
         return GroupedPlan(made, start)
-
-    def check_tree(self, windows: frozenset[int | None]) -> None:
-        """Raises TypeError where these operators follow no trees of drafts, for layers of these windows."""
-        if not self.follows_trees or windows != {None}:
-            raise TypeError(f"{self.name} operators have no trees of drafts for windows {windows}")
 
     def attention(
         self,

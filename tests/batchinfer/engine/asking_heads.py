@@ -98,6 +98,7 @@ class Asking(Drafts):
             ModelBeside(beside, PEAKS) if isinstance(beside, BesideRunner) else HeadsBeside(beside, PEAKS)
         )
         self.answers, self.random, self.left = answers, random.Random(seed), 0
+        self.branches = beside.branches
         self.found: list[tuple[Sequence, list[int], list[int]]] = []  # rows, their tokens, what was proposed
 
     def propose(
@@ -123,7 +124,7 @@ class Asking(Drafts):
     def _drafts(self, row: Sequence, tree: DraftTree) -> Seq[int] | DraftTree:
         """What the head proposes, or the row's answer, or that behind tokens in a tree that are not right."""
         kind, answer = self.random.random(), self.answers[row.request.key][row.output_length :][:4]
-        if kind < 0.4 or not tree.kinds:
+        if kind < 0.4 or not self.branches:
             return tree if kind < 0.4 else answer
         if kind < 0.6:
             return answer
