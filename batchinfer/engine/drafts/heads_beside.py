@@ -22,6 +22,9 @@ MOST_ROWS = 256  # that they are asked about at a time
 MOST_NODES = 24  # of a tree
 RANKS = 8  # candidates of a head, the likeliest ones
 _NEWEST = 0.2  # the weight of what the newest proposals took
+_FORGOTTEN = (
+    0.01  # of what they took longer than their bound, with each step: a slow one would else be the last
+)
 # Before any was verified: how likely a head's first candidate is to be right, and each further one where those before
 # it are wrong
 _BELIEVED, _BELIEVED_NEXT = 0.75, 0.5
@@ -98,6 +101,8 @@ class HeadsBeside:
         """Forget a share of what was counted."""
         self._acceptance.fade(share)
         self._shape = None
+        if self._ratio is not None:
+            self._ratio += _FORGOTTEN * (min(1.0, self._ratio) - self._ratio)
 
     def _heads(self, count: int) -> int:
         """Count the heads that give the first tokens of the best tree."""

@@ -2,9 +2,9 @@
 
 python -m tests.batchinfer.engine.tree_times FOLDER [pairs] | bounds FLOPS BYTES
 
-FOLDER gets a random model of 135M parameters in float32 and heads, if it does not have them. All is computed, the heads
-too; then each sampled token is replaced by that of a given answer, and the heads' candidates by ones that are right as
-often as RIGHT says.
+FOLDER gets a random model in float32, as large as one of 135M but for its vocabulary, and heads, which are a fifth of
+it, if it does not have them. All is computed, the heads too; then each sampled token is replaced by that of a given
+answer, and the heads' candidates by ones that are right as often as RIGHT says.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.batchinfer.engine.draft_bounds import LLAMA_135M, step_seconds
 from tests.batchinfer.engine.draft_times import TEXT, work
 from tests.batchinfer.medusa_heads import heads_of, save_heads
 
-HEADS = 4
+HEADS, VOCAB = 4, 8192
 # How often the first candidate of each head is right, and the next ones: about as Cai et al., 2024, figure 2 has them
 RIGHT = [[first, 0.13, 0.06, 0.03, 0.02] for first in (0.6, 0.5, 0.42, 0.36)]
 SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -44,7 +44,7 @@ def make(folder: Path) -> None:
     """Make the model and its heads."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49_152,
+        vocab_size=VOCAB,
         num_hidden_layers=30,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -96,7 +96,7 @@ class Heads:
         self.given, self.heads, self.said = given, given.heads, said
 
     def tokens(self, states: Tensor, count: int, ranks: int = 1) -> Tensor:
-        found = self.given.own.tokens(states, count, ranks) * 0 + torch.arange(40_000, 40_000 + ranks)
+        found = self.given.own.tokens(states, count, ranks) * 0 + torch.arange(VOCAB - ranks, VOCAB)
         answer = self.said["answer"]()
         for head, token in enumerate(answer[:count]):
             draw = self.given.random.random()
@@ -111,15 +111,17 @@ class Heads:
 
 def timed(loaded: LoadedModel, peaks: Peaks, way: str, seed: int) -> tuple[float, int, int, int]:
     """Return the seconds of the decode steps of one row, their number, and the drafts verified and right."""
-    requests, answers = work(1, 1.0, seed)
+    (request,), answers = work(1, 1.0, seed)
+    answers = {key: [token % (VOCAB - 99) for token in own] for key, own in answers.items()}
+    request = replace(request, prompt=request.prompt % VOCAB)
     given: Any = Given(loaded, answers, seed)
     running = list[Any]()
-    heads: Any = Heads(given, {"answer": lambda: answers[requests[0].key][running[0].output_length :]})
+    heads: Any = Heads(given, {"answer": lambda: answers[request.key][running[0].output_length :]})
     assert isinstance(loaded.beside, HeadsRunner)
     beside = replace(loaded.beside, heads=heads, branches=way == "tree")
     drafts: Any = () if way == "none" else ("earlier",)  # of which the row has none
     engine = replace(loaded, beside=beside, drafts=drafts).engine(peaks, runner=given)
-    engine.add(requests)
+    engine.add([request])
     took, steps, drafted, right = 0.0, 0, 0, 0
     while engine.unfinished:
         running[:] = [*engine._scheduler.running] or running
@@ -160,6 +162,7 @@ def main(folder: str, pairs: str = "3", *more: str) -> None:
     config = EngineConfig(load, 1024, 2 * TEXT + 8, max_num_seqs=8, kv_memory=1 << 29, peaks=peaks)
     loaded = load_weights(load).model(config)
     ways, found = ("none", "chain", "tree"), list[list[tuple[float, int, int, int]]]()
+    timed(loaded, peaks, "tree", 99)  # nothing is cold then
     for pair in range(int(pairs)):
         found.append([timed(loaded, peaks, way, pair) for way in ways])
         print(pair, dict(zip(ways, found[-1], strict=True)), flush=True)
