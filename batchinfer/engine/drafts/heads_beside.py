@@ -19,7 +19,6 @@ from batchinfer.models.heads.medusa import MedusaHeads
 from batchinfer_kernels.cost import Cost, Peaks
 
 MOST_ROWS = 256  # that they are asked about at a time
-MOST_NODES = 24  # of a tree
 RANKS = 8  # candidates of a head, the likeliest ones
 _NEWEST = 0.2  # the weight of what the newest proposals took
 _FORGOTTEN = (
@@ -52,7 +51,8 @@ class HeadsBeside:
     sampled. So nothing is run for a row but the heads themselves; penalties, biases and draws are not looked at.
 
     They are the tree of which the most tokens are expected to be right, by how often each candidate of each head was so
-    far; without `branches` the likeliest one of each head.
+    far, of as many nodes as there are heads; without `branches` the likeliest one of each head. Larger trees gave more
+    tokens a step and took longer (docs/drafts.md).
     """
 
     name: DraftName = "heads"
@@ -68,7 +68,7 @@ class HeadsBeside:
 
     @property
     def most_proposed(self) -> int:
-        """The most tokens that it proposes of a row: one of each head, or those of the largest tree."""
+        """The most tokens that it proposes of a row: as many as there are heads."""
         return len(self.shape.parents)
 
     @property
@@ -76,8 +76,8 @@ class HeadsBeside:
         """The best tree of all that it may propose; see `best_shape`."""
         if self._shape is None:
             heads = len(self._runner.heads.heads)
-            ranks, most = (RANKS, MOST_NODES) if self._runner.branches else (1, heads)
-            self._shape = best_shape([self._rates(head, ranks) for head in range(heads)], most)
+            ranks = RANKS if self._runner.branches else 1
+            self._shape = best_shape([self._rates(head, ranks) for head in range(heads)], heads)
         return self._shape
 
     def _rates(self, head: int, ranks: int) -> list[float]:

@@ -30,7 +30,6 @@ from batchinfer_kernels.cost import Peaks
 MOST_PROPOSED = 16  # tokens of a row at a time
 MOST_ROWS = 256  # that it is asked about at a time
 LEAVES = 3  # tokens that are proposed beside each one of a chain, the likeliest others
-MOST_NODES = 24  # of a tree
 _BELIEVED = 0.75  # how likely a token of a chain is to be right, before any was verified
 
 
@@ -194,7 +193,7 @@ class ModelBeside:
                 if kind[1] or last + 1 < len(chain)
             ]
             last, before = last + 1, before * candidates[0][1]
-        return _tree(nodes)
+        return _tree(nodes, len(given))
 
     def ended(self, row: Sequence) -> None:
         """Forget a row."""
@@ -355,9 +354,10 @@ class _Node(NamedTuple):
         return self.kind[1]
 
 
-def _tree(nodes: Seq[_Node]) -> DraftTree:
-    """Make the tree of the likeliest nodes. A parent comes before what is behind it, which is less likely."""
-    chosen = sorted(nodes, key=lambda node: (-node.chance, node.parent, node.rank))[:MOST_NODES]
+def _tree(nodes: Seq[_Node], most: int) -> DraftTree:
+    """Make the tree of the likeliest nodes, as many as a chain would have. A parent comes before what is behind it, which
+    is less likely."""
+    chosen = sorted(nodes, key=lambda node: (-node.chance, node.parent, node.rank))[:most]
     places = {-1: -1} | {node.parent + 1: place for place, node in enumerate(chosen) if not node.rank}
     tokens, chances, kinds = ([getattr(n, name) for n in chosen] for name in ("token", "chance", "kind"))
     return DraftTree(tokens, without_chain([places[node.parent] for node in chosen]), chances, kinds)

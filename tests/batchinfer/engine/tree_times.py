@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchinfer.engine.config import EngineConfig, LoadConfig
-from batchinfer.engine.drafts.heads_beside import MOST_NODES, RANKS, HeadsRunner
+from batchinfer.engine.drafts.heads_beside import RANKS, HeadsRunner
 from batchinfer.engine.drafts.tree_shape import best_shape
 from batchinfer.engine.load.build import load_weights
 from batchinfer.engine.load.loaded_model import LoadedModel
@@ -136,11 +136,11 @@ def timed(loaded: LoadedModel, peaks: Peaks, way: str, seed: int) -> tuple[float
 
 def bounds(peaks: Peaks) -> None:
     """Print the tokens a second of decode steps with the best tree, and with the best chain, against none."""
-    print("| rows | chain | tree |\n|---|---|---|")
+    print("| rows | chain | tree of as many | of up to 24 |\n|---|---|---|---|")
     for rows in (1, 2, 4, 8, 16, 64):
-        seconds = [step_seconds(LLAMA_135M, peaks, rows, 512, 30, rows * n) for n in range(MOST_NODES + 1)]
+        seconds = [step_seconds(LLAMA_135M, peaks, rows, 512, 30, rows * n) for n in range(25)]
         line = []
-        for ranks, most in ((1, HEADS), (RANKS, MOST_NODES)):
+        for ranks, most in ((1, HEADS), (RANKS, HEADS), (RANKS, 24)):
             chances = best_shape([own[:ranks] for own in RIGHT], most).chances
             gains = [(1 + sum(chances[:n])) * seconds[0] / seconds[n] for n in range(len(chances) + 1)]
             best = max(range(len(gains)), key=gains.__getitem__)
