@@ -355,8 +355,8 @@ class _Node(NamedTuple):
 
 
 def _tree(nodes: Seq[_Node], most: int) -> DraftTree:
-    """Make the tree of the likeliest nodes, as many as a chain would have. A parent comes before what is behind it, which
-    is less likely."""
+    """Make the tree of the likeliest nodes, as many as a chain would have. A parent comes before what is behind it,
+    which is less likely."""
     chosen = sorted(nodes, key=lambda node: (-node.chance, node.parent, node.rank))[:most]
     places = {-1: -1} | {node.parent + 1: place for place, node in enumerate(chosen) if not node.rank}
     tokens, chances, kinds = ([getattr(n, name) for n in chosen] for name in ("token", "chance", "kind"))
