@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.arithmetic import CacheDtype
+from batchinfer_kernels.tree_mask import TreeMask
 
 # The largest code that a cached value may have, by the cache's dtype
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -76,6 +77,7 @@ def paged_attention_reference(
     v_scale: Tensor | None = None,
     causal: bool = True,
     bias: Tensor | None = None,
+    tree: TreeMask | None = None,
 ) -> Tensor:
     """Attention in float32, one sequence after the other: slow, and what every other implementation must equal.
 
@@ -91,7 +93,7 @@ def paged_attention_reference(
 
     Not `causal`, a query sees later keys, too, and with a window those of which it is less than that many positions
     apart. `bias`: (q_heads, 2 x positions), added to scaled scores: of a key d positions after a query at positions + d
-    (MPNet).
+    (MPNet). `tree`: which keys queries see, in the place of those up to their own; there is no window then.
     """
     return paged_attention_lse_reference(
         q,
@@ -108,6 +110,7 @@ def paged_attention_reference(
         v_scale=v_scale,
         causal=causal,
         bias=bias,
+        tree=tree,
     )[0]
 
 
@@ -127,11 +130,14 @@ def paged_attention_lse_reference(
     v_scale: Tensor | None = None,
     causal: bool = True,
     bias: Tensor | None = None,
+    tree: TreeMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `paged_attention_reference`, and (T, q_heads) float32: the natural logarithm of each
     softmax's sum, a sink's part included; -inf for a query that sees nothing."""
     check_paged_attention(q, k_cache, v_cache, block_tables)
     check_attention_extras(q, k_cache, sinks, k_scale, v_scale)
+    if tree is not None and (window is not None or not causal):
+        raise ValueError("trees have no windows, and see nothing behind them")
     out, start = torch.empty_like(q), 0
     lse = torch.empty(q.shape[:2], device=q.device)
     group = q.shape[1] // k_cache.shape[1]
@@ -148,7 +154,10 @@ def paged_attention_lse_reference(
             scores = scores + bias_of(bias, *_places(queries, context))
         if soft_cap is not None:
             scores = soft_cap * (scores / soft_cap).tanh()
-        hidden = _hidden(*_places(queries, context), window, causal)
+        if tree is None:
+            hidden = _hidden(*_places(queries, context), window, causal)
+        else:
+            hidden = ~torch.from_numpy(tree.seen(start - queries, start, context))
         scores = scores.masked_fill(hidden.to(q.device), float("-inf"))
         weights, sums = _softmax(scores, sinks)
         out[rows], lse[rows] = torch.einsum("hqk,hkd->qhd", weights, v).to(q.dtype), sums.T

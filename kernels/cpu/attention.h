@@ -39,7 +39,8 @@ typedef struct {
     float mass[MOST_ROWS * LANES]; /* lane by lane: they are added up at the end */
     WEIGHT p[ROWS][PANEL];
     const REAL *q[MOST_ROWS];
-    int32_t position[MOST_ROWS], last[MOST_ROWS]; /* its own, and the last one that it sees */
+    int32_t position[MOST_ROWS], last[MOST_ROWS]; /* its own, and the last one up to which it sees all */
+    int32_t behind[MOST_ROWS]; /* a bit for each of the keys behind that, in a tree of drafts */
     const float *bias[MOST_ROWS]; /* of the key at each position, or NULL */
 #if FIXED
     float p_unit[ROWS], q_unit[MOST_ROWS];
@@ -243,6 +244,13 @@ static __attribute__((noinline)) void NAME(bias_scores)(const NAME(Tile) *tile, 
     }
 }
 
+/* Which of a unit's keys behind `last` a row of a tree sees. Apart for the same reason. */
+static __attribute__((noinline)) vi NAME(in_tree)(vi position, int32_t last, int32_t behind) {
+    vi place = position - splat_word(last + 1); /* of PASSED it is no place, as of those up to `last` */
+    vi inside = (place >= 0) & (place < 32);
+    return inside & -((splat_word(behind) >> (place & 31)) & 1);
+}
+
 /* What weights of a unit multiply its V with. */
 INLINE vf NAME(scaled)(const NAME(Tile) *tile, vf weights, int c) {
     if (CODES) weights *= load_f32(tile->v_scale[c]);
@@ -262,6 +270,7 @@ INLINE float NAME(weigh)(const NAME(Attention) *s, vf *scores, const NAME(Tile) 
     if (s->window > 0 || tile->end > last)
         for (int c = 0; c < COLUMNS; c++) {
             vi seen = tile->position[c] <= last;
+            if (s->plan->behind) seen |= NAME(in_tree)(tile->position[c], last, work->behind[row]);
             if (s->window > 0) seen &= tile->position[c] > position - (int32_t)s->window;
             scores[c] = pick(seen, scores[c], splat(-INFINITY));
         }
@@ -321,6 +330,7 @@ INLINE void NAME(take_up)(const NAME(Attention) *s, const Item *item, int64_t he
             int64_t at = row[0] * s->q_heads + head * group + g, r = i * group + g;
             work->q[r] = s->q + at * s->dim, work->position[r] = (int32_t)row[1];
             work->last[r] = NAME(last_seen)(s, item->first_row + i);
+            work->behind[r] = s->plan->behind ? s->plan->behind[item->first_row + i] : 0;
             work->bias[r] = s->bias ? s->bias + (head * group + g) * s->bias_width + s->bias_reach - row[1] : NULL;
 #if FIXED
             NAME(fix_query)(work->q[r], s->dim, s->dim_pad, work->fixed_q + r * s->dim_pad, work->q_unit + r);
@@ -368,6 +378,12 @@ INLINE int32_t NAME(first_seen)(const NAME(Attention) *s, int32_t position) {
     return s->window <= 0 || position < s->window ? 0 : position - (int32_t)s->window + 1;
 }
 
+/* The last key that a row sees. */
+INLINE int32_t NAME(reached)(const NAME(Work) *work, int64_t row) {
+    int32_t behind = work->behind[row];
+    return work->last[row] + (behind ? 32 - __builtin_clz((uint32_t)behind) : 0);
+}
+
 /* An item's first tile that any row sees, the first of which sees from `least` on. */
 INLINE int64_t NAME(first_tile)(const NAME(Attention) *s, const Item *item, int32_t least) {
     int64_t seen = NAME(tile_of)(s, least);
@@ -397,7 +413,8 @@ INLINE void NAME(attend)(const NAME(Attention) *s, const NAME(Job) *job, const N
 #endif
     int32_t first_position = PASSED, last = 0;
     for (int64_t r = 0; r < rows; r++) {
-        last = work.last[r] > last ? work.last[r] : last;
+        int32_t reached = NAME(reached)(&work, r);
+        last = reached > last ? reached : last;
         first_position = work.position[r] < first_position ? work.position[r] : first_position;
     }
     int32_t least = NAME(first_seen)(s, first_position);

@@ -19,6 +19,7 @@ from torch import Tensor
 from batchinfer_kernels.cpu.structures import PlanStructure, address
 from batchinfer_kernels.prefix_groups import Ints, PrefixGroup, Worth, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
+from batchinfer_kernels.tree_mask import TreeMask
 
 MAX_ROWS = 48  # the least that MOST_ROWS in operators.h is
 TO_THE_END = -1
@@ -52,7 +53,11 @@ class Items:
     levels: int
     rows: Tensor  # (R, 2) int64: token of the step, position; items name stretches of it
     group: int  # query heads a KV head
-    last_seen: Tensor | None = None  # (R,) int64: the last position that each row sees; None: its own
+    # (R,) int64: the last position up to which each row sees all; None: its own
+    last_seen: Tensor | None = None
+    behind: Tensor | None = (
+        None  # (R,) int32: which keys behind that it sees, as a TreeMask has them; None: none
+    )
 
     def structure(self, tables: Tensor, group: int) -> PlanStructure:
         """Return the items as the operators take them; tables: (S, blocks) int32, the step's. Both must outlive it.
@@ -60,8 +65,8 @@ class Items:
         if group != self.group:
             raise ValueError(f"items planned for {self.group} query heads a KV head, used with {group}")
         items, ends, rows = (tensor.data_ptr() for tensor in (self.items, self.level_ends, self.rows))
-        last = address(self.last_seen)
-        return PlanStructure(tables.data_ptr(), tables.shape[1], items, ends, self.levels, rows, last)
+        seen = address(self.last_seen), address(self.behind)
+        return PlanStructure(tables.data_ptr(), tables.shape[1], items, ends, self.levels, rows, *seen)
 
 
 def attention_items(
@@ -71,12 +76,14 @@ def attention_items(
     tables: NDArray[np.int32] | None = None,
     pages: CachePages | None = None,
     most_rows: int = MAX_ROWS,
+    tree: TreeMask | None = None,
 ) -> Items:
     """Items of a step of S sequences; `group` query heads share a KV head.
 
     With `tables` (S, blocks) and `pages`, few queries pass over shared blocks together. The longest items come
     first, so that no thread is left alone with one at the end. `most_rows`: queries times `group` that an item may
-    have, as the operators say. Raises ValueError for a group larger than MAX_ROWS.
+    have, as the operators say. `tree`: which keys queries see, where some are in trees of drafts. Raises ValueError for
+    a group larger than MAX_ROWS.
     """
     if group > MAX_ROWS:
         raise ValueError(f"{group} query heads share a KV head; at most {MAX_ROWS} may")
@@ -99,7 +106,11 @@ def attention_items(
         rows = np.concatenate((rows, rows[own]))
         found.append(_group_items(shared, first_row, len(own), most))
         found_level.append(np.full(len(found[-1]), shared.level))
-    return _ordered(np.concatenate(found), np.concatenate(found_level), rows, levels, group)
+    items = _ordered(np.concatenate(found), np.concatenate(found_level), rows, levels, group)
+    if tree is None:
+        return items
+    last, bits = (torch.from_numpy(each[rows[:, 0]]) for each in (tree.last, tree.bits))
+    return replace(items, last_seen=last, behind=bits)
 
 
 def whole_items(lens: Sequence[int], group: int, most_rows: int = MAX_ROWS) -> Items:

@@ -24,6 +24,7 @@ from batchinfer_kernels.cpu.structures import (
     address,
     scoring,
 )
+from batchinfer_kernels.move_slots import check_moves
 from batchinfer_kernels.paged_attention import check_attention_extras, check_bias, check_scales
 from batchinfer_kernels.rope_store import check_pairs, check_rotary
 
@@ -36,6 +37,7 @@ _LONG, _CACHE = ctypes.c_int64, ctypes.POINTER(Cache)
 CACHE_SIGNATURES: dict[str, list[Any]] = {
     "rope_store": [ctypes.POINTER(Heads)],
     "copy_parts": [ctypes.POINTER(PartsStructure), _CACHE] + [_LONG] * 3,
+    "move_slots": [ctypes.c_void_p, _LONG, _CACHE] + [_LONG] * 4,
     "paged_attention": [ctypes.POINTER(Attention)],
     "teams": [ctypes.POINTER(Teams)],
 }
@@ -194,6 +196,27 @@ class CachedOperators:
         of = k_cache.dtype if scales is None or dtype is None else dtype
         run = self._function_of("copy_parts", of, scales is not None)
         run(PartsStructure.of(parts), cache, kv_heads, width, places)
+
+    def move_slots(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_size: int,
+        moves: Tensor,
+        scales: Scales | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move tokens as batchinfer_kernels.move_slots says; the caches are (blocks, *cache_shape). `dtype` is that of
+        the run, as for `copy_parts`."""
+        check_moves(k_cache, v_cache, moves)
+        self._checked("move_slots", moves)
+        _, kv_heads, places, width = k_cache.shape
+        if places != _up(block_size, self.lanes) or width % self.lanes:
+            raise ValueError(f"blocks of {(places, width)} are not those of {block_size} tokens")
+        cache = self._structure((k_cache, v_cache), scales)
+        of = k_cache.dtype if scales is None or dtype is None else dtype
+        run = self._function_of("move_slots", of, scales is not None)
+        run(moves.data_ptr(), len(moves), cache, kv_heads, width, block_size, places)
 
     def paged_attention(
         self,

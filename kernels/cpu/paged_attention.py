@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer_kernels.latent_attention import check_latent_attention
+from batchinfer_kernels.tree_mask import TreeMask
 
 # The (query, key) pairs a head that a group may hold at most, padding included: 4 Mi scores are 16 MiB in float32,
 # which stays near the cache of a large CPU while amortising the ~10 us that an operator call costs.
@@ -92,8 +93,9 @@ def build_group(
     block_size: int,
     windows: frozenset[int | None],
     causal: bool = True,
+    tree: TreeMask | None = None,
 ) -> AttentionGroup:
-    """The index tensors of one group."""
+    """The index tensors of one group. `tree`: which keys the step's queries see, where some are in trees of drafts."""
     most, device = max(s.queries for s in members), block_tables.device
     blocks = -(-max(s.context for s in members) // block_size)
     rows = torch.tensor([s.row for s in members])
@@ -105,13 +107,16 @@ def build_group(
     firsts = contexts - torch.tensor([s.later for s in members])[:, None] - lens
     query_at, key_at = firsts + taken, torch.arange(blocks * block_size)[None]
     ragged = any(s.queries != most for s in members)
+    masks = {w: _mask(query_at, key_at, contexts, w, causal) for w in windows}
+    if tree is not None:
+        masks = {None: _tree_mask(tree, starts + taken, blocks * block_size)}
     return AttentionGroup(
         blocks=block_tables[rows.to(device), :blocks].flatten().long(),
         shape=(len(members), most, blocks),
         queries=(starts + taken).flatten().to(device),
         real=(step < lens).flatten().nonzero()[:, 0].to(device) if ragged else None,
         unused=_unused(key_at, contexts, firsts, windows)[:, None, :, None].to(device),
-        masks={w: _mask(query_at, key_at, contexts, w, causal).to(device) for w in windows},
+        masks={w: mask.to(device) for w, mask in masks.items()},
         query_at=query_at,
     )
 
@@ -128,6 +133,13 @@ def _mask(query_at: Tensor, key_at: Tensor, contexts: Tensor, window: int | None
     if window is None:
         return seen
     return seen & (key_at > query_at - window) & (key_at < query_at + window)
+
+
+def _tree_mask(tree: TreeMask, queries: Tensor, keys: int) -> Tensor:
+    """queries: (G, Q), of the step → (G, 1, Q, keys)."""
+    chosen = queries.flatten().numpy()
+    seen = TreeMask(tree.last[chosen], tree.bits[chosen]).seen(0, len(chosen), keys)
+    return torch.from_numpy(seen).view(len(queries), 1, -1, keys)
 
 
 def _gather(cache: Tensor, group: AttentionGroup) -> Tensor:

@@ -24,6 +24,31 @@ INLINE void NAME(copy_part)(const KEPT *k_from, KEPT *k_to, const KEPT *v_from, 
     }
 }
 
+/* K and V of one place of a block's head go to one of another block. */
+INLINE void NAME(move_place)(const KEPT *k_from, KEPT *k_to, const KEPT *v_from, KEPT *v_to, int64_t from, int64_t to,
+                             int64_t dim_pad, int64_t block_pad) {
+    for (int64_t w = 0; w < dim_pad / PAIR; w++)
+        memcpy(k_to + (w * block_pad + to) * PAIR, k_from + (w * block_pad + from) * PAIR, PAIR * sizeof(KEPT));
+    v_from += from / PAIR * dim_pad * PAIR + from % PAIR, v_to += to / PAIR * dim_pad * PAIR + to % PAIR;
+    for (int64_t d = 0; d < dim_pad; d++) v_to[d * PAIR] = v_from[d * PAIR];
+}
+
+/* moves: (count, 2) slots, that which is read and that which is written; each head's one after the other. */
+void NAME(move_slots)(const int64_t *moves, int64_t count, const Cache *cache, int64_t kv_heads, int64_t dim_pad,
+                      int64_t block_size, int64_t block_pad) {
+    KEPT *k = cache->k, *v = cache->v;
+    for (int64_t head = 0; head < kv_heads; head++)
+        for (const int64_t *move = moves; move < moves + 2 * count; move += 2) {
+            int64_t from = (move[0] / block_size * kv_heads + head) * block_pad, at = move[0] % block_size;
+            int64_t to = (move[1] / block_size * kv_heads + head) * block_pad, place = move[1] % block_size;
+            NAME(move_place)(k + from * dim_pad, k + to * dim_pad, v + from * dim_pad, v + to * dim_pad, at, place,
+                             dim_pad, block_pad);
+            if (!cache->k_scale) continue;
+            cache->k_scale[to + place] = cache->k_scale[from + at];
+            cache->v_scale[to + place] = cache->v_scale[from + at];
+        }
+}
+
 TEAM void NAME(team_copy_parts)(const NAME(Parts) *parts, const Cache *cache, int64_t kv_heads, int64_t dim_pad,
                                 int64_t block_pad) {
     KEPT *k = cache->k, *v = cache->v;

@@ -14,5 +14,6 @@ typedef struct {
     const int64_t *level_ends;
     int64_t levels;
     const int64_t *rows; /* (token, position) each */
-    const int64_t *last_seen; /* of each row the last position that it sees; NULL: its own */
+    const int64_t *last_seen; /* of each row the last position up to which it sees all; NULL: its own */
+    const int32_t *behind; /* of each row of a tree of drafts which of the 32 keys behind that it sees; NULL: none */
 } Plan;

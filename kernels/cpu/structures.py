@@ -89,6 +89,7 @@ class PlanStructure(ctypes.Structure):
         ("levels", _L),
         ("rows", _P),
         ("last_seen", _P),
+        ("behind", _P),
     ]
 
 

@@ -587,6 +587,47 @@ def repeating(model: Path, folder: Path, hidden: int = 0) -> Path:
     return save_heads(folder, heads, 1)
 
 
+def second(model: Path, folder: Path) -> Path:
+    """Make heads whose second candidate is what the model's own head says of a state without one of its values; the
+    first one is a token that no answer has."""
+    weights = load_file(model / WEIGHTS)
+    out = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).float()
+    axis = int(out.var(0).argmin())
+    own = out.clone()
+    own[:, axis] = 0
+    own[NEVER] = 0
+    own[NEVER, axis] = 1.0
+    heads = heads_of(out.shape[1], out.shape[0], 2, 1)
+    with torch.no_grad():
+        for head in heads:
+            for parameter in head.parameters():
+                parameter.zero_()
+            head[0].linear.bias[axis] = 1000.0  # which is added to the state
+            head[-1].weight.copy_(own)
+    return save_heads(folder, heads, 1)
+
+
+NEVER = 5  # a token
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", first_of(["sampled", "greedy", "penalised", "schema", "several"], 2))
+def test_rows_are_those_of_a_job_without_trees(tmp_path: Path, model: Path, kind: str) -> None:
+    """Of chains nothing would be right."""
+    plain = job(tmp_path / "off", model, "off", **WITH_MODELS[kind])
+    wanted = run(plain, REAL, FLOAT32)
+    path = job(
+        tmp_path / "job", model, {"heads": str(second(model, tmp_path / "heads"))}, **WITH_MODELS[kind]
+    )
+    got = run(path, REAL, FLOAT32)
+    assert (got.exit_code, table(path)) == (0, table(plain))
+    assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
+    assert got.row["heads_drafted"] > got.row["heads_accepted"]
+    if kind != "schema":
+        assert got.row["heads_accepted"] > 0
+        assert got.row["steps"] < wanted.row["steps"]
+
+
 def test_heads_are_checked_before_anything_runs_and_count_as_weights(tmp_path: Path, model: Path) -> None:
     wide = repeating(model, tmp_path / "wide", 52)
     with pytest.raises(

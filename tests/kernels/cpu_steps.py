@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from batchinfer_kernels.cpu.paged_attention import AttentionGroup, SequenceShape
 from batchinfer_kernels.latent_attention import latent_attention_reference
 from batchinfer_kernels.paged_attention import paged_attention_reference
 from batchinfer_kernels.rope_store import coded_reference
+from batchinfer_kernels.tree_mask import TreeMask
 from tests.kernels.cpu_cache import codes_laid_out, laid_out
 from tests.kernels.cpu_kit import threads_of
 
@@ -46,12 +47,20 @@ class Step:
         return replace(self, q=self.q.to(dtype), k=k, v=v, scales=(k_scale, v_scale))
 
     def attend(
-        self, compiled: CompiledOperators, window=None, share=True, causal=True, most_rows=None, **rules
+        self,
+        compiled: CompiledOperators,
+        window=None,
+        share=True,
+        causal=True,
+        most_rows=None,
+        tree=None,
+        **rules,
     ) -> Tensor:
         size, group = self.k.shape[2], self.q.shape[1] // self.k.shape[1]
         pages = (self.table.numpy(), compiled.pages(size)) if share else ()
-        most = {"most_rows": most_rows or compiled.most_rows}
+        most: dict[str, Any] = {"most_rows": most_rows or compiled.most_rows}
         if causal:
+            most["tree"] = tree
             items, scales = attention_items(self.queries, self.contexts, group, *pages, **most), None
         else:
             items, scales = whole_items(self.queries, group, **most), None
@@ -86,7 +95,9 @@ class Step:
         chunks = [(count, context - queries + first + count)]
         return replace(self, q=self.q[start : start + count], table=self.table[row : row + 1], chunks=chunks)
 
-    def groups(self, window: int | None = None, causal: bool = True) -> list[AttentionGroup]:
+    def groups(
+        self, window: int | None = None, causal: bool = True, tree: TreeMask | None = None
+    ) -> list[AttentionGroup]:
         """Return the groups of sequences as torch's operators take them."""
         shapes = [
             SequenceShape(row, sum(self.queries[:row]), queries, context)
@@ -94,7 +105,7 @@ class Step:
         ]
         size, windows = self.k.shape[2], frozenset({window})
         groups = group_sequences(shapes, causal)
-        return [build_group(group, self.table, size, windows, causal) for group in groups]
+        return [build_group(group, self.table, size, windows, causal, tree) for group in groups]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from batchinfer.engine.drafts.source import Proposal
+from batchinfer.engine.loop.in_flight import AcceptedTokens
+from batchinfer.engine.schedule.draft_tree import DraftTree
 
 _PRIOR_TOKENS = 4.0  # what is believed before anything was verified counts as so many tokens
 _MOST_TOKENS = 400.0  # of so many the older ones count half
@@ -20,6 +23,46 @@ class _Count:
 
     def scale(self, factor: float) -> None:
         self.verified, self.right = self.verified * factor, self.right * factor
+
+
+class NodeAcceptance:
+    """Counts, for each kind of nodes of trees, how many were right of those whose parents were."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, _Count] = {}
+
+    def rate(self, kind: Hashable, believed: float) -> float:
+        """Return how likely such a node is to be right where its parent is. `believed`: before any was verified."""
+        count = self._counts.get(kind) or _Count()
+        rate = (count.right + _PRIOR_TOKENS * believed) / (count.verified + _PRIOR_TOKENS)
+        return min(_MOST, max(_LEAST / 20, rate))
+
+    def verified(self, tree: DraftTree, taken: AcceptedTokens) -> None:
+        """Count the nodes of a tree that were verified: those of its tokens that the step ran behind right ones."""
+        parents = tree.parents or range(-1, len(tree.tokens) - 1)
+        own = taken.parents or range(-1, len(taken.drafts) - 1)
+        node, ran = -1, -1  # of the tree, and of what ran of it
+        for right in (*taken.path, None):
+            beside = {taken.drafts[at] for at, parent in enumerate(own) if parent == ran}
+            found = [at for at, parent in enumerate(parents) if parent == node and tree.tokens[at] in beside]
+            for at in found:
+                is_right = right is not None and tree.tokens[at] == taken.drafts[right]
+                self._count(tree.kinds[at], is_right)
+                node = at if is_right else node
+            if right is None or not found:
+                return
+            ran = right
+
+    def fade(self, share: float) -> None:
+        """Forget a share of what was counted."""
+        for count in self._counts.values():
+            count.scale(1 - share)
+
+    def _count(self, kind: Hashable, right: bool) -> None:
+        count = self._counts.setdefault(kind, _Count())
+        count.verified, count.right = count.verified + 1, count.right + right
+        if count.verified > _MOST_TOKENS:
+            count.scale(0.5)
 
 
 class Acceptance:

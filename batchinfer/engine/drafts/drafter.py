@@ -20,7 +20,8 @@ from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.patience import Patience
 from batchinfer.engine.drafts.source import LAST_WORDS, DraftSource, Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
-from batchinfer.engine.drafts.worth import LEAST_GAIN, drafts_worth, expected_right
+from batchinfer.engine.drafts.worth import LEAST_GAIN, drafts_worth
+from batchinfer.engine.loop.drafting import Drafts
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.sequence import Sequence
 
@@ -92,7 +93,7 @@ class CostedDrafter:
         # Of each source, drafts that were verified since the last sample, and right ones
         self._counts: dict[str, tuple[int, int]] = {}
 
-    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
+    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Drafts]]:
         """Return the drafts of those of these rows that get any in the next step; see `Drafter`. All that this takes
         counts as looking for drafts."""
         began = self._clock()
@@ -156,7 +157,10 @@ class CostedDrafter:
         row = self._rows[taken.sequence]
         assert row.proposal is not None, "drafts that nobody proposed"
         drafts = len(taken.drafts)
-        self._acceptance.verified(row.source, row.proposal, drafts, taken.right)
+        if row.proposal.tree is None:
+            self._acceptance.verified(row.source, row.proposal, drafts, taken.right)
+        elif self._model is not None:
+            self._model.verified(row.proposal.tree, taken)
         before = self._counts.get(row.source, (0, 0))
         self._counts[row.source] = (before[0] + drafts, before[1] + taken.right)
         computed = self._model is not None and row.source == self._model.name
@@ -196,6 +200,8 @@ class CostedDrafter:
         else:
             self._times.measured(sample)
         self._acceptance.fade(_FADED)
+        if self._model is not None:
+            self._model.fade(_FADED)
         share = SHARE * (steps_s + max(0.0, sample.drafts_saved_s))
         self._most_allowed_s = _SAVED_STEPS * share
         self._allowed_s = min(self._allowed_s + share, self._most_allowed_s)
@@ -252,7 +258,7 @@ class CostedDrafter:
         began = self._clock()
         best: dict[Sequence, tuple[float, str, Proposal]] = {}
         for row, name, proposal in self._proposals(rows, lambda row: row in best and best[row][0] >= _ENOUGH):
-            value = expected_right(self._acceptance.rate(name, proposal), len(proposal.tokens))
+            value = self._value((row, name, proposal))
             if row not in best or value > best[row][0]:
                 best[row] = (value, name, proposal)
         for row in rows:
@@ -294,15 +300,14 @@ class CostedDrafter:
 
     def _value(self, found: _Found) -> float:
         _, source, proposal = found
-        return expected_right(self._acceptance.rate(source, proposal), len(proposal.tokens))
+        return proposal.right(self._acceptance.rate(source, proposal), len(proposal.tokens))
 
     def _worth(self, found: list[_Found], decodes: int, others: int) -> tuple[int, float]:
         """Return how many of these drafts it pays to verify, and how many of those are expected to be right."""
         if not found:
             return 0, 0.0
         rates, counts = self._counts_worth(found, decodes, others)
-        right = (expected_right(rate, n) for rate, n in zip(rates.tolist(), counts.tolist(), strict=True))
-        return int(counts.sum()), sum(right)
+        return int(counts.sum()), sum(_rights(found, rates, counts))
 
     def _counts_worth(
         self, found: list[_Found], decodes: int, others: int
@@ -312,14 +317,19 @@ class CostedDrafter:
         lengths = np.array([_verified(row, proposal) for row, _, proposal in found], np.int64)
         lengths, seconds = np.minimum(lengths, self._most_drafts), self._seconds
         counts = drafts_worth(
-            rates, lengths, lambda n: seconds(decodes, others, n), decodes, self._most_sampled - decodes
+            rates,
+            lengths,
+            lambda n: seconds(decodes, others, n),
+            decodes,
+            self._most_sampled - decodes,
+            {at: tree.chances for at, (_, _, one) in enumerate(found) if (tree := one.tree) is not None},
         )
         return rates, counts
 
-    def _best(self, found: list[_Found], decodes: int, others: int) -> list[tuple[Sequence, Seq[int]]]:
+    def _best(self, found: list[_Found], decodes: int, others: int) -> list[tuple[Sequence, Drafts]]:
         """Return the drafts that pay, of those that were found."""
         rates, counts = self._counts_worth(found, decodes, others)
-        rights = [expected_right(rate, n) for rate, n in zip(rates.tolist(), counts.tolist(), strict=True)]
+        rights = _rights(found, rates, counts)
         each = [one for one in zip(found, rights, counts.tolist(), strict=True) if one[2]]
         if self._looks_ahead and each and not (self._together and self._would_hold(each, decodes)):
             each = [one for one in each if one[1] >= _MISSED]
@@ -353,10 +363,16 @@ class CostedDrafter:
 
     def _chosen(
         self, sequence: Sequence, source: str, proposal: Proposal, count: int, right: float
-    ) -> tuple[Sequence, Seq[int]]:
+    ) -> tuple[Sequence, Drafts]:
         row = self._rows[sequence]
         row.source, row.proposal, row.drafts, row.right = source, proposal, count, right
-        return sequence, proposal.tokens[:count]
+        return sequence, proposal.tokens[:count] if proposal.tree is None else proposal.tree.first(count)
+
+
+def _rights(found: list[_Found], rates: NDArray[np.float64], counts: NDArray[np.int64]) -> list[float]:
+    """Return how many of so many first tokens of each proposal are expected to be right."""
+    each = zip(found, rates.tolist(), counts.tolist(), strict=True)
+    return [proposal.right(rate, count) for (_, _, proposal), rate, count in each]
 
 
 def _verified(row: Sequence, proposal: Proposal) -> int:

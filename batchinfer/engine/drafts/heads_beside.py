@@ -8,14 +8,25 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from batchinfer.core.samples import DraftName
+from batchinfer.engine.drafts.acceptance import NodeAcceptance
+from batchinfer.engine.drafts.tree_shape import TreeShape, best_shape
+from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.runner.sampler import LogitsHead
+from batchinfer.engine.schedule.draft_tree import DraftTree, without_chain
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.heads.medusa import MedusaHeads
 from batchinfer_kernels.cost import Cost, Peaks
 
 MOST_ROWS = 256  # that they are asked about at a time
+RANKS = 8  # candidates of a head, the likeliest ones
 _NEWEST = 0.2  # the weight of what the newest proposals took
+_FORGOTTEN = (
+    0.01  # of what they took longer than their bound, with each step: a slow one would else be the last
+)
+# Before any was verified: how likely a head's first candidate is to be right, and each further one where those before
+# it are wrong
+_BELIEVED, _BELIEVED_NEXT = 0.75, 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +38,7 @@ class HeadsRunner:
     states: KeptStates
     head_values: int  # of one of them
     itemsize: int
+    branches: bool = False  # whether what is proposed of a row may be a tree
 
     def cost(self, rows: int, count: int) -> Cost:
         """Return what the first `count` heads cost for so many rows."""
@@ -35,8 +47,13 @@ class HeadsRunner:
 
 
 class HeadsBeside:
-    """Proposes one token of each head: those behind the last token that a row got, by the state from which that one was
-    sampled. So nothing is run for a row but the heads themselves; penalties, biases and draws are not looked at."""
+    """Proposes tokens of each head: those behind the last token that a row got, by the state from which that one was
+    sampled. So nothing is run for a row but the heads themselves; penalties, biases and draws are not looked at.
+
+    They are the tree of which the most tokens are expected to be right, by how often each candidate of each head was so
+    far, of as many nodes as there are heads; without `branches` the likeliest one of each head. Larger trees gave more
+    tokens a step and took longer (docs/drafts.md).
+    """
 
     name: DraftName = "heads"
     most_rows = MOST_ROWS
@@ -46,11 +63,50 @@ class HeadsBeside:
     ) -> None:
         self._runner, self._peaks, self._clock = runner, peaks, clock
         self._ratio: float | None = None  # how much longer than its bound the newest proposals took
+        self._acceptance = NodeAcceptance()
+        self._shape: TreeShape | None = None  # the best one, by what is counted now
 
     @property
     def most_proposed(self) -> int:
-        """The most tokens that it proposes of a row: one of each head."""
-        return len(self._runner.heads.heads)
+        """The most tokens that it proposes of a row: as many as there are heads."""
+        return len(self.shape.parents)
+
+    @property
+    def shape(self) -> TreeShape:
+        """The best tree of all that it may propose; see `best_shape`."""
+        if self._shape is None:
+            heads = len(self._runner.heads.heads)
+            ranks = RANKS if self._runner.branches else 1
+            self._shape = best_shape([self._rates(head, ranks) for head in range(heads)], heads)
+        return self._shape
+
+    def _rates(self, head: int, ranks: int) -> list[float]:
+        """Return how likely the candidates of a head are to be right, where the tokens before them are."""
+        rates = [self._acceptance.rate((head, 0), _BELIEVED)]
+        for rank in range(1, ranks):
+            believed = max(0.0, 1 - sum(rates)) * _BELIEVED_NEXT
+            rates.append(self._acceptance.rate((head, rank), believed))
+        return rates
+
+    def expected(self, rate: float, count: int) -> float:
+        """Return how many of `count` tokens that it proposes of a row are expected to be right."""
+        return sum(self.shape.chances[:count])
+
+    def verified(self, tree: DraftTree, taken: AcceptedTokens) -> None:
+        """Count the candidates of each head that were right."""
+        self._acceptance.verified(tree, taken)
+        self._shape = None
+
+    def fade(self, share: float) -> None:
+        """Forget a share of what was counted."""
+        self._acceptance.fade(share)
+        self._shape = None
+        if self._ratio is not None:
+            self._ratio += _FORGOTTEN * (min(1.0, self._ratio) - self._ratio)
+
+    def _heads(self, count: int) -> int:
+        """Count the heads that give the first tokens of the best tree."""
+        return 1 + max(self.shape.depths[:count])
 
     def takes(self, row: Sequence) -> bool:
         """Whether its last token was sampled from a state that is known: it is not where it had to come."""
@@ -58,19 +114,23 @@ class HeadsBeside:
 
     def seconds(self, rows: Seq[Sequence], count: int) -> float:
         """Return about how long it takes to propose `count` tokens of each of these rows."""
-        return self._least_s(len(rows), count) * (self._ratio or 1.0)
+        return self._least_s(len(rows), self._heads(count)) * (self._ratio or 1.0)
 
-    def propose(self, rows: Seq[Sequence], count: int) -> list[list[int]]:
+    def propose(self, rows: Seq[Sequence], count: int) -> list[DraftTree]:
         """Return up to `count` tokens that may follow each of these rows, which `takes`."""
         began, states = self._clock(), self._runner.states
         hidden = states.of([(row.request.key, row.output_length) for row in rows])
-        tokens: list[list[int]] = self._runner.heads.tokens(self._runner.model.states(hidden), count).tolist()
-        self.measured(len(rows), count, self._clock() - began)
-        return tokens
+        shape = self.shape.first(count)
+        heads, ranks = self._heads(count), 1 + max(shape.ranks)
+        candidates = self._runner.heads.tokens(self._runner.model.states(hidden), heads, ranks)
+        tokens = candidates[:, shape.depths, shape.ranks].tolist()
+        self.measured(len(rows), heads, self._clock() - began)
+        parents, kinds = without_chain(shape.parents), list(zip(shape.depths, shape.ranks, strict=True))
+        return [DraftTree(own, parents, shape.chances, kinds) for own in tokens]
 
-    def measured(self, rows: int, count: int, took_s: float) -> None:
-        """Take the time in which so many tokens of each row were proposed."""
-        found = took_s / self._least_s(rows, count)
+    def measured(self, rows: int, heads: int, took_s: float) -> None:
+        """Take the time in which so many heads proposed for so many rows."""
+        found = took_s / self._least_s(rows, heads)
         before = self._ratio or found
         self._ratio = before + _NEWEST * (min(found, 2 * before) - before)
 
@@ -78,5 +138,5 @@ class HeadsBeside:
         """Forget a row."""
         self._runner.states.forget(row.request.key)
 
-    def _least_s(self, rows: int, count: int) -> float:
-        return self._runner.cost(rows, count).seconds(self._peaks)
+    def _least_s(self, rows: int, heads: int) -> float:
+        return self._runner.cost(rows, heads).seconds(self._peaks)

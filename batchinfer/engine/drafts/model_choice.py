@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.source import DraftingModel, Proposal
-from batchinfer.engine.drafts.worth import expected_right, worth_asking
+from batchinfer.engine.drafts.worth import worth_asking
+from batchinfer.engine.loop.in_flight import AcceptedTokens
+from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.sequence import Sequence
 
 _BELIEVED = (
@@ -42,7 +45,7 @@ class ModelChoice:
     ) -> tuple[list[Sequence], list[Found]]:
         """Return the rows that the model is asked about, if it pays, and what is kept of what was `found` for rows.
         That has cost nothing: it is kept where it is worth half as much as all that the model may propose."""
-        worth, self.paid = expected_right(rate, self._model.most_proposed), False
+        worth, self.paid = self._model.expected(rate, self._model.most_proposed), False
         better = {one[0] for one in found if 2 * value(one) >= worth}
         asked = [row for row in rows if row not in better and self._model.takes(row)]
         most = self._model.most_rows
@@ -64,7 +67,7 @@ class ModelChoice:
         """Return how many tokens of each of these rows it pays to have it propose; see `worth_asking`. seconds: of the
         step that verifies so many of each."""
         return worth_asking(
-            rate,
+            partial(self._model.expected, rate),
             len(rows),
             certain,
             lambda each: seconds(each) + self._model.seconds(rows, each),
@@ -78,7 +81,15 @@ class ModelChoice:
         given = self._model.propose(rows, count)
         self._spent_s += self._clock() - began
         each = zip(rows, given, strict=True)
-        return [(row, self.name, Proposal(tokens, _BELIEVED)) for row, tokens in each if tokens]
+        return [(row, self.name, _proposal(tree)) for row, tree in each if len(tree.tokens)]
+
+    def verified(self, tree: DraftTree, taken: AcceptedTokens) -> None:
+        """Learn what came of a proposal that says how likely its tokens are."""
+        self._model.verified(tree, taken)
+
+    def fade(self, share: float) -> None:
+        """Forget a share of what was learnt."""
+        self._model.fade(share)
 
     def take_spent_s(self) -> float:
         """Return the seconds that it took since this was last asked."""
@@ -88,3 +99,7 @@ class ModelChoice:
     def ended(self, row: Sequence) -> None:
         """Forget a row, which has ended."""
         self._model.ended(row)
+
+
+def _proposal(tree: DraftTree) -> Proposal:
+    return Proposal(tree.tokens, _BELIEVED, tree=tree if tree.chances else None)

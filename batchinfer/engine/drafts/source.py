@@ -7,6 +7,9 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from batchinfer.core.samples import DraftName
+from batchinfer.engine.drafts.worth import expected_right
+from batchinfer.engine.loop.in_flight import AcceptedTokens
+from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.sequence import Sequence
 
 LAST_WORDS = 12  # tokens by which the beginning of an answer can be recognised
@@ -18,11 +21,17 @@ class Proposal(NamedTuple):
     tokens: Seq[int]
     matched: int  # how many tokens before them the source recognised: the more, the likelier they are
     agreed: bool = False  # whether several places agree on the first of them
+    tree: DraftTree | None = None  # these tokens, where it is known how likely each of them is to be right
 
     @property
     def kind(self) -> tuple[int, bool]:
         """The proposals whose tokens are about as likely as these."""
         return min(self.matched, 32).bit_length(), self.agreed
+
+    def right(self, rate: float, count: int) -> float:
+        """Return how many of the first `count` tokens are expected to be right. rate: how likely each of such ones is
+        where those before it are."""
+        return expected_right(rate, count) if self.tree is None else sum(self.tree.chances[:count])
 
 
 class DraftSource(Protocol):
@@ -61,8 +70,18 @@ class DraftingModel(Protocol):
     def seconds(self, rows: Seq[Sequence], count: int) -> float:
         """Return about how long it takes to propose `count` tokens of each of these rows."""
 
-    def propose(self, rows: Seq[Sequence], count: int) -> list[list[int]]:
+    def expected(self, rate: float, count: int) -> float:
+        """Return how many of `count` tokens that it proposes of a row are expected to be right. rate: how likely each
+        of its tokens was where those before it were, as far as it does not know better."""
+
+    def propose(self, rows: Seq[Sequence], count: int) -> list[DraftTree]:
         """Return up to `count` tokens that may follow each of these rows. No sequence has drafts or placeholders."""
+
+    def verified(self, tree: DraftTree, taken: AcceptedTokens) -> None:
+        """Learn what came of a proposal that says how likely its tokens are."""
+
+    def fade(self, share: float) -> None:
+        """Forget a share of what was learnt."""
 
     def ended(self, row: Sequence) -> None:
         """Forget a row, which has ended."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +21,14 @@ def drafts_worth(
     seconds: Callable[[int], float],
     certain: float,
     most: int,
+    known: Mapping[int, Seq[float]] = MappingProxyType({}),
 ) -> NDArray[np.int64]:
     """Return how many tokens of each proposal to verify, (n,), `most` or fewer in all, so that the step gives the most
     tokens a second.
 
     rates: (n,), how likely each token of a proposal is to be right where those before it are; lengths: (n,), its
-    tokens; seconds: of a step with so many drafts in all; certain: the tokens that the step gives anyway.
+    tokens; seconds: of a step with so many drafts in all; certain: the tokens that the step gives anyway; known: of
+    proposals, by their number, how likely each token is to be right, where that is known better: it never rises.
 
     A draft at place j of its proposal is right with probability rate^j, so that the likeliest drafts of all rows are
     the first ones of their proposals. Numbers of them are tried that grow by a half, and then those about the best.
@@ -36,6 +40,9 @@ def drafts_worth(
     most = min(most, int(np.minimum(lengths, longest).sum()))
     places = np.arange(1, longest + 1)
     chances = np.where(places <= lengths[:, None], rates[:, None] ** places, 0.0)
+    for number, own in known.items():
+        first = min(longest, int(lengths[number]))
+        chances[number, :first] = own[:first]
     order = np.argsort(-chances, axis=None, kind="stable")
     given = np.cumsum(chances.ravel()[order])
 
@@ -54,21 +61,24 @@ def drafts_worth(
 
 
 def worth_asking(
-    rate: float, rows: int, certain: float, seconds: Callable[[int], float], most: int, least: float
+    expected: Callable[[int], float],
+    rows: int,
+    certain: float,
+    seconds: Callable[[int], float],
+    most: int,
+    least: float,
 ) -> int:
     """Return how many tokens of each of `rows` rows, `most` or fewer, it pays to have a model propose, so that the step
     gives the most tokens a second; 0: it does not pay to ask.
 
-    rate: how likely each of its tokens is to be right where those before it are; certain: the tokens that the step
-    gives anyway; seconds: of a step with so many tokens of each row, their proposal included; least: the tokens a
-    second that there are without.
+    expected: how many of so many tokens of a row are to be right; certain: the tokens that the step gives anyway;
+    seconds: of a step with so many tokens of each row, their proposal included; least: the tokens a second that there
+    are without.
     """
     if most <= 0:
         return 0
-    best = max(
-        range(1, most + 1), key=lambda each: (certain + rows * expected_right(rate, each)) / seconds(each)
-    )
-    found = (certain + rows * expected_right(rate, best)) / seconds(best)
+    best = max(range(1, most + 1), key=lambda each: (certain + rows * expected(each)) / seconds(each))
+    found = (certain + rows * expected(best)) / seconds(best)
     return best if found > LEAST_GAIN * least else 0
 
 

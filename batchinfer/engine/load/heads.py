@@ -45,7 +45,8 @@ class LoadedMedusa(LoadedHeads):
         own = model.runner
         kept = KeptStates(KEPT_STEPS if isinstance(own, DeviceRunner) else None)
         watched = replace(own, kept=kept, wants=own.wants._replace(requests=True))
-        return watched, HeadsRunner(self.heads, own.model, kept, self.stored.head_values, self.itemsize)
+        sizes = self.stored.head_values, self.itemsize
+        return watched, HeadsRunner(self.heads, own.model, kept, *sizes, own.follows_trees)
 
 
 def load_heads(config: LoadConfig, arithmetic: Arithmetic, company: Company) -> LoadedHeads | None:

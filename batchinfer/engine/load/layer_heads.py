@@ -107,6 +107,7 @@ class LoadedLayer(LoadedHeads):
             eos_token_ids=eos,
             masks=model.masks,
             head=True,
+            branches=own.follows_trees,
         )
         return own, beside
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from batchinfer.core.request import ConstraintFailed, TokenIds
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.constraints import Constraint, ConstraintMasks
+from batchinfer.engine.schedule.draft_tree import DraftTree, pruned
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus
+
+# Tokens that may follow a sequence one behind the other, or a tree of them
+Drafts: TypeAlias = Seq[int] | DraftTree
 
 
 class Drafter(Protocol):
     """Proposes tokens that may follow sequences, as many as it pays to verify."""
 
-    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
-        """Return the drafts of those of these rows, which decode, that get any in the next step. `ahead`: the rows that
-        decode, too, and whose last tokens are not known yet; `others`: the tokens that other sequences run in that
-        step."""
+    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Drafts]]:
+        """Return the drafts of those of these rows, which decode, that get any in the next step: tokens one behind the
+        other, or a tree of them. `ahead`: the rows that decode, too, and whose last tokens are not known yet; `others`:
+        the tokens that other sequences run in that step."""
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether it pays to leave a sequence out of the step that is launched before its tokens are known, so that the
@@ -65,8 +69,9 @@ class Drafting:
                 ahead.append(sequence)
             else:
                 rows.append(sequence)
-        for sequence, tokens in self.drafter.propose(rows, len(ahead), others):
-            proposed |= self._lay(sequence, tokens[: _room(sequence)])
+        for sequence, drafts in self.drafter.propose(rows, len(ahead), others):
+            tree = drafts if isinstance(drafts, DraftTree) else DraftTree(drafts)
+            proposed |= self._lay(sequence, tree.first(_room(sequence)))
         for sequence in ahead:
             sequence.drafting = self.drafter.waits(sequence)
         return proposed
@@ -99,32 +104,35 @@ class Drafting:
                 self._masks.drop(mask)
             sequence.draft_masks = []
 
-    def _lay(self, sequence: Sequence, tokens: Seq[int]) -> bool:
+    def _lay(self, sequence: Sequence, tree: DraftTree) -> bool:
         stops = sequence.stop_token_ids
         # The token that ends an answer is sampled behind the draft before it, and nothing follows it
-        end = next((at for at, token in enumerate(tokens) if token in stops), len(tokens))
-        tokens = tokens[:end]
+        tree = pruned(tree, lambda at, _: tree.tokens[at] not in stops)
         self.forget(sequence)
         if sequence.constraint is not None and sequence.mask is not None:
-            tokens = self._allowed(sequence, sequence.constraint, tokens)
-        if not len(tokens):
+            tree = self._allowed(sequence, sequence.constraint, tree)
+        if not len(tree.tokens):
             return False
-        sequence.propose(tokens)
+        sequence.propose(tree.tokens, tree.parents)
         sequence.drafting = True
         return True
 
-    def _allowed(self, sequence: Sequence, constraint: Constraint, tokens: Seq[int]) -> Seq[int]:
-        """Return the first of the tokens that a constraint allows one behind the other, up to where the next ones have
-        to come: those are not sampled."""
-        assert self._masks is not None, "a constraint without masks"
-        state = constraint.fork()
-        for at, token in enumerate(tokens):
-            if not takes(state, token):
-                return tokens[:at]
-            sequence.draft_masks.append(self._masks.put(state.fork()))
-            if state.jump_forward():
-                return tokens[: at + 1]
-        return tokens
+    def _allowed(self, sequence: Sequence, constraint: Constraint, tree: DraftTree) -> DraftTree:
+        """Return what a constraint allows of a tree, up to where the next tokens have to come: those are not sampled.
+        The sequence gets the mask behind each."""
+        masks, states = self._masks, dict[int, Constraint]()
+        assert masks is not None, "a constraint without masks"
+
+        def keeps(at: int, parent: int) -> bool:
+            before = constraint if parent < 0 else states.get(parent)
+            if before is None or not takes(state := before.fork(), tree.tokens[at]):
+                return False
+            sequence.draft_masks.append(masks.put(state.fork()))
+            if not state.jump_forward():
+                states[at] = state
+            return True
+
+        return pruned(tree, keeps)
 
 
 def takes(state: Constraint, token: int) -> bool:

@@ -379,9 +379,8 @@ class Engine:
                 f"a step gave {len(tokens)} tokens to a sequence that the next step runs already"
             )
         sequence.tokens_known()
-        taken = AcceptedTokens(
-            sequence, sequence.known_length, sequence.tokens[len(sequence) - sequence.drafts :]
-        )
+        drafts = sequence.tokens[len(sequence) - sequence.drafts :]
+        taken = AcceptedTokens(sequence, sequence.known_length, drafts, sequence.draft_parents)
         sequence.drop_drafts()
         for at, token in enumerate(tokens):
             taken.add(token)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from batchinfer.core.request import FinishReason, RowError
 from batchinfer.engine.runner.runner import Launched
-from batchinfer.engine.schedule.asked_rows import asked_chunks
+from batchinfer.engine.schedule.draft_tree import child_with
+from batchinfer.engine.schedule.pooled_states import asked_chunks
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
 from batchinfer.engine.schedule.scored_rows import prompt_chunks
 from batchinfer.engine.schedule.sequence import Sequence
@@ -37,14 +38,22 @@ class AcceptedTokens:
     sequence: Sequence
     known: int  # its tokens before
     drafts: array[int]  # that the step ran
-    right: int = 0  # of these, how many were right, from the first on
+    parents: list[int] = field(default_factory=list)  # of these, where they are a tree
+    path: list[int] = field(default_factory=list)  # which of them were right, one behind the other
     count: int = 0  # tokens taken, one that is none for want of finite logits included
     end: End | None = None
 
+    @property
+    def right(self) -> int:
+        """Count the drafts that were right."""
+        return len(self.path)
+
     def add(self, token: int) -> None:
-        """Count a token, and compare it with its draft."""
-        if self.count == self.right < len(self.drafts):
-            self.right += self.drafts[self.right] == token
+        """Count a token, and compare it with the drafts at its place."""
+        if self.count == self.right:
+            found = child_with(self.drafts, self.parents, self.path[-1] if self.path else -1, token)
+            if found is not None:
+                self.path.append(found)
         self.count += 1
 
     @property

@@ -18,7 +18,9 @@ def leaves_none(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks 
         followed = _unmasked(sequence.mask, masks)
         allowed = followed if allowed is None else allowed & followed
     said = sequence.known_length - sequence.prompt_length
-    return allowed is not None and not allowed.difference(bans_of(sequence, eos, said))
+    if allowed is None:
+        return False
+    return not allowed.difference(bans_of(sequence, eos, np.frombuffer(sequence.tokens, np.int32), said))
 
 
 def _unmasked(mask: int, masks: ConstraintMasks) -> set[int]:

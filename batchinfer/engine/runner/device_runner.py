@@ -28,6 +28,7 @@ from batchinfer.engine.runner.sampled import (
     Sampled,
     barred_of_chunks,
     logprobs_of_chunks,
+    rows_of_chunks,
     states_of_chunks,
     tokens_of_chunks,
 )
@@ -61,7 +62,8 @@ class DeviceRun:
         """Wait for the step; the next tokens of each chunk that samples."""
         if self.download is None:
             return []
-        return tokens_of_chunks(self.download.arrays()[0].tolist(), self.plan)
+        tokens: list[int] = self.download.arrays()[0].tolist()
+        return tokens_of_chunks(tokens, self.plan, rows_of_chunks(tokens, self.plan))
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Wait for the step; the log-probabilities of each chunk that asks."""
@@ -71,7 +73,7 @@ class DeviceRun:
         arrays = iter(self.download.arrays()[1:])
         for first, rows in self.asking:
             found |= rows.of_rows(next(arrays), next(arrays), next(arrays), first)
-        return logprobs_of_chunks(found, self.plan.sampled_counts)
+        return logprobs_of_chunks(found, self._rows())
 
     def states(self) -> Mapping[int, States]:
         """Wait for the step; the hidden states that each chunk asks for."""
@@ -90,7 +92,11 @@ class DeviceRun:
         begun = 1 + 3 * len(self.asking) + len(self.stated)
         for (first, rows), barred in zip(self.masked, arrays[begun : begun + len(self.masked)], strict=True):
             found |= rows.of_rows(barred, first)
-        return barred_of_chunks(found, self.tokens(), self.plan.sampled_counts)
+        return barred_of_chunks(found, self._rows())
+
+    def _rows(self) -> list[Sequence[int]] | None:
+        assert self.download is not None
+        return rows_of_chunks(self.download.arrays()[0].tolist(), self.plan)
 
     def scores(self) -> TokenScores:
         """Wait for the step; the log-probabilities of the tokens that the plan names."""
@@ -129,6 +135,11 @@ class DeviceRunner(ModelRunner):
         return True
 
     @property
+    def follows_trees(self) -> bool:
+        """Whether drafts of a row may be a tree: no, the host does not know in time which of its tokens to move."""
+        return False
+
+    @property
     def most_tokens(self) -> int | None:
         return self.micro_batches.most_tokens
 
@@ -145,6 +156,7 @@ class DeviceRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token, and in a group when
         there is none for the step as a whole, or for its graph."""
+        assert plan.tree_bits is None, "see `follows_trees`"
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
@@ -20,10 +22,12 @@ from batchinfer.engine.runner.sampled import (
     Sampled,
     barred_of_chunks,
     logprobs_of_chunks,
+    rows_of_chunks,
     states_of_chunks,
     tokens_of_chunks,
 )
 from batchinfer.engine.runner.sampler import LogitsHead, Sampler
+from batchinfer.engine.runner.watched_model import WatchedModel
 from batchinfer.engine.schedule.step_plan import (
     COMPUTES,
     PlanWants,
@@ -132,6 +136,12 @@ class ModelRunner:
         return False
 
     @property
+    def follows_trees(self) -> bool:
+        """Whether drafts of a row may be a tree."""
+        windows = {window for group in self.layout.groups for window in group.windows}
+        return self.ops.follows_trees and windows == {None} and not self.in_group
+
+    @property
     def most_tokens(self) -> int | None:
         """The runner never limits its steps: None."""
         return None
@@ -153,21 +163,27 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Run the chunks, write their K and V, sample the rows that the plan names."""
-        hidden, sampling, padded = self.forward(plan)
+        host = self.state.batch(plan, self.layout)
+        hidden, sampling, padded = self._forward_batch(host)
         if not plan.sampled_rows:
             return RunnerOutput([], padded, launch=self._launch)
         sampled = self.next_tokens(hidden, sampling)
-        masked, found, states, counts = sampled.masked, sampled.logprobs, sampled.states, plan.sampled_counts
+        masked, found, states = sampled.masked, sampled.logprobs, sampled.states
+        given = sampled.tokens.tolist()
+        rows = rows_of_chunks(given, plan)
+        if rows is not None and host.tree is not None:
+            hidden = self._behind_one_another(host, hidden, rows)
+        if self.kept is not None:
+            self.kept.take(hidden, plan, host)
         arrays = (tensor.numpy(force=True) for tensor in found.tensors) if found else ()
         asked = states.of_chunks(states.states.numpy(force=True)) if states else {}
         scored = [] if sampled.scores is None else [one.numpy(force=True) for one in sampled.scores.tensors]
-        tokens = tokens_of_chunks(sampled.tokens.tolist(), plan)
         barred = masked.of_rows(masked.barred.numpy(force=True)) if masked else {}
         return RunnerOutput(
-            tokens,
+            tokens_of_chunks(given, plan, rows),
             padded,
-            logprobs_of_chunks(found.of_rows(*arrays), counts) if found else {},
-            barred_of_chunks(barred, tokens, counts),
+            logprobs_of_chunks(found.of_rows(*arrays), rows) if found else {},
+            barred_of_chunks(barred, rows),
             self._launch,
             states_of_chunks([asked], plan),
             TokenScores.joined([scored] if scored else []),
@@ -175,17 +191,47 @@ class ModelRunner:
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
         """Run the chunks: (hidden states of the rows that the plan names, how these are sampled, padded tokens)."""
-        host = self.state.batch(plan, self.layout)
+        return self._forward_batch(self.state.batch(plan, self.layout))
+
+    def _forward_batch(self, host: HostBatch) -> tuple[Tensor, SamplingPlan, int]:
         batch = build_batch(host, self.device)
         self.state.tables.sent()
         plans = self.plan_attention(batch.inputs)
         self.borders.receive(len(host.token_ids))
         hidden = self.model.forward(batch.token_ids, batch.inputs, self.caches, plans)
         self.borders.hand_on(hidden)
-        rows = hidden[batch.sampled_rows] if plan.sampled_rows else hidden[:0]
-        if self.kept is not None and plan.sampled_rows:
-            self.kept.take(rows, plan, host)
+        rows = hidden[batch.sampled_rows] if len(host.sampled_rows) else hidden[:0]
         return rows, batch.sampling, plans[0].padded_tokens
+
+    def _behind_one_another(self, host: HostBatch, hidden: Tensor, rows: list[Seq[int]]) -> Tensor:
+        """Move K and V of those nodes of trees that were right behind the tokens before their trees, where those of a
+        chain would lie; so do their states in what is returned: (n, hidden), the rows of each chunk in its place."""
+        chosen = (
+            host.sampled_rows if host.sampling.chosen is None else host.sampled_rows[host.sampling.chosen]
+        )
+        moves = [
+            (token, int(chosen[own[0]]) + at)
+            for own in rows
+            for at, token in enumerate(chosen[list(own)].tolist())
+            if token != chosen[own[0]] + at
+        ]
+        if not moves:
+            return hidden
+        self._move(host, np.array(moves, np.int64))
+        order = np.arange(len(hidden))
+        order[np.searchsorted(host.sampled_rows, [target for _, target in moves])] = np.searchsorted(
+            host.sampled_rows, [source for source, _ in moves]
+        )
+        return hidden[torch.from_numpy(order).to(hidden.device)]
+
+    def _move(self, host: HostBatch, moves: NDArray[np.int64]) -> None:
+        """Move tokens of a step, (n, 2): the one that is read and the one that is written."""
+        each = [torch.from_numpy(slots[moves]).to(self.device) for slots in host.slots]
+        # Layers that read the K and V of another one have its cache
+        for cache in {(one.k.data_ptr(), one.group): one for one in self.caches}.values():
+            self.ops.move_slots(cache, each[cache.group])
+        if isinstance(self.model, WatchedModel):
+            self.model.move(each)
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
         """Make a plan for each cache group."""

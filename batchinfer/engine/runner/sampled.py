@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.runner.row_scores import RowScores
+from batchinfer.engine.schedule.draft_tree import child_with, parents_of
 from batchinfer.engine.schedule.step_plan import Ints, States, StepPlan
 from batchinfer.engine.tensors.staging import upload
 
@@ -85,45 +86,67 @@ class Sampled:
     scores: RowScores | None = None  # None: no row asks
 
 
-def tokens_of_chunks(tokens: list[int], plan: StepPlan) -> list[list[int]]:
-    """Divide the tokens of a step's rows among its chunks that have rows. A chunk with drafts gets the tokens of its
-    rows up to the first that is not the draft behind it."""
+def rows_of_chunks(tokens: list[int], plan: StepPlan) -> list[Sequence[int]] | None:
+    """Return the rows whose tokens each chunk gets that has rows, where some have several; None: each has one, or none
+    is chosen. A chunk with drafts gets the tokens of its rows up to the first that is not the draft behind it, or none
+    of those behind it in a tree."""
     counts = plan.sampled_counts
-    if not plan.sampling.chooses:
-        return [[] for _ in range(plan.sampled_rows if counts is None else len(counts))]
-    if counts is None:
-        return [[token] for token in tokens]
+    if counts is None or not plan.sampling.chooses:
+        return None
     assert plan.sampled is not None, "rows of drafts are named"
     chosen = plan.sampled if plan.sampling.chosen is None else plan.sampled[plan.sampling.chosen]
     behind = plan.tokens[np.minimum(chosen + 1, len(plan.tokens) - 1)].tolist()
-    given: list[list[int]] = []
+    bits = None if plan.tree_bits is None else plan.tree_bits.view(np.uint32)[chosen].tolist()
+    found: list[Sequence[int]] = []
     for first, end in pairwise([0, *accumulate(counts)]):
+        if bits is not None and first + 1 < end and bits[first + 1]:
+            found.append(_path(tokens[first:end], behind[first : end - 1], bits[first + 1 : end], first))
+            continue
         last = next((row for row in range(first, end - 1) if tokens[row] != behind[row]), end - 1)
-        given.append(tokens[first : last + 1])
-    return given
+        found.append(range(first, last + 1))
+    return found
+
+
+def _path(tokens: list[int], drafts: list[int], bits: list[int], first: int) -> list[int]:
+    """Return the rows of a tree, from its first one on, whose tokens are right one behind the other. tokens: those
+    behind the last known one and behind each of the drafts, with the bits of these."""
+    parents = parents_of(bits)
+    rows, node = [first], child_with(drafts, parents, -1, tokens[0])
+    while node is not None:
+        rows.append(first + 1 + node)
+        node = child_with(drafts, parents, node, tokens[1 + node])
+    return rows
+
+
+def tokens_of_chunks(tokens: list[int], plan: StepPlan, rows: list[Sequence[int]] | None) -> list[list[int]]:
+    """Divide the tokens of a step's rows among its chunks that have rows, those of `rows_of_chunks`."""
+    counts = plan.sampled_counts
+    if not plan.sampling.chooses:
+        return [[] for _ in range(plan.sampled_rows if counts is None else len(counts))]
+    if rows is None:
+        return [[token] for token in tokens]
+    return [[tokens[row] for row in own] for own in rows]
 
 
 def barred_of_chunks(
-    found: Mapping[int, bool], tokens: list[list[int]], counts: Sequence[int] | None
+    found: Mapping[int, bool], rows: list[Sequence[int]] | None
 ) -> Mapping[int, Sequence[bool]]:
-    """Say of each chunk of which some row's is `found` which of the tokens that it got, those of `tokens`, a mask gave
-    it in the place of the most likely one."""
-    if counts is None:
+    """Say of each chunk of which some row's is `found` which of the tokens that it got, those of `rows`, a mask gave it
+    in the place of the most likely one."""
+    if rows is None:
         return {chunk: (one,) for chunk, one in found.items()}
-    firsts = [0, *accumulate(counts)]
-    rows = {place: range(firsts[place], firsts[place] + len(given)) for place, given in enumerate(tokens)}
     return {
         place: [found.get(row, False) for row in own]
-        for place, own in rows.items()
+        for place, own in enumerate(rows)
         if any(row in found for row in own)
     }
 
 
 def logprobs_of_chunks(
-    found: Mapping[int, TokenLogprobs], counts: Sequence[int] | None
+    found: Mapping[int, TokenLogprobs], rows: list[Sequence[int]] | None
 ) -> Mapping[int, TokenLogprobs]:
-    """Put the log-probabilities of the rows of each chunk together."""
-    return {chunk: _joined(own) for chunk, own in _by_chunk(found, counts)} if counts else found
+    """Put the log-probabilities of the tokens that each chunk got together."""
+    return found if rows is None else {chunk: _joined(own) for chunk, own in _by_chunk(found, rows)}
 
 
 def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> Mapping[int, States]:
@@ -141,10 +164,10 @@ def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> M
     return found
 
 
-def _by_chunk(found: Mapping[int, T], counts: Sequence[int]) -> Iterator[tuple[int, list[T]]]:
+def _by_chunk(found: Mapping[int, T], rows: list[Sequence[int]]) -> Iterator[tuple[int, list[T]]]:
     """Yield what the rows of each chunk have, of chunks of which some have any."""
-    for chunk, (first, end) in enumerate(pairwise([0, *accumulate(counts)])):
-        own = [found[row] for row in range(first, end) if row in found]
+    for chunk, which in enumerate(rows):
+        own = [found[row] for row in which if row in found]
         if own:
             yield chunk, own
 

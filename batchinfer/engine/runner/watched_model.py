@@ -16,6 +16,7 @@ from batchinfer.models.decoder.taps import Taps
 from batchinfer.models.heads.layer_head import LayerHead
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
 from batchinfer_kernels.copy_parts import copy_parts_reference
+from batchinfer_kernels.move_slots import move_slots_reference
 
 # Copies the beginnings of blocks; see batchinfer_kernels.copy_parts
 CopyParts = Callable[[Tensor, Tensor, Tensor], None]
@@ -75,6 +76,11 @@ class WatchedModel:
         parts, places = inputs[self.group].parts, self.kept.places
         if parts is not None:
             self.copy_parts(places, places, parts)
+
+    def move(self, moves: Seq[Tensor]) -> None:
+        """Move the states of tokens whose K and V a step moves: of each cache group the slots, (n, 2)."""
+        places = self.kept.places
+        move_slots_reference(places, places, moves[self.group])
 
     def states(self, hidden: Tensor) -> Tensor:
         """Apply the decoder's final norm."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from batchinfer.engine.schedule.draft_tree import node_bits
 from batchinfer.engine.schedule.partial_blocks import Copy
 from batchinfer.engine.schedule.places import places_of
 from batchinfer.engine.schedule.pooled_states import with_states
@@ -100,6 +101,7 @@ class PlanWriter:
             awaited=_awaited(self._sampled, before, sampled),
             sampling=own.sampling,
             requests=requests,
+            tree_bits=_tree_bits(chunks) if step.drafts else None,
             shared_blocks=shared_blocks,
         )
 
@@ -215,6 +217,15 @@ def _tokens(chunks: list[Chunk], single: bool) -> Ints:
     if single:
         return np.array([sequence.tokens[start] for sequence, start, _ in chunks], np.int32)
     return np.concatenate([np.frombuffer(s.tokens, np.int32)[start : start + n] for s, start, n in chunks])
+
+
+def _tree_bits(chunks: list[Chunk]) -> Ints | None:
+    """Gather the bits of the nodes of trees, (total,); None where no sequence has one."""
+    if not any(s.draft_parents for s, _, _ in chunks):
+        return None
+    each = [node_bits(s.draft_parents) for s, _, _ in chunks]
+    bits = [bit for own, (_, _, n) in zip(each, chunks, strict=True) for bit in [0] * (n - len(own)) + own]
+    return np.array(bits, np.uint32).view(np.int32)
 
 
 def _awaited(sampling: list[Sequence], before: list[Sequence], sampled: Ints | None) -> Awaited | None:

@@ -8,7 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from batchinfer.engine.schedule.scheduler import Chunk
+from batchinfer.engine.schedule.scored_rows import scored_chunks
 from batchinfer.engine.schedule.step_plan import AskedRows, Ints, ScoredTokens
+
+
+def asked_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return those of the chunks, behind which no token is sampled, whose hidden states or scores are asked for.
+    Where one sequence of an engine is scored, all are."""
+    return scored_chunks(chunks) if chunks[0].sequence.scored is not None else pooled_chunks(chunks)
 
 
 def pooled_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -7,6 +7,7 @@ from itertools import compress
 import numpy as np
 
 from batchinfer.core.sampling import SamplingParams
+from batchinfer.engine.schedule.draft_tree import node_path
 from batchinfer.engine.schedule.places import places_of
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import ARGMAX, DrawnRows, Ints, PenalisedRows, SamplingPlan
@@ -43,7 +44,7 @@ class SamplingWriter:
 
     def _plan(self, rows: _Rows, before: list[Sequence]) -> SamplingPlan:
         sequences, said = rows.sequences, rows.said
-        banned = {i: bans_of(sequences[i], self._eos, said[i]) for i in self._banning}
+        banned = {i: bans_of(sequences[i], self._eos, rows.text(i), said[i]) for i in self._banning}
         shaped = [i for i, s in enumerate(sequences) if s.request.params.penalised or banned.get(i)]
         masked = [i for i, s in enumerate(sequences) if s.mask is not None]
         asking = [i for i, s in enumerate(sequences) if s.logprobs is not None]
@@ -80,7 +81,8 @@ class SamplingWriter:
 
 
 class _Rows:
-    """The rows of a step that get tokens: each belongs to a sequence, and lies behind some of its drafts."""
+    """The rows of a step that get tokens: each belongs to a sequence, and lies behind some of its drafts, of a tree
+    behind those of a path."""
 
     def __init__(self, sequences: list[Sequence], ahead: list[int] | None) -> None:
         self.sequences = sequences
@@ -88,7 +90,8 @@ class _Rows:
         # Of each row, the tokens of the answer before its own
         self.said = [s.output_length for s in sequences]
         if ahead is not None:
-            self.said = [s.output_length - s.drafts + n for s, n in zip(sequences, ahead, strict=True)]
+            each = zip(sequences, ahead, strict=True)
+            self.said = [s.output_length - s.drafts + _depth(s, n) for s, n in each]
 
     def masks(self, masked: list[int]) -> list[int]:
         """Return the masks of these rows, all of which have one."""
@@ -102,8 +105,19 @@ class _Rows:
 
     def text(self, i: int) -> Ints:
         """Return the prompt of a row's sequence and what is said of its answer before the row's token."""
-        sequence = self.sequences[i]
-        return np.frombuffer(sequence.tokens, np.int32)[: sequence.prompt_length + self.said[i]]
+        sequence, ahead = self.sequences[i], 0 if self._ahead is None else self._ahead[i]
+        tokens = np.frombuffer(sequence.tokens, np.int32)
+        if not ahead or not sequence.draft_parents:
+            return tokens[: sequence.prompt_length + self.said[i]]
+        known = len(sequence) - sequence.drafts
+        path = [known + node for node in node_path(sequence.draft_parents, ahead - 1)]
+        return np.concatenate((tokens[:known], tokens[path]))
+
+
+def _depth(sequence: Sequence, ahead: int) -> int:
+    """Count the drafts that a row's token would follow, of a sequence of which `ahead` lie before it."""
+    parents = sequence.draft_parents
+    return len(node_path(parents, ahead - 1)) if parents else ahead
 
 
 def _penalised(
@@ -153,10 +167,11 @@ def _allowed(sequences: list[Sequence]) -> AllowedTokens | None:
     return AllowedTokens.of(asked) if asked else None
 
 
-def bans_of(sequence: Sequence, eos: frozenset[int], said: int) -> list[int]:
-    """Return the tokens that a sequence may not get behind `said` tokens of its answer. `eos`: those of the model."""
+def bans_of(sequence: Sequence, eos: frozenset[int], text: Ints, said: int) -> list[int]:
+    """Return the tokens that a sequence may not get behind this text, which ends with `said` tokens of its answer.
+    `eos`: those of the model."""
     params, bad, start = sequence.request.params, sequence.bad, sequence.prompt_length
-    banned = [] if bad is None else bad.behind(sequence.tokens, start, start + said)
+    banned = [] if bad is None else bad.behind(text, start, start + said)
     if may_not_end(params, said):
         banned += [*params.stop_token_ids, *(() if params.ignore_eos else eos)]
     return sorted(set(banned)) if banned else banned

@@ -14,6 +14,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import FinishReason, Request, TokenLogprobs, Vector
 from batchinfer.core.sampling import Pooling, SamplingParams
 from batchinfer.engine.schedule.constraints import Constraint
+from batchinfer.engine.schedule.draft_tree import without_chain
 from batchinfer.engine.schedule.loops import LoopDetector
 from batchinfer.engine.schedule.scored_branches import PromptScores, ScoredBranch
 from batchinfer.engine.schedule.step_plan import States
@@ -115,6 +116,7 @@ class Sequence:
     placeholders: int = 0  # how many of the last tokens have values that only the device knows
     pooled: States | None = None  # of its vector: the sum of its hidden states so far, or the last one
     drafts: int = 0  # how many of the last tokens are proposals, which the next step that runs it verifies
+    draft_parents: list[int] = field(default_factory=list)  # of these, where they are a tree: see DraftTree
     drafting: bool = False  # whether the next step that runs it is waited for, because of drafts
     draft_masks: list[int] = field(
         default_factory=list
@@ -295,19 +297,23 @@ class Sequence:
             del self.tokens[-self.placeholders :]
             self.placeholders = 0
 
-    def propose(self, tokens: Iterable[int]) -> None:
-        """Append drafts: the next step runs them, too, and its tokens say how many of them were right."""
+    def propose(self, tokens: Iterable[int], parents: Iterable[int] = ()) -> None:
+        """Append drafts: the next step runs them, too, and its tokens say how many of them were right. `parents`: where
+        they are a tree, whose nodes lie one behind the other; see DraftTree."""
         assert not self.placeholders, "its last tokens are not known"
         assert self.status is not _AWAITING, "a step runs it"
+        assert not self.drafts, "it has drafts"
         before = len(self.tokens)
         self.tokens.extend(tokens)
-        self.drafts += len(self.tokens) - before
+        self.drafts = len(self.tokens) - before
+        self.draft_parents = without_chain([*parents])
 
     def drop_drafts(self, keep: int = 0) -> None:
         """Remove the drafts behind the first `keep`."""
         if self.drafts > keep:
             del self.tokens[keep - self.drafts :]
             self.drafts = keep
+            self.draft_parents = without_chain(self.draft_parents[:keep])
 
     def block_hash(self, index: int, block_size: int) -> bytes:
         """Digest of the first (index + 1) × block_size prompt tokens: each block hashes its parent's digest, the first

@@ -320,6 +320,9 @@ class StepPlan:
     sampling: SamplingPlan
     # Where `PlanWants` asks: of each chunk, the key of its request and how many tokens its answer has
     requests: list[tuple[bytes, int]] | None = None
+    # (T,): of each node of a tree of drafts the bits of its ancestors and its own, see TreeMask; of other tokens 0. The
+    # nodes end their chunk. None: there is no tree
+    tree_bits: Ints | None = None
     shared_blocks: int = 0  # where it asks: how often a table names a block that another one named before
 
     @property
@@ -342,6 +345,7 @@ class StepPlan:
             self.tokens,
             self.copies,
             self.sampled,
+            self.tree_bits,
         )
         sent = [None if array is None else array.tobytes() for array in arrays]
         tables = [(spans.tobytes(), blocks.tobytes(), width) for spans, blocks, width in self.tables]
@@ -358,9 +362,10 @@ def _step_plan(
     waits: tuple[bytes | None, ...] | None,
     counts: list[int] | None,
     sampling: SamplingPlan,
-    *rest: Any,
+    requests: list[tuple[bytes, int]] | None,
+    shared_blocks: int,
 ) -> StepPlan:
-    starts, lengths, rows, offsets, segments, tokens, copies, sampled = map(_ints, sent)
+    starts, lengths, rows, offsets, segments, tokens, copies, sampled, bits = map(_ints, sent)
     assert starts is not None
     assert tokens is not None
     changes = tuple(
@@ -371,7 +376,7 @@ def _step_plan(
     awaited = None if waits is None else Awaited(*map(_ints, waits))
     return StepPlan(
         starts, lengths, rows, offsets, segments, adapters, tokens, changes, copied, sampled, counts, awaited,
-        sampling, *rest,
+        sampling, requests, bits, shared_blocks,
     )  # fmt: skip
 
 

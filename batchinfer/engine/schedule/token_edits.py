@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,9 +31,9 @@ class BadTokens:
         """Whether what is barred depends on the tokens before."""
         return bool(self._behind)
 
-    def behind(self, tokens: array[int], start: int, end: int) -> list[int]:
+    def behind(self, tokens: Ints, start: int, end: int) -> list[int]:
         """Return the tokens that may not follow the answer that is tokens[start:end]."""
-        known = self._behind.get(tokens[end - 1], ()) if end > start else ()
+        known = self._behind.get(int(tokens[end - 1]), ()) if end > start else ()
         said = (
             last
             for before, last in known

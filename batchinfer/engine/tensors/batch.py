@@ -16,6 +16,7 @@ from torch import Tensor
 from batchinfer.engine.schedule.step_plan import Awaited, Ints, Longs, SamplingPlan
 from batchinfer.models.ops.interface import AttentionInputs
 from batchinfer_kernels.step_tables import StepTables
+from batchinfer_kernels.tree_mask import TreeMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class HostBatch:
     follows: bool = False  # whether the step before ran the same sequences in the same order
     token_types: Longs | None = None  # (T,); None: all are 0
     adapters: Longs | None = None  # (T,): their numbers, 0 for none; None: no token has one
+    tree: TreeMask | None = None  # which keys tokens see, where some are in trees of drafts
 
     @property
     def is_decode(self) -> bool:
@@ -84,12 +86,14 @@ class HostBatch:
                 parts=copied,
                 token_types=token_types,
                 adapters=adapters,
+                tree=self.tree,
             )
             for own, table, host, whole, copied in each
         ]
 
     def part(self, first: int, end: int) -> HostBatch:
         """Return the step of the tokens [first, end). What a chunk copies is copied with its first token."""
+        assert self.tree is None, "a tree runs as a whole"
         ends = list(accumulate(self.query_lens))
         low, high = bisect_right(ends, first), bisect_left(ends, end) + 1
         begins = [

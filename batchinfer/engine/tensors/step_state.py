@@ -11,6 +11,7 @@ from batchinfer.engine.schedule.step_plan import Ints, Longs, SamplingPlan, Step
 from batchinfer.engine.tensors.adapter_places import AdapterPlaces
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.table_rows import TableRows
+from batchinfer_kernels.tree_mask import TreeMask
 
 
 @dataclass(slots=True)
@@ -49,10 +50,13 @@ class StepState:
             row_of = np.repeat(self._each, lengths)
             positions = np.arange(len(row_of)) + (contexts - np.cumsum(lengths))[row_of]
         at, inside = np.divmod(positions, layout.block_size)
+        tree = None if plan.tree_bits is None else _tree(positions, plan.tree_bits)
+        # The nodes of a tree lie one behind the other, and stand behind their parents
+        places = positions if tree is None else tree.last + tree.depths
         offsets, segments, adapters = self._rope_offsets, self._second_segments, self._adapters
         return HostBatch(
             token_ids=plan.tokens.astype(np.int64),
-            positions=positions if offsets is None else positions + offsets[row_of],
+            positions=places if offsets is None else places + offsets[row_of],
             slots=[
                 own.kept[own.rows[row_of], at].astype(np.int64) * layout.block_size + inside for own in tables
             ],
@@ -67,6 +71,7 @@ class StepState:
             follows=plan.rows is None,
             token_types=None if segments is None else _types(positions, segments[row_of]),
             adapters=None if adapters is None else adapters[row_of],
+            tree=tree,
         )
 
     def _placed(self, copies: Ints | None) -> Ints | None:
@@ -86,6 +91,14 @@ class StepState:
             sampling = replace(sampling, drawn=replace(drawn, fixed=self._drawn.drawn.fixed))
         self._drawn = sampling
         return sampling
+
+
+def _tree(positions: Longs, bits: Ints) -> TreeMask:
+    """Return which keys tokens see: a node all up to the last token before its tree."""
+    nodes = bits != 0
+    before = np.where(nodes, -1, positions)  # the tokens before a tree come before it in its chunk
+    behind = np.maximum.accumulate(np.where(nodes, -1, np.arange(len(bits))))
+    return TreeMask(before[behind], bits)
 
 
 def _types(positions: Longs, second: Ints) -> Longs:

@@ -19,11 +19,12 @@ class _Head:
     blocks: list[tuple[Tensor, Tensor]]
     out: Tensor
 
-    def tokens(self, states: Tensor) -> Tensor:
-        """Return the argmax of its logits: states (n, hidden) → (n,) int64."""
+    def tokens(self, states: Tensor, ranks: int) -> Tensor:
+        """Return the tokens with the greatest logits, in descending order: states (n, hidden) → (n, ranks) int64."""
         for weight, bias in self.blocks:
             states = states + silu(linear(states, weight, bias))
-        return linear(states, self.out).argmax(-1)
+        logits = linear(states, self.out)
+        return logits.argmax(-1, keepdim=True) if ranks == 1 else logits.topk(ranks).indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +45,7 @@ class MedusaHeads:
         return cls(heads)
 
     @torch.inference_mode()
-    def tokens(self, states: Tensor, count: int) -> Tensor:
-        """Return the likeliest token of each of the first `count` heads: states behind the final norm, (n, hidden) →
-        (n, count) int64."""
-        return torch.stack([head.tokens(states) for head in self.heads[:count]], 1)
+    def tokens(self, states: Tensor, count: int, ranks: int = 1) -> Tensor:
+        """Return the likeliest tokens of each of the first `count` heads: states behind the final norm, (n, hidden) →
+        (n, count, ranks) int64."""
+        return torch.stack([head.tokens(states, ranks) for head in self.heads[:count]], 1)

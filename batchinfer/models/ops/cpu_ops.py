@@ -239,6 +239,13 @@ class CpuOps(TorchOps):
         else:
             self._compiled.copy_parts(cache.k, cache.v, parts, cache.scales, self._dtype)
 
+    @property
+    def follows_trees(self) -> bool:
+        return self._causal and not self._latent
+
+    def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
+        self._compiled.move_slots(cache.k, cache.v, cache.block_size, moves, cache.scales, self._dtype)
+
     def plan_attention(
         self,
         inputs: AttentionInputs,
@@ -248,6 +255,7 @@ class CpuOps(TorchOps):
     ) -> AttentionPlan:
         before = beside if isinstance(beside, ItemPlan) else None
         queries, contexts = inputs.query_lens, inputs.context_lens
+        self.check_tree(inputs, windows)
         if not self._causal:
             return ItemPlan(inputs, whole_items(queries, self._group, self._most_rows), before)
         if inputs.whole:
@@ -255,7 +263,9 @@ class CpuOps(TorchOps):
             pages = (
                 compiled.latent_pages(block_size, self._dtype) if self._latent else compiled.pages(block_size)
             )
-            items = attention_items(queries, contexts, self._group, tables, pages, self._most_rows)
+            items = attention_items(
+                queries, contexts, self._group, tables, pages, self._most_rows, inputs.tree
+            )
             return ItemPlan(inputs, items, before)
         # Tables of a window do not show what sequences share: entries that it has left are alike in all of them
         if before is not None and not before.inputs.whole:

@@ -22,6 +22,7 @@ from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.mask import bars, mask_reference
+from batchinfer_kernels.move_slots import move_slots_reference
 from batchinfer_kernels.paged_attention import CODES
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
@@ -29,6 +30,7 @@ from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 from batchinfer_kernels.sample import RowSampling, sample_reference
 from batchinfer_kernels.step_tables import StepTables
+from batchinfer_kernels.tree_mask import TreeMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class AttentionInputs:
     # (T,) int64: the number of each token's adapter, from 1 on; 0: it has none. None: no token has one
     adapters: Tensor | None = None
     adapted: AdaptedRows | None = None  # the same, sorted: the decoder sets it for its layers
+    # Which keys tokens see, where some are in trees of drafts; None: all up to their own
+    tree: TreeMask | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -544,6 +548,22 @@ class Ops(ABC):
         """Copy K and V between blocks; parts are (n, 4) int64. See batchinfer_kernels.copy_parts."""
         for k, v in cache.copied:
             copy_parts_reference(k, v, parts)
+
+    @property
+    def follows_trees(self) -> bool:
+        """Whether a step's tokens may be trees of drafts, where no layer has a window, and be moved behind that."""
+        return False
+
+    def check_tree(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> None:
+        """Raises TypeError for a step with trees of drafts, where these operators follow none or layers have
+        windows."""
+        if inputs.tree is not None and not (self.follows_trees and windows == {None}):
+            raise TypeError(f"{self.name} operators have no trees of drafts for windows {set(windows)}")
+
+    def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
+        """Move tokens within the cache; moves are (n, 2) int64. See batchinfer_kernels.move_slots."""
+        for k, v in cache.copied:
+            move_slots_reference(k, v, moves)
 
     @abstractmethod
     def plan_attention(

@@ -228,6 +228,10 @@ class TorchOps(Ops):
             q, cos, sin, norms.q, norms.eps, offset=norms.offset, interleaved=rope.interleaved
         )
 
+    @property
+    def follows_trees(self) -> bool:
+        return self._causal
+
     def plan_attention(
         self,
         inputs: AttentionInputs,
@@ -240,8 +244,10 @@ class TorchOps(Ops):
             shapes.append(SequenceShape(row, start, queries, context))
             start += queries
         members, causal = group_sequences(shapes, self._causal), self._causal
-        tables = inputs.block_tables
-        return GroupedPlan([build_group(m, tables, block_size, windows, causal) for m in members], start)
+        tables, tree = inputs.block_tables, inputs.tree
+        self.check_tree(inputs, windows)
+        made = [build_group(m, tables, block_size, windows, causal, tree) for m in members]
+        return GroupedPlan(made, start)
 
     def attention(
         self,

@@ -307,6 +307,7 @@ class TritonOps(Ops):
         windows: frozenset[int | None],
         beside: AttentionPlan | None = None,
     ) -> AttentionPlan:
+        self.check_tree(inputs, windows)
         if self._latent:
             return LatentPlan(inputs)
         pages = self._prefill.plan(inputs) if self._prefill is not None and None in windows else None
@@ -329,6 +330,7 @@ class TritonOps(Ops):
     ) -> FixedPlan:
         """The plan of a few queries a sequence for a graph that stays right while contexts grow up to `longest` tokens;
         see GraphOps."""
+        self.check_tree(inputs, windows)
         if self._latent:
             return before or LatentPlan(inputs)
         alike = beside.plan if isinstance(beside, TritonPlan) else None

@@ -18,6 +18,7 @@ from batchinfer.engine.load.layer_heads import load_layer
 from batchinfer.engine.load.loaded_heads import HeadedModel
 from batchinfer.engine.load.loaded_model import AnyBeside
 from batchinfer.engine.runner.model_runner import ModelRunner
+from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.models.arithmetic import Arithmetic
@@ -70,6 +71,23 @@ def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[M
     return watched, beside
 
 
+def chain_of(tree: DraftTree) -> list[int]:
+    """Return the likeliest token at each place."""
+    kinds: Any = tree.kinds or [(0, 0)] * len(tree.tokens)
+    return [token for token, (_, rank, *_) in zip(tree.tokens, kinds, strict=True) if not rank]
+
+
+def check(tree: DraftTree) -> None:
+    """The likeliest tokens come first, those beside one another differ, and all but those of the chain are leaves."""
+    parents = tree.parents or range(-1, len(tree.tokens) - 1)
+    assert list(tree.chances) == sorted(tree.chances, reverse=True)
+    assert len({*zip(parents, tree.tokens, strict=True)}) == len(tree.tokens) <= 24
+    kinds: Any = tree.kinds
+    for at, parent in enumerate(parents):
+        assert parent < at
+        assert parent < 0 or not kinds[parent][1]
+
+
 @dataclass
 class Asking(Drafts):
     """Asks a head about rows, and proposes that, or what a row's answer goes on with."""
@@ -80,9 +98,12 @@ class Asking(Drafts):
             ModelBeside(beside, PEAKS) if isinstance(beside, BesideRunner) else HeadsBeside(beside, PEAKS)
         )
         self.answers, self.random, self.left = answers, random.Random(seed), 0
+        self.branches = beside.branches
         self.found: list[tuple[Sequence, list[int], list[int]]] = []  # rows, their tokens, what was proposed
 
-    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
+    def propose(
+        self, rows: Seq[Sequence], ahead: int, others: int
+    ) -> Iterable[tuple[Sequence, Seq[int] | DraftTree]]:
         taken = [row for row in rows if self.model.takes(row)]
         self.left += sum(row.output_length > 0 for row in rows) - len([r for r in taken if r.output_length])
         asked = [row for row in taken if self.random.random() < 0.7]
@@ -92,16 +113,27 @@ class Asking(Drafts):
         count = self.random.randint(1, 6)
         assert self.model.seconds(asked, count) > 0
         found = self.model.propose(asked, count)
-        self.found += [(row, list(row.tokens), tokens) for row, tokens in zip(asked, found, strict=True)]
-        return [
-            (
-                row,
-                tokens
-                if self.random.random() < 0.5
-                else self.answers[row.request.key][row.output_length :][:4],
-            )
-            for row, tokens in zip(asked, found, strict=True)
+        for tree in found:
+            if tree.kinds:
+                check(tree)
+        self.found += [
+            (row, list(row.tokens), chain_of(tree)) for row, tree in zip(asked, found, strict=True)
         ]
+        return [(row, self._drafts(row, tree)) for row, tree in zip(asked, found, strict=True)]
+
+    def _drafts(self, row: Sequence, tree: DraftTree) -> Seq[int] | DraftTree:
+        """What the head proposes, or the row's answer, or that behind tokens in a tree that are not right."""
+        kind, answer = self.random.random(), self.answers[row.request.key][row.output_length :][:4]
+        if kind < 0.4 or not self.branches:
+            return tree if kind < 0.4 else answer
+        if kind < 0.6:
+            return answer
+        wrong = next(token for token in range(1, 9) if token not in answer)
+        tokens, parents = [wrong], [-1]
+        for at, token in enumerate(answer):
+            parents += [-1 if not at else 2 * at - 1, len(tokens)]
+            tokens += [token, wrong]
+        return DraftTree(tokens, parents)
 
     def ended(self, sequence: Sequence) -> None:
         self.model.ended(sequence)

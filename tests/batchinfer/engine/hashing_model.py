@@ -18,6 +18,7 @@ from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, FixedPlan, LayerCache
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer_kernels.copy_parts import copy_parts_reference
+from batchinfer_kernels.tree_mask import TreeMask
 from tests.batchinfer.engine.small_engine import layer_each
 from tests.model_costs import llama_cost
 
@@ -81,6 +82,8 @@ def _attended(inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan, w
     if isinstance(plan, Contexts):
         contexts, queries_of = plan.contexts.tolist(), plan.queries.tolist()
     hidden, end = torch.full((len(inputs.positions), 1), -1 << 40), 0
+    if inputs.tree is not None:
+        return _attended_trees(inputs, inputs.tree, cache)
     for table, queries, context in zip(inputs.block_tables, queries_of, contexts, strict=True):
         end += queries
         at = torch.arange(0 if window is None else max(0, context - queries - window + 1), context)
@@ -90,6 +93,24 @@ def _attended(inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan, w
         for before in range(min(queries, SAMPLED)):
             seen = values[: len(values) - before]
             hidden[end - 1 - before] = (seen if window is None else seen[-window:]).sum() % 65_521
+    return hidden
+
+
+def _attended_trees(inputs: AttentionInputs, tree: TreeMask, cache: LayerCache) -> Tensor:
+    """As `_attended`, in the rows of each sequence's last tokens, of which some are nodes of trees."""
+    hidden, end = torch.full((len(inputs.positions), 1), -1 << 40), 0
+    for table, queries, context in zip(
+        inputs.block_tables, inputs.query_lens, inputs.context_lens, strict=True
+    ):
+        end += queries
+        at = torch.arange(context)
+        slots = table[at // cache.block_size].long() * cache.block_size + at % cache.block_size
+        for row in range(max(end - queries, end - SAMPLED), end):
+            seen = slots[torch.from_numpy(tree.seen(row, row + 1, context)[0])]
+            places = torch.arange(len(seen))
+            assert torch.equal(cache.v.view(-1)[seen], places), "a key is not where its path has it"
+            values = (cache.k.view(-1)[seen] + 1) * (places * 40_503 % 1009 + 1)
+            hidden[row] = values.sum() % 65_521
     return hidden
 
 

@@ -16,6 +16,7 @@ from batchinfer.core.samples import StepSample
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.model_runner import RunnerOutput
+from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.scheduler import Scheduler, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import COMPUTES, StepPlan
@@ -33,7 +34,7 @@ def next_token(tokens: Seq[int], nan_every: int = 0) -> int:
     return NO_TOKEN if nan_every and mixed % nan_every == 0 else mixed % VOCAB
 
 
-Guess = Callable[[Sequence], Seq[int]]
+Guess = Callable[[Sequence], Seq[int] | DraftTree]
 
 
 class Drafts:
@@ -44,7 +45,9 @@ class Drafts:
         self._holds, self._random = holds, random.Random(0)
         self.took: list[tuple[int, int]] = []  # drafts, and how many of them were right
 
-    def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Seq[int]]]:
+    def propose(
+        self, rows: Seq[Sequence], ahead: int, others: int
+    ) -> Iterable[tuple[Sequence, Seq[int] | DraftTree]]:
         return [(row, self._guess(row)) for row in rows]
 
     def waits(self, sequence: Sequence) -> bool:
@@ -76,6 +79,31 @@ def remembered(ran: Ran, right: float, seed: int, most: int = 5) -> Guess:
         whole = ran.completions[sequence.request.key].tokens.token_ids.tolist()
         own = whole[sequence.output_length :][: rng.randrange(most + 1)]
         return [token if rng.random() < right else rng.randrange(VOCAB) for token in own]
+
+    return guess
+
+
+def branching(ran: Ran, right: float, seed: int, most: int = 9) -> Callable[[Sequence], DraftTree]:
+    """Propose trees of up to `most` tokens. Of those that stand where the answers of another run have a token, a share
+    is that."""
+    rng = random.Random(seed)
+
+    def guess(sequence: Sequence) -> DraftTree:
+        whole = ran.completions[sequence.request.key].tokens.token_ids.tolist()
+        own = whole[sequence.output_length :]
+        tokens, parents, true = list[int](), list[int](), {-1: 0}  # nodes of the answer, and their depths
+        for at in range(rng.randrange(most + 1)):
+            parent = rng.choice([-1, *range(at), *true, *true])
+            beside = {tokens[one] for one, other in enumerate(parents) if other == parent}
+            depth = true.get(parent, len(own))
+            token = own[depth] if depth < len(own) and rng.random() < right else rng.randrange(VOCAB)
+            if token in beside:
+                token = next(token for token in range(99) if token not in beside)
+            if depth < len(own) and token == own[depth]:
+                true[at] = depth + 1
+            tokens.append(token)
+            parents.append(parent)
+        return DraftTree(tokens, parents)
 
     return guess
 

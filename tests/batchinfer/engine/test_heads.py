@@ -48,8 +48,11 @@ def test_heads_propose_what_those_of_the_reference_do(
     states = torch.randn(7, spec.hidden)
     with torch.inference_mode():
         wanted = torch.stack([head(states).argmax(-1) for head in plain], 1)
-    assert torch.equal(heads.tokens(states, count), wanted)
-    assert torch.equal(heads.tokens(states, 2), wanted[:, :2])
+    assert torch.equal(heads.tokens(states, count)[:, :, 0], wanted)
+    assert torch.equal(heads.tokens(states, 2)[:, :, 0], wanted[:, :2])
+    with torch.inference_mode():
+        best = torch.stack([head(states).sort(descending=True).indices[:, :5] for head in plain], 1)
+    assert torch.equal(heads.tokens(states, count, 5), best)
     assert len(wanted.unique()) > 5
 
 
@@ -102,9 +105,9 @@ class Telling:
     def states(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def tokens(self, states: Tensor, count: int) -> Tensor:
+    def tokens(self, states: Tensor, count: int, ranks: int) -> Tensor:
         self.seen = states[:, 0].tolist()
-        return torch.zeros(len(states), count, dtype=torch.int64)
+        return torch.zeros(len(states), count, ranks, dtype=torch.int64)
 
 
 def state_of(tokens: Seq[int]) -> int:
@@ -124,7 +127,7 @@ class Asked(Drafts):
         asked = [row for row in rows if self.heads.takes(row)]
         self.left += sum(row.output_length > 0 for row in rows) - len(asked)
         if asked:
-            assert self.heads.propose(asked, 2) == [[0, 0]] * len(asked)
+            assert [one.tokens for one in self.heads.propose(asked, 2)] == [[0, 0]] * len(asked)
             assert self.told.seen == [state_of(row.tokens[:-1]) for row in asked]
             self.asked += len(asked)
         return super().propose(rows, ahead, others)

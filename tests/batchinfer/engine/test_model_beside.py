@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ class Beside:
             return []
         count = self.random.randint(1, self.most)
         assert self.model.seconds(asked, count) > 0
-        found = self.model.propose(asked, count)
+        found = [one.tokens for one in self.model.propose(asked, count)]
         for row, tokens in zip(asked, found, strict=True):
             if row.constraint is not None and row.mask is not None:
                 state = row.constraint.fork()
@@ -234,7 +235,7 @@ def test_a_model_is_asked_for_as_many_tokens_as_pay_best(
         return 1.0 + each * (verify_s * rows + propose_s)
 
     certain, least = rows + others, (rows + others) / 1.0
-    found = worth_asking(rate, rows, certain, seconds, most, least)
+    found = worth_asking(partial(expected_right, rate), rows, certain, seconds, most, least)
     values = {
         each: (certain + rows * expected_right(rate, each)) / seconds(each) for each in range(1, most + 1)
     }
