@@ -6,6 +6,7 @@ Only what asks CUDA itself is replaced: the device, its memory, and graphs, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.kernels.gpu import interpreter
@@ -17,6 +18,7 @@ if interpreter.is_wanted():
 import torch
 from torch import Tensor
 
+from batchinfer.engine.calibration_order import CalibrationOrder
 from batchinfer.engine.load import cache_fit, dummy_steps, layer_heads, loaded_model, settling
 from batchinfer.engine.load.build import LoadedWeights, load_weights
 from batchinfer.engine.ranks import joining
@@ -28,6 +30,7 @@ from batchinfer.models.ops import choose
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import CodedWeight, Experts, ExpertWeights, Head, Linear, Ops, Weight
 from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.pipeline.workers import calibrator
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
@@ -141,6 +144,12 @@ def build_drafting(*arguments: Any, **named: Any) -> LoadedWeights:
     for module in (graph_sizes, dummy_steps):
         module.SHORTEST = 16  # type: ignore[attr-defined]
     return costed_engine.build(*arguments, **named)
+
+
+def calibrate(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
+    """Calibrate a model as the process does that a job starts for it."""
+    stand_in(setattr, compiles=False)
+    calibrator.serve(order, connection)
 
 
 def build_without_triton(*arguments: Any) -> LoadedWeights:
