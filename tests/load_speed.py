@@ -28,6 +28,7 @@ from threading import Event, Thread
 from typing import Any
 
 KINDS = ("none", "int8", "int4")
+ON_CPUS = ("stored-int8", "stored-int4", "stored-mxfp4")  # with operators for weights as they are stored
 SAMPLE_S = 0.005
 WARMING_TRIES = 3
 
@@ -212,7 +213,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--once", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--once", choices=(*KINDS, *ON_CPUS), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.once is not None:
         load_once(asked.folder, asked.once)

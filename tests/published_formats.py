@@ -444,10 +444,11 @@ PUBLISHED: Mapping[str, Published] = {
 _NEVER = ("norm", "embed_tokens", "mlp.gate.", "block_sparse_moe.gate.")
 
 
-def make_published(folder: Path, plain: Path, name: str) -> PreTrainedModel:
-    """A checkpoint in `folder` that is stored so, the same dequantised in `plain`, and transformers' model of that."""
+def make_published(folder: Path, plain: Path, name: str, **sizes: int) -> PreTrainedModel:
+    """A checkpoint in `folder` that is stored so, the same dequantised in `plain`, and transformers' model of that.
+    `sizes`: of its config, beside those that all have."""
     published, generator = PUBLISHED[name], np.random.default_rng(7)
-    model = make_checkpoint(plain, published.family, **SIZES, **published.sizes)
+    model = make_checkpoint(plain, published.family, **SIZES | dict(published.sizes) | sizes)
     stored, packed, header = load_file(plain / SINGLE), {}, {"format": "pt"}
     for tensor_name, tensor in stored.items():
         module = tensor_name.removesuffix("weight")

@@ -209,5 +209,5 @@ def test_moves_that_do_not_fit_are_refused() -> None:
             move_slots_reference(k, v, moves)
     with pytest.raises(ValueError, match="caches are"):
         move_slots_reference(k, v[:3], torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="not those of 5 tokens"):
-        CompiledOperators().move_slots(k, v, 5, torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="not those of 99 tokens"):
+        CompiledOperators().move_slots(k, v, 99, torch.zeros(1, 2, dtype=torch.int64))

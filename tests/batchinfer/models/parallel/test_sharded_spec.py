@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import CannotSplit
+from batchinfer.engine.ranks.parts import check_division
+from batchinfer.engine.ranks.seat import Division
 from batchinfer.models.parallel.cuts import ParameterCut, layer_cuts, table_cut
 from batchinfer.models.parallel.place import Portion, RankPlace
 from batchinfer.models.parallel.sharded import sharded, tensor_sizes
@@ -157,10 +159,9 @@ def check_totals(spec: ModelSpec, parts: list[ModelSpec], places: list[RankPlace
 
 
 def refusal(spec: ModelSpec, size: int) -> str | None:
-    """Why it cannot be divided among so many."""
+    """Why it cannot be divided among so many tensor ranks, of which each has the place that it has in an engine."""
     try:
-        for rank in range(size):
-            sharded(spec, RankPlace(Portion(rank, size)))
+        check_division(spec, Division(size))
     except CannotSplit as error:
         return str(error)
     return None
