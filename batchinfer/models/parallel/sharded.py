@@ -40,14 +40,11 @@ def sharded(spec: ModelSpec, place: RankPlace) -> ModelSpec:
 
 
 def tensor_sizes(spec: ModelSpec, place: RankPlace = EVERYTHING) -> list[int]:
-    """Return the numbers of ranks that each of its layers can be divided among; ranks have whole experts where `place`
-    has, or where each gets as many."""
+    """Return the numbers of ranks that each of its layers can be divided among; ranks have whole experts where each
+    gets as many."""
     evenly = expert_sizes(spec)
     every = (Portion(0, size) for size in range(1, MOST_RANKS + 1))
-    places = (
-        replace(place, tensor=one, experts=one if place.experts is not None or one.size in evenly else None)
-        for one in every
-    )
+    places = (replace(place, tensor=one, experts=one if one.size in evenly else None) for one in every)
     return [each.tensor.size for each in places if _divides(spec, each)]
 
 
