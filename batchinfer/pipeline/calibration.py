@@ -82,7 +82,7 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
     began = time.monotonic()
     found = calibrate_apart(
         CalibrationOrder(load, prompts, answers, folder, group, bool(job.model.adapters)),
-        _shown(told.progress),
+        layers_told(told.progress),
         told.progress.tick,
     )
     write_json(folder / RECORD, record_of(found.loss), FileOps())
@@ -125,7 +125,9 @@ def few_text(found: CalibrationOutcome) -> str:
     )
 
 
-def _shown(progress: Progress) -> Callable[[int, int], None]:
+def layers_told(progress: Progress) -> Callable[[int, int], None]:
+    """Return who is told how many layers are done, of how many: at none of them their phase begins."""
+
     def told(done: int, count: int) -> None:
         if done:
             progress.rows(1)

@@ -30,7 +30,7 @@ _KEY_BYTES = 32
 
 def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> CalibrationOutcome:
     """Write the checkpoint, and return what that has come to. `told` gets how many of the model's layers are done, and
-    how many there are.
+    how many there are; none of them once again where the first one begins, behind the answers.
 
     Raises what loading a model raises, and OSError.
     """
@@ -50,6 +50,7 @@ def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> Cal
     ops = source.choose_ops(Arithmetic(dtype, device))
     samples = (SampleRows.of(split[0]), SampleRows.of(split[1]))
     search = Search(checkpoint, ops, dtype, samples, device, order.group, order.adapted)
+    told(0, count)
     written = CalibratedFolder(order.folder, checkpoint, order.group, order.adapted)
     for index, layer in enumerate(search.layers()):
         written.add(index, layer)
