@@ -22,11 +22,17 @@ from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP
 from batchinfer.pipeline.calibration_rows import calibration_prompts
 from batchinfer.pipeline.workers.calibrator import calibrate_apart
-from batchinfer.plan.setup.calibrated import RECORD, calibrated_folder, record_of, with_calibration
+from batchinfer.plan.forecast.calibration import CalibrationSample, calibration_forecast
+from batchinfer.plan.setup.calibrated import (
+    ANSWER_TOKENS,
+    RECORD,
+    calibrated_folder,
+    record_of,
+    with_calibration,
+)
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.report.progress import Progress
 
-ANSWER_TOKENS = 64  # of the answer to a prompt, which the weights are made for, too
 MOST_WEIGHTS = 0.8  # of a GPU's memory: the rest is for the cache, activations and graphs
 WAY_OUT = "set model.calibration: off"
 _MAKING = "making"  # the folder of weights that are not whole yet
@@ -69,7 +75,6 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
     if not prompts:
         return False
     tokens = sum(map(len, prompts))
-    told.notice(f"calibrating int4 weights, once, on {counted(len(prompts), 'row')} with {tokens:,} tokens")
     with storage(folder, "make"):
         if folder.exists():
             shutil.rmtree(folder)
@@ -79,10 +84,15 @@ def write_calibrated(job: Job, setup: Setup, folder: Path, told: Listener, group
     )
     load = replace(setup.setting, replicas=1, weights=None, quantization="int4").load_config(job)
     answers = min(ANSWER_TOKENS, setup.setting.max_model_len) if _answers(job, setup, told.notice) else 0
+    expected = calibration_forecast(setup, CalibrationSample(len(prompts), tokens, answers), group).seconds
+    takes = "" if expected is None else f", for about {about(expected)}"
+    told.notice(
+        f"calibrating int4 weights, once, on {counted(len(prompts), 'row')} with {tokens:,} tokens{takes}"
+    )
     began = time.monotonic()
     found = calibrate_apart(
         CalibrationOrder(load, prompts, answers, folder, group, bool(job.model.adapters)),
-        _shown(told.progress),
+        layers_told(told.progress),
         told.progress.tick,
     )
     write_json(folder / RECORD, record_of(found.loss), FileOps())
@@ -125,7 +135,9 @@ def few_text(found: CalibrationOutcome) -> str:
     )
 
 
-def _shown(progress: Progress) -> Callable[[int, int], None]:
+def layers_told(progress: Progress) -> Callable[[int, int], None]:
+    """Return who is told how many layers are done, of how many: at none of them their phase begins."""
+
     def told(done: int, count: int) -> None:
         if done:
             progress.rows(1)

@@ -12,13 +12,8 @@ from batchinfer.data.storage.rebatch import parquet_batches
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.job import Job
 from batchinfer.plan.forecast.sampled_rows import strata_of
+from batchinfer.plan.setup.calibrated import LONGEST, MOST_TOKENS, ROWS_READ
 from batchinfer.plan.setup.job_setup import Setup
-
-ROWS_READ = 512  # of the job, of which as many become prompts as have room
-# A third of them is held out, and answers are added. On the quickstart's model 20 rows with 3,400 tokens gave up to
-# three times the divergence that 50 rows with 8,600 gave, and 200 rows no less than these (docs/performance.md)
-MOST_TOKENS = 8_192
-LONGEST = 2_048  # tokens of a prompt, whose rest is cut off
 
 
 def calibration_prompts(job: Job, setup: Setup) -> tuple[TokenIds, ...]:

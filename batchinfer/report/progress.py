@@ -110,33 +110,43 @@ class _Work:
         return min(1.0, max(shares)) if shares else None
 
     @property
+    def in_layers(self) -> bool:
+        """Whether layers are counted, each of which may take longer than the window of the rate."""
+        return self.phase == "calibrating"
+
+    @property
     def unit(self) -> str:
-        if self.phase == "calibrating":
+        if self.in_layers:
             return "layers"
         return "rows" if self.prompt_tokens is None else "tok"
 
     def mark(self, now: float) -> None:
-        """Remember how much was done by now, at most once a second, for the length of the window."""
-        if self.marks and now - self.marks[-1][0] < RATE_SAMPLE_S:
+        """Remember how much was done by now, at most once a second, for the length of the window; layers as each of
+        them is done."""
+        before = self.marks[-1] if self.marks else None
+        if before is not None and (
+            self.done == before[1] if self.in_layers else now - before[0] < RATE_SAMPLE_S
+        ):
             return
         self.marks.append((now, self.done))
         while len(self.marks) > 2 and now - self.marks[1][0] >= RATE_WINDOW_S:
             self.marks.popleft()
 
     def rate(self, now: float) -> float | None:
-        """Units a second over the window; None before anything was done."""
+        """Units a second over the window, of layers until the last one was done; None before anything was done."""
         if not self.marks:
             return None
         since, before = self.marks[0]
-        done = self.done - before
-        return done / (now - since) if now > since and done > 0 else None
+        until, done = self.marks[-1] if self.in_layers else (now, self.done)
+        return (done - before) / (until - since) if until > since and done > before else None
 
     def left_s(self, now: float) -> float | None:
         """Seconds to the end at the present rate; None when that is not known, or nothing is left."""
         rate, share = self.rate(now), self.share
         if rate is None or not share or share >= 1:
             return None
-        return self.done * (1 - share) / share / rate
+        left = self.done * (1 - share) / share / rate
+        return max(0.0, left - (now - self.marks[-1][0])) if self.in_layers else left
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +429,12 @@ def line_of(work: _Work, now: float) -> str:
 def _details(work: _Work, now: float) -> list[str]:
     """Rate and time left, as far as they are known."""
     rate, left = work.rate(now), work.left_s(now)
-    told = "" if rate is None else size(rate) if work.phase == "downloading" else f"{short(rate)} {work.unit}"
-    parts = [f"{told}/s"] if told else []
+    parts = [] if rate is None else [_rate(work, rate)]
     return parts if left is None else [*parts, f"about {about(left)} left"]
+
+
+def _rate(work: _Work, rate: float) -> str:
+    """Say the rate, that of slow layers as the time of one."""
+    if work.phase == "downloading":
+        return f"{size(rate)}/s"
+    return f"{about(1 / rate)} a layer" if work.in_layers and rate < 1 else f"{short(rate)} {work.unit}/s"

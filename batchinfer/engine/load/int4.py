@@ -18,19 +18,19 @@ from batchinfer.engine.load.settling import settled
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.calibration.folder import CalibratedFolder, sync
 from batchinfer.models.calibration.loss import CalibrationOutcome
-from batchinfer.models.calibration.sample import STEP_TOKENS, SampleRows
+from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
+from batchinfer.models.calibration.work import HELD_OUT_OF, STEP_TOKENS
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.sources import checkpoint_source
 
-# Of three rows one is held out: what the loss is measured on
-_OF, _HELD_OUT = 3, 2
+_HELD_OUT = HELD_OUT_OF - 1  # which one
 _KEY_BYTES = 32
 
 
 def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> CalibrationOutcome:
     """Write the checkpoint, and return what that has come to. `told` gets how many of the model's layers are done, and
-    how many there are.
+    how many there are; none of them once again where the first one begins, behind the answers.
 
     Raises what loading a model raises, and OSError.
     """
@@ -43,13 +43,15 @@ def calibrated(order: CalibrationOrder, told: Callable[[int, int], None]) -> Cal
         torch.cuda.empty_cache()  # of the engine that has answered, its cache and its graphs
     rows = [(np.concatenate(row), len(row[0])) for row in zip(order.prompts, answers, strict=True)]
     split = [
-        [row for at, row in enumerate(rows) if (at % _OF == _HELD_OUT) is held] for held in (False, True)
+        [row for at, row in enumerate(rows) if (at % HELD_OUT_OF == _HELD_OUT) is held]
+        for held in (False, True)
     ]
     source = checkpoint_source(order.load.model, quantization="int4")
     dtype = getattr(torch, order.load.dtype)
     ops = source.choose_ops(Arithmetic(dtype, device))
     samples = (SampleRows.of(split[0]), SampleRows.of(split[1]))
     search = Search(checkpoint, ops, dtype, samples, device, order.group, order.adapted)
+    told(0, count)
     written = CalibratedFolder(order.folder, checkpoint, order.group, order.adapted)
     for index, layer in enumerate(search.layers()):
         written.add(index, layer)

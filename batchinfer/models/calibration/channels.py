@@ -9,16 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchinfer.models.checkpoint.smoothing import gated_halves, norm_readers, scale_factors
+from batchinfer.models.calibration.work import OUTPUTS_TRIED, POWERS
+from batchinfer.models.checkpoint.smoothing import scale_factors
+from batchinfer.models.spec.divisible import gated_halves, norm_readers
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B
 from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, LinearSpec, NormSpec
 from batchinfer_kernels.int4_feedback import output_error
 from batchinfer_kernels.int4_linear import quantize_groups
 
-# Exponents of the channels' sizes that are tried; 0: channels stay as they are
-POWERS = tuple(step / 10 for step in range(11))
-# Of each layer that reads the channels, evenly spread: powers are compared by them
-OUTPUTS_TRIED = 512
 LARGEST = 64.0  # a channel is made larger or smaller by less
 
 Weights = dict[str, Tensor]

@@ -10,17 +10,16 @@ from torch import Tensor
 
 from batchinfer.models.calibration.channels import scale_channels
 from batchinfer.models.calibration.experts import EXPERTS, SeenTokens, round_experts
-from batchinfer.models.checkpoint.tensor_names import StoredParameter
+from batchinfer.models.calibration.work import STRIPES
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.ops.interface import Linear
 from batchinfer.models.spec.parameters import SCALES
-from batchinfer.models.spec.spec import LayerSpec, LinearSpec
+from batchinfer.models.spec.spec import LayerSpec
 from batchinfer_kernels.arithmetic import WeightForm
 from batchinfer_kernels.int4_feedback import codes_with_feedback
 from batchinfer_kernels.int4_linear import quantize_groups
 
 GATE_UP, DOWN = EXPERTS + "gate_up", EXPERTS + "down"
-STRIPES = 8  # of the products of inputs: nine sixteenths of them are computed, as they are symmetric
 
 
 class WatchedLinear(Linear):
@@ -61,26 +60,6 @@ class RoundedLayer:
 
     spec: LayerSpec
     weights: LayerWeights
-
-
-def rounds(layer: LayerSpec, names: Mapping[str, StoredParameter], group: int) -> list[LinearSpec]:
-    """Return the linear layers whose weights become codes that the checkpoint's tensors, by their `names`, can hold:
-    whole tensors, or outputs of them. Both of experts do, or none: engines have one format for an expert."""
-    found = [
-        linear
-        for linear in layer.linears
-        if not (linear.exact or linear.heads)
-        and linear.inputs % group == 0
-        and all(_is_matrix(names[part], bool(linear.experts)) for part, _ in linear.parts)
-    ]
-    whole = sum(bool(linear.experts) for linear in found) == 2
-    return [linear for linear in found if whole or not linear.experts]
-
-
-def _is_matrix(place: StoredParameter, whole: bool) -> bool:
-    """Whether a parameter is a matrix of outputs, in a tensor that may have more of them if it is not to be `whole`."""
-    part = place.part
-    return not place.rows and (part is None or not (whole or part.index is not None or part.transposed))
 
 
 def rounded_layer(

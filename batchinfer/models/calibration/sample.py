@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchinfer.models.calibration.work import STEP_TOKENS
 from batchinfer.models.ops.interface import AttentionInputs, DecoderLayer, Ops
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
 
 BLOCK = 16  # tokens of a block of the cache that a layer is run over
-STEP_TOKENS = 2048  # of a step, but for a longer sequence, which is one by itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)

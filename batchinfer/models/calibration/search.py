@@ -18,10 +18,10 @@ from batchinfer.models.calibration.layer import (
     RoundedLayer,
     WatchedLinear,
     rounded_layer,
-    rounds,
 )
 from batchinfer.models.calibration.loss import CalibrationOutcome, Loss
 from batchinfer.models.calibration.sample import LayerRun, SampleRows
+from batchinfer.models.calibration.work import rounds
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
 from batchinfer.models.checkpoint.tensor_names import layer_names

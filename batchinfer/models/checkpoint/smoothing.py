@@ -4,7 +4,7 @@ weights in place of measured activations). Factors are powers of two, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,14 +13,10 @@ from torch import Tensor
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights
 from batchinfer.models.parallel.alone import Alone
 from batchinfer.models.parallel.group import Group
+from batchinfer.models.spec.divisible import gated_halves, norm_readers
 from batchinfer.models.spec.parameters import BIAS, FACTOR_A, FACTOR_B, FINAL_NORM
 from batchinfer.models.spec.spec import (
-    SHARED,
-    AttentionSpec,
     ExpertsSpec,
-    FeedForwardSpec,
-    LatentAttentionSpec,
-    LayerSpec,
     LinearSpec,
     ModelSpec,
     NormSpec,
@@ -28,8 +24,6 @@ from batchinfer.models.spec.spec import (
 
 # Of the median channel's size: smaller channels stay as they are, and with them most checkpoints
 LEAST_RATIO = 4.0
-# Activations between which a value of the up projection is only multiplied
-_MULTIPLIED = ("silu", "gelu", "gelu_tanh")
 
 
 class SmoothedWeights(Weights):
@@ -68,48 +62,6 @@ def _is_rounded(linear: LinearSpec) -> bool:
     """Whether its weight becomes int8 or int4 when it is loaded, and its inputs int8 when they come."""
     form = linear.form
     return form is not None and form.codes in ("int4", "int8") and not form.stored
-
-
-def norm_readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the norms whose results go into products alone, and all of these products."""
-    feeding = tuple(_first_of(layer.feed_forward))
-    alone = layer.parallel and layer.post_norm is None
-    if layer.input_norm is not None and layer.attention is not None:
-        yield "input_norm", (*_first_of_attention(layer.attention), *(feeding if alone else ()))
-    if layer.post_norm is not None:
-        yield "post_norm", feeding
-
-
-def _first_of_attention(attention: AttentionSpec | LatentAttentionSpec) -> tuple[str, ...]:
-    """Return the products that the input of attention goes through."""
-    if isinstance(attention, AttentionSpec):
-        return (attention.first,)
-    return ("q" if attention.q_rank is None else "q_a", "kv_a")
-
-
-def _first_of(fed: FeedForwardSpec | ExpertsSpec) -> Iterator[str]:
-    """Yield the products that the input of a feed-forward half goes through."""
-    if isinstance(fed, FeedForwardSpec):
-        yield fed.first
-        return
-    yield from ("router", "experts.gate_up")
-    if fed.shared is not None:
-        yield SHARED + fed.shared.first
-    if fed.shared_gated:
-        yield "shared_gate"
-
-
-def gated_halves(layer: LayerSpec) -> Iterator[tuple[str, str]]:
-    """Yield the products gate above up, and those that read what they make, where an activation leaves up as it is."""
-    fed = layer.feed_forward
-    dense = [("", fed)] if isinstance(fed, FeedForwardSpec) else []
-    if isinstance(fed, ExpertsSpec):
-        if fed.activation in _MULTIPLIED:
-            yield "experts.gate_up", "experts.down"
-        dense = [(SHARED, fed.shared)] if fed.shared is not None else []
-    for start, half in dense:
-        if half.gated and half.activation in _MULTIPLIED:
-            yield start + half.first, start + "down"
 
 
 def _smooth_norm(

@@ -10,6 +10,7 @@ from typing import Any
 from batchinfer.core.wording import about
 from batchinfer.job import Job
 from batchinfer.job.deadline import deadline_after
+from batchinfer.plan.forecast.calibration import CalibrationForecast
 from batchinfer.plan.forecast.engine import EngineForecast
 
 Clock = Callable[[], datetime]
@@ -30,6 +31,7 @@ class Deadline:
     left_s: float  # from now on
     engine_s: float | None  # what the engine is forecast to take; None: not known
     upper_bound: bool = False  # the engine may take less: the forecast does not know how long answers become
+    uncounted: bool = False  # a calibration comes first that takes nobody knows how long
 
     @classmethod
     def of(
@@ -39,9 +41,11 @@ class Deadline:
         forecast: EngineForecast | None,
         clock: Clock = now,
         first: EngineForecast | None = None,
+        calibration: CalibrationForecast | None = None,
     ) -> Deadline | None:
         """The first one after a run `started`, which may be past by now; None: the job has none. `first`: of the draft
-        model that answers before the engine begins, if there is one."""
+        model that answers before the engine begins, if there is one; `calibration`: what comes before all else, if
+        it does."""
         if job.deadline is None:
             return None
         at = deadline_after(job.deadline, started)
@@ -50,7 +54,10 @@ class Deadline:
         takes = [one.seconds for one in each if one is not None and one.seconds is not None]
         if len(takes) < len(each):
             return cls(at, left_s, None)
-        return cls(at, left_s, sum(takes), any(one is not None and one.upper_bound for one in each))
+        bound = any(one is not None and one.upper_bound for one in each)
+        if calibration is None:
+            return cls(at, left_s, sum(takes), bound)
+        return cls(at, left_s, sum(takes) + (calibration.seconds or 0.0), bound, calibration.seconds is None)
 
     @property
     def spare_s(self) -> float | None:
@@ -60,6 +67,11 @@ class Deadline:
     @property
     def text(self) -> str:
         """Say, for people, when the deadline is, and whether it will be met."""
+        uncounted = "; how long the calibration before it takes is not known, and not counted"
+        return self._text + (uncounted if self.uncounted and self.spare_s is not None else "")
+
+    @property
+    def _text(self) -> str:
         when = f"{self.at:%Y-%m-%d %H:%M}"
         when += f", in {about(self.left_s)}" if self.left_s > 0 else f", {about(-self.left_s)} ago"
         if self.spare_s is None:

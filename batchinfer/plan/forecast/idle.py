@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from batchinfer.job import Job
 from batchinfer.report.tables.earlier_runs import earlier_idle
+from batchinfer.report.tables.folder import report_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,9 @@ class IdleForecast:
         return self.input_s + self.plan_s + sum(seconds for seconds in known if seconds is not None)
 
 
-def idle_forecast(folder: Path, rows: int, input_s: float, plan_s: float) -> IdleForecast:
-    """Forecast the idle time of a job of so many rows; `folder`: with the report tables of its earlier runs."""
-    runs = earlier_idle(folder)
+def idle_forecast(job: Job, rows: int, input_s: float, plan_s: float) -> IdleForecast:
+    """Forecast the idle time of a job of so many rows."""
+    runs = earlier_idle(report_folder(job.results_root))
     if runs is None:
         return IdleForecast(input_s, plan_s, None, None, None, 0)
     a_row = runs.per_row("idle_publish_s")

@@ -19,6 +19,7 @@ from batchinfer.data.store.completion_store import read_records
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.devices import Devices, devices_here
+from batchinfer.plan.forecast.calibration import CalibrationForecast, planned_calibration
 from batchinfer.plan.forecast.deadline import Deadline, now
 from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
 from batchinfer.plan.forecast.idle import IdleForecast, idle_forecast
@@ -33,7 +34,6 @@ from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.plan.setup.work_context import work_context
-from batchinfer.report.tables.folder import report_folder
 
 PREFIXES_SHOWN = 8
 
@@ -77,6 +77,7 @@ class JobForecast:
     rows_over: int | None = None
     prefixes: list[PlannedPrefix] = field(default_factory=list)  # those that save most, and those above them
     misfit: str | None = None  # why the job does not fit into memory
+    calibration: CalibrationForecast | None = None  # which comes first; None: there is none
     deadline: Deadline | None = None  # as if the engine began now; None: the job has none
     idle: IdleForecast | None = None  # None: nothing is to run, or for another machine
     findings: tuple[LintFinding, ...] = ()  # what in the input keeps rows from sharing work
@@ -113,8 +114,7 @@ def forecast_job(
         if not known.plan.to_run:
             return found
         if devices is None:
-            where = report_folder(job.results_root)
-            found = replace(found, idle=idle_forecast(where, found.plan.rows, known.input_s, known.plan_s))
+            found = replace(found, idle=idle_forecast(job, found.plan.rows, known.input_s, known.plan_s))
         times = 1.0 if known.drawn is None else known.drawn.times
         others = quantized_forecasts(known.job, setup, known.plan, known.index.tokens, times)
         on = devices or devices_here(setup.setting.hardware)
@@ -187,11 +187,19 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
     memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
     forecast = settled_forecast(engine, known.index.tokens, PLAN_MOST_S)
     drafting = _of_drafts(known, setup)
-    deadline = Deadline.of(known.job, now(), forecast, first=drafting)
+    times = 1.0 if known.drawn is None else known.drawn.times
+    calibration = planned_calibration(known.job, setup, known.plan, times)
+    deadline = Deadline.of(known.job, now(), forecast, first=drafting, calibration=calibration)
     # of a sample they would count the sample's tokens
     findings = () if known.drawn else tuple(Linter(known.job, setup, known.index, scratch).findings())
     return replace(
-        found, memory=memory, forecast=forecast, drafting=drafting, deadline=deadline, findings=findings
+        found,
+        memory=memory,
+        forecast=forecast,
+        drafting=drafting,
+        calibration=calibration,
+        deadline=deadline,
+        findings=findings,
     )
 
 

@@ -105,6 +105,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
         "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
+        "calibration": None if found.calibration is None else asdict(found.calibration),
         "draft_model": found.draft_model,
         "idle": None if found.idle is None else asdict(found.idle),
         "lint": [asdict(finding) for finding in found.findings],
@@ -207,6 +208,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         f"{memory.block_size} tokens)",
     )
     yield from _times(found.forecast, price_per_hour)
+    if found.calibration is not None:
+        yield "int4", found.calibration.text
     if found.drafting is not None and found.drafting.seconds is not None:
         yield "drafts", f"{engine_text(found.drafting)}: the draft model's answers, before the engine's time"
     for line in drafts_line(found.forecast):

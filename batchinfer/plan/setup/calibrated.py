@@ -19,6 +19,12 @@ from batchinfer.plan.setup.resolve import Setting
 CALIBRATION_VERSION = 1
 EXPERTS_VERSION = " experts"  # the same of models with experts alone
 RECORD = "calibration.json"  # beside the weights: what they lost
+ROWS_READ = 512  # of the job, of which as many become prompts as have room
+# A third of them is held out, and answers are added. On the quickstart's model 20 rows with 3,400 tokens gave up to
+# three times the divergence that 50 rows with 8,600 gave, and 200 rows no less than these (docs/performance.md)
+MOST_TOKENS = 8_192
+LONGEST = 2_048  # tokens of a prompt, whose rest is cut off
+ANSWER_TOKENS = 64  # of the answer to a prompt, which the weights are made for, too
 _DIGITS = 24  # of the digest that names a folder
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchinfer.pipeline.calibration import layers_told
 from batchinfer.report.expected_output import FEWEST
 from batchinfer.report.progress import ASCII_BLOCKS, BLOCKS, Progress, bar
 from tests.batchinfer.cli.screen import lines_on
@@ -235,6 +236,33 @@ def test_the_rate_is_that_of_the_last_seconds(clock: Clock) -> None:
     work = progress._current()
     assert work.rate(clock.now) == pytest.approx(10, rel=0.2)
     assert len(work.marks) < 40
+
+
+def test_layers_that_take_longer_than_the_window_have_a_time_left(clock: Clock) -> None:
+    """One takes 100 s, so that none ends in most of the windows."""
+    log = io.StringIO()
+    progress = Progress(log, clock=clock)
+    progress.phase("calibrating", total_rows=24)
+    for second in range(250):
+        clock.now += 1
+        progress.tick()
+        if second % 100 == 99:
+            progress.rows(1)
+    assert progress.left_s() == pytest.approx(22 * 100 - 50)
+    lines = log.getvalue().splitlines()
+    assert lines[0] == "calibrating 0% · 0 of 24 layers"
+    assert "calibrating 4% · 2 min a layer · about 38 min left · 1 of 24 layers" in lines
+    clock.now += 3000
+    assert progress.left_s() == 0
+
+
+def test_a_calibration_counts_its_layers_from_where_they_begin(clock: Clock) -> None:
+    """The model answers its prompts before."""
+    progress = Progress(io.StringIO(), clock=clock)
+    for at in (0, 0, 1, 2):
+        clock.now += 10 if at else 500
+        layers_told(progress)(at, 4)
+    assert progress.left_s() == pytest.approx(2 * 10)
 
 
 def test_quiet_prints_nothing(clock: Clock, step: Any) -> None:

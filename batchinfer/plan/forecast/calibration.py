@@ -1,0 +1,142 @@
+"""The forecast of a calibration for int4, which a job's first run begins with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from batchinfer.core.wording import about, count, counted
+from batchinfer.job import Job
+from batchinfer.models.calibration.work import HELD_OUT_OF, STEP_TOKENS, CalibrationWork, calibration_work
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.spec.spec import INT4_GROUP
+from batchinfer.plan.forecast.step_times import step_times
+from batchinfer.plan.order.plan import Plan
+from batchinfer.plan.setup.calibrated import ANSWER_TOKENS, LONGEST, MOST_TOKENS, ROWS_READ
+from batchinfer.plan.setup.job_setup import Setup
+from batchinfer.plan.setup.resolve import Setting
+from batchinfer.plan.simulation.step_time import StepTime
+from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.cost import ModelCost, StepShape
+
+# Shares of the peak in float32, and in half of it, that products and factors reach: a core of an Emerald Rapids server
+# CPU, which had 158 GFLOP/s (docs/performance.md, "The time of a calibration")
+PRODUCTS_EFFICIENCY, FACTORS_EFFICIENCY = 0.9, 0.6
+# How many operations the core would have computed at its peak in the time of one value: 22, 2.3, 34 and about 20 ns
+SCALED_OPS, MADE_UP_OPS, SORTED_OPS, WEIGHT_OPS = 3500, 360, 5400, 3000
+START_S = 4.0  # a process begins, and loads what it computes with
+
+_UNMEASURED = "run `batchinfer doctor --measure` once on this machine"
+_NO_GPU = "none has been timed on a GPU yet"
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSample:
+    """The rows that a model is calibrated on: prompts, their tokens, and the most of each answer."""
+
+    rows: int
+    tokens: int
+    answer_tokens: int
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of a row, its answer included, in the mean."""
+        return self.tokens // max(1, self.rows) + self.answer_tokens
+
+    @property
+    def whole(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationForecast:
+    """The forecast: rows and tokens of prompts. `seconds`: None, where they are not known, and `why`."""
+
+    rows: int
+    tokens: int
+    seconds: float | None
+    why: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Say it for people."""
+        sample = f"{counted(self.rows, 'row')} with {count(self.tokens)} tokens"
+        if self.seconds is None:
+            return f"once, on about {sample}, before the engine's time; how long it takes is not known: {self.why}"
+        return f"about {about(self.seconds)}, once, on about {sample}, before the engine's time"
+
+
+def planned_calibration(
+    job: Job, setup: Setup, plan: Plan, multiple: float = 1.0
+) -> CalibrationForecast | None:
+    """Forecast the calibration that a run of the plan begins with; None: it has none. `multiple`: how many times as
+    many rows as the plan the job has."""
+    if not setup.setting.calibrates or setup.setting.weights is not None or not plan.to_run:
+        return None
+    counts = [batch.numbers("token_count") for batch in plan.batches(65_536)]
+    mean = max(1.0, float(np.minimum(np.concatenate(counts), LONGEST).mean()))
+    rows = int(min(plan.to_run * multiple, ROWS_READ, max(1, MOST_TOKENS // mean)))
+    answers = min(ANSWER_TOKENS, setup.setting.max_model_len) if job.task == "generate" else 0
+    return calibration_forecast(setup, CalibrationSample(rows, round(rows * mean), answers))
+
+
+def calibration_forecast(
+    setup: Setup, sample: CalibrationSample, group: int = INT4_GROUP
+) -> CalibrationForecast:
+    """Forecast how long the job's model takes to be calibrated on such a sample."""
+    setting, checkpoint = replace(setup.setting, replicas=1), setup.checkpoint
+    assert isinstance(checkpoint, Checkpoint), "no other model is calibrated"
+    peak = setting.hardware.peak_flops.get("float32")
+    if setting.device != "cpu":
+        return CalibrationForecast(sample.rows, sample.tokens, None, _NO_GPU)
+    if peak is None or setting.peaks is None:
+        return CalibrationForecast(sample.rows, sample.tokens, None, _UNMEASURED)
+    searched = sample.whole * (HELD_OUT_OF - 1) // HELD_OUT_OF
+    work = calibration_work(checkpoint, searched, group)
+    if sample.answer_tokens:  # the model that answers is rounded as it is loaded
+        work += CalibrationWork(scaled=work.weights)
+    spent = START_S + work_seconds(work, peak) + _answering_s(setting, checkpoint, sample)
+    spent += sum(_passing_s(setting, checkpoint, sample, codes) for codes in ("none", "int4"))
+    return CalibrationForecast(sample.rows, sample.tokens, spent)
+
+
+def work_seconds(work: CalibrationWork, flops_per_s: float) -> float:
+    """Return the seconds of what is computed beside running the rows. `flops_per_s`: the peak in float32."""
+    at_peak = work.products / PRODUCTS_EFFICIENCY + 2 * work.factors / FACTORS_EFFICIENCY
+    at_peak += work.scaled * SCALED_OPS + work.made_up * MADE_UP_OPS
+    at_peak += work.sorted * SORTED_OPS + work.weights * WEIGHT_OPS
+    return at_peak / flops_per_s
+
+
+def _engine(setting: Setting, checkpoint: Checkpoint, codes: Quantization) -> tuple[ModelCost, StepTime]:
+    """Return the costs and the times of the model's steps, as no run of the job has told them."""
+    setting = replace(setting, quantization=codes)
+    cost = setting.model_cost(checkpoint.held_for(codes))
+    return cost, step_times(setting, cost, None).time
+
+
+def _passing_s(
+    setting: Setting, checkpoint: Checkpoint, sample: CalibrationSample, codes: Quantization
+) -> float:
+    """Return the seconds of running all rows through all layers. The head sees the answers that are held out."""
+    cost, time = _engine(setting, checkpoint, codes)
+    rows = max(1, min(sample.rows, STEP_TOKENS // max(1, sample.length)))
+    asked = rows * sample.answer_tokens // HELD_OUT_OF
+    step = StepShape(
+        rows * sample.length, asked, rows * cost.pairs(sample.length), rows * cost.seen(sample.length)
+    )
+    return time.device_s(step, cost, rows) * sample.rows / rows
+
+
+def _answering_s(setting: Setting, checkpoint: Checkpoint, sample: CalibrationSample) -> float:
+    """Return the seconds of reading all prompts and writing the longest answers to them."""
+    if not sample.answer_tokens:
+        return 0.0
+    cost, time = _engine(setting, checkpoint, "int4")
+    rows, prompt = sample.rows, sample.length - sample.answer_tokens
+    half = prompt + sample.answer_tokens // 2
+    reads = StepShape(rows * prompt, rows, rows * cost.pairs(prompt), rows * cost.seen(prompt))
+    writes = StepShape(rows, rows, rows * cost.seen(half), rows * cost.seen(half))
+    steps = ((reads, 1), (writes, sample.answer_tokens - 1))
+    return sum(times * (time.device_s(step, cost, rows) + time.host_s(rows)) for step, times in steps)
