@@ -25,9 +25,9 @@ from batchinfer.plan.setup import job_setup, resolve
 from batchinfer.plan.setup.job_setup import check_setup
 from batchinfer.report.progress import Progress
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
+from tests.batchinfer.int4_jobs import INT4, PLAIN, make_divisible
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
-from tests.batchinfer.test_calibrated_job import INT4, PLAIN, weights
-from tests.checkpoints import make_checkpoint, make_tokenizer
+from tests.batchinfer.test_calibrated_job import weights
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
@@ -41,10 +41,8 @@ ROWS = [{"text": f"alpha {number} and beta"} for number in range(4)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, "llama", hidden_size=32, intermediate_size=128, head_dim=16, num_hidden_layers=1)
-    make_tokenizer(folder)
-    return folder
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1}
+    return make_divisible(tmp_path_factory.mktemp("model"), **sizes)
 
 
 @pytest.fixture(autouse=True)

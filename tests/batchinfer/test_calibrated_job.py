@@ -25,24 +25,19 @@ from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.report.progress import Progress
 from batchinfer.verbs.prompts_job import prompts_job
 from batchinfer.verbs.quantize import export_job_model, quantize_job
+from tests.batchinfer.int4_jobs import INT4, PLAIN, ROWS, make_divisible
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
-from tests.checkpoints import make_checkpoint, make_tokenizer
+from tests.checkpoints import make_tokenizer
 from tests.published_formats import make_published
 from tests.warm_commands import WarmCommand
 
-ROWS = [{"text": f"alpha {number} and beta {number % 7}"} for number in range(30)]
 OTHERS = [{"text": f"gamma {number}"} for number in range(5)]
-PLAIN = {"prompt": {"text": "text", "system": None, "user": None}, "sampling": {"max_tokens": 6}}
-INT4 = (("model.quantization", "int4"), ("model.dtype", "float32"))
 SILENT = Listener(Progress(None, job="test", quiet=True), lambda _: None)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, "llama", hidden_size=64, intermediate_size=96, head_dim=16)
-    make_tokenizer(folder)
-    return folder
+    return make_divisible(tmp_path_factory.mktemp("model"))
 
 
 def weights(job: Path) -> dict[str, bytes]:
@@ -98,8 +93,7 @@ def test_without_calibration_it_is_other_work(model: Path, tmp_path: Path) -> No
 
 def test_a_calibration_that_was_killed_begins_again(tmp_path: Path) -> None:
     deep = tmp_path / "deep"
-    make_checkpoint(deep, "llama", hidden_size=64, intermediate_size=96, head_dim=16, num_hidden_layers=8)
-    make_tokenizer(deep)
+    make_divisible(deep, num_hidden_layers=8)
     job = write_job(tmp_path, deep, ROWS, **PLAIN)
     command = [sys.executable, "-m", "batchinfer", "run", str(job), "--quiet"]
     command += [part for key, value in INT4 for part in ("--set", f"{key}={value}")]
@@ -139,8 +133,7 @@ def test_experts_with_few_tokens_are_told_of(model: Path, tmp_path: Path) -> Non
     """Weights of models with experts are other ones than those that were made before experts were calibrated; a model
     without keeps its."""
     sparse, told = tmp_path / "sparse", list[str]()
-    make_checkpoint(sparse, "mixtral", hidden_size=64, intermediate_size=96, head_dim=16)
-    make_tokenizer(sparse)
+    make_divisible(sparse, "mixtral")
     job = load_job(write_job(tmp_path, sparse, ROWS[:6], **PLAIN), INT4)
     listener = Listener(Progress(None, job="test", quiet=True), told.append)
     found = quantize_job(job, False, listener)

@@ -21,9 +21,8 @@ from batchinfer_kernels.cost import Cost, Peaks
 MOST_ROWS = 256  # that they are asked about at a time
 RANKS = 8  # candidates of a head, the likeliest ones
 _NEWEST = 0.2  # the weight of what the newest proposals took
-_FORGOTTEN = (
-    0.01  # of what they took longer than their bound, with each step: a slow one would else be the last
-)
+# The share of what they took longer than their bound that a step forgets: a slow proposal would else be the last
+_FORGOTTEN = 0.01
 # Before any was verified: how likely a head's first candidate is to be right, and each further one where those before
 # it are wrong
 _BELIEVED, _BELIEVED_NEXT = 0.75, 0.5

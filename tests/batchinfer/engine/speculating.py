@@ -108,6 +108,25 @@ def branching(ran: Ran, right: float, seed: int, most: int = 9) -> Callable[[Seq
     return guess
 
 
+def assert_unchanged(got: Ran, wanted: Ran, forcing: Ran) -> None:
+    """Rows with drafts have the answers of those without, each token counted once, and as many that a constraint chose
+    as where it forces tokens without drafts."""
+    assert got.answers == wanted.answers
+    assert got.logprobs == wanted.logprobs
+    given = sum(len(c.tokens.token_ids) for c in got.completions.values())
+    given += sum(
+        c.error is not None and c.error.code in ("nan_logits", "no_token_left")
+        for c in got.completions.values()
+    )
+    forced = sum(sample.forced_tokens for sample in got.requests.values())
+    assert got.total("sampled_tokens") + forced == given
+    steered, expected = (
+        {key: (sample.steered, sample.forced_tokens) for key, sample in ran.requests.items()}
+        for ran in (got, forcing)
+    )
+    assert steered == expected
+
+
 @dataclass
 class Speculating:
     """Verifies drafts, gives none or several tokens where it may, and looks ahead or not."""

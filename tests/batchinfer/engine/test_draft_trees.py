@@ -28,7 +28,7 @@ from tests.batchinfer.engine.draft_bounds import LLAMA_135M
 from tests.batchinfer.engine.hashing_model import EOS
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import Limits, Ran, drain, greedy, make_engine, request
-from tests.batchinfer.engine.speculating import Drafts, branching
+from tests.batchinfer.engine.speculating import Drafts, assert_unchanged, branching
 from tests.batchinfer.engine.test_drafts import PEAKS
 from tests.batchinfer.engine.test_heads import state_of
 from tests.batchinfer.engine.test_look_ahead import Way
@@ -44,18 +44,7 @@ def test_answers_do_not_depend_on_trees_of_drafts(work: Work, on_host: bool, rig
     wanted, way = Way(forces=False).run(work, EASY), Way(on_host=on_host)
     drafts = Drafts(branching(wanted, right, work.seed))
     got = way.run(work, work.limits, drafts)
-    assert got.answers == wanted.answers
-    assert got.logprobs == wanted.logprobs
-    given = sum(len(c.tokens.token_ids) for c in got.completions.values())
-    given += sum(
-        c.error is not None and c.error.code in ("nan_logits", "no_token_left")
-        for c in got.completions.values()
-    )
-    forced = sum(sample.forced_tokens for sample in got.requests.values())
-    assert got.total("sampled_tokens") + forced == given
-    forcing = Way().run(work, EASY).requests
-    steered = {key: (sample.steered, sample.forced_tokens) for key, sample in got.requests.items()}
-    assert steered == {key: (sample.steered, sample.forced_tokens) for key, sample in forcing.items()}
+    assert_unchanged(got, wanted, Way().run(work, EASY))
     drafted, accepted = (sum(column) for column in zip(*drafts.took, (0, 0), strict=True))
     event(
         f"accepted: {accepted > 0}, rejected: {accepted < drafted}, preempted: {got.total('preemptions') > 0}"
@@ -204,3 +193,17 @@ def test_with_many_rows_a_tree_has_few_nodes_or_none() -> None:
     ]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] == 3 > counts[3] > counts[4] == 0
+
+
+def test_a_slow_proposal_is_forgotten() -> None:
+    """Else heads that were slow once, as the first proposal is, would never be asked again."""
+    heads: Any = Guessing(Ran(), [], 0)
+    model = HeadsBeside(HeadsRunner(heads, heads, KeptStates(), 10, 4, True), PEAKS, clock=lambda: 0.0)
+    rows: Any = [None]
+    least = model.seconds(rows, 1)
+    model.measured(1, 1, 100 * least)
+    slow = model.seconds(rows, 1)
+    for _ in range(1000):
+        model.fade(0.0)
+    assert slow > 50 * least
+    assert model.seconds(rows, 1) < 1.1 * least

@@ -29,7 +29,7 @@ from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.hashing_model import SHAPE
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import Limits, Ran, greedy
-from tests.batchinfer.engine.speculating import Drafts, remembered
+from tests.batchinfer.engine.speculating import Drafts, assert_unchanged, remembered
 from tests.batchinfer.engine.test_look_ahead import AHEAD, WAYS, Way, run
 from tests.examples import examples
 
@@ -52,18 +52,7 @@ def test_answers_do_not_depend_on_drafts(
     wanted = Way(forces=False).run(work, EASY)
     drafts = Drafts(remembered(wanted, right, work.seed), waits, holds)
     got = way.run(work, work.limits, drafts)
-    assert got.answers == wanted.answers
-    assert got.logprobs == wanted.logprobs
-    given = sum(len(c.tokens.token_ids) for c in got.completions.values())
-    given += sum(
-        c.error is not None and c.error.code in ("nan_logits", "no_token_left")
-        for c in got.completions.values()
-    )
-    forced = sum(sample.forced_tokens for sample in got.requests.values())
-    assert got.total("sampled_tokens") + forced == given
-    forcing = Way().run(work, EASY).requests
-    steered = {key: (sample.steered, sample.forced_tokens) for key, sample in got.requests.items()}
-    assert steered == {key: (sample.steered, sample.forced_tokens) for key, sample in forcing.items()}
+    assert_unchanged(got, wanted, Way().run(work, EASY))
     drafted, accepted = (sum(column) for column in zip(*drafts.took, (0, 0), strict=True))
     event(f"verified: {drafted > 0}, accepted: {accepted > 0}, rejected: {accepted < drafted}")
 

@@ -16,22 +16,16 @@ from batchinfer.pipeline.options import RunOptions
 from batchinfer.plan.forecast.calibration import CalibrationSample, calibration_forecast
 from batchinfer.plan.forecast.text import forecast_json
 from batchinfer.plan.setup.job_setup import check_setup
+from tests.batchinfer.int4_jobs import INT4, PLAIN, ROWS, make_divisible
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
 from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, runs_on, text
-from tests.checkpoints import make_checkpoint, make_tokenizer
 
-ROWS = [{"text": f"alpha {number} and beta {number % 7}"} for number in range(30)]
-PLAIN = {"prompt": {"text": "text", "system": None, "user": None}, "sampling": {"max_tokens": 6}}
-INT4 = (("model.quantization", "int4"), ("model.dtype", "float32"))
 PEAK = 1e8  # of a slow machine, on which a tiny model takes a while
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, "llama", hidden_size=64, intermediate_size=96, head_dim=16)
-    make_tokenizer(folder)
-    return folder
+    return make_divisible(tmp_path_factory.mktemp("model"))
 
 
 def machine() -> Hardware:
