@@ -10,17 +10,14 @@ INLINE vi high_codes(vi word) { return word & (int32_t)0xf0f0f0f0; }
 
 /* Exact sums of one group, `pairs` pairs of words, of `rows` (a constant) rows with one panel; with `zeroed` (a constant)
  * also the sums of the rows' codes, in every lane. */
-INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_t stride, const char **ahead,
+INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_t stride, Ahead *ahead,
                        vi sums[INT4_ROWS][COLUMNS], vi codes[INT4_ROWS], const int rows, const int zeroed) {
     for (int r = 0; r < rows; r++) {
         codes[r] = splat_word(0);
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = splat_word(0);
     }
     for (int64_t i = 0; i < pairs; i++, weight += COLUMNS) {
-        if (i % FETCHED == 0) {
-            __builtin_prefetch(*ahead);
-            *ahead += LINE;
-        }
+        if (i % FETCHED == 0) fetch_ahead(ahead);
         Four fours[INT4_ROWS][2];
         for (int r = 0; r < rows; r++) {
             memcpy(fours[r], x + r * stride + i * 8 * CODE_BYTES, sizeof fours[r]);
@@ -37,7 +34,7 @@ INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_
 }
 
 /* The results of `rows` (a constant) rows with one panel. */
-INLINE void NAME(int4_tile)(const uint8_t *x, const float *row_scales, const Weight *w, int64_t panel, const char *ahead,
+INLINE void NAME(int4_tile)(const uint8_t *x, const float *row_scales, const Weight *w, int64_t panel, Ahead ahead,
                             vf result[][COLUMNS], const int rows, const int zeroed) {
     int64_t stride = codes_of(w->inputs), all = (w->inputs + 7) / 8, per = w->group / 8, groups = (all + per - 1) / per;
     const vi *weight = (const vi *)w->panels + panel * (padded(w->inputs) / 8) * COLUMNS;
@@ -72,7 +69,7 @@ static void NAME(int4_block)(const uint8_t *codes, const float *row_scales, cons
     const char *panel = (const char *)w->panels + at.panel * bytes / 8 * PANEL * 4;
     vf sums[ROWS][COLUMNS];
     for (int64_t done = 0; done < rows; done += INT4_ROWS) {
-        const char *ahead = ahead_of(panel, bytes / 8, at.turn * 2 + done / INT4_ROWS, more);
+        const Ahead ahead = ahead_of(panel, bytes / 8, at.turn * 2 + done / INT4_ROWS, at.turns * 2, rows, more);
 #define CASE(n) \
     case n: \
         if (w->zeros) \

@@ -160,14 +160,14 @@ INLINE void NAME(add_word)(const REAL *x, const vi *weight, int64_t inputs, vf s
 }
 
 /* Sums of `rows` (a constant) rows with one panel. */
-INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, const char *ahead, int64_t inputs,
+INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, Ahead ahead, int64_t inputs,
                               vf sums[ROWS][COLUMNS], const int rows) {
     const vi *weight = (const vi *)panel;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = splat(0.0f);
     int64_t words = inputs / PAIR, i = 0;
-    for (; i + FETCHED <= words; ahead += LINE) {
-        __builtin_prefetch(ahead);
+    while (i + FETCHED <= words) {
+        fetch_ahead(&ahead);
         for (int end = i + FETCHED; i < end; i++, weight += COLUMNS)
             NAME(add_word)(x + i * PAIR, weight, inputs, sums, rows);
     }
@@ -189,7 +189,7 @@ INLINE void NAME(panel_block)(const REAL *x, const Weight *w, const char *panel,
     vf (*sums)[COLUMNS] = tile_sums((const char *)x, bytes, cut, panel, at, more, waiting, NAME(put_waiting), 0);
     let_wait(waiting, sums, w, y, row, rows, at.panel, kind, NULL);
 #else
-    const char *ahead = ahead_of(panel, words_of(bytes), at.turn, more);
+    const Ahead ahead = ahead_of(panel, words_of(bytes), at.turn, at.turns, rows, more);
     vf sums[ROWS][COLUMNS];
     (void)waiting;
 #if BY_MMLA

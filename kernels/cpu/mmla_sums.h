@@ -5,7 +5,7 @@
 #if MMLA_BF16 || MMLA_INT8
 #define QUADS (PANEL / 2) /* pairs of columns */
 #define PASS 16 /* bytes of a row at a time: two quads for each pair of rows */
-_Static_assert(PASS == 4 * FETCHED, "a line is fetched in each pass");
+_Static_assert(PASS == 4 * FETCHED, "lines are fetched in each pass");
 
 #if !MMLA_BF16
 #define MMLA(sums, x, weight, codes) mmla_int8(sums, x, weight)
@@ -30,15 +30,15 @@ INLINE void add_pass(const char *x, int64_t stride, const Quad *weight, Quad sum
 }
 
 /* Sums of `rows` (a constant) rows of `bytes` each with one panel, in the order of results. */
-INLINE void sum_pairs(const char *x, int64_t bytes, const char *panel, const char *ahead, vf result[ROWS][COLUMNS],
+INLINE void sum_pairs(const char *x, int64_t bytes, const char *panel, Ahead ahead, vf result[ROWS][COLUMNS],
                       const int codes, const int rows) {
     const Quad *weight = (const Quad *)panel;
     Quad sums[ROWS / 2][QUADS];
     for (int r = 0; r < rows; r += 2)
         for (int c = 0; c < QUADS; c++) sums[r / 2][c] = (Quad){0};
     int64_t i = 0;
-    for (; i + PASS <= bytes; i += PASS, weight += 2 * QUADS, ahead += LINE) {
-        __builtin_prefetch(ahead);
+    for (; i + PASS <= bytes; i += PASS, weight += 2 * QUADS) {
+        fetch_ahead(&ahead);
         add_pass(x + i, bytes, weight, sums, codes, rows);
     }
     if (i < bytes) { /* what lies behind a row must not be read */
@@ -53,7 +53,7 @@ INLINE void sum_pairs(const char *x, int64_t bytes, const char *panel, const cha
         }
 }
 
-INLINE void mmla_sums(const char *x, int64_t bytes, const char *panel, const char *ahead, int64_t rows,
+INLINE void mmla_sums(const char *x, int64_t bytes, const char *panel, Ahead ahead, int64_t rows,
                       vf result[ROWS][COLUMNS], const int codes) {
 #define CASE(n) \
     case n: sum_pairs(x, bytes, panel, ahead, result, codes, n); break;

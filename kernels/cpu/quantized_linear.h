@@ -43,7 +43,7 @@ INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes, c
 }
 
 /* Exact sums of `rows` (a constant) rows with one panel, scaled. */
-INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, const int8_t *panel, const char *ahead,
+INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, const int8_t *panel, Ahead ahead,
                                  const int32_t *starts, const float *scales, int64_t inputs, vf result[ROWS][COLUMNS],
                                  const int rows) {
     int64_t words = (inputs + 3) / 4, stride = codes_of(inputs);
@@ -52,8 +52,8 @@ INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, cons
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) sums[r][c] = ((const vi *)starts)[c];
     int64_t i = 0;
-    for (; i + FETCHED <= words; ahead += LINE) {
-        __builtin_prefetch(ahead);
+    while (i + FETCHED <= words) {
+        fetch_ahead(&ahead);
         for (int end = i + FETCHED; i < end; i++, weight += COLUMNS)
             add_codes(x + i * 4 * CODE_BYTES, weight, stride, sums, rows);
     }
@@ -83,7 +83,7 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
     let_wait(waiting, sums, w, y, row, rows, at.panel, kind, row_scales);
 #else
     (void)waiting;
-    const char *ahead = ahead_of(panel, words, at.turn, more);
+    const Ahead ahead = ahead_of(panel, words, at.turn, at.turns, rows, more);
 #if WIDE_CODES
     vf sums[CODE_ROWS][COLUMNS];
     if (cut->height > ROWS) {

@@ -251,9 +251,7 @@ def _compare(timed: list[Timed], rows: int, reached: Peaks, seconds: float) -> N
     end = time.perf_counter() + seconds * len(timed)
     for step in steps:
         step.run()
-    same = all(
-        torch.equal(a, b) for step in steps for a, b in zip(step.results, steps[0].results, strict=True)
-    )
+    apart = [_apart(step.results[0], steps[0].results[0]) for step in steps]
     while time.perf_counter() < end or len(rounds[0]) < LEAST_ROUNDS:
         for one, step, found in zip(timed, steps, rounds, strict=True):
             one.read(torch.get_num_threads())
@@ -264,8 +262,14 @@ def _compare(timed: list[Timed], rows: int, reached: Peaks, seconds: float) -> N
         print(_line(one.model, rows, found, reached), flush=True)
     for other in rounds[1:]:
         print(f"{rows:5} first / other: {_ratios(rounds[0], other)}", flush=True)
-    if not same:
-        print("the results differ")
+    if any(apart):
+        print(f"the results differ: {' / '.join(filter(None, apart))}")
+
+
+def _apart(found: Tensor, first: Tensor) -> str:
+    """Say in which rows results differ from the first operators', and by how much at most."""
+    differing = (found != first).any(1).nonzero().flatten().tolist()
+    return f"rows {differing} by up to {(found - first).abs().max():.3g}" if differing else ""
 
 
 def _quartile(values: Iterable[float]) -> float:

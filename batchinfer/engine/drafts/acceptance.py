@@ -11,6 +11,7 @@ from batchinfer.engine.schedule.draft_tree import DraftTree
 
 _PRIOR_TOKENS = 4.0  # what is believed before anything was verified counts as so many tokens
 _MOST_TOKENS = 400.0  # of so many the older ones count half
+_WEAKER_TOKENS = 12.0  # of what came of proposals that recognised less: it counts as so many tokens at most
 _LEAST, _MOST = 0.02, 0.995
 
 
@@ -74,16 +75,39 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, tuple[int, bool]], _Count] = {}
+        self._rates: dict[tuple[str, int, bool], float] = {}  # as long as nothing is counted
 
     def rate(self, source: str, proposal: Proposal) -> float:
         """Return how likely each token of a proposal is to be right where those before it are."""
+        known = (source, proposal.matched, proposal.agreed)
+        found = self._rates.get(known)
+        if found is None:
+            found = self._rates[known] = self._rate(source, proposal)
+        return found
+
+    def _rate(self, source: str, proposal: Proposal) -> float:
         count = self._counts.get((source, proposal.kind)) or _Count()
         believed = 1 - 1 / (1 + proposal.matched / 4)
-        rate = (count.right + _PRIOR_TOKENS * believed) / (count.verified + _PRIOR_TOKENS)
+        weaker = self._weaker(source, proposal.kind)
+        if weaker.right <= believed * weaker.verified:
+            weaker = _Count()
+        right = count.right + weaker.right + _PRIOR_TOKENS * believed
+        rate = right / (count.verified + weaker.verified + _PRIOR_TOKENS)
         return min(_MOST, max(_LEAST, rate))
+
+    def _weaker(self, source: str, kind: tuple[int, bool]) -> _Count:
+        """Return what came of proposals of which no more was recognised: such a one is at least as likely, so that
+        where these were right, a text is copied, and few words show it."""
+        found = _Count()
+        for (name, other), count in self._counts.items():
+            if name == source and other != kind and other[0] <= kind[0] and other[1] <= kind[1]:
+                found.verified, found.right = found.verified + count.verified, found.right + count.right
+        found.scale(min(1.0, _WEAKER_TOKENS / max(1.0, found.verified)))
+        return found
 
     def verified(self, source: str, proposal: Proposal, drafts: int, right: int) -> None:
         """Count the first `drafts` tokens of a proposal, of which the first `right` were right."""
+        self._rates.clear()
         count = self._counts.setdefault((source, proposal.kind), _Count())
         count.right += right
         count.verified += min(drafts, right + 1)
@@ -92,5 +116,6 @@ class Acceptance:
 
     def fade(self, share: float) -> None:
         """Forget a share of what was counted."""
+        self._rates.clear()
         for count in self._counts.values():
             count.scale(1 - share)

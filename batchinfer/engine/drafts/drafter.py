@@ -26,6 +26,8 @@ from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.sequence import Sequence
 
 MOST_DRAFTS = 24  # of a row in a step
+# Tokens that are looked for: where one of the drafts is wrong, as many as a step takes are left behind it
+_MOST_FOUND = 2 * MOST_DRAFTS
 SHARE = 0.05  # of the time that steps would take without drafts: looking for drafts takes no more
 _SAVED_STEPS = 20  # of whose time the share may be spent at once
 _PENALISED_TOKENS = 1 << 16  # of the texts of a row's drafts together
@@ -357,7 +359,7 @@ class CostedDrafter:
                 state.rest = None
         for source in self._sources:
             asked = [row for row in rows if not enough(row)]
-            for row, proposal in zip(asked, source.propose(asked, MOST_DRAFTS), strict=True):
+            for row, proposal in zip(asked, source.propose(asked, _MOST_FOUND), strict=True):
                 if proposal is not None:
                     yield row, source.name, proposal
 

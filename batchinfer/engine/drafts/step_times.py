@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from functools import lru_cache
+from math import log2
 
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
@@ -16,10 +18,12 @@ _REMEMBERED = 4096  # shapes
 class DraftedStepTimes:
     """The roofline bound of a step's shape, times how much longer steps of about as many tokens took than theirs.
 
-    Steps with drafts and those without are counted apart, by the power of two of their tokens. Where no step had so
-    many tokens, the nearest ones that were measured are believed, and of steps with drafts, before there was any, those
-    without: a step that is tried by mistake is measured, and not tried again for a while. What was measured of steps
-    with drafts fades while there are none: one of them that had to wait for something else would else be the last.
+    Steps with drafts and those without are counted apart, by the power of two of their tokens, and what is between two
+    of these is believed to be so in time, too: how much longer a CPU's step takes than its bound changes with each
+    token, as it reads weights at one pace and multiplies at another. Beyond what was measured the nearest steps are
+    believed, and of steps with drafts, before there was any, those without: one that is tried by mistake is measured,
+    and not tried again for a while. What was measured of steps with drafts fades while there are none: one of them that had
+    to wait for something else would else be the last.
 
     A step that is replayed as one of `graphs` takes as long as all that it is padded to, so that drafts that take the
     place of padding take no time.
@@ -27,7 +31,7 @@ class DraftedStepTimes:
 
     def __init__(self, cost: ModelCost, peaks: Peaks, graphs: GraphSteps | None = None) -> None:
         self._graphs = graphs
-        self._ratios: dict[bool, dict[int, float]] = {False: {}, True: {}}  # whether with drafts; by level
+        self._ratios = {False: _Ratios(), True: _Ratios()}  # whether with drafts
         self._pairs = self._kv_tokens = 0  # of a token, and of all, in the newest step that only decoded
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
@@ -43,20 +47,10 @@ class DraftedStepTimes:
         sampled = sample.sampled_tokens + sample.padded_tokens
         pairs = sample.pairs + sample.padded_tokens * (sample.pairs // useful)
         bound = self._bound(StepShape(tokens, sampled, pairs, sample.kv_tokens, sample.copied_tokens))
-        found, level = sample.duration_s / bound, tokens.bit_length()
-        ratios = self._ratios[sample.drafted_tokens > 0]
-        before = self._ratio(level, sample.drafted_tokens > 0) or found
-        # One step that had to wait for something else says little about the others
-        found = min(found, 2 * before)
-        ratios[level] = before + (_NEWEST if level in ratios else 0.5) * (found - before)
-        if not sample.drafted_tokens:
-            self._fade()
-
-    def _fade(self) -> None:
-        drafted = self._ratios[True]
-        for level, ratio in drafted.items():
-            plain = self._ratio(level, False) or ratio
-            drafted[level] = ratio + _FORGOTTEN * (plain - ratio)
+        found, drafted = sample.duration_s / bound, sample.drafted_tokens > 0
+        self._ratios[drafted].measured(tokens, found, self._ratio(tokens, drafted) or found)
+        if not drafted:
+            self._ratios[True].fade(self._ratios[False])
 
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
         """Return the seconds of a step in which so many rows decode, other rows run so many tokens, and so many drafts
@@ -66,14 +60,52 @@ class DraftedStepTimes:
             tokens = self._graphs.padded(tokens, drafts > 0)
         rounded = _rounded(self._kv_tokens)
         shape = StepShape(tokens, tokens - others, tokens * _rounded(self._pairs), rounded)
-        return self._bound(shape) * (self._ratio(tokens.bit_length(), drafts > 0) or 1.0)
+        return self._bound(shape) * (self._ratio(tokens, drafts > 0) or 1.0)
 
-    def _ratio(self, level: int, drafted: bool) -> float | None:
-        """Return the ratio of such steps, of the nearest level; None where nothing was measured."""
-        ratios = self._ratios[drafted] or self._ratios[False]
-        if not ratios:
+    def _ratio(self, tokens: int, drafted: bool) -> float | None:
+        """Return the ratio of such steps; None where nothing was measured."""
+        found = self._ratios[drafted].at(tokens)
+        return found if found is not None or not drafted else self._ratios[False].at(tokens)
+
+
+class _Ratios:
+    """How much longer than their bounds steps took, by the power of two of their tokens."""
+
+    def __init__(self) -> None:
+        self._levels = list[int]()  # ascending
+        self._sizes = list[float]()  # of each, the steps' tokens in the mean, as a power of two
+        self._ratios = list[float]()
+
+    def at(self, tokens: int) -> float | None:
+        """Return the ratio of steps of so many tokens, between those of the levels beside; None: there are none."""
+        if not self._levels:
             return None
-        return ratios.get(level) or ratios[min(ratios, key=lambda other: (abs(other - level), other))]
+        size = log2(tokens)
+        right = bisect(self._sizes, size)
+        if right in (0, len(self._sizes)):
+            return self._ratios[min(right, len(self._sizes) - 1)]
+        low, high = self._sizes[right - 1 : right + 1]
+        share = (size - low) / (high - low)
+        return self._ratios[right - 1] + share * (self._ratios[right] - self._ratios[right - 1])
+
+    def measured(self, tokens: int, ratio: float, believed: float) -> None:
+        """Take the ratio of a step, of which another one was believed."""
+        level, size, at = tokens.bit_length(), log2(tokens), bisect(self._levels, tokens.bit_length())
+        # One step that had to wait for something else says little about the others
+        change = min(ratio, 2 * believed) - believed
+        if at and self._levels[at - 1] == level:
+            self._ratios[at - 1] += _NEWEST * change
+            self._sizes[at - 1] += _NEWEST * (size - self._sizes[at - 1])
+            return
+        self._levels.insert(at, level)
+        self._sizes.insert(at, size)
+        self._ratios.insert(at, believed + 0.5 * change)
+
+    def fade(self, others: _Ratios) -> None:
+        """Approach those of other steps by a little."""
+        for at, size in enumerate(self._sizes):
+            plain = others.at(round(2**size))
+            self._ratios[at] += _FORGOTTEN * ((plain or self._ratios[at]) - self._ratios[at])
 
 
 def _rounded(count: int) -> int:

@@ -1,10 +1,12 @@
 """Times a job that copies its prompts, with drafts and without, in turns; the model is as large as one of 135M, and its
 answers are given.
 
-python -m tests.batchinfer.engine.draft_times FOLDER [pairs] [share of tokens that are edited]
+python -m tests.batchinfer.engine.draft_times FOLDER [pairs] [dtype] [share of tokens that are edited]
 
 FOLDER has a checkpoint. A row's prompt is a text of 300 tokens, and its answer the same text, of which a share of the
-tokens is another one. All is computed; then each sampled token is replaced by the answer's.
+tokens is another one. All is computed; then each sampled token is replaced by the answer's. An engine with drafts has
+answered as many other rows before those that are timed. A line ends with what the roofline allows, and the share of it
+that is reached.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.step_plan import COMPUTES, StepPlan
 from batchinfer.machine.hardware import detect
 from batchinfer_kernels.cost import Peaks
+from tests.batchinfer.engine.draft_bounds import best, step_seconds
+from tests.model_costs import llama_cost
 
 TEXT, VOCAB = 300, 30_000
 
@@ -81,9 +86,14 @@ def timed(
     loaded: LoadedModel, peaks: Peaks, rows: int, edited: float, seed: int
 ) -> tuple[float, int, int, int]:
     """Return the seconds of the decode steps, their number, and the drafts verified and right."""
+    before, known = work(rows, edited, seed + 1000)
     requests, answers = work(rows, edited, seed)
-    scripted: Any = Scripted(loaded.runner, answers)
+    scripted: Any = Scripted(loaded.runner, known | answers)
     engine = loaded.engine(peaks, runner=scripted)
+    if loaded.drafts:
+        engine.add(before)
+        while engine.unfinished:
+            engine.step()
     engine.add(requests)
     took, steps, drafted, right = 0.0, 0, 0, 0
     while engine.unfinished:
@@ -95,14 +105,16 @@ def timed(
     return took, steps, drafted, right
 
 
-def main(folder: str, pairs: str = "7", edited: str = "0.05") -> None:
+def main(folder: str, pairs: str = "7", dtype: str = "bfloat16", edited: str = "0.05") -> None:
     """Print a line for each number of rows."""
-    load = LoadConfig(Path(folder), "bfloat16", "cpu")
-    peaks = detect("cpu").peaks("bfloat16", "none")
-    assert peaks is not None
+    load = LoadConfig(Path(folder), dtype, "cpu")
+    peaks = detect("cpu").peaks(dtype, "none")
+    assert peaks is not None, "peaks of this machine are unknown: batchinfer doctor --measure"
     config = EngineConfig(load, 1024, 2 * TEXT + 8, max_num_seqs=64, kv_memory=1 << 31, peaks=peaks)
     plain = load_weights(load).model(config)
     drafting = replace(plain, drafts=("prompt", "answers"))
+    size = getattr(torch, dtype).itemsize
+    cost = llama_cost(30, 576, 1536, 9, 3, 64, 49152, size, size)
     for rows in (1, 2, 4, 8, 64):
         found: dict[bool, list[tuple[float, int, int, int]]] = {False: [], True: []}
         for seed in range(int(pairs)):
@@ -111,9 +123,12 @@ def main(folder: str, pairs: str = "7", edited: str = "0.05") -> None:
         without, given = (statistics.median(one[0] for one in found[which]) for which in (False, True))
         ratios = sorted(a[0] / b[0] for a, b in zip(found[False], found[True], strict=True))
         _, steps, drafted, right = found[True][-1]
+        seconds = partial(step_seconds, cost, peaks, rows, 3 * TEXT // 2, cost.layers)
+        _, bound = best(seconds, rows, 1 - float(edited))
         print(
             f"| {rows} | {without:.2f} | {given:.2f} | {without / given:.2f} × ({ratios[0]:.2f}-{ratios[-1]:.2f}) | "
-            f"{TEXT - 1} → {steps} | {right / max(1, drafted):.0%} of {drafted} |",
+            f"{TEXT - 1} → {steps} | {right / max(1, drafted):.0%} of {drafted} | {bound:.2f} × | "
+            f"{without / given / bound:.2f} |",
             flush=True,
         )
 
