@@ -37,6 +37,7 @@ class BenchOptions:
     rows: int | None = None
     max_tokens: int | None = None
     schemas: tuple[int, ...] = ()  # how many different ones the rows follow, in runs of their own
+    drafts: bool = False  # runs of their own with drafts
     repeat: int = 3
     against: str | None = None
     export: Path | None = None

@@ -33,6 +33,7 @@ class Series:
     ours: list[Run] = field(default_factory=list)
     without: list[Run] = field(default_factory=list)  # ours without deduplication, where there are duplicates
     under: dict[int, list[Run]] = field(default_factory=dict)  # ours under so many different schemas
+    drafted: list[Run] = field(default_factory=list)  # ours with drafts
     peer: list[PeerRun] = field(default_factory=list)
 
 
@@ -74,6 +75,8 @@ class WorkloadResult:
             result["under_schemas"] = [
                 _under(number, runs, self.series.ours) for number, runs in self.series.under.items()
             ]
+        if self.series.drafted:
+            result["with_drafts"] = _with_drafts(self.series.drafted, self.series.ours)
         if self.series.peer and peer is not None:
             result["against"] = self._against(walls, peer)
         return result
@@ -236,6 +239,15 @@ def _compared(result: dict[str, Any]) -> list[tuple[str, str]]:
                 f"{_seconds(other['wall_s'])}, {other['relative']:.2f} of ours without; {work}",
             )
         )
+    if "with_drafts" in result:
+        other = result["with_drafts"]
+        work = f"{other['accepted_tokens']:,} of {other['drafted_tokens']:,} drafts right"
+        lines.append(
+            (
+                "with drafts",
+                f"{_seconds(other['wall_s'])}, {other['relative']:.2f} of ours without; {work}",
+            )
+        )
     if "against" in result:
         other = result["against"]
         same = f"{_percent(other['equal_rows'])} of rows have the same answer"
@@ -260,6 +272,15 @@ def _under(schemas: int, runs: Sequence[Run], plain: Sequence[Run]) -> dict[str,
         "step_relative": _relative(steps, plain_steps),
         **spent,
     }
+
+
+def _with_drafts(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    own, walls = ([run.wall_s for run in series] for series in (runs, plain))
+    counts = {
+        name: statistics.median_high(sum(getattr(step, name) for step in run.steps) for run in runs)
+        for name in ("drafted_tokens", "accepted_tokens")
+    }
+    return {"wall_s": _times(own), "relative": _relative(own, walls), **counts}
 
 
 def _times(seconds: Sequence[float]) -> dict[str, Any]:

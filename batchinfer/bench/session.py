@@ -19,6 +19,7 @@ from batchinfer.bench.report import BenchReport, Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.core.errors import UsageError
+from batchinfer.core.samples import DraftName
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load.build import load_model
@@ -41,6 +42,7 @@ Notice = Callable[[str], None]
 Measure = Callable[[str, tuple[str, ...]], MeasuredPeaks]
 PEER_WARM_UP = 8  # rows
 WARM_UP_TOKENS = 4
+DRAFTS: tuple[DraftName, ...] = ("prompt", "answers")  # the sources that rows without an earlier result have
 
 
 def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = None) -> BenchReport:
@@ -214,6 +216,9 @@ def _run_series(
             run = timed_run(loaded, under_schemas(rows, schemas, number))
             series.under.setdefault(schemas, []).append(run)
             told.append(f"under {schemas} schema{'s' * (schemas != 1)} {run.wall_s:.2f} s")
+        if options.drafts:
+            series.drafted.append(timed_run(replace(loaded, drafts=DRAFTS), rows))
+            told.append(f"with drafts {series.drafted[-1].wall_s:.2f} s")
         if peer is not None:
             series.peer.append(peer.run(rows))
             told.append(f"{peer.name} {series.peer[-1].wall_s:.2f} s")

@@ -54,6 +54,12 @@ Schemas = Annotated[
         show_default=False,
     ),
 ]
+WithDrafts = Annotated[
+    bool,
+    typer.Option(
+        "--drafts", help="Also run each workload with drafts from each row's text and other answers."
+    ),
+]
 Repeat = Annotated[int, typer.Option(help="Timed runs, after one warm-up run that is not counted.")]
 Against = Annotated[
     str | None, typer.Option(metavar="ENGINE", help="Also run with another engine: transformers.")
@@ -78,6 +84,7 @@ def bench(
     rows: Rows = None,
     max_tokens: MaxTokens = None,
     schemas: Schemas = None,
+    drafts: WithDrafts = False,
     repeat: Repeat = 3,
     against: Against = None,
     export: Export = None,
@@ -98,6 +105,7 @@ def bench(
             rows=rows,
             max_tokens=max_tokens,
             schemas=tuple(schemas or ()),
+            drafts=drafts,
             repeat=repeat,
             against=against,
             export=export,

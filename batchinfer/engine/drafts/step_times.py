@@ -22,8 +22,8 @@ class DraftedStepTimes:
     of these is believed to be so in time, too: how much longer a CPU's step takes than its bound changes with each
     token, as it reads weights at one pace and multiplies at another. Beyond what was measured the nearest steps are
     believed, and of steps with drafts, before there was any, those without: one that is tried by mistake is measured,
-    and not tried again for a while. What was measured of steps with drafts fades while there are none: one of them that had
-    to wait for something else would else be the last.
+    and not tried again for a while. What was measured of steps with drafts fades while there are none: one of them that
+    had to wait for something else would else be the last.
 
     A step that is replayed as one of `graphs` takes as long as all that it is padded to, so that drafts that take the
     place of padding take no time.

@@ -250,8 +250,8 @@ def test_every_workload_and_number_is_documented(every):
     assert sizes == [(name, str(rows)) for name, (_, rows) in WORKLOADS.items()]
     table = page.split("## What each number says")[1].split("\n## ")[0]
     told = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"(?m)^\|[^|]*\|([^|]*)\|", table))))
-    optional = {"without_deduplication", "against", "under_schemas"}
-    parts = {"step_relative", "relative"}  # of the optional ones
+    optional = {"without_deduplication", "against", "under_schemas", "with_drafts"}
+    parts = {"step_relative", "relative", "drafted_tokens", "accepted_tokens"}  # of the optional ones
     plain = {"workload", "rows", "duplicates", "prompt_tokens", "output_tokens", "model_s", "preemptions"}
     plain |= {"recomputed_tokens", "decode_tokens_run", "decode_tokens_optimum"}  # their names say it all
     assert told - optional - parts == set(every["mixed"]) - plain
@@ -349,6 +349,15 @@ def test_rows_under_schemas_sample_as_many_tokens():
             assert {text_of(answer)[: len(BEGINNING)] for answer in run.answers} == {BEGINNING}
     assert len(set(series.under[6][0].answers)) == 6
     assert series.under[1][0].answers[0] != series.ours[0].answers[0]
+
+
+def test_a_workload_with_drafts_has_the_same_answers():
+    report = bench("decode", rows=2, max_tokens=64, repeat=3, drafts=True)
+    found, series = report.json["results"][0]["with_drafts"], report.results[0].series
+    assert [run.answers for run in series.drafted] == [run.answers for run in series.ours]
+    assert found["relative"] > 0
+    assert 0 <= found["accepted_tokens"] <= found["drafted_tokens"]
+    assert not any(step.drafted_tokens for run in series.ours for step in run.steps)
 
 
 BEGINNING = '{"orders": [{"custom'

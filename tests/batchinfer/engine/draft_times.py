@@ -1,7 +1,7 @@
 """Times a job that copies its prompts, with drafts and without, in turns; the model is as large as one of 135M, and its
 answers are given.
 
-python -m tests.batchinfer.engine.draft_times FOLDER [pairs] [dtype] [share of tokens that are edited]
+python -m tests.batchinfer.engine.draft_times FOLDER [pairs] [dtype] [share of tokens that are edited] [rows ...]
 
 FOLDER has a checkpoint. A row's prompt is a text of 300 tokens, and its answer the same text, of which a share of the
 tokens is another one. All is computed; then each sampled token is replaced by the answer's. An engine with drafts has
@@ -105,7 +105,9 @@ def timed(
     return took, steps, drafted, right
 
 
-def main(folder: str, pairs: str = "7", dtype: str = "bfloat16", edited: str = "0.05") -> None:
+def main(
+    folder: str, pairs: str = "7", dtype: str = "bfloat16", edited: str = "0.05", *rows_each: str
+) -> None:
     """Print a line for each number of rows."""
     load = LoadConfig(Path(folder), dtype, "cpu")
     peaks = detect("cpu").peaks(dtype, "none")
@@ -115,7 +117,7 @@ def main(folder: str, pairs: str = "7", dtype: str = "bfloat16", edited: str = "
     drafting = replace(plain, drafts=("prompt", "answers"))
     size = getattr(torch, dtype).itemsize
     cost = llama_cost(30, 576, 1536, 9, 3, 64, 49152, size, size)
-    for rows in (1, 2, 4, 8, 64):
+    for rows in map(int, rows_each or ("1", "2", "4", "8", "64")):
         found: dict[bool, list[tuple[float, int, int, int]]] = {False: [], True: []}
         for seed in range(int(pairs)):
             for drafts in (False, True):

@@ -19,7 +19,7 @@ from batchinfer.engine.drafts.drafter import SHARE, CostedDrafter
 from batchinfer.engine.drafts.given_answer import MOST_GIVEN, goes_on
 from batchinfer.engine.drafts.holding import Decoding, waiting_pays
 from batchinfer.engine.drafts.other_answers import OtherAnswers
-from batchinfer.engine.drafts.own_text import OwnText, follows
+from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import drafts_worth
@@ -61,7 +61,7 @@ def test_answers_do_not_depend_on_drafts(
 def test_own_text_is_continued_behind_the_last_place_of_its_longest_stretch(
     tokens: list[int], most: int
 ) -> None:
-    found = follows(array("i", tokens), most)
+    (found,) = OwnText().propose([_Row(tokens)], most)  # type: ignore[list-item]
     for stretch in (8, 4, 2):
         places = [
             at + stretch
@@ -78,6 +78,24 @@ def test_own_text_is_continued_behind_the_last_place_of_its_longest_stretch(
             assert tokens[places[-1] - found.matched : places[-1]] == tokens[-found.matched :]
             return
     assert found is None
+
+
+def test_an_answer_begins_to_be_copied_where_that_of_another_row_did() -> None:
+    source, shared, tail = OwnText(), [7, 8, 9], [5, 6]
+
+    def proposed(text: list[int], said: list[int]) -> Proposal | None:
+        row = _Row([*shared, *text, *tail, *said], prompt=len(shared) + len(text) + len(tail))
+        (found,) = source.propose([row], 4)  # type: ignore[list-item]
+        return found
+
+    assert proposed(list(range(100, 130)), [100]) is None, "nothing is known of the job's answers"
+    proposed(list(range(200, 230)), list(range(200, 209)))
+    assert proposed(list(range(300, 330)), [300]) == Proposal(array("i", range(301, 305)), 1, agreed=True)
+    assert proposed(list(range(300, 330)), [300, 301]) == Proposal(
+        array("i", range(302, 306)), 2, agreed=True
+    )
+    assert proposed(list(range(300, 330)), [301]) is None, "it begins with something else"
+    assert proposed([300], [300]) == Proposal(array("i", tail), 1, agreed=True), "up to the prompt's end"
 
 
 @given(
@@ -147,10 +165,10 @@ def test_a_given_answer_goes_on_behind_words_that_were_put_in_and_left_out() -> 
 
 
 class _Row:
-    """Stands in for a sequence, of which sources read the tokens only."""
+    """Stands in for a sequence, of which sources read the tokens only. `prompt`: how many of them; all by default."""
 
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = array("i", tokens)
+    def __init__(self, tokens: list[int], prompt: int | None = None) -> None:
+        self.tokens, self.prompt_length = array("i", tokens), len(tokens) if prompt is None else prompt
         self.request = SimpleNamespace(params=SamplingParams())
 
     def __len__(self) -> int:

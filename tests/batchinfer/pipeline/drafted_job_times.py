@@ -1,0 +1,107 @@
+"""Times whole jobs of the quickstart with drafts and without, in turns, each in a folder of its own.
+
+python -m tests.batchinfer.pipeline.drafted_job_times earlier [--rows-at-once 8 256] [--pairs 7]
+python -m tests.batchinfer.pipeline.drafted_job_times model --small FOLDER [--rows-at-once 8 256] [--pairs 7]
+
+`earlier`: the job has a result, of which the prompt then changes by some words. `model`: a smaller model answers all
+rows first. Every line is JSON: of each way the medians of the run's and the engine's seconds, and the most memory of
+all its processes; how many answers are as before; and how many drafts were right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import duckdb
+from ruamel.yaml import YAML
+
+from tests.batchinfer.pipeline.whole_job_times import ROOT, watched
+
+QUICKSTART = ROOT / "jobs" / "quickstart"
+BEFORE, AFTER = "Write the order as one line of JSON with", "Write the order as one line of JSON, with"
+FIGURES = ("wall_s", "engine_s", "steps", "drafted_tokens", "accepted_tokens", "draft_model_s")
+
+
+def write_job(folder: Path, rows: int, drafts: Any, changed: bool) -> None:
+    """Write the quickstart's job, whose result lies in the folder."""
+    job = YAML(typ="safe").load(QUICKSTART / "job.yaml")
+    job["model"]["path"] = str(QUICKSTART / "model")
+    job["input"]["path"] = str(QUICKSTART / "data" / "orders.jsonl")
+    job["output"]["path"] = "res"
+    job["engine"] = {"max_num_seqs": rows}
+    job["drafts"] = drafts
+    if changed:
+        assert BEFORE in job["prompt"]["system"]
+        job["prompt"]["system"] = job["prompt"]["system"].replace(BEFORE, AFTER)
+    YAML().dump(job, folder / "job.yaml")
+
+
+def run(folder: Path, rows: int, drafts: Any, changed: bool) -> dict[str, Any]:
+    """Run the job to its end; what it took."""
+    write_job(folder, rows, drafts, changed)
+    before = set((folder / "res-report").glob("run-*.parquet"))
+    found = watched([sys.executable, "-m", "batchinfer", "run", str(folder / "job.yaml"), "-q"], folder)
+    (report,) = set((folder / "res-report").glob("run-*.parquet")) - before
+    figures = duckdb.sql(f"SELECT {', '.join(FIGURES)} FROM '{report}'").fetchone()
+    assert figures is not None
+    return dict(zip(FIGURES, figures, strict=True)) | {"own_mib": found["own_mib"]}
+
+
+def answers(folder: Path) -> dict[str, str]:
+    """Return the answer of each row that has one."""
+    found = duckdb.sql(f"SELECT order_id, generated_text FROM '{folder / 'res'}/*.parquet'").fetchall()
+    return {row: text for row, text in found if text is not None}
+
+
+def compare(folder: Path, rows: int, drafts: Any, changed: bool, pairs: int) -> dict[str, Any]:
+    """Run the job with these drafts and without; both begin with what the folder has."""
+    ways: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
+    told = list[dict[str, str]]()
+    for number in range(pairs):
+        for name, asked in (("without", "off"), ("with", drafts)):
+            own = folder.parent / f"{name}-{number}"
+            shutil.copytree(folder, own)
+            ways[name].append(run(own, rows, asked, changed))
+            told.append(answers(own))
+            shutil.rmtree(own)
+    assert all(one == told[0] for one in told), "drafts change answers"
+    before = answers(folder) if (folder / "res").exists() else {}
+    medians = {
+        name: {figure: statistics.median(one[figure] or 0 for one in found) for figure in found[0]}
+        for name, found in ways.items()
+    }
+    pairs_of = zip(ways["without"], ways["with"], strict=True)
+    ratios = sorted(a["engine_s"] / b["engine_s"] for a, b in pairs_of)
+    same = sum(before.get(row) == text for row, text in told[0].items()) / len(told[0])
+    return {"rows_at_once": rows, "as_before": round(same, 4), "engine_gain": ratios, **medians}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("earlier", "model"))
+    parser.add_argument("--small", type=Path)
+    parser.add_argument("--rows-at-once", type=int, nargs="+", default=[8, 256])
+    parser.add_argument("--pairs", type=int, default=7)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "first"
+        folder.mkdir()
+        if given.kind == "earlier":
+            run(folder, 256, "off", False)
+        drafts: Any = (
+            ["earlier"] if given.kind == "earlier" else {"model": str(given.small.resolve()), "runs": "first"}
+        )
+        for rows in given.rows_at_once:
+            found = compare(folder, rows, drafts, given.kind == "earlier", given.pairs)
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
