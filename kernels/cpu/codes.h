@@ -131,7 +131,7 @@ INLINE Cut cut_codes(int64_t from, int64_t rows, int64_t inputs, int64_t group) 
 #if WIDE_CODES
     if (!group && rows > ROWS) {
         int64_t blocks = (rows + CODE_ROWS - 1) / CODE_ROWS, height = ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;
-        cut = (Cut){from, rows, height, (rows + height - 1) / height, CHUNK_BYTES / (height * codes_of(inputs)) + 1};
+        cut = cut_evenly(from, rows, height, codes_of(inputs));
     }
 #endif
     return cut;

@@ -15,7 +15,7 @@ INLINE int int4_in_tiles(int64_t rows, int64_t group) {
 /* Tiles of equal height, INT4_TILES a block. */
 INLINE Cut cut_int4(int64_t from, int64_t rows, int64_t bytes) {
     int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = INT4_TILES * ((rows + tiles - 1) / tiles);
-    return (Cut){from, rows, height, (rows + height - 1) / height, CHUNK_BYTES / (height * bytes) + 1};
+    return cut_evenly(from, rows, height, bytes);
 }
 
 INLINE void begin_int4_tiles(const Cut *cut, int64_t group) {

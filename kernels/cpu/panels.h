@@ -109,12 +109,20 @@ typedef struct {
     int64_t from, rows, height, blocks, per;
 } Cut;
 
+/* Blocks of `height` rows of `bytes` each, in chunks of as many blocks each as makes all about alike: one of few blocks
+ * would wait for panels. */
+INLINE Cut cut_evenly(int64_t from, int64_t rows, int64_t height, int64_t bytes) {
+    int64_t blocks = (rows + height - 1) / height, most = CHUNK_BYTES / (height * bytes) + 1;
+    int64_t chunks = (blocks + most - 1) / most;
+    return (Cut){from, rows, height, blocks, chunks ? (blocks + chunks - 1) / chunks : 1};
+}
+
 /* Rows of `bytes` each. In tiles a block is two of them, of as many rows each as makes all alike: 33 rows are three tiles
  * of 11. */
 INLINE Cut cut_rows(int64_t from, int64_t rows, int64_t bytes, int in_tiles) {
     int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = ROWS;
     if (in_tiles && rows) height = 2 * ((rows + tiles - 1) / tiles);
-    return (Cut){from, rows, height, (rows + height - 1) / height, CHUNK_BYTES / (height * bytes) + 1};
+    return cut_evenly(from, rows, height, bytes);
 }
 
 INLINE int64_t rows_of(const Cut *cut, int64_t block) {
