@@ -22,7 +22,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone
 from batchinfer.plan.order.plan import Plan, PlanBatch
 from batchinfer.plan.order.requests import planned_requests
-from batchinfer_kernels.cost import StepShape
+from batchinfer_kernels.cost import Peaks, StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,15 @@ Planner = Callable[[Sequence[Row], Path, int, ContentRoots, bool], Planned]
 
 
 def timed_run(
-    loaded: LoadedModel, rows: Sequence[Row], deduplicate: bool = True, planner: Planner = plan_rows
+    loaded: LoadedModel,
+    rows: Sequence[Row],
+    deduplicate: bool = True,
+    planner: Planner = plan_rows,
+    peaks: Peaks | None = None,
 ) -> Run:
-    """Run the rows on an empty cache. Raises OutOfMemory when one does not fit, and what the rooms raise."""
-    engine = loaded.engine()
+    """Run the rows on an empty cache; with drafts, if the model has sources of them and `peaks` are known. Raises
+    OutOfMemory when a row does not fit, and what the rooms raise."""
+    engine = loaded.engine(peaks)
     answers = _Answers()
     with temporary_folder("bench") as folder:
         began = time.perf_counter()

@@ -63,7 +63,7 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     if options.schemas:
         loaded = with_constraints(loaded, options)
     with _peer(options, load, notice) as peer, loaded_for_good():
-        series = [_run_series(loaded, workload, options, peer, notice) for workload in workloads]
+        series = [_run_series(loaded, workload, options, before, peer, notice) for workload in workloads]
     time = calibrated_time(load.device, load.dtype, load.quantization)
     peaks = best_peaks(before, _measured(load, measure, notice))
     results = [
@@ -198,6 +198,7 @@ def _run_series(
     loaded: LoadedModel,
     workload: Workload,
     options: BenchOptions,
+    peaks: Peaks,
     peer: TransformersPeer | None,
     notice: Notice,
 ) -> Series:
@@ -217,7 +218,7 @@ def _run_series(
             series.under.setdefault(schemas, []).append(run)
             told.append(f"under {schemas} schema{'s' * (schemas != 1)} {run.wall_s:.2f} s")
         if options.drafts:
-            series.drafted.append(timed_run(replace(loaded, drafts=DRAFTS), rows))
+            series.drafted.append(timed_run(replace(loaded, drafts=DRAFTS), rows, peaks=peaks))
             told.append(f"with drafts {series.drafted[-1].wall_s:.2f} s")
         if peer is not None:
             series.peer.append(peer.run(rows))

@@ -3,7 +3,7 @@
 python -m tests.batchinfer.pipeline.drafted_job_times earlier [--rows-at-once 8 256] [--pairs 7]
 python -m tests.batchinfer.pipeline.drafted_job_times model --small FOLDER [--rows-at-once 8 256] [--pairs 7]
 
-`earlier`: the job has a result, of which the prompt then changes by some words. `model`: a smaller model answers all
+`earlier`: the job has a result, and then its instruction changes. `model`: a smaller model answers all
 rows first. Every line is JSON: of each way the medians of the run's and the engine's seconds, and the most memory of
 all its processes; how many answers are as before; and how many drafts were right.
 """
@@ -25,8 +25,16 @@ from ruamel.yaml import YAML
 from tests.batchinfer.pipeline.whole_job_times import ROOT, watched
 
 QUICKSTART = ROOT / "jobs" / "quickstart"
-BEFORE, AFTER = "Write the order as one line of JSON with", "Write the order as one line of JSON, with"
-FIGURES = ("wall_s", "engine_s", "steps", "drafted_tokens", "accepted_tokens", "draft_model_s")
+CHANGED = "JSON."  # an instruction with which the model says nine of ten times what it says with the job's
+FIGURES = (
+    "wall_s",
+    "engine_s",
+    "steps",
+    "drafted_tokens",
+    "accepted_tokens",
+    "drafts_saved_s",
+    "draft_model_s",
+)
 
 
 def write_job(folder: Path, rows: int, drafts: Any, changed: bool) -> None:
@@ -38,8 +46,7 @@ def write_job(folder: Path, rows: int, drafts: Any, changed: bool) -> None:
     job["engine"] = {"max_num_seqs": rows}
     job["drafts"] = drafts
     if changed:
-        assert BEFORE in job["prompt"]["system"]
-        job["prompt"]["system"] = job["prompt"]["system"].replace(BEFORE, AFTER)
+        job["prompt"]["system"] = CHANGED
     YAML().dump(job, folder / "job.yaml")
 
 
@@ -49,14 +56,13 @@ def run(folder: Path, rows: int, drafts: Any, changed: bool) -> dict[str, Any]:
     before = set((folder / "res-report").glob("run-*.parquet"))
     found = watched([sys.executable, "-m", "batchinfer", "run", str(folder / "job.yaml"), "-q"], folder)
     (report,) = set((folder / "res-report").glob("run-*.parquet")) - before
-    figures = duckdb.sql(f"SELECT {', '.join(FIGURES)} FROM '{report}'").fetchone()
-    assert figures is not None
+    (figures,) = duckdb.sql(f"SELECT {', '.join(FIGURES)} FROM '{report}'").fetchall()
     return dict(zip(FIGURES, figures, strict=True)) | {"own_mib": found["own_mib"]}
 
 
 def answers(folder: Path) -> dict[str, str]:
     """Return the answer of each row that has one."""
-    found = duckdb.sql(f"SELECT order_id, generated_text FROM '{folder / 'res'}/*.parquet'").fetchall()
+    found = duckdb.sql(f"SELECT row_id, generated_text FROM '{folder / 'res'}/*.parquet'").fetchall()
     return {row: text for row, text in found if text is not None}
 
 
