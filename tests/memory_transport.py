@@ -29,6 +29,8 @@ from batchinfer.pipeline.workers.messages import (
 from batchinfer.pipeline.workers.transport import PROCESSES, Link
 from tests import fake_engine
 
+LOOK_S = 0.002  # for which a turn in which no worker said anything waits: another thread has to go on
+
 
 class DiedError(BaseException):
     """What a worker raises where a process would end."""
@@ -113,7 +115,10 @@ class MemoryTransport:
         return self.started[-1]
 
     def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        return [link for link in links if isinstance(link, MemoryLink) and link.turn()]
+        said = [link for link in links if isinstance(link, MemoryLink) and link.turn()]
+        if not said:
+            time.sleep(min(timeout_s, LOOK_S))
+        return said
 
 
 class FakeWorker:

@@ -240,10 +240,8 @@ class BlockPool:
         exactly what `reservations` and `partial` (arrival → contents) name is kept.
         """
         uses = Counter(block for table in tables for block in table)
-        assert [uses[b] for b in range(self.total)] == self._references, (
-            "reference counts differ from the tables"
-        )
         used = {b for b, count in enumerate(self._references) if count}
+        assert uses == {b: self._references[b] for b in used}, "reference counts differ from the tables"
         assert self.shared == sum(self._references) - len(used), "the count of shared blocks is off"
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
