@@ -259,8 +259,8 @@ def _seen(lens: Ints, contexts: Ints) -> Ints:
 def _chunks(
     chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape, device: torch.device
 ) -> Tensor | None:
-    """Prefill's items. `chunks`: the queries that it attends to of each sequence's `lens`, all or none; None: it has
-    none."""
+    """Return prefill's items; None: it has none. `chunks`: the queries that it attends to of each sequence's `lens`,
+    all or none."""
     if not chunks.any():
         return None
     most = prefill_tokens(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
