@@ -32,7 +32,7 @@ from tests.kernels.gpu.attention_cases import (
 FEW = {(8, 33): 7, (5, 5): 4, (1, 16): 0, (0, 9): 0, (7, 68): 6, (4, 66): 2, (8, 300): 7, (3, 17): 0}
 PADDING = [(1, 0), (1, 0), (0, 0)]
 # A tree as large as there may be, chunks of prompts, and a tree of a single node, which is what is left of another one
-MIXED = {(34, 65): 32, (40, 70): 0, (8, 200): 7, (1, 30): 0, (3, 129): 2, (20, 20): 5, (2, 2): 1}
+MIXED = {(34, 110): 32, (40, 70): 0, (8, 200): 7, (1, 30): 0, (3, 129): 2, (20, 20): 5, (2, 2): 1}
 CONTEXTS = (300, 420, 321, 513, 400, 200, 260)
 SHARING = {(1 + at % 4, context): at % 4 for at, context in enumerate(CONTEXTS)}
 PREFIXES = [([0, 1, 2, 3, 4], 128), ([1, 2, 3, 4], 192), ([3, 4], 384)]
@@ -89,7 +89,7 @@ def test_sequences_without_trees_keep_their_bits(way: str, device: str) -> None:
     assert not torch.equal(of_trees[known][~alone], plain[known][~alone])
 
 
-@pytest.mark.parametrize("cut", [1, 36, 79, 90, 108])
+@pytest.mark.parametrize("cut", [33, 36, 79, 81, 105])
 def test_a_tree_may_be_run_in_parts(cut: int, device: str) -> None:
     """As micro-batches cut it, of which one may have a single node."""
     case, tree = case_of("mixed", device=device)
@@ -106,7 +106,7 @@ def test_a_tree_may_be_run_in_parts(cut: int, device: str) -> None:
         mask = tree.part(first, end)
         assert_near(attend_sharing(part, tree=mask)[0], wanted[first:end], torch.float32)
         done, begun = done + (mask is not None), begun + 1
-    assert (done, begun) == (2, 2) or cut in (1, 108)
+    assert (done, begun) == (2, 2)
 
 
 def test_a_graph_of_trees_is_refilled(device: str) -> None:
