@@ -36,7 +36,7 @@ test-all: $(READY)
 FINDS_GPU := import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no GPU here")
 ON_GPU = python=$(PYTHON); if ! $(PYTHON) -c '$(FINDS_GPU)' 2>/dev/null; \
 	then $(MAKE) --no-print-directory setup && python=$(BIN)/python; fi && export PYTHONPATH=$(CURDIR):$(CURDIR)/.typing &&
-GPU_TESTS := tests/kernels/gpu tests/batchinfer/models/ops/test_triton_ops.py tests/batchinfer/models/ops/test_experts.py tests/batchinfer/engine/test_triton_engine.py tests/batchinfer/engine/test_stored_fp8.py tests/batchinfer/engine/test_stored_integers.py tests/batchinfer/engine/test_stored_mxfp4.py tests/batchinfer/engine/test_adapters.py tests/batchinfer/engine/test_calibrating_gpu.py
+GPU_TESTS := tests/kernels/gpu tests/batchinfer/models/ops/test_triton_ops.py tests/batchinfer/models/ops/test_experts.py tests/batchinfer/engine/test_triton_engine.py tests/batchinfer/engine/test_stored_fp8.py tests/batchinfer/engine/test_stored_integers.py tests/batchinfer/engine/test_stored_mxfp4.py tests/batchinfer/engine/test_adapters.py tests/batchinfer/engine/test_calibrating_gpu.py tests/batchinfer/engine/test_trees_on_gpu.py
 # What make gpu-suite is told more, e.g. SUITE='--out /tmp/records --minutes 5'
 SUITE ?=
 

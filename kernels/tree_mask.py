@@ -26,6 +26,25 @@ class TreeMask:
         found: NDArray[np.int64] = np.unpackbits(each, axis=1).sum(1, dtype=np.int64)
         return found
 
+    @property
+    def nearby(self) -> NDArray[np.int32]:
+        """Return which keys each query sees that stand little before it, (T,): bit d of those that are d before its own
+        one. It sees all that stand further before it; a query in no tree all, -1."""
+        places = np.arange(MOST_NODES)
+        ones = (self.bits.view(np.uint32)[:, None] >> places & 1).astype(bool)
+        own = np.where(ones, places, -1).max(1, initial=-1)
+        before = own[:, None] - places
+        seen = (before < 0) | np.take_along_axis(ones, np.maximum(before, 0), 1)
+        words: NDArray[np.uint32] = (seen.astype(np.uint32) << places.astype(np.uint32)).sum(
+            1, dtype=np.uint32
+        )
+        return words.view(np.int32)
+
+    def part(self, first: int, end: int) -> TreeMask | None:
+        """Return that of the queries [first, end); None: none of them is in a tree."""
+        bits = self.bits[first:end]
+        return TreeMask(self.last[first:end], bits) if bits.any() else None
+
     def seen(self, first: int, end: int, keys: int) -> NDArray[np.bool_]:
         """Return which of the first `keys` keys the queries [first, end) see: (end - first, keys)."""
         place = np.arange(keys) - self.last[first:end, None] - 1

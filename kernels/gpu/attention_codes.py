@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchinfer_kernels.gpu.attention_core import LOG2E, capped, key_scales, visible
+from batchinfer_kernels.gpu.attention_core import LOG2E, capped, key_scales, of_trees, visible
 
 
 @triton.jit
@@ -68,15 +68,15 @@ def attend_codes(
     row_at,  # (ROWS,) int32: positions; -1 for rows that are padding
     table_ptr, k_ptr, v_ptr,  # the block table; the caches from the KV head on, as int16; K in "fp8" as it is
     k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key,  # in words
-    stride_scale, first, end, least, scale, cap, window,
+    stride_scale, first, plain, end, least,
+    nearby,  # (ROWS,) int32, of `TreeMask`, for the keys from `plain` on; None: no row is in a tree
+    scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """(sum, maximum, mass) of rows over the keys [first, end), as attend_span leaves them."""
     HALF: tl.constexpr = D_PAD // 2
     CODE: tl.constexpr = 256.0 if CODES == "fp8_bits" else 1.0
-    lane = tl.arange(0, TILE)
-    word = tl.arange(0, HALF)
     q, size = within_float16(q_ptr + q_at + tl.arange(0, D_PAD)[None, :], real, D, D_PAD)
     even, odd = tl.split(tl.reshape(q, (ROWS, HALF, 2)))
     size *= CODE
@@ -84,6 +84,30 @@ def attend_codes(
     mass = tl.zeros([ROWS], tl.float32)
     evens = tl.zeros([ROWS, HALF], tl.float32)
     odds = tl.zeros([ROWS, HALF], tl.float32)
+    evens, odds, top, mass = _attend_span(
+        evens, odds, top, mass, q, even, odd, size, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        kv_head, stride_block, stride_key, stride_scale, first, plain, least, None, scale, cap, window,
+        D, D_PAD, TILE, BLOCK_SIZE, CAUSAL, WINDOW, CAP, CODES,
+    )  # fmt: skip
+    if nearby is not None:
+        evens, odds, top, mass = _attend_span(
+            evens, odds, top, mass, q, even, odd, size, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+            kv_head, stride_block, stride_key, stride_scale, plain, end, least, nearby, scale, cap, window,
+            D, D_PAD, TILE, BLOCK_SIZE, CAUSAL, WINDOW, CAP, CODES,
+        )  # fmt: skip
+    return tl.interleave(evens, odds) * CODE, top, mass
+
+
+@triton.jit
+def _attend_span(
+    evens, odds, top, mass,  # the rows' state, taken up and returned
+    q, even, odd, size, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_head, stride_block,
+    stride_key, stride_scale, first, end, least, nearby, scale, cap, window,
+    D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, TILE)
+    word = tl.arange(0, D_PAD // 2)
     for start in range(first, end, TILE):
         key = start + lane
         inside = key < end
@@ -110,6 +134,8 @@ def attend_codes(
         else:
             scores *= size[:, None] * (k_scale * (scale * LOG2E))[None, :]
         scores = visible(scores + exponent[None, :], key, row_at, inside, window, CAUSAL, WINDOW)
+        if nearby is not None:
+            scores = of_trees(scores, key, row_at, nearby)
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])
@@ -120,4 +146,4 @@ def attend_codes(
         evens = tl.dot(weights, code_values(v, 0, CODES), evens * shrink[:, None])
         odds = tl.dot(weights, code_values(v, 1, CODES), odds * shrink[:, None])
         top = higher
-    return tl.interleave(evens, odds) * CODE, top, mass
+    return evens, odds, top, mass

@@ -85,6 +85,22 @@ def visible(scores, key, row_at, inside, window, CAUSAL: tl.constexpr, WINDOW: t
 
 
 @triton.jit
+def of_trees(scores, key, row_at, nearby):
+    """Return scores, -inf for keys that are no ancestors in the trees of rows, as `TreeMask.nearby` says."""
+    away = row_at[:, None] - key[None, :]
+    seen = (away > 31) | (((nearby[:, None] >> (away & 31)) & 1) != 0)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def tree_begin(row_at, nearby, first, end, TILE: tl.constexpr):
+    """Return where, of the tiles from `first` to `end`, those begin in which a row of a tree may not see a key although
+    that stands before it; `end` where there are none. What comes before is passed over without masks of trees."""
+    least = tl.min(tl.where(nearby == -1, 2147483647, row_at - 31), 0)
+    return tl.where(least < end, first + tl.maximum(least - first, 0) // TILE * TILE, end)
+
+
+@triton.jit
 def attend_span(
     total, top, mass,  # (ROWS, D_PAD), (ROWS,), (ROWS,): the rows' state, taken up and returned
     q,  # (ROWS, D_PAD)
@@ -95,6 +111,7 @@ def attend_span(
     first, end,  # keys [first, end) of the sequence are passed over
     least,  # no row sees a key before it; read with a WINDOW only
     bias_ptr,  # (ROWS,) pointers: to what is added to each row's score of the key at its own position; else None
+    nearby,  # (ROWS,) int32, of `TreeMask`; None: no row is in a tree
     scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WHOLE: tl.constexpr,  # the span is whole tiles, and every row sees all of it
@@ -136,6 +153,8 @@ def attend_span(
             unit = cap * LOG2E
         if not WHOLE:
             scores = visible(scores, key, row_at, inside, window, CAUSAL, WINDOW)
+            if nearby is not None:
+                scores = of_trees(scores, key, row_at, nearby)
         higher = tl.maximum(top, tl.max(scores, 1) * unit)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
         weights = tl.exp2(scores * unit - base[:, None])

@@ -24,6 +24,7 @@ class Own:
     starts: Tensor | None = None  # (n,) int32: keys before it are shared with other rows; None: 0
     shared: Tensor | None = None  # (queries + 1,) int32: of `Prefixes.places`; with `starts`
     chunks: Tensor | None = None  # (S, 2) int32: first row of q, queries of each sequence; None: each has one
+    nearby: Tensor | None = None  # (T,) int32, of `TreeMask`, with `chunks`; None: no query is in a tree
 
     def check(self, q: Tensor, block_tables: Tensor, window: int | None) -> None:
         """Raises ValueError when lengths or splits do not fit."""
@@ -41,6 +42,7 @@ class Own:
             "starts": (self.starts, (count,)),
             "shared": (self.shared, (queries + 1,)),
             "chunks": (self.chunks, (count, 2)),
+            "nearby": (self.nearby, (queries,)),
         }
         for name, (tensor, shape) in shapes.items():
             if tensor is not None and (tensor.shape != shape or tensor.dtype != torch.int32):
@@ -49,6 +51,8 @@ class Own:
             raise ValueError("starts and shared come together")
         if self.chunks is not None and self.rows is not None:
             raise ValueError("of sequences with several queries all rows of q are read, in order")
+        if self.nearby is not None and (self.chunks is None or window is not None):
+            raise ValueError("trees are of sequences with several queries, and have no windows")
         if len(self.splits.keys) != count or self.splits.window != window:
             made = f"{len(self.splits.keys)} rows with a window of {self.splits.window}"
             raise ValueError(f"splits are of {made}, for {count} with {window}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, moved, prefix_segment
@@ -21,6 +22,7 @@ from batchinfer_kernels.gpu.prefill_attention import prefill_items, prefill_toke
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
 from batchinfer_kernels.prefix_groups import Ints, Worth, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
+from batchinfer_kernels.tree_mask import TreeMask
 
 # Keys that are worth a level. Of a part 8 bytes a value are written and read, of a shared key 4 are not: with up to 16
 # query heads a KV head that breaks even at 32 keys; the rest pays for the launch. Not measured.
@@ -109,6 +111,8 @@ class LaunchPlan:
         default=None, repr=False
     )  # (n,): queries of each sequence, where there are `chunks`
     causal: bool = True
+    # (T,) int32: which keys queries in trees of drafts see, of `TreeMask`; None: no query is in one
+    nearby: Tensor | None = None
 
     @property
     def singles(self) -> int:
@@ -124,7 +128,7 @@ class LaunchPlan:
         """The sizes of a step in a room on which its launches depend, apart from the number of rows."""
         p = self.prefixes
         shared = () if p is None else (p.parts, len(p.items), len(p.members))
-        return (*shared, *[splits.sizes for splits in self.splits.values()])
+        return (self.nearby is not None, *shared, *[splits.sizes for splits in self.splits.values()])
 
     def splits_of(self, window: int | None) -> Splits:
         """Raises ValueError for a window that was not planned for."""
@@ -170,6 +174,7 @@ class LaunchPlan:
             items=self.items,
             rows=self.rows,
             chunks=self.chunks,
+            nearby=self.nearby,
             contexts=self.contexts,
             prefixes=self.prefixes,
             splits=splits,
@@ -183,7 +188,7 @@ class LaunchPlan:
         p = self.prefixes
         shared = () if p is None else (p.items, p.members, p.starts, p.places)
         own = [splits.flat for splits in self.splits.values()]
-        first = (self.items, self.rows, self.chunks, self.contexts)
+        first = (self.items, self.rows, self.chunks, self.nearby, self.contexts)
         return [t for t in (*first, *shared, *own) if t is not None]
 
 
@@ -195,6 +200,7 @@ def plan_attention(
     shared: Sequence[SharedPrefix] = (),
     room: Room | None = None,
     windows: Collection[int | None] = (None,),
+    tree: TreeMask | None = None,
 ) -> LaunchPlan:
     """The plan of a step of S sequences, one chunk each, in order; context lengths count the chunk too.
 
@@ -202,13 +208,16 @@ def plan_attention(
     those with a single query take part, outer levels first, as long as there is room for their parts. `room`: the step
     is to be captured into a graph or replayed (`refilled`); it then has one query a sequence, or as many as the room
     says, and pads a batch with sequences of context 0. Where it has several, sequences may have none. `windows`: of the
-    layers that read the plan. Copies to the device do not wait for it.
+    layers that read the plan. `tree`: of the step's tokens without padding, where some are in trees of drafts. Copies
+    to the device do not wait for it.
     Raises ValueError where shared prefixes do not nest, or do not fit their sequences or the room.
     """
     device = torch.device(device)
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     queries = 1 if room is None else room.queries
-    few = np.flatnonzero(lens == 1) if queries == 1 else np.flatnonzero(lens <= queries)
+    nearby = None if tree is None else np.append(tree.nearby, np.full(lens.sum() - len(tree.last), -1))
+    alone = (lens == 1) & ~_branching(lens, nearby)
+    few = np.flatnonzero(alone) if queries == 1 else np.flatnonzero(lens <= queries)
     longest = int(contexts[few].max(initial=0))
     if room is not None and (len(few) < len(lens) or longest > room.longest):
         raise ValueError(f"chunks of up to {lens.max()} and contexts of up to {longest} are not in {room}")
@@ -218,7 +227,7 @@ def plan_attention(
     most, own = None if room is None else room.longest, lens if several else None
     splitter = Splitter(shape.kv_heads, device, shape.deterministic, most, queries)
     return LaunchPlan(
-        items=None if several else _chunks(lens, contexts, shape, device),
+        items=None if several else _chunks(np.where(alone, 0, lens), lens, contexts, shape, device),
         rows=None if rows is None else moved(rows, device),
         chunks=moved(np.stack((np.cumsum(lens) - lens, lens), 1), device) if several else None,
         contexts=moved(_seen(lens, contexts) if several else contexts, device),
@@ -230,7 +239,15 @@ def plan_attention(
         splits={window: splitter.split(contexts[few], starts, window, lens=own) for window in windows},
         lens=own,
         causal=shape.causal,
+        nearby=None if nearby is None else moved(nearby, device),
     )
+
+
+def _branching(lens: Ints, nearby: NDArray[np.integer] | None) -> NDArray[np.bool_]:
+    """Return which sequences of so many queries have any in trees, (S,)."""
+    if nearby is None:
+        return np.zeros(len(lens), bool)
+    return np.bincount(np.repeat(np.arange(len(lens)), lens), nearby != -1, len(lens)) > 0
 
 
 def _seen(lens: Ints, contexts: Ints) -> Ints:
@@ -239,9 +256,11 @@ def _seen(lens: Ints, contexts: Ints) -> Ints:
     return np.repeat(contexts - np.cumsum(lens), lens) + np.arange(1, lens.sum() + 1)
 
 
-def _chunks(lens: Ints, contexts: Ints, shape: AttentionShape, device: torch.device) -> Tensor | None:
-    """Prefill's items, if there are chunks of several queries."""
-    chunks = np.where(lens == 1, 0, lens)
+def _chunks(
+    chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape, device: torch.device
+) -> Tensor | None:
+    """Return prefill's items; None: it has none. `chunks`: the queries that it attends to of each sequence's `lens`,
+    all or none."""
     if not chunks.any():
         return None
     most = prefill_tokens(shape.dtype, shape.head_dim, shape.group, shape.deterministic)

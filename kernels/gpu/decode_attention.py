@@ -27,6 +27,7 @@ from batchinfer_kernels.gpu.attention_core import (
     initial_state,
     own_begin,
     times,
+    tree_begin,
 )
 from batchinfer_kernels.gpu.attention_launch import (
     VARYING,
@@ -48,6 +49,7 @@ def _decode_attention_kernel(
     contexts_ptr,  # (S,) int32: keys of each sequence; with chunks (T,): those that each query sees
     starts_ptr,  # (n,) int32: keys [start, context) are passed over; None: from 0 on
     places_ptr,  # of `Splits`; read with chunks only
+    nearby_ptr,  # (T,) int32, of `TreeMask`, with chunks; None: no query is in a tree
     out_ptr, lse_ptr,
     parts_ptr, part_lses_ptr,  # None: every row is one item, and goes to out
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table,
@@ -70,6 +72,7 @@ def _decode_attention_kernel(
         return
     kv_head = tl.program_id(1)
     row = tl.arange(0, ROWS)
+    nearby = None
     if CAUSAL:
         sequence = index
         nth = tl.program_id(0) % TILES * TOKENS + row // GROUP
@@ -84,6 +87,8 @@ def _decode_attention_kernel(
         seen = tl.load(contexts_ptr + token, mask=real, other=0)
         row_at = seen - 1
         context = tl.max(seen, 0)
+        if nearby_ptr is not None:
+            nearby = tl.load(nearby_ptr + token, mask=real, other=-1)
         nearest = tl.load(contexts_ptr + first_query)  # of all programs of the sequence
     else:
         token, sequence = index, index
@@ -105,6 +110,9 @@ def _decode_attention_kernel(
     if WINDOW:
         least = tl.maximum(nearest - window, 0)
         first = tl.maximum(first, least // TILE * TILE)
+    plain = end
+    if nearby_ptr is not None:
+        plain = tree_begin(row_at, nearby, first, end, TILE)
     dim = tl.arange(0, D_PAD)
     cells = real[:, None] & (dim < D)[None, :]
     q_at = token_at * q_stride_token + head[:, None] * q_stride_head
@@ -114,8 +122,8 @@ def _decode_attention_kernel(
         k_head = 2 * at_head if CODES == "fp8" else at_head
         total, top, mass = attend_codes(
             q_ptr, q_at, real, row_at, table_ptr, k_ptr + k_head, v_ptr + at_head,
-            k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
-            least, scale, cap, window,
+            k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, plain, end,
+            least, nearby, scale, cap, window,
             D, D_PAD, ROWS, TILE, BLOCK_SIZE, CAUSAL, WINDOW, CAP, CODES,
         )  # fmt: skip
     else:
@@ -126,10 +134,17 @@ def _decode_attention_kernel(
             total, top, mass = initial_state(sinks_ptr, head, real, ROWS, D_PAD)
         total, top, mass = attend_span(
             total, top, mass, q, row_at, table_ptr, k_ptr + at_head, v_ptr + at_head,
-            k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
-            least, None, scale, cap, window,
+            k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, plain,
+            least, None, None, scale, cap, window,
             D, D_PAD, TILE, BLOCK_SIZE, False, CAUSAL, WINDOW, CAP, CODES, PRECISION,
         )  # fmt: skip
+        if nearby_ptr is not None:
+            total, top, mass = attend_span(
+                total, top, mass, q, row_at, table_ptr, k_ptr + at_head, v_ptr + at_head,
+                k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, plain, end,
+                least, None, nearby, scale, cap, window,
+                D, D_PAD, TILE, BLOCK_SIZE, False, CAUSAL, WINDOW, CAP, CODES, PRECISION,
+            )  # fmt: skip
     part, lse = as_part(total, top, mass)
     if parts_ptr is not None:
         place = first_own + tl.load(item + 3).to(tl.int64)
@@ -166,6 +181,7 @@ def decode_attention(
     rows: Tensor | None = None,
     prefixes: Prefixes | None = None,
     chunks: Tensor | None = None,
+    nearby: Tensor | None = None,
     deterministic: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -182,6 +198,8 @@ def decode_attention(
     - `prefixes`: keys that rows share (of `plan_attention`): read once for all; each row then starts behind them.
     - `chunks`: (S, 2) int32, the first row of q and the number of queries of each sequence, which are its last tokens;
       every row of q is in one of them. context_lens then says of each query how many keys it sees, (T,) int32.
+    - `nearby`: with chunks, (T,) int32: which keys queries in trees of drafts see, of `TreeMask`; context_lens then say
+      how many keys there are up to each query's own.
 
     `deterministic`: a row's bits depend on its own keys alone, with splits that are. `out`: like q; `lse`: (T, q_heads)
     float32; written if given.
@@ -189,7 +207,7 @@ def decode_attention(
     check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
     starts, places = (None, None) if prefixes is None else (prefixes.starts, prefixes.places)
-    own = Own(context_lens, splits, rows, starts, places, chunks)
+    own = Own(context_lens, splits, rows, starts, places, chunks, nearby)
     own.check(q, block_tables, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     count = len(splits.keys)
@@ -228,6 +246,7 @@ def attend_own(
         contexts_ptr=own.contexts,
         starts_ptr=own.starts,
         places_ptr=own.splits.places,
+        nearby_ptr=own.nearby,
         out_ptr=out,
         lse_ptr=lse,
         parts_ptr=None if parts is None else parts.values,

@@ -56,6 +56,7 @@ def paged_attention(
             deterministic=plan.deterministic,
             causal=plan.causal,
             bias=bias,
+            nearby=plan.nearby,
             out=out,
             lse=lse,
         )
@@ -73,6 +74,7 @@ def paged_attention(
             rows=plan.rows,
             prefixes=plan.prefixes,
             chunks=plan.chunks,
+            nearby=None if plan.chunks is None else plan.nearby,
             deterministic=plan.deterministic,
             out=out,
             lse=lse,

@@ -24,6 +24,7 @@ from batchinfer_kernels.gpu.attention_core import (
     fold,
     initial_state,
     times,
+    tree_begin,
 )
 from batchinfer_kernels.gpu.attention_launch import (
     SEGMENT,
@@ -45,6 +46,7 @@ def _prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
     items_ptr,  # (n, 5) int32: sequence, first row of q, rows, position of the first, end of the keys
     bias_ptr,  # (q_heads, 2 x positions) float32, behind whose middle later keys have theirs; or None
+    nearby_ptr,  # (T,) int32, of `TreeMask`; None: no query is in a tree
     out_ptr, lse_ptr,
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, out_stride_token,
     out_stride_head, lse_stride_token,
@@ -63,6 +65,9 @@ def _prefill_attention_kernel(
     token, head = row // GROUP, kv_head * GROUP + row % GROUP
     real = token < tokens
     row_at = tl.where(real, first_at + token, -1)
+    nearby = None
+    if nearby_ptr is not None:
+        nearby = tl.load(nearby_ptr + first_row + token, mask=real, other=-1)
     dim = tl.arange(0, D_PAD)
     cells = real[:, None] & (dim < D)[None, :]
     q_at = (first_row + token)[:, None] * q_stride_token + head[:, None] * q_stride_head + dim[None, :]
@@ -88,13 +93,24 @@ def _prefill_attention_kernel(
             part = tl.zeros([ROWS, D_PAD], tl.float32)
             part_top = tl.full([ROWS], float("-inf"), tl.float32)
             part_mass = tl.zeros([ROWS], tl.float32)
+            segment_first = tl.maximum(begin, segment_start)
+            segment_end = tl.minimum(end, segment_start + segment)
+            plain = segment_end
+            if nearby_ptr is not None:
+                plain = tree_begin(row_at, nearby, segment_first, segment_end, TILE)
             part, part_top, part_mass = attend_span(
                 part, part_top, part_mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
                 kv_head, stride_block, stride_key, stride_scale,
-                tl.maximum(begin, segment_start), tl.minimum(end, segment_start + segment), least, own_bias,
-                scale, cap, window,
+                segment_first, plain, least, own_bias, None, scale, cap, window,
                 D, D_PAD, TILE, BLOCK_SIZE, False, CAUSAL, WINDOW, CAP, CODES, PRECISION,
             )  # fmt: skip
+            if nearby_ptr is not None:
+                part, part_top, part_mass = attend_span(
+                    part, part_top, part_mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                    kv_head, stride_block, stride_key, stride_scale,
+                    plain, segment_end, least, own_bias, nearby, scale, cap, window,
+                    D, D_PAD, TILE, BLOCK_SIZE, False, CAUSAL, WINDOW, CAP, CODES, PRECISION,
+                )  # fmt: skip
             part, lse = as_part(part, part_top, part_mass)
             total, top, mass = fold(total, top, mass, part, lse)
     else:
@@ -102,18 +118,20 @@ def _prefill_attention_kernel(
         if not WINDOW:  # up to the first row's own position every row sees everything, or up to the end
             if CAUSAL:
                 whole = (first_at + 1) // TILE * TILE
+                if nearby_ptr is not None:
+                    whole = tl.minimum(whole, tree_begin(row_at, nearby, 0, end, TILE) // TILE * TILE)
             else:
                 whole = end // TILE * TILE
             total, top, mass = attend_span(
                 total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
                 kv_head, stride_block, stride_key, stride_scale,
-                0, whole, least, own_bias, scale, cap, window,
+                0, whole, least, own_bias, None, scale, cap, window,
                 D, D_PAD, TILE, BLOCK_SIZE, True, CAUSAL, WINDOW, CAP, CODES, PRECISION,
             )  # fmt: skip
         total, top, mass = attend_span(
             total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
             kv_head, stride_block, stride_key, stride_scale,
-            whole, end, least, own_bias, scale, cap, window,
+            whole, end, least, own_bias, nearby, scale, cap, window,
             D, D_PAD, TILE, BLOCK_SIZE, False, CAUSAL, WINDOW, CAP, CODES, PRECISION,
         )  # fmt: skip
     out, lse = as_part(total, top, mass)
@@ -156,6 +174,14 @@ def prefill_tokens(dtype: torch.dtype, head_dim: int, group: int, deterministic:
     return choose_tiles("deterministic" if deterministic else "prefill", dtype, head_dim).rows // group
 
 
+def check_nearby(nearby: Tensor, queries: int, window: int | None, causal: bool) -> None:
+    """Raises ValueError when what is said of trees does not fit."""
+    if nearby.shape != (queries,) or nearby.dtype != torch.int32:
+        raise ValueError(f"nearby is {tuple(nearby.shape)} {nearby.dtype}, expected ({queries},) int32")
+    if window is not None or not causal:
+        raise ValueError("trees have no windows, and see nothing behind them")
+
+
 def prefill_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -175,6 +201,7 @@ def prefill_attention(
     segment: int = SEGMENT,
     causal: bool = True,
     bias: Tensor | None = None,
+    nearby: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -182,6 +209,8 @@ def prefill_attention(
 
     `items`: of `prefill_items`, prepared once a step and read in every layer; made here if not given, and read instead
     of the lengths if given: queries that no item has are left alone. The grid has a program for each item and KV head.
+
+    `nearby`: (T,) int32: which keys queries in trees of drafts see, of `TreeMask`; there is no window then.
 
     `deterministic`: a row's bits depend on its own sequence alone; `segment` keys are then folded at a time.
 
@@ -192,6 +221,8 @@ def prefill_attention(
     tiles = choose_tiles(work, q.dtype, q.shape[2], k_scale is not None)
     if segment % tiles.keys:
         raise ValueError(f"a segment of {segment} keys is not made of tiles of {tiles.keys}")
+    if nearby is not None:
+        check_nearby(nearby, len(q), window, causal)
     kv_heads = k_cache.shape[1]
     tokens = tiles.rows // (q.shape[1] // kv_heads)
     if items is None:
@@ -203,6 +234,7 @@ def prefill_attention(
             sinks_ptr=sinks,
             bias_ptr=bias,
             bias_stride=0 if bias is None else bias.stride(0),
+            nearby_ptr=nearby,
             CAUSAL=causal,
             out_ptr=out,
             lse_ptr=lse,

@@ -87,7 +87,7 @@ def _prefix_attention_kernel(
         total, top, mass, q, row_at, tables_ptr + tl.load(item + 2).to(tl.int64) * stride_table,
         k_ptr + kv_head.to(tl.int64) * stride_head, v_ptr + kv_head.to(tl.int64) * stride_head,
         k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key, stride_scale, first, end,
-        least, None, scale, cap, window,
+        least, None, None, scale, cap, window,
         D, D_PAD, TILE, BLOCK_SIZE, whole, False, WINDOW, CAP, CODES, PRECISION,
     )  # fmt: skip
     part, lse = as_part(total, top, mass)

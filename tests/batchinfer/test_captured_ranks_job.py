@@ -9,15 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from batchinfer.plan.setup import job_setup, resolve
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
+from tests.batchinfer.medusa_heads import heads_of, save_heads
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
-from tests.batchinfer.test_drafts_job import repeating
+from tests.batchinfer.test_drafts_job import WEIGHTS, echoing, repeating
 from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, REAL, TENSOR
 from tests.batchinfer.test_replicas import report
-from tests.checkpoints import make_model_folder
+from tests.checkpoints import edit_json, make_model_folder
 from tests.examples import first_of
 
 if importlib.util.find_spec("triton") is None or DEVICE == "cuda":
@@ -104,3 +107,52 @@ def test_captured_steps_verify_drafts(
         "none was captured in mid-job"
     )
     assert max(step["drafted_tokens"] for step in steps) <= 2 * 7
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_trees_are_verified_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Answers are of two tokens, of which either may come: of the heads' candidates now one is right, now another."""
+    monkeypatch.setattr(job_setup, "check_device", lambda _: None)
+    monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
+    make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=2)
+    rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(3)]
+    heads = {"medusa": saying_both, "eagle": echoing}[kind](tmp_path / "model", tmp_path / "heads")
+    if kind == "eagle":
+        edit_json(heads / "config.json", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    found = []
+    for name, engine, options, drafts in (
+        ("alone", {"device": "cpu"}, REAL, "off"),
+        ("trees", {"device": "cuda"}, DRAFTING, {"heads": str(heads)}),
+    ):
+        (tmp_path / name).mkdir()
+        sampling = {"max_tokens": 20, "ignore_eos": True, "logit_bias": dict.fromkeys(map(str, BOTH), 40.0)}
+        path = write_job(
+            tmp_path / name, tmp_path / "model", rows, prompt={"text": "text", "system": None, "user": None},
+            sampling=sampling, drafts=drafts, engine=ENGINE | engine,
+            model={"path": str(tmp_path / "model"), "max_model_len": 96},
+        )  # fmt: skip
+        row = run(path, options, FLOAT32).row
+        found.append(table(path))
+    assert found[0] == found[1]
+    assert (row["device"], row["worker_restarts"], row["eager_steps"]) == ("cuda", 0, 0)
+    assert row["heads_drafted"] > row["heads_accepted"] > 5
+    steps = report(path, "steps")
+    assert any(step["accepted_tokens"] and step["launch"] == "full_graph" for step in steps)
+
+
+BOTH = (97, 98)
+
+
+def saying_both(model: Path, folder: Path) -> Path:
+    """Make three heads whose likeliest candidates are both tokens that answers have."""
+    weights = load_file(model / WEIGHTS)
+    vocab, hidden = weights["model.embed_tokens.weight"].shape
+    heads = heads_of(hidden, vocab, 3, 1)
+    with torch.no_grad():
+        for head in heads:
+            for parameter in head.parameters():
+                parameter.zero_()
+            head[0].linear.bias[0] = 1000.0  # which is added to the state
+            for token, logit in zip(BOTH, (1.0, 0.8), strict=True):
+                head[-1].weight[token, 0] = logit
+    return save_heads(folder, heads, 1)

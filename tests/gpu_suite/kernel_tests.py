@@ -32,6 +32,7 @@ TESTS = (
     "tests/batchinfer/engine/test_stored_mxfp4.py",
     "tests/batchinfer/engine/test_adapters.py",
     "tests/batchinfer/engine/test_calibrating_gpu.py",
+    "tests/batchinfer/engine/test_trees_on_gpu.py",
 )
 REHEARSED = "tests/kernels/test_cost.py"
 TO_SUM_UP_S = 10.0  # for pytest to write what came of it when it is interrupted

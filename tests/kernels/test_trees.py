@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,45 +14,14 @@ from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.paged_attention import grouped_attention
 from batchinfer_kernels.move_slots import move_slots_reference
 from batchinfer_kernels.paged_attention import paged_attention_reference
-from batchinfer_kernels.tree_mask import MOST_NODES, TreeMask
+from batchinfer_kernels.tree_mask import MOST_NODES
 from tests.examples import examples
 from tests.kernels.cpu_cache import codes_laid_out, laid_out, plain
 from tests.kernels.cpu_kit import DTYPES, TOLERANCE, operators
-from tests.kernels.cpu_steps import Step, poisoned_step, tree_step
+from tests.kernels.cpu_steps import poisoned_step, tree_step
 from tests.kernels.test_copy_parts import SHAPES, caches, equal
 from tests.kernels.test_cpu_attention import KINDS
-
-Parents = list[int]  # of each node; -1: the token that the tree stands behind
-
-
-def random_parents(rng: random.Random, nodes: int) -> Parents:
-    return [rng.randrange(-1, at) for at in range(nodes)]
-
-
-def path(parents: Parents, node: int) -> list[int]:
-    found = []
-    while node >= 0:
-        found.append(node)
-        node = parents[node]
-    return found[::-1]
-
-
-def mask_of(step: Step, trees: list[Parents]) -> TreeMask:
-    """Of chunks whose last tokens are the nodes of trees."""
-    last, bits = list[int](), list[int]()
-    for (queries, context), parents in zip(step.chunks, trees, strict=True):
-        root = context - len(parents) - 1
-        before = range(context - queries, root + 1)
-        last += [*before, *[root] * len(parents)]
-        bits += [0] * len(before) + [
-            sum(1 << at for at in path(parents, node)) for node in range(len(parents))
-        ]
-    return TreeMask(np.array(last), np.array(bits, np.uint32).view(np.int32))
-
-
-def random_trees(step: Step, seed: int, nodes: int = MOST_NODES) -> list[Parents]:
-    rng = random.Random(seed)
-    return [random_parents(rng, rng.randint(0, min(nodes, queries - 1))) for queries in step.queries]
+from tests.kernels.trees import mask_of, path, random_trees
 
 
 @given(
@@ -150,6 +118,25 @@ def test_what_a_node_does_not_see_may_be_no_number():
     got = replace(step, k=k).attend(operators("none"), tree=tree)
     assert got[[2, 4]].isnan().all()
     assert torch.equal(got[[0, 1, 3, 5]], wanted[[0, 1, 3, 5]])
+
+
+@given(
+    st.integers(0, 2**16), st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=4)
+)
+def test_what_is_near_says_what_is_seen(seed: int, lengths: list[tuple[int, int]]) -> None:
+    """Of each query by how far keys are before it, in whatever part of a step it is."""
+    step = poisoned_step(seed, 1, 1, 1, 4, [(n, n + before) for n, before in lengths])
+    mask, first = mask_of(step, random_trees(step, seed)), 0
+    for queries, context in step.chunks:
+        seen, part = mask.seen(first, first + queries, context), mask.part(first, first + queries)
+        words = mask.nearby[first : first + queries] if part is None else part.nearby
+        for query, word in enumerate(words.tolist()):
+            own = context - queries + query
+            assert part is not None or word == -1
+            assert seen[query].tolist() == [
+                key <= own and (own - key > 31 or bool(word >> own - key & 1)) for key in range(context)
+            ]
+        first += queries
 
 
 def test_trees_have_no_windows():

@@ -122,7 +122,7 @@ class HeadsBeside:
         shape = self.shape.first(count)
         heads, ranks = self._heads(count), 1 + max(shape.ranks)
         candidates = self._runner.heads.tokens(self._runner.model.states(hidden), heads, ranks)
-        tokens = candidates[:, shape.depths, shape.ranks].tolist()
+        tokens = candidates.cpu()[:, shape.depths, shape.ranks].tolist()
         self.measured(len(rows), heads, self._clock() - began)
         parents, kinds = without_chain(shape.parents), list(zip(shape.depths, shape.ranks, strict=True))
         return [DraftTree(own, parents, shape.chances, kinds) for own in tokens]

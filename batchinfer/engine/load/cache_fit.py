@@ -36,7 +36,8 @@ def fit_cache(
         mixed = captured_tokens(cost, config.peaks, limits.max_num_batched_tokens)
         capture = None if loads is None else _Uncounted(GpuRecorder(), loads, untimed)
         drafts = bool(config.drafts) and config.peaks is not None
-        found = fit(runner, limits, room, GpuMeter(runner.device), capture, config.logprobs, mixed, drafts)
+        asked = (config.logprobs, mixed, drafts, config.load.heads is not None)
+        found = fit(runner, limits, room, GpuMeter(runner.device), capture, *asked)
         return found if found.captures_pieces else _by_operators(found, cost, config)
     blocks = room.blocks(0)
     return Fitted(

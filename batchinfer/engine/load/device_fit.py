@@ -73,6 +73,7 @@ def fit(
     logprobs: int | None = None,
     mixed: int = 0,
     drafts: bool = False,
+    trees: bool = False,
 ) -> Fitted:
     """Give `runner`, which has no cache yet, the largest cache that leaves room for its steps.
 
@@ -80,7 +81,7 @@ def fit(
     Ranks of an engine come to the same limits and blocks, and capture the same steps, as these wait for one another.
     `logprobs`: the most log-probabilities that a row asks for; None: none does. `mixed`: the most tokens of a step that
     reads prompts and is captured in pieces, if `capture` can record them. `drafts`: whether rows may have any, which
-    are verified in graphs of their own.
+    are verified in graphs of their own; `trees`: and of these trees, if the model's runner follows them.
     Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for a step of one token
     or for the longest sequence.
     """
@@ -112,11 +113,9 @@ def fit(
         fitted = replace(fitted, graphs=_graphs(fitted, largest, tables, capture, own))
     if buffers is not None and recorder is not None:
         fitted = replace(fitted, mixed=_piecewise(fitted, buffers, blocks, recorder))
-    return _warmed_up(
-        Fitted(fitted, limits, blocks),
-        DummySteps(fitted, limits, room.longest, blocks, logprobs, _has_masks(runner, room)),
-        meter,
-    )
+    trees &= fitted.follows_trees
+    steps = DummySteps(fitted, limits, room.longest, blocks, logprobs, _has_masks(runner, room), trees)
+    return _warmed_up(Fitted(fitted, limits, blocks), steps, meter)
 
 
 def _on_all(made: T | None, room: CacheRoom) -> T | None:

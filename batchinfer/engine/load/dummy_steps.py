@@ -23,6 +23,7 @@ from batchinfer.engine.schedule.scheduler import Chunk, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.graph_sizes import DRAFT_QUERIES, SHORTEST
 
+LEAST_TREE = 2  # drafts: one alone is a chain
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
 # Takes the most memory: logits, the sampler's scratch, counts of tokens, and all tokens so far
@@ -98,6 +99,7 @@ class DummySteps:
     scratch: int  # the block that dummy tokens write to; they read the blocks before it
     logprobs: int | None = None  # the most log-probabilities that a row asks for
     masked: bool = False  # whether rows may have masks, of which the rank that leads alone knows more
+    trees: bool = False  # whether drafts of a row may be a tree
 
     @property
     def rows(self) -> int:
@@ -140,6 +142,8 @@ class DummySteps:
             self._run(self.chunks(size, size, context, GREEDY))
         for chunks in self._drafted(context):
             self._run(chunks)
+        for chunks in self._branching(context) if self.trees else ():
+            self._run(chunks)
         if self.masked:
             for params in (SAMPLED, GREEDY):
                 self._run(self.chunks(self.rows, self.rows, context, params), masked=True)
@@ -156,7 +160,8 @@ class DummySteps:
             for chunk in chunks:
                 chunk.sequence.mask = 0
         sampling = [chunk.sequence for chunk in chunks]
-        launched = runner.launch(PlanWriter(sampler.eos_token_ids).of(Step(chunks), sampling))
+        step = Step(chunks, drafts=sum(sequence.drafts for sequence in sampling))
+        launched = runner.launch(PlanWriter(sampler.eos_token_ids).of(step, sampling))
         launched.tokens()
         launched.logprobs()
 
@@ -189,6 +194,24 @@ class DummySteps:
             length = min(queries, context)
             rows = [self._sequence(row, context, GREEDY) for row in range(most // length)]
             yield [Chunk(sequence, context - length, length) for sequence in rows]
+
+    def _branching(self, context: int) -> Iterator[list[Chunk]]:
+        """Yield the largest steps that verify trees and are captured, and one that reads a prompt, too."""
+        for chunks in self._drafted(context):
+            if chunks[0].length > LEAST_TREE:
+                yield [self._as_tree(chunk) for chunk in chunks]
+        length = LEAST_TREE + 1
+        read = min(self.longest, self.limits.max_num_batched_tokens - length)
+        if context >= length and read > 0 and self.limits.max_num_seqs > 1:
+            tree = self._as_tree(Chunk(self._sequence(0, context, GREEDY), context - length, length))
+            yield [tree, Chunk(self._sequence(1, read, GREEDY), 0, read)]
+
+    def _as_tree(self, chunk: Chunk) -> Chunk:
+        """Return a chunk of which all tokens but the first one are drafts, each of which may follow that one."""
+        sequence, drafts = chunk.sequence, chunk.length - 1
+        del sequence.tokens[-drafts:]
+        sequence.propose([0] * drafts, [-1] * drafts)
+        return chunk
 
     def _sequence(self, row: int, tokens: int, params: SamplingParams) -> Sequence:
         request = Request(row.to_bytes(32, "little"), np.zeros(tokens, np.int32), params)

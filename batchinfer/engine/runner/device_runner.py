@@ -32,6 +32,8 @@ from batchinfer.engine.runner.sampled import (
     states_of_chunks,
     tokens_of_chunks,
 )
+from batchinfer.engine.runner.tree_moves import move_right_nodes
+from batchinfer.engine.runner.watched_model import WatchedModel
 from batchinfer.engine.schedule.step_plan import SamplingPlan, States, StepPlan, TokenScores
 from batchinfer.engine.tensors.batch import HostBatch, RanStep
 from batchinfer.engine.tensors.device_memory import lack_of_memory
@@ -135,11 +137,6 @@ class DeviceRunner(ModelRunner):
         return True
 
     @property
-    def follows_trees(self) -> bool:
-        """Whether drafts of a row may be a tree: no, the host does not know in time which of its tokens to move."""
-        return False
-
-    @property
     def most_tokens(self) -> int | None:
         return self.micro_batches.most_tokens
 
@@ -156,7 +153,6 @@ class DeviceRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> Launched:
         """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token, and in a group when
         there is none for the step as a whole, or for its graph."""
-        assert plan.tree_bits is None, "see `follows_trees`"
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()
@@ -182,22 +178,47 @@ class DeviceRunner(ModelRunner):
             begun += host.sampling.choosing(len(host.sampled_rows))
             padded += padding
             modes.append(mode)
-        if self.kept is not None and kept:
-            self.kept.take(torch.cat(kept) if len(kept) > 1 else kept[0], plan, whole)
+        tokens = _joined([one.tokens for _, one in sampled])
+        self._keep(_joined(kept), tokens, plan, whole)
         launch = StepLaunch(
             mode=max(modes, key=LAUNCH_MODES.index),
             capture_s=self.capture_s - captured_s,
             graph_bytes=self.graph_bytes - graph_bytes,
         )
-        return self._launched(sampled, padded, launch, plan)
+        if tokens is None:
+            return DeviceRun(None, padded, launch, plan)
+        self.device_tokens.tokens = tokens
+        return self._launched(sampled, tokens, padded, launch, plan)
+
+    def _keep(self, states: Tensor | None, tokens: Tensor | None, plan: StepPlan, whole: HostBatch) -> None:
+        """Keep what a step has made of the nodes of trees that are right; and the `states` of its rows, if somebody
+        needs them. `tokens`: those that were sampled."""
+        if whole.tree is not None and tokens is not None:
+            order = move_right_nodes(whole, tokens, self._moved)
+            states = None if states is None else states.index_select(0, order)
+        if self.kept is not None and states is not None:
+            self.kept.take(states, plan, whole)
+
+    @property
+    def _moved(self) -> list[list[Tensor]]:
+        """Return what lies in the slots of each cache group. Layers that read the K and V of another one have its
+        cache."""
+        found: list[dict[int, Tensor]] = [{} for _ in self.layout.groups]
+        for cache in self.caches:
+            found[cache.group] |= {one.data_ptr(): one for pair in cache.copied for one in pair}
+        if isinstance(self.model, WatchedModel):
+            states = self.model.kept.places
+            found[self.model.group][states.data_ptr()] = states
+        return [[*own.values()] for own in found]
 
     def _launched(
-        self, sampled: list[tuple[int, Sampled]], padded: int, launch: StepLaunch, plan: StepPlan
+        self,
+        sampled: list[tuple[int, Sampled]],
+        tokens: Tensor,
+        padded: int,
+        launch: StepLaunch,
+        plan: StepPlan,
     ) -> Launched:
-        if not sampled:
-            return DeviceRun(None, padded, launch, plan)
-        tokens = sampled[0][1].tokens if len(sampled) == 1 else torch.cat([s.tokens for _, s in sampled])
-        self.device_tokens.tokens = tokens
         logprobs = [(first, s.logprobs) for first, s in sampled if s.logprobs is not None]
         masked = [(first, s.masked) for first, s in sampled if s.masked is not None]
         stated = [s.states for _, s in sampled if s.states is not None]
@@ -287,3 +308,8 @@ class DeviceRunner(ModelRunner):
         else:
             (index,) = upload([places.astype(np.int64)], self.device)
             token_ids.index_copy_(0, index, tokens)
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    """Return the rows of micro-batches, one behind the other; None: there are none."""
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None

@@ -43,7 +43,8 @@ class HostBatch:
     def is_decode(self) -> bool:
         """Whether every sequence runs exactly one token and samples the next, and nothing else is done."""
         tokens = len(self.token_ids)
-        return len(self.sampled_rows) == tokens == len(self.query_lens) and self.copies is None
+        single = len(self.sampled_rows) == tokens == len(self.query_lens)
+        return single and self.copies is None and self.tree is None
 
     @property
     def table_rows(self) -> Longs:
@@ -93,7 +94,6 @@ class HostBatch:
 
     def part(self, first: int, end: int) -> HostBatch:
         """Return the step of the tokens [first, end). What a chunk copies is copied with its first token."""
-        assert self.tree is None, "a tree runs as a whole"
         ends = list(accumulate(self.query_lens))
         low, high = bisect_right(ends, first), bisect_left(ends, end) + 1
         begins = [
@@ -119,6 +119,7 @@ class HostBatch:
             follows=False,
             token_types=None if self.token_types is None else self.token_types[first:end],
             adapters=self._adapters_of(first, end),
+            tree=None if self.tree is None else self.tree.part(first, end),
         )
 
     def _adapters_of(self, first: int, end: int) -> Longs | None:

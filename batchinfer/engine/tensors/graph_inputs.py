@@ -85,6 +85,7 @@ class GraphInputs:
                 self.size.padding_slot,
                 whole,
                 adapters=adapters,
+                tree=batch.tree,
             )
             for own, table, host, whole in each
         ]

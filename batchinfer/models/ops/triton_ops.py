@@ -300,6 +300,10 @@ class TritonOps(Ops):
         for k, v in cache.copied:
             copy_parts(k, v, parts)
 
+    @property
+    def follows_trees(self) -> bool:
+        return not self._latent
+
     def plan_attention(
         self,
         inputs: AttentionInputs,
@@ -310,12 +314,15 @@ class TritonOps(Ops):
         self.check_tree(inputs, windows)
         if self._latent:
             return LatentPlan(inputs)
-        pages = self._prefill.plan(inputs) if self._prefill is not None and None in windows else None
+        reads = None in windows and inputs.tree is None  # it knows no masks of trees
+        pages = self._prefill.plan(inputs) if self._prefill is not None and reads else None
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan.with_windows(windows), inputs, pages)
         (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
         shared = self._shared(inputs, queries, contexts, block_size)
-        plan = attention_plan.plan_attention(queries, contexts, self._shape, device, shared, windows=windows)
+        plan = attention_plan.plan_attention(
+            queries, contexts, self._shape, device, shared, windows=windows, tree=inputs.tree
+        )
         return TritonPlan(plan, inputs, pages)
 
     def plan_captured(
@@ -341,7 +348,9 @@ class TritonOps(Ops):
         (lens, contexts), device = _lengths(inputs), inputs.block_tables.device
         shared = self._shared(inputs, lens, contexts, block_size, queries)
         room = Room(longest, sharing=None, queries=queries)
-        plan = attention_plan.plan_attention(lens, contexts, self._shape, device, shared, room, windows)
+        plan = attention_plan.plan_attention(
+            lens, contexts, self._shape, device, shared, room, windows, inputs.tree
+        )
         return TritonPlan(plan, inputs)
 
     def _shared(

@@ -20,12 +20,14 @@ from batchinfer.engine.drafts.given_answer import MOST_GIVEN, goes_on
 from batchinfer.engine.drafts.holding import Decoding, waiting_pays
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
+from batchinfer.engine.drafts.patience import Patience
 from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import drafts_worth
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
 from batchinfer_kernels.cost import Peaks
+from tests.batchinfer.engine.driver import sequence
 from tests.batchinfer.engine.hashing_model import SHAPE
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import Limits, Ran, greedy
@@ -400,3 +402,31 @@ def test_a_step_with_drafts_that_had_to_wait_is_not_the_last_one() -> None:
 def test_samples_of_steps_without_drafts_say_so() -> None:
     steps: list[StepSample] = run(Way(), looping(2, 5), Limits()).steps
     assert not any(step.drafted_tokens or step.drafts_saved_s for step in steps)
+
+
+def test_a_row_is_left_alone_the_longer_the_more_often_it_failed() -> None:
+    patience, pauses = Patience(), list[int]()
+    for _ in range(10):
+        patience.failed(100, 4)
+        pauses.append(max(0, patience.resumes - 100))
+        assert patience.over(100) == (not pauses[-1])
+    assert pauses == [0, 0, 0, 0, 2, 4, 8, 16, 32, 32]
+    patience.succeeded()
+    assert patience.over(0)
+
+
+@pytest.mark.parametrize(("ahead", "looks"), [(0, 5), (1, 1)])
+def test_rows_that_miss_no_step_are_looked_at_more_often(ahead: int, looks: int) -> None:
+    """Where a row waits for nothing, each time costs it a step."""
+    asked = list[int]()
+
+    class Silent(OwnText):
+        def propose(self, rows: Any, most: int) -> list[Proposal | None]:
+            asked.append(len(rows))
+            return [None] * len(rows)
+
+    times = DraftedStepTimes(SHAPE, PEAKS)
+    drafter, row = CostedDrafter([Silent()], times, 200, True, lambda: 0.0), sequence([1, 2, 3], 40)
+    for _ in range(8):
+        drafter.propose([row], ahead, 0)
+    assert sum(asked) == looks

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from batchinfer.core.errors import JobFileError, SecurityRefusal
 from batchinfer.engine.drafts.heads_beside import HeadsBeside, HeadsRunner
 from batchinfer.engine.runner.kept_states import KeptStates
 from batchinfer.engine.schedule.sequence import Sequence
+from batchinfer.engine.schedule.step_plan import SamplingPlan
 from batchinfer.models.heads.inspection import inspect_heads
 from batchinfer.models.heads.medusa import MedusaHeads
 from batchinfer.models.heads.stored_medusa import StoredMedusa
@@ -159,3 +161,21 @@ def test_heads_get_the_state_behind_which_a_rows_last_token_was_sampled(work: Wo
     forced = sum(sample.forced_tokens for sample in got.requests.values())
     assert drafter.left <= forced
     event(f"asked: {drafter.asked > 0}, forced: {drafter.left > 0}")
+
+
+def test_states_of_two_steps_are_told_apart() -> None:
+    """A row may be asked about whose tokens came with the step before the newest one, and with drafts it has several
+    states."""
+    kept, made = KeptStates(2), torch.arange(8.0)[:, None]
+    for hidden, lengths, requests in (
+        (made[:4], [1, 3], [(b"left", 0), (b"row", 4)]),
+        (made[4:], [2, 1, 1], [(b"drafted", 2), (b"other", 6), (b"new", 0)]),
+    ):
+        step: Any = SimpleNamespace(
+            sampling=SamplingPlan(), tokens=hidden[:, 0].tolist(), sampled=None, chunk_lengths=lengths,
+            requests=requests,
+        )  # fmt: skip
+        kept.take(hidden, step, step)
+    asked = [(b"row", 4), (b"new", 1), (b"left", 1), (b"drafted", 3), (b"row", 5), (b"other", 7)]
+    assert all(kept.has(*one) for one in asked)
+    assert kept.of(asked).flatten().tolist() == [2, 7, 0, 5, 3, 6]

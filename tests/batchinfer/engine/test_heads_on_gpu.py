@@ -23,6 +23,7 @@ from batchinfer.engine.drafts.model_beside import BesideRunner
 from batchinfer.engine.load import build
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.kept_states import KeptStates
 from tests.batchinfer.eagle_heads import EagleOf, EagleReference, save_eagle
 from tests.batchinfer.engine import guided_rows
 from tests.batchinfer.engine.asking_heads import FEW, Asking, HeadReference, parts_at_a_block
@@ -167,3 +168,20 @@ def compare(drafter: Asking, reference: HeadReference) -> int:
         # Nothing is proposed behind a token that ends the answer, nor of states that are no numbers
         assert proposed == wanted or (not proposed and wanted[0] in row.stop_token_ids)
     return sum(bool(proposed) for _, _, proposed in compared)
+
+
+def test_states_stay_as_they_were_when_later_steps_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph leaves the states of each of its steps in the same place."""
+    path, heads, _ = medusa()
+    loaded, take = loaded_for(monkeypatch, path, heads), KeptStates.take
+    taken = list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def noted(kept: KeptStates, hidden: torch.Tensor, *step: Any) -> None:
+        assert all(torch.equal(one, copy) for one, copy in taken[-2:])
+        taken.append((hidden, hidden.clone()))
+        take(kept, hidden, *step)
+
+    monkeypatch.setattr(KeptStates, "take", noted)
+    got = drain(loaded.engine(), [request(row, [row, 3, 5], 14) for row in range(4)])
+    assert sum(step.launch == "full_graph" for step in got.steps) > 8
+    assert len(taken) == len(got.steps)

@@ -3,6 +3,7 @@ a case, and launches for the compiler."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,9 @@ from batchinfer_kernels.gpu.decode_attention import decode_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.paged_attention import paged_attention_lse_reference
+from batchinfer_kernels.tree_mask import TreeMask
 from tests.kernels.cpu_steps import Step, poisoned_step
+from tests.kernels.trees import mask_of, random_parents
 
 SCALE = 0.2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -122,29 +125,34 @@ def decode(
     return named["out"], named["lse"]
 
 
-def attend_sharing(case: Case, prefixes, window=None, **extras) -> tuple[Tensor, Tensor]:
+def attend_sharing(
+    case: Case, prefixes=(), window=None, deterministic=False, tree=None, **extras
+) -> tuple[Tensor, Tensor]:
     """`prefixes`: (sequences, keys), as `sharing` takes them."""
     outputs, shared = case.outputs(), [SharedPrefix(*p) for p in prefixes]
-    plan = plan_attention(case.queries, case.contexts, case.shape, case.q.device, shared, windows=[window])
+    shape = replace(case.shape, deterministic=deterministic)
+    plan = plan_attention(case.queries, case.contexts, shape, case.q.device, shared, None, [window], tree)
     paged_attention(*case.tensors, plan, SCALE, window, **outputs, **case.scaling, **extras)
     return outputs["out"], outputs["lse"]
 
 
-def attend_few(case: Case, queries=8, prefixes=(), window=None, longest=1024, deterministic=False, **extras):
+def attend_few(
+    case: Case, queries=8, prefixes=(), window=None, longest=1024, deterministic=False, tree=None, **extras
+):
     """Attend as a graph that verifies drafts does: up to so many queries a sequence."""
     outputs, shared = case.outputs(), [SharedPrefix(*p) for p in prefixes]
     shape, room = (
         replace(case.shape, deterministic=deterministic),
         Room(longest, sharing=None, queries=queries),
     )
-    plan = plan_attention(case.queries, case.contexts, shape, case.q.device, shared, room, [window])
+    plan = plan_attention(case.queries, case.contexts, shape, case.q.device, shared, room, [window], tree)
     paged_attention(*case.tensors, plan, SCALE, window, **outputs, **case.scaling, **extras)
     return outputs["out"], outputs["lse"]
 
 
-def check(case: Case, attend, window=None, soft_cap=None, sinks=None, **how: Any) -> None:
+def check(case: Case, attend, window=None, soft_cap=None, sinks=None, tree=None, **how: Any) -> None:
     """`attend`: one of those above; `how`: its own arguments."""
-    rules = {"soft_cap": soft_cap, "sinks": sinks}
+    rules = {"soft_cap": soft_cap, "sinks": sinks} | ({} if tree is None else {"tree": tree})
     found = attend(case, window=window, **rules, **how)
     for got, wanted in zip(found, case.reference(window, **rules), strict=True):
         assert_near(got, wanted, case.q.dtype)
@@ -154,6 +162,12 @@ def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         got.float(), wanted.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=False
     )
+
+
+def tree_of(case: Case, *nodes: int) -> TreeMask:
+    """Return the mask of a step whose sequences' last queries are random trees of so many nodes."""
+    rng = random.Random(0)
+    return mask_of(case, [random_parents(rng, count) for count in nodes])
 
 
 # ---- launches for the compiler: arguments are JSON's types. `lse` is None, as in every launch of the engine
@@ -186,12 +200,24 @@ def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, determ
     paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scaling)
 
 
-def launch_few(queries, dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
-    """Launch decode attention of several queries a sequence, with one item a row, and with several."""
+def launch_tree(dtype, dim, group, block_size, soft_cap, codes, deterministic) -> None:
+    """Launch attention of chunks, as in a step that reads prompts, too, of which one is a tree of drafts."""
+    case, extras = compiled_case(((100, 300), (8, 300)), dtype, dim, group, block_size, soft_cap, codes)
+    shape, tree = replace(case.shape, deterministic=deterministic), tree_of(case, 0, 7)
+    plan = plan_attention(case.queries, case.contexts, shape, "cpu", tree=tree)
+    paged_attention(*case.tensors, plan, SCALE, **extras, **case.scaling)
+
+
+def launch_few(
+    queries, dtype, dim, group, block_size, window, soft_cap, codes, deterministic, branching=False
+) -> None:
+    """Launch decode attention of several queries a sequence, with one item a row, and with several. `branching`: they
+    are trees of drafts."""
     case, extras = compiled_case(((queries, 3000),) * 2, dtype, dim, group, block_size, soft_cap, codes)
     shape, room = replace(case.shape, deterministic=deterministic), Room(3000, queries=queries)
     for shorter in (3000, 300):  # of rows that are as long as one another none is split
-        plan = plan_attention(case.queries, [3000, shorter], shape, "cpu", (), room, [window])
+        tree = tree_of(case, queries - 1, queries - 1) if branching else None
+        plan = plan_attention(case.queries, [3000, shorter], shape, "cpu", (), room, [window], tree)
         paged_attention(*case.tensors, plan, SCALE, window, **extras, **case.scaling)
 
 

@@ -107,9 +107,8 @@ def test_keys_are_fetched_ahead() -> None:
 def test_products_do_not_wait_for_all_keys_in_flight(work: str, dim: int, codes: str | None) -> None:
     """A loop begins by waiting for the tiles that it multiplies, and leaves those of three later products in flight."""
     found = compiled(work, "sm_90", "bfloat16", dim, 4, 16, None, None, codes, False)
-    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", named(found, work).ptx)
     a_product = 1 if codes is None else 2  # of which codes bring their scales
-    assert max(map(int, waits)) == 3 * a_product
+    assert in_flight(named(found, work)) == 3 * a_product
 
 
 @pytest.mark.sample(1)
@@ -157,6 +156,41 @@ def test_several_queries_a_sequence(target: str, queries: int, group: int, codes
     if target in NVIDIA:
         larger = PRODUCTS[target] if queries * group > 32 else REGISTERS
         assert_multiplies(named(found, "decode"), larger)
+
+
+@pytest.mark.parametrize(
+    ("target", "queries", "group", "codes", "deterministic"),
+    first_of(
+        [
+            ("sm_90", 8, 8, None, False),
+            ("sm_80", 8, 4, "int8", False),
+            *(
+                (target, queries, group, codes, deterministic)
+                for target in NVIDIA
+                for queries, group in ((4, 4), (8, 7))
+                for codes in (None, "float8_e4m3fn")
+                for deterministic in (False, True)
+            ),
+        ],
+        2,
+    ),
+)
+def test_trees_of_drafts(
+    target: str, queries: int, group: int, codes: str | None, deterministic: bool
+) -> None:
+    """The keys behind which trees may begin are passed over by a loop of their own: the others' has as many in flight
+    as it has without trees."""
+    sizes = ("bfloat16", 128, group, 16)
+    of_trees = compiled("few", target, queries, *sizes, None, None, codes, deterministic, True)
+    plain = compiled("few", target, queries, *sizes, None, None, codes, deterministic, False)
+    assert in_flight(named(of_trees, "decode")) == in_flight(named(plain, "decode"))
+    (kernel,) = compiled("tree", target, *sizes, None, codes, deterministic)
+    assert_multiplies(kernel, PRODUCTS[target], REGISTERS)
+
+
+def in_flight(kernel: Compiled) -> int:
+    """Return how many copies to shared memory a loop leaves in flight at most, where it waits for others."""
+    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.ptx)), default=0)
 
 
 @pytest.mark.sample(1)
@@ -221,6 +255,15 @@ def test_sweep(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -
         assert len(found) == count
         if target in NVIDIA and sizes.dtype != "float32":
             assert_multiplies(named(found, work), PRODUCTS[target], REGISTERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "sizes", "deterministic", "variant"), [case for case in swept() if case.values[3][0] is None]
+)
+def test_sweep_of_trees(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -> None:
+    assert len(compiled("tree", target, *astuple(sizes), *variant[1:], deterministic)) == 1
+    assert len(compiled("few", target, 8, *astuple(sizes), *variant, deterministic, True)) == 3
 
 
 def test_the_sweep_has_all_sizes() -> None:

@@ -16,11 +16,13 @@ from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.latent_attention import latent_attention
 from batchinfer_kernels.gpu.log_probabilities import log_probabilities
 from batchinfer_kernels.gpu.mask import mask
+from batchinfer_kernels.gpu.move_slots import move_slots
 from batchinfer_kernels.gpu.penalties import penalise
 from batchinfer_kernels.gpu.rms_norm import rms_norm
 from batchinfer_kernels.gpu.rope_store import rope, rope_store
 from batchinfer_kernels.gpu.sample import sample
 from batchinfer_kernels.gpu.sort_by_expert import sort_by_expert
+from batchinfer_kernels.gpu.tree_paths import tree_paths
 from batchinfer_kernels.mask import mask_words
 from batchinfer_kernels.routing import Routing
 from tests.kernels.gpu.aot import NVIDIA, TARGETS, compile_launch
@@ -63,6 +65,16 @@ def launch_mask(dtype: str) -> None:
 
 def launch_copy_parts(dtype: str) -> None:
     copy_parts(*(zeros(dtype, 64, 8, 16, 128) for _ in "kv"), torch.zeros(5, 4, dtype=torch.int64))
+
+
+def launch_tree_paths(places: int, ordered: bool) -> None:
+    tokens, nodes = torch.zeros(64).long(), torch.zeros(4, places).long()
+    tree_paths(tokens, tokens[:4], nodes, nodes, *((tokens[:4], tokens) if ordered else ()))
+
+
+def launch_move_slots(dtype: str, dim: int, places: int) -> None:
+    slots = torch.zeros(4, places).long()
+    move_slots([zeros(dtype, 64, 8, 16, dim)] * 3, slots, slots.int())
 
 
 def launch_log_probabilities(dtype: str) -> None:
@@ -138,6 +150,8 @@ KINDS = {
     ],
     "mask": [Kind(("float32",)), Kind(("bfloat16",))],
     "copy_parts": [Kind(("float32",)), Kind(("bfloat16",)), Kind(("int8",))],
+    "tree_paths": [Kind((8, True)), Kind((32, False))],
+    "move_slots": [Kind(("bfloat16", 128, 8)), Kind(("float32", 4096, 32)), Kind(("int8", 1, 7))],
     "log_probabilities": [Kind(("float32",), 2, loads=1), Kind(("bfloat16",), 2, loads=1)],
     "penalise": [Kind(("float32",)), Kind(("bfloat16",))],
     "sample": [Kind(("float32", VOCAB, True), 4, loads=1)],

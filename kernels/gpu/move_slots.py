@@ -1,0 +1,73 @@
+"""Moves the right nodes of trees of drafts behind one another, in many caches at once. Cost: that of
+batchinfer_kernels.cost.copy_parts_cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchinfer_kernels.gpu.attention_launch import moved
+from batchinfer_kernels.gpu.checks import check_contiguous
+from batchinfer_kernels.gpu.sizes import next_power_of_2
+
+CELLS = 2048  # values that a program moves at a time: 16 a thread of 4 warps
+_BITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}  # values are moved as they are
+
+
+@triton.jit(do_not_specialize=["heads", "block_size"])
+def _move_slots_kernel(
+    caches_ptr,  # (caches,) int64: where each begins
+    slots_ptr,  # (R, PLACES) int64
+    paths_ptr,  # (R, PLACES) int32
+    heads, block_size,
+    PLACES: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """One program a tree, a stretch of a head and a cache."""
+    STRETCHES: tl.constexpr = (D + WIDTH - 1) // WIDTH
+    tree = tl.program_id(0) * PLACES
+    head, stretch = tl.program_id(1) // STRETCHES, tl.program_id(1) % STRETCHES
+    cache = tl.load(caches_ptr + tl.program_id(2)).to(tl.pointer_type(BITS))
+    place = tl.arange(0, PADDED)
+    node = tl.load(paths_ptr + tree + place, mask=place < PLACES, other=-1)
+    moves = (node >= 0) & (node != place)
+    source = tl.load(slots_ptr + tree + node, mask=moves, other=0)
+    target = tl.load(slots_ptr + tree + place, mask=moves, other=0)
+    read = ((source // block_size * heads + head) * block_size + source % block_size) * D
+    written = ((target // block_size * heads + head) * block_size + target % block_size) * D
+    value = stretch * WIDTH + tl.arange(0, WIDTH)
+    cells = moves[:, None] & (value < D)[None, :]
+    values = tl.load(cache + read[:, None] + value[None, :], mask=cells)
+    tl.debug_barrier()  # a slot that one thread reads may be written by another one
+    tl.store(cache + written[:, None] + value[None, :], values, mask=cells)
+
+
+def move_slots(caches: Sequence[Tensor], slots: Tensor, paths: Tensor) -> None:
+    """Copy what lies in the slots of right nodes to those of the first nodes of their trees, in all of these caches.
+
+    caches: (blocks, heads, block_size, D) each, contiguous, of any dtypes; a tensor is given once. slots: (R, M) int64,
+    of each tree's nodes, block * block_size + offset; paths: (R, M) int32, of `tree_paths`. The result is that of
+    `batchinfer_kernels.move_slots` with `path_moves`. Caches of one shape are one launch. Raises ValueError when shapes
+    or dtypes do not fit.
+    """
+    if slots.shape != paths.shape or (slots.dtype, paths.dtype) != (torch.int64, torch.int32):
+        raise ValueError(
+            f"slots are {tuple(slots.shape)} {slots.dtype}, paths {tuple(paths.shape)} {paths.dtype}"
+        )
+    check_contiguous(slots=slots, paths=paths, **{f"cache {at}": one for at, one in enumerate(caches)})
+    kinds: dict[tuple[int, ...], list[Tensor]] = {}
+    for cache in caches:
+        kinds.setdefault((*cache.shape[1:], cache.element_size()), []).append(cache)
+    trees, places = slots.shape
+    for (heads, block_size, dim, size), own in kinds.items() if trees else ():
+        padded = next_power_of_2(places)
+        width = min(max(1, CELLS // padded), next_power_of_2(dim))
+        begins = moved(np.array([cache.data_ptr() for cache in own]), slots.device, np.int64)
+        _move_slots_kernel[(trees, heads * -(-dim // width), len(own))](
+            begins, slots, paths, heads, block_size, PLACES=places, PADDED=padded, D=dim, WIDTH=width, BITS=_BITS[size],
+            num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,88 @@
+"""Trees of drafts on a GPU: steps that verify them are replayed, in pieces, and launched one operator at a time; right
+nodes are moved behind the text before the host knows them; and answers are those without drafts."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no triton", allow_module_level=True)
+
+from batchinfer.core.request import Request
+from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.micro_batches import MicroBatches
+from batchinfer.models.ops.triton_ops import TritonOps
+from batchinfer_kernels.gpu.attention_plan import AttentionShape
+from tests.batchinfer.engine.small_engine import Ran, drain
+from tests.batchinfer.engine.speculating import Drafts, branching
+from tests.batchinfer.engine.test_drafted_graphs import _sharing_pays as _sharing_pays
+from tests.batchinfer.engine.test_drafted_graphs import loaded_for, work
+from tests.examples import first_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+
+
+def verified(
+    loaded: LoadedModel, wanted: Ran, seed: int, rows: list[Request], **how: Any
+) -> tuple[Ran, Drafts]:
+    drafts = Drafts(branching(wanted, 0.8, seed, most=7), holds=0.3)
+    return drain(loaded.engine(drafter=drafts, **how), rows), drafts
+
+
+@pytest.mark.parametrize("cache", first_of(["auto", "int8", "fp8"], 2))
+def test_answers_do_not_depend_on_trees(monkeypatch: pytest.MonkeyPatch, cache: Any) -> None:
+    """Rows that draw, have penalties, biases and masks, beside prompts and chains, in graphs with padding rows, with
+    prefixes that rows share. Codes of K and V are moved with their scales: a node that is read as another one's would
+    change what follows."""
+    loaded = loaded_for(monkeypatch, "llama", kv_cache=cache, deterministic=cache != "auto")
+    assert isinstance(loaded.runner, DeviceRunner)
+    assert loaded.runner.follows_trees
+    wanted = drain(loaded.engine(), work())
+    of_trees, plan = list[int](), TritonOps.plan_captured
+
+    def noted(*arguments: Any, queries: int, **more: Any) -> Any:
+        of_trees.extend([queries] * (arguments[1].tree is not None))
+        return plan(*arguments, queries=queries, **more)
+
+    monkeypatch.setattr(TritonOps, "plan_captured", noted)
+    launches = set[str | None]()
+    for seed in range(3):  # a kind of step is captured when it comes for the third time
+        got, drafts = verified(loaded, wanted, seed, work())
+        assert got.answers == wanted.answers
+        assert got.logprobs.keys() == wanted.logprobs.keys()
+        launches |= {step.launch for step in got.steps}
+    assert "eager" not in launches
+    assert {4, 8} <= {*of_trees}
+    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
+    assert 10 < accepted < drafted
+    assert len(got.steps) < len(wanted.steps)
+
+
+@pytest.mark.parametrize("most", first_of([3, None], 1))
+def test_trees_are_followed_where_operators_are_launched_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, most: int | None
+) -> None:
+    """Also in micro-batches, which part the nodes of a tree."""
+    loaded = loaded_for(monkeypatch, "llama")
+    assert isinstance(loaded.runner, DeviceRunner)
+    plain = replace(loaded.runner, graphs=None, mixed=None)
+    wanted = drain(loaded.engine(runner=plain), work())
+    runner = replace(plain, micro_batches=MicroBatches(most, _asked=64))
+    got, drafts = verified(loaded, wanted, 1, work(), runner=runner)
+    assert got.answers == wanted.answers
+    assert {step.launch for step in got.steps} == {"eager"}
+    drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
+    assert drafted / 4 < accepted < drafted
+
+
+def test_models_with_windows_or_latents_have_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_for(monkeypatch, "window")
+    assert not loaded.runner.follows_trees
+    shape = AttentionShape(torch.float32, 4, 1, 24)
+    assert [TritonOps(shape, latent).follows_trees for latent in (False, True)] == [True, False]
