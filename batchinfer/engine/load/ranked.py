@@ -47,7 +47,7 @@ def part_of(whole: Source, config: LoadConfig, company: Company) -> Source:
         return whole
     if not isinstance(whole, ModelSource):
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
-    place = place_of(company.rank, company.division, whole.spec)
+    place = place_of(company.rank, company.division, whole.spec, config.experts)
     if company.division.experts > 1:
         return source_of(config, Ranks(experts=company.peers, exact=config.deterministic, place=place))
     return source_of(config, Ranks(company.peers, company.peers, place=place))

@@ -26,7 +26,7 @@ from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.parallel.alone import Alone
 from batchinfer.models.parallel.place import Portion
 from batchinfer.models.parallel.ranks import ALONE, Ranks
-from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
+from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, HeldExpert, LayerSpec, ModelSpec
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.routing import Routing
@@ -162,7 +162,7 @@ def packed(
         for key, values in weights.items()
     }
     if held is not None:
-        layer = replace(layer, feed_forward=replace(spec, held=held))
+        layer = replace(layer, feed_forward=replace(spec, held=tuple(map(HeldExpert, range(*held)))))
         of_experts = {name: placed[name] for name in placed if name.startswith("experts.")}
         split = {
             name: each.view(spec.routing.experts, -1, *each.shape[1:]) for name, each in of_experts.items()

@@ -1,0 +1,103 @@
+"""Experts that are placed by loads, hot ones on several ranks: the bits of one process, and what each rank reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares
+from batchinfer.models.parallel.place import Portion, RankPlace
+from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.spec.parameters import layer_parameters, parameter_count
+from batchinfer.models.spec.spec import ExpertsSpec
+from batchinfer_kernels.arithmetic import Quantization
+from tests.batchinfer.models.parallel.parts import run_sharded
+from tests.batchinfer.models.parallel.test_sharded_logits import (
+    LENGTHS,
+    QUANTIZED,
+    alone,
+    check_close,
+    compiled,
+)
+from tests.batchinfer.models.parallel.test_sliced_reading import read_all, store
+from tests.batchinfer.models.test_logits import prompts_of
+from tests.checkpoints import make_checkpoint
+
+SIZES = {"qwen3_moe": {"moe_intermediate_size": 64}}
+
+
+def placement_of(checkpoint: Checkpoint, ranks: int = 2) -> ExpertPlacement:
+    """Every other expert on each rank, in another order in each layer; the first one on all, and on the last rank the
+    second one, too."""
+
+    def shares(layer: int, experts: int) -> Shares:
+        own = [
+            {(number + layer) % experts for number in range(rank, experts, ranks)} for rank in range(ranks)
+        ]
+        for share in own:
+            share.add(layer % experts)
+        own[-1].add((1 + layer) % experts)
+        return tuple(tuple(sorted(share)) for share in own)
+
+    layers = [layer.feed_forward for layer in checkpoint.spec.layers]
+    return ExpertPlacement(
+        tuple(
+            shares(index, fed.routing.experts) if isinstance(fed, ExpertsSpec) else ()
+            for index, fed in enumerate(layers)
+        )
+    )
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_placed_experts_have_the_bits_of_one_process(
+    tmp_path: Path, family: str, quantization: Quantization
+) -> None:
+    """Whoever computes a token's expert, however the steps are cut."""
+    make_checkpoint(tmp_path, family, **QUANTIZED, **SIZES.get(family, {}))
+    checkpoint = inspect_checkpoint(tmp_path)
+    prompts, how = prompts_of(260, LENGTHS), {"quantization": quantization, "chunk": 20}
+    placement = placement_of(checkpoint)
+    found = run_sharded(
+        checkpoint, compiled, 2, prompts, tensor=False, experts=True, exact=True, placement=placement, **how
+    )
+    wanted = alone(checkpoint, compiled(checkpoint.spec), **how)
+    assert all(torch.equal(a, b) for rank in found for a, b in zip(rank, wanted, strict=True))
+
+
+def test_tensor_ranks_have_placed_experts_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mixtral", num_local_experts=4)
+    checkpoint = inspect_checkpoint(tmp_path)
+    prompts = prompts_of(260, LENGTHS)
+    placed = placement_of(checkpoint)
+    found = run_sharded(checkpoint, compiled, 2, prompts, experts=True, placement=placed)
+    check_close(found, alone(checkpoint, compiled(checkpoint.spec)))
+
+
+@pytest.mark.parametrize("form", ["plain", "mxfp4", "awq"])
+def test_a_rank_reads_the_experts_that_it_has_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    if form == "plain":
+        make_checkpoint(tmp_path, "gpt_oss")
+        stored = inspect_checkpoint(tmp_path)
+    else:
+        stored, _ = store(tmp_path, form, monkeypatch)
+    held = stored.held_for(stored.stored_quantization)
+    placement = placement_of(held, 3)
+    every, own = read_all(held, RankPlace()), 0
+    for rank in range(3):
+        place = RankPlace(experts=Portion(rank, 3), placement=placement)
+        spec, count = sharded(held.spec, place), read_all(held, place)
+        for layer, shares in zip(spec.layers, placement.layers, strict=True):
+            names = {name.split(".")[1] for name in layer_parameters(layer) if name.startswith("expert.")}
+            assert names == {str(number) for number in (shares[rank] if shares else ())}
+        if form == "plain":
+            assert count == 4 * parameter_count(spec)
+        assert count < every
+        own += count
+    assert own > every  # what is repeated, and what all ranks have
