@@ -53,6 +53,12 @@ def part_of(whole: Source, config: LoadConfig, company: Company) -> Source:
     return source_of(config, Ranks(company.peers, company.peers, place=place))
 
 
+def first_layer(source: Source) -> int:
+    """Return the number in the whole model of the first layer that this process has."""
+    layers = source.ranks.place.layers if isinstance(source, ModelSource) else None
+    return 0 if layers is None else layers[0]
+
+
 def in_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerConfig, int]:
     """Return the limits of each of the engines that take turns, so that there is one for each stage, and how many these
     are: no more than rows may run at once."""
@@ -110,6 +116,7 @@ def account_of(
         before_bytes=before_bytes,
         wait=company.wait if waits else None,
         sums=company.sums,
+        read_loads=loaded.expert_loads.read,
     )
 
 

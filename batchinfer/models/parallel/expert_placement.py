@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ def ranged(experts: int, ranks: int) -> Shares:
 
 def rank_loads(shares: Shares, loads: Sequence[float]) -> list[float]:
     """Return what each rank has of a layer's loads, one for each expert; copies have even parts."""
-    copies = [sum(number in share for share in shares) for number in range(len(loads))]
+    copies = Counter(number for share in shares for number in share)
     return [sum(loads[number] / copies[number] for number in share) for share in shares]
 
 

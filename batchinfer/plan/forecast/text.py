@@ -8,6 +8,7 @@ from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.core.wording import count, counted, percent, seconds, short, size
+from batchinfer.engine.ranks.expert_plan import ExpertPlan
 from batchinfer.machine.devices import Devices
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.forecast.idle import IdleForecast
@@ -107,12 +108,19 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
         "calibration": None if found.calibration is None else asdict(found.calibration),
         "draft_model": found.draft_model,
+        "experts": None if found.experts is None else _experts_json(found.experts),
         "idle": None if found.idle is None else asdict(found.idle),
         "lint": [asdict(finding) for finding in found.findings],
         "deadline": None
         if found.deadline is None
         else {"at": found.deadline.at.isoformat(), "spare_s": found.deadline.spare_s},
     }
+
+
+def _experts_json(plan: ExpertPlan) -> dict[str, Any]:
+    placed = "ranges" if plan.placement is None else "loads"
+    asked = ("ranks", "why", "in_ranges", "expected", "repeated")
+    return {"placement": placed} | {name: getattr(plan, name) for name in asked}
 
 
 def _devices_json(devices: Devices) -> dict[str, Any]:
@@ -198,6 +206,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "weights", _quantizations(found)
     if found.layouts and found.devices is not None:
         yield from layout_lines(found.layouts, found.devices)
+    if found.experts is not None:
+        yield "experts", found.experts.text
     if found.memory is None or found.forecast is None:
         return
     yield "answers", _answers(found.forecast, plan.expected_tokens)
