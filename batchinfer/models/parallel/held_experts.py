@@ -35,21 +35,28 @@ class HeldExperts(Experts):
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
         add_loads(self.loads, choice.experts, counted)
-        made = self._made(x, choice)
+        numbers = self._own_numbers(choice.experts)
         if self._exact:
-            return self._ops.combine(merged(made, self._group), choice.weights)
-        return self._group.all_reduce(self._ops.combine(made, choice.weights))
+            return self._ops.combine(merged(self._made(x, numbers), self._group), choice.weights)
+        return self._group.all_reduce(self._added(x, Choice(numbers, choice.weights)))
 
-    def _made(self, x: Tensor, choice: Choice) -> Tensor:
+    def _added(self, x: Tensor, choice: Choice) -> Tensor:
+        """Return (T, N), the weighted sum of what this rank's experts make of each token."""
+        if self._inner.skips:
+            return self._inner(x, choice)
+        return self._ops.combine(self._made(x, choice.experts), choice.weights)
+
+    def _made(self, x: Tensor, numbers: Tensor) -> Tensor:
         """Return (T × chosen, N), the result of each token's experts in the order of its choice, unweighted; zeros for
-        those of other ranks."""
-        chosen = choice.experts.shape[1]
-        numbers = self._own_numbers(choice.experts).flatten()
-        own = numbers < self._none
-        if not self._inner.skips:
-            return self._made_of(x, numbers, own.nonzero().flatten(), chosen)
-        found = self._each(x.repeat_interleave(chosen, 0), numbers)
-        return torch.where(own[:, None], found, torch.zeros((), dtype=found.dtype, device=found.device))
+        those of other ranks. `numbers`: (T, chosen), as of `_own_numbers`."""
+        chosen, each = numbers.shape[1], numbers.flatten()
+        if self._inner.skips:
+            return self._each(x.repeat_interleave(chosen, 0), each)
+        own = (each < self._none).nonzero().flatten()
+        made = x.new_zeros(len(each), x.shape[1])
+        if len(own):
+            made[own] = self._each(x[own // chosen], each[own])
+        return made
 
     def _own_numbers(self, experts: Tensor) -> Tensor:
         """Return (T, chosen) the inner numbers of chosen experts whose tokens are this rank's; of others that behind
@@ -58,12 +65,6 @@ class HeldExperts(Experts):
             return self._numbers[:, 0][experts]
         places = torch.arange(len(experts), device=experts.device)[:, None]
         return self._numbers[experts, places % self._copies[experts]]
-
-    def _made_of(self, x: Tensor, numbers: Tensor, own: Tensor, chosen: int) -> Tensor:
-        made = x.new_zeros(len(numbers), x.shape[1])
-        if len(own):
-            made[own] = self._each(x[own // chosen], numbers[own])
-        return made
 
     def _each(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Compute each row with one expert, whose result keeps its bits: its weight is 1."""

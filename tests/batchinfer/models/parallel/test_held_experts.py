@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from batchinfer.machine.links import link_between
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares
 from batchinfer.models.parallel.place import Portion, RankPlace
 from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.parallel.traffic import rank_traffic
 from batchinfer.models.spec.parameters import layer_parameters, parameter_count
 from batchinfer.models.spec.spec import ExpertsSpec
 from batchinfer_kernels.arithmetic import Quantization
@@ -101,3 +104,22 @@ def test_a_rank_reads_the_experts_that_it_has_and_no_others(
         assert count < every
         own += count
     assert own > every  # what is repeated, and what all ranks have
+
+
+def test_wherever_experts_are_ranks_send_the_same(tmp_path: Path) -> None:
+    """So that it saves nothing to have those together which the same tokens choose (docs/large-models.md)."""
+    make_checkpoint(tmp_path, "mixtral", num_local_experts=4)
+    checkpoint = inspect_checkpoint(tmp_path)
+    places = [RankPlace(experts=Portion(1, 2), placement=one) for one in (None, placement_of(checkpoint))]
+    ranges, placed = (
+        rank_traffic(sharded(checkpoint.spec, place), 2, experts_alone=True) for place in places
+    )
+    assert ranges == placed
+    link, states = link_between("NVIDIA H100 80GB HBM3"), 1024 * 4096 * 2  # of Qwen3-235B-A22B
+    assert round(link.all_reduce_s(states, 8) * 1e6) == 71
+    assert round(link.all_reduce_s(states, 8) * 94e3, 1) == 6.7
+    others = 7 * (1 - math.comb(112, 8) / math.comb(128, 8))  # ranks with one of a token's 8 of 128 experts
+    assert round(others, 1) == 4.7
+    sent = others * states / 8  # by each rank, and the same back
+    assert round(2 * sent / 1e6, 1) == 9.8
+    assert round(2e6 * 7 * link.send_s(sent / 7)) == 57
