@@ -92,12 +92,7 @@ def planned_experts(
     each = sum(_expert_bytes(spec.layers[index], itemsize) for index in layers)
     copies = int(max(0, spare_bytes) // each) if each else 0
     costs = {index: _costs(spec.layers[index], loads, index, ranks, peaks, itemsize) for index in layers}
-    found = {
-        index: balanced(
-            costs[index].tolist(), ranks, -(-fed.routing.experts // ranks) + copies, ranks * copies
-        )
-        for index, fed in layers.items()
-    }
+    found = {index: balanced(costs[index].tolist(), ranks, copies) for index in layers}
     before = imbalance([(in_ranges[index], loads.tokens[index].tolist()) for index in layers])
     after = imbalance([(found[index], loads.tokens[index].tolist()) for index in layers])
     whole, saved = _longest(in_ranges, costs), _longest(found, costs)

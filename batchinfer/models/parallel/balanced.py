@@ -16,18 +16,26 @@ NEAR = 0.02  # a share of the greatest load, which is not worth another copy
 MOST_EXCHANGES = 64
 
 
-def balanced(costs: Costs, ranks: int, room: int, repeated: int) -> Shares:
-    """Return the experts of each rank, `room` or fewer, such that the greatest load is small: with as few as come near
-    what `repeated` copies beside the experts reach. Every rank has one or more, and every expert is somewhere.
-
-    Raises ValueError where ranks have no room for all experts, or are more than these.
+def balanced(costs: Costs, ranks: int, beside: int) -> Shares:
+    """Return the experts of each rank, such that the greatest load is small: with as few on each rank, and as few
+    copies, as come near what is reached where each has up to `beside` more than its even share. Every rank has one or
+    more, and every expert is somewhere. Raises ValueError for more ranks than experts.
     """
-    if not ranks <= len(costs) <= ranks * room:
-        raise ValueError(f"{ranks} ranks with room for {room} experts each, of which there are {len(costs)}")
-    most = min(repeated, ranks * room - len(costs))
-    best, *others = (_packed(costs, ranks, room, copies) for copies in _numbers(costs, ranks, most))
-    least = min((best, *others), key=lambda found: found[0])[0]
-    return next(shares for load, shares in (best, *others) if load <= least * (1 + NEAR))
+    if not 1 <= ranks <= len(costs):
+        raise ValueError(f"{len(costs)} experts have no part for each of {ranks} ranks")
+    share = -(-len(costs) // ranks)
+    found = [
+        _packed(costs, ranks, share + more, copies)
+        for more in _doubled(min(beside, len(costs) - share))
+        for copies in _numbers(costs, ranks, ranks * (share + more) - len(costs))
+    ]
+    least = min(load for load, _ in found)
+    return next(shares for load, shares in found if load <= least * (1 + NEAR))
+
+
+def _doubled(most: int) -> list[int]:
+    """Return 0, 1, 2, 4 … up to the most."""
+    return sorted({0, most, *(1 << power for power in range(most.bit_length()))})
 
 
 def _numbers(costs: Costs, ranks: int, most: int) -> list[list[int]]:
@@ -64,7 +72,7 @@ def _packed(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> tuple
             ]
             if not free:
                 continue  # fewer copies: the ranks that have none of it are full
-            rank = min(free, key=lambda one: (loads[one], one))
+            rank = min(free, key=lambda one: (loads[one], len(shares[one]), one))
             shares[rank].add(number)
             loads[rank] += each[number]
             left -= 1
