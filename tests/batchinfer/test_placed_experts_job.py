@@ -82,7 +82,7 @@ def test_the_second_run_places_experts_and_keeps_the_bits(
     kept = load_job(path, (*sets, ("engine.expert_placement", "ranges")))
     asked = forecast_job(kept, lambda _: None, lambda _: None).experts
     assert asked is not None
-    assert (asked.placement, asked.why) == (None, "engine.expert_placement says so")
+    assert (asked["placement"], asked["why"]) == ("ranges", "engine.expert_placement says so")
     second = run(path, REAL, *sets).row
     assert (second["expert_placement"], second["expert_copies"]) == ("loads", told["repeated"])
     assert second["expert_copies"] > 0

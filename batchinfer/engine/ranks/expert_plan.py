@@ -1,4 +1,4 @@
-"""Which whole experts the ranks of an engine have, planned by how many tokens earlier runs gave each. No torch."""
+"""Plans which whole experts the ranks of an engine have, by how many tokens earlier runs gave each. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ExpertHistory:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """What ranks have of the experts, and `why`: by a `placement`; None: in ranges.
+    """The plan says which experts ranks have, and `why`: by a `placement`; None: in ranges.
 
     The imbalance is what the most loaded rank of a layer has over the mean, over all layers: as it is `expected`, and
     as it would be `in_ranges`; None where no run has measured it. `repeated`: how many experts of all layers are on
@@ -49,15 +49,11 @@ class ExpertPlan:
     repeated: int = 0
 
     @property
-    def text(self) -> str:
-        """Say it in words."""
-        if self.in_ranges is None or self.expected is None:
-            return f"in ranges on {self.ranks} ranks: {self.why}"
-        most = f"the most loaded of {self.ranks} ranks has {self.in_ranges:.2f} times the mean's tokens"
-        if self.placement is None:
-            return f"in ranges: {self.why}; {most}"
-        beside = f", with {self.repeated:,} copies of experts beside" if self.repeated else ""
-        return f"{self.why}: {most} with ranges, and {self.expected:.2f} times as placed{beside}"
+    def told(self) -> dict[str, Any]:
+        """Return what a forecast tells of it."""
+        placed = "ranges" if self.placement is None else "loads"
+        asked = ("ranks", "why", "in_ranges", "expected", "repeated")
+        return {"placement": placed} | {name: getattr(self, name) for name in asked}
 
     @property
     def times(self) -> float:

@@ -8,7 +8,6 @@ from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.core.wording import count, counted, percent, seconds, short, size
-from batchinfer.engine.ranks.expert_plan import ExpertPlan
 from batchinfer.machine.devices import Devices
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.forecast.idle import IdleForecast
@@ -108,19 +107,13 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
         "calibration": None if found.calibration is None else asdict(found.calibration),
         "draft_model": found.draft_model,
-        "experts": None if found.experts is None else _experts_json(found.experts),
+        "experts": found.experts,
         "idle": None if found.idle is None else asdict(found.idle),
         "lint": [asdict(finding) for finding in found.findings],
         "deadline": None
         if found.deadline is None
         else {"at": found.deadline.at.isoformat(), "spare_s": found.deadline.spare_s},
     }
-
-
-def _experts_json(plan: ExpertPlan) -> dict[str, Any]:
-    placed = "ranges" if plan.placement is None else "loads"
-    asked = ("ranks", "why", "in_ranges", "expected", "repeated")
-    return {"placement": placed} | {name: getattr(plan, name) for name in asked}
 
 
 def _devices_json(devices: Devices) -> dict[str, Any]:
@@ -207,7 +200,7 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
     if found.layouts and found.devices is not None:
         yield from layout_lines(found.layouts, found.devices)
     if found.experts is not None:
-        yield "experts", found.experts.text
+        yield "experts", experts_text(**found.experts)
     if found.memory is None or found.forecast is None:
         return
     yield "answers", _answers(found.forecast, plan.expected_tokens)
@@ -232,6 +225,19 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "deadline", found.deadline.text
     for finding in found.findings:
         yield "lint", finding_text(finding)
+
+
+def experts_text(
+    placement: str, ranks: int, why: str, in_ranges: float | None, expected: float | None, repeated: int
+) -> str:
+    """Say what ExpertPlan tells."""
+    if in_ranges is None or expected is None:
+        return f"in ranges on {ranks} ranks: {why}"
+    most = f"the most loaded of {ranks} ranks has {in_ranges:.2f} times the mean's tokens"
+    if placement == "ranges":
+        return f"in ranges: {why}; {most}"
+    beside = f", with {counted(repeated, 'repeated expert')}" if repeated else ""
+    return f"{why}: {most} with ranges, and {expected:.2f} times as placed{beside}"
 
 
 def _draft_model(runs: str, why: str) -> str:

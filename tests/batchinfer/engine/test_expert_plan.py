@@ -12,6 +12,7 @@ from batchinfer.models.parallel.expert_placement import rank_loads
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
 from batchinfer.plan.forecast.divided import with_imbalance
+from batchinfer.plan.forecast.text import experts_text
 from batchinfer_kernels.cost import Peaks, StepShape
 from batchinfer_kernels.routing import Routing
 from tests.model_costs import llama_spec
@@ -49,7 +50,10 @@ def test_hot_experts_are_repeated_where_there_is_room(peaks: Peaks | None) -> No
         assert sum(rank_loads(found.placement.layers[layer], HOT)) == sum(HOT)
     assert found.imbalance({1: HOT, 2: HOT}) == pytest.approx(found.expected)
     assert found.imbalance({1: [1] * 8, 2: [1] * 8}) > 1
-    assert f"1.80 times the mean's tokens with ranges, and {found.expected:.2f} times as placed" in found.text
+    assert (
+        f"1.80 times the mean's tokens with ranges, and {found.expected:.2f} times as placed"
+        in experts_text(**found.told)
+    )
 
 
 def test_copies_stay_within_their_memory() -> None:
@@ -69,7 +73,7 @@ def test_copies_that_would_only_be_read_are_not_made() -> None:
     found = planned_experts(spec_of(), 2, history(HOT, 100_000), FAST_PRODUCTS, 4, PLENTY)
     assert (found.placement, found.repeated) == (None, 0)
     assert found.in_ranges == found.expected == pytest.approx(1.8)
-    assert found.text == (
+    assert experts_text(**found.told) == (
         "in ranges: by the loads of 2 earlier runs no placement is faster; "
         "the most loaded of 2 ranks has 1.80 times the mean's tokens"
     )
