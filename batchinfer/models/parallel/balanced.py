@@ -4,6 +4,7 @@ copies are packed onto ranks, the most costly first, as DeepSeek's load balancer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,10 @@ from batchinfer.models.parallel.expert_placement import Shares
 # costs[expert][copies - 1]: what an expert takes each of the ranks that have it, where so many have it
 Costs = Sequence[Sequence[float]]
 NEAR = 0.02  # a share of the greatest load, which is not worth another copy
-MOST_EXCHANGES = 64
+MOST_EXCHANGES, EXCHANGING = (
+    64,
+    3,
+)  # exchanges, and ranks of which one takes part in each: those with the least
 
 
 def balanced(costs: Costs, ranks: int, beside: int) -> Shares:
@@ -24,11 +28,14 @@ def balanced(costs: Costs, ranks: int, beside: int) -> Shares:
     if not 1 <= ranks <= len(costs):
         raise ValueError(f"{len(costs)} experts have no part for each of {ranks} ranks")
     share = -(-len(costs) // ranks)
-    found = [
-        _packed(costs, ranks, share + more, copies)
-        for more in _doubled(min(beside, len(costs) - share))
-        for copies in _numbers(costs, ranks, ranks * (share + more) - len(costs))
-    ]
+    # No placement has less than the mean, of whatever copies it is
+    mean = sum(min(each * held for held, each in enumerate(of, 1)) for of in costs) / ranks
+    found = list[tuple[float, Shares]]()
+    for more in _doubled(min(beside, len(costs) - share)):
+        for copies in _numbers(costs, ranks, ranks * (share + more) - len(costs)):
+            found.append(_packed(costs, ranks, share + more, copies))
+            if found[-1][0] <= mean * (1 + NEAR):
+                return found[-1][1]
     least = min(load for load, _ in found)
     return next(shares for load, shares in found if load <= least * (1 + NEAR))
 
@@ -81,7 +88,7 @@ def _packed(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> tuple
 
 
 def _loads(costs: Costs, shares: Sequence[set[int]]) -> list[float]:
-    held = [sum(number in share for share in shares) for number in range(len(costs))]
+    held = Counter(number for share in shares for number in share)
     return [sum(costs[number][held[number] - 1] for number in share) for share in shares]
 
 
@@ -89,10 +96,8 @@ def _exchange(each: Sequence[float], shares: list[set[int]], loads: list[float])
     """Let the most loaded rank exchange an expert with another one, while it comes to have less to do than it had, and
     so does the other."""
     for _ in range(MOST_EXCHANGES):
-        most = max(range(len(loads)), key=loads.__getitem__)
-        found = [
-            _best_exchange(each, shares, loads, most, other) for other in range(len(loads)) if other != most
-        ]
+        *others, most = sorted(range(len(loads)), key=loads.__getitem__)
+        found = [_best_exchange(each, shares, loads, most, other) for other in others[:EXCHANGING]]
         after, own, its, other = min((one for one in found if one is not None), default=(0.0, 0, 0, -1))
         if other < 0 or after >= loads[most] * (1 - 1e-9):
             return
