@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from batchinfer.engine.ranks.expert_plan import ExpertHistory, planned_experts
-from batchinfer.models.parallel.expert_placement import rank_loads
+from batchinfer.models.parallel.expert_placement import ranged, rank_loads
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
 from batchinfer.plan.forecast.divided import with_imbalance
@@ -76,6 +76,13 @@ def test_copies_that_would_only_be_read_are_not_made() -> None:
         "the most loaded of 2 ranks has 1.80 times the mean's tokens"
     )
     assert planned_experts(spec_of(), 2, history([9] * 8), None, 4, PLENTY).placement is None
+
+
+def test_experts_that_few_steps_read_count_for_less() -> None:
+    """Of two tokens a step, one or both go to the hot expert: the others are seldom read."""
+    found = planned_experts(spec_of(), 2, history(HOT, 2), FAST_PRODUCTS, 4, 0)
+    assert found.placement is not None
+    assert found.placement.layers[1] != ranged(8, 2)
 
 
 def test_a_history_of_another_model_is_none() -> None:

@@ -84,6 +84,12 @@ def test_a_hot_expert_is_repeated_as_often_as_it_has_to_be() -> None:
     assert sorted(number for share in even for number in share) == [*range(8)]  # no copy for nothing
 
 
+def test_the_fullest_rank_exchanges_experts() -> None:
+    """Dealt out one after the other, they would come to 9 and 11."""
+    loads = [5.0, 5.0, 4.0, 3.0, 3.0, 0.0]
+    assert rank_loads(balanced(costs_of(loads, 2), 2, 0), loads) == [10, 10]
+
+
 def test_what_is_no_less_costly_by_copies_is_not_repeated() -> None:
     """Such as reading an expert's weights, where they take longer than what is computed with them."""
     shares = balanced([[9.0, 9.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 2, 2)

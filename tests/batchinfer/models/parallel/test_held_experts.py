@@ -10,13 +10,19 @@ import torch
 
 from batchinfer.machine.links import link_between
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
+from batchinfer.models.ops.interface import Experts
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.parallel.alone import Alone
 from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares
+from batchinfer.models.parallel.held_experts import HeldExperts
 from batchinfer.models.parallel.place import Portion, RankPlace
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.parallel.traffic import rank_traffic
 from batchinfer.models.spec.parameters import layer_parameters, parameter_count
 from batchinfer.models.spec.spec import ExpertsSpec
 from batchinfer_kernels.arithmetic import Quantization
+from batchinfer_kernels.experts import Choice
+from batchinfer_kernels.routing import Routing
 from tests.batchinfer.models.parallel.parts import run_sharded
 from tests.batchinfer.models.parallel.test_sharded_logits import (
     LENGTHS,
@@ -123,3 +129,30 @@ def test_wherever_experts_are_ranks_send_the_same(tmp_path: Path) -> None:
     sent = others * states / 8  # by each rank, and the same back
     assert round(2 * sent / 1e6, 1) == 9.8
     assert round(2e6 * 7 * link.send_s(sent / 7)) == 57
+
+
+class Counting(Experts):
+    """Gives each row a one, and counts it."""
+
+    skips = True
+
+    def __init__(self, experts: int) -> None:
+        self.loads = torch.zeros(experts + 1, dtype=torch.int64)
+
+    def __call__(self, x: torch.Tensor, choice: Choice, counted: torch.Tensor | None = None) -> torch.Tensor:
+        self.loads += torch.bincount(choice.experts.flatten(), minlength=len(self.loads))
+        return torch.ones_like(x)
+
+
+def test_copies_take_turns_by_the_places_of_tokens() -> None:
+    """Each token is one rank's; three ranks have expert 1, and one has expert 0."""
+    choice = Choice(torch.tensor([[1]] * 9 + [[0]] * 2), torch.ones(11, 1))
+    placement, found = ExpertPlacement((((0, 1), (1,), (1,)),)), []
+    for rank in range(3):
+        held = placement.held(0, rank)
+        spec, inner = ExpertsSpec(Routing(2, 1), 8, "silu", held=held), Counting(len(held))
+        experts = HeldExperts(inner, TorchOps(), spec, Alone(), exact=False)
+        experts(torch.zeros(11, 4), choice)
+        assert experts.loads.tolist() == [2, 9]
+        found.append(inner.loads.tolist())
+    assert found == [[2, 3, 6], [3, 8], [3, 8]]  # the last count is of rows that are other ranks'
