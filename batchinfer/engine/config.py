@@ -9,6 +9,7 @@ from pathlib import Path
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
+from batchinfer.models.parallel.expert_placement import ExpertPlacement
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import Peaks
 
@@ -62,6 +63,9 @@ class LoadConfig:
     adapter_places: int | None = None  # how many of them are on the device at a time; None: all
     beside: BesideConfig | None = None  # a smaller model, which proposes tokens; None: there is none
     heads: Path | None = None  # the folder of heads of the model, which propose tokens; None: there are none
+    experts: ExpertPlacement | None = (
+        None  # which whole experts ranks have, where they divide these; None: ranges
+    )
 
 
 @dataclass(frozen=True, slots=True)

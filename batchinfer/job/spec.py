@@ -282,6 +282,10 @@ class EngineSection(Section):
         default=1,
         description="Number of processes of an engine among which the experts of each layer are divided.",
     )
+    expert_placement: Literal["auto", "ranges"] = Field(
+        default="auto",
+        description="Which whole experts each process has. auto: by how often earlier runs chose each, once there are.",
+    )
     nodes: NodesSection | None = Field(
         default=None,
         description="Other machines on which engines run, or parts of one. null: none, and nothing listens.",

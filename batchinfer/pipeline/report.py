@@ -22,6 +22,7 @@ from batchinfer.core.text import json_line
 from batchinfer.data.index.index import attempt_columns
 from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo
+from batchinfer.engine.ranks.expert_plan import ExpertPlan
 from batchinfer.job import Job
 from batchinfer.machine.energy import EnergyMeter
 from batchinfer.machine.memory import peak_memory
@@ -167,6 +168,7 @@ class RunReport:
     ) -> None:
         """Note what the engines' processes turned out to be; `infos` is empty where none became ready."""
         self._expert_tokens, self._ranks = expert_tokens, ranks
+        self._note_experts(self._setting.experts)
         if self._meter is not None:
             self._meter.end_energy()
             self._sum_up(self._meter)
@@ -176,6 +178,18 @@ class RunReport:
             threads = sum(info.threads * info.division.ranks for info in infos)
             self.note(ops={"decoder": infos[0].ops} | linear, threads=threads)
             self.note(**_captured(infos))
+
+    def _note_experts(self, plan: ExpertPlan | None) -> None:
+        """Note which experts ranks had, and how even these were."""
+        if plan is None:
+            return
+        tokens = self._expert_tokens
+        given = any(map(any, tokens.values()))
+        self.note(
+            expert_placement="ranges" if plan.placement is None else "loads",
+            expert_copies=plan.repeated,
+            expert_imbalance=plan.imbalance(tokens) if given else None,
+        )
 
     def _sum_up(self, meter: Meter) -> None:
         """Have another thread complete the meter's tables while the results are published."""

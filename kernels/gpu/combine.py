@@ -25,13 +25,15 @@ def _combine_kernel(
     for choice in range(chosen):
         place = tl.load(places_ptr + token * chosen + choice)
         weight = tl.load(weights_ptr + token * chosen + choice)
-        total += tl.load(made_ptr + place * stride + at, mask=mask, other=0.0).to(tl.float32) * weight
+        there = mask & (place >= 0)
+        total += tl.load(made_ptr + place * stride + at, mask=there, other=0.0).to(tl.float32) * weight
     tl.store(y_ptr + token * width + at, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def combine(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """Combine rows as batchinfer_kernels.experts.combine_reference does; `places` (R,) int64 says where the row of
-    token × chosen + choice stands. Sums run in the order of the choice: a token's bits do not depend on other tokens.
+    token × chosen + choice stands; -1: nowhere, and nothing is added. Sums run in the order of the choice: a token's
+    bits do not depend on other tokens.
     Rows of `made` may be strided."""
     if (
         made.dim() != 2

@@ -25,13 +25,15 @@ LEAST_HEIGHT, HEIGHTS = (
     5,
 )  # rows of the lowest tile, and how many heights there are, each twice the one before
 
+NOWHERE = -1  # the place of a row that is none of those that are sorted
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRows:
     """Rows sorted by expert; rows of an expert stand in the tokens' order."""
 
     tokens: Tensor  # (R,) int64: the token of each
-    places: Tensor  # (R,) int64: where the row of token × chosen + choice stands
+    places: Tensor  # (R,) int64: where the row of token × chosen + choice stands, or NOWHERE
     starts: Tensor  # (experts + 1,) int64: where each expert's rows begin
     ends: Tensor  # (HEIGHTS, experts) int64: tiles of each height that an expert and those before it have
 
@@ -73,14 +75,16 @@ def _sort_kernel(
 def sort_by_expert(choice: Choice, loads: Tensor, counted: Tensor | None = None) -> ExpertRows:
     """Sort each token's choices, and add how many each expert has to `loads` (experts,) int64; with `counted` (T,) bool
     those of these tokens alone. The choice's experts have to be below the number of loads; where it comes without
-    counts, one may be that number: no expert, whose row is none of those that are sorted, and has the place 0."""
+    counts, one may be that number: no expert, whose row is none of those that are sorted, and is NOWHERE."""
     experts, count = choice.experts.contiguous(), len(loads)
     rows, device = experts.numel(), experts.device
     counts = _counts(experts, count) if choice.counts is None else choice.counts
     if counts.shape != loads.shape:
         raise ValueError(f"{tuple(counts.shape)} counts of experts, and loads of {tuple(loads.shape)}")
-    make = torch.zeros if choice.counts is None else torch.empty  # what no expert has is not written
-    tokens, places = (make(rows, dtype=torch.int64, device=device) for _ in range(2))
+    tokens, places = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+    if choice.counts is None:  # what no expert has is not written
+        tokens.zero_()
+        places.fill_(NOWHERE)
     starts = torch.empty(count + 1, dtype=torch.int64, device=device)
     ends = torch.empty(HEIGHTS, count, dtype=torch.int64, device=device)
     _sort_kernel[(count,)](

@@ -30,6 +30,7 @@ from batchinfer.engine.load.ranked import (
     AnyEngine,
     Tell,
     account_of,
+    first_layer,
     follower_of,
     in_turns,
     layout_for,
@@ -138,7 +139,8 @@ class LoadedWeights:
         memory = CacheMemory(config, source, runner, limits, dtype, longest, *parts)
         counters = model.expert_loads if captured else None
         fitted = fit_cache(runner, limits, self.cost, memory.room(), counters, config, self.untimed)
-        model.expert_loads.restart()  # what was measured and compiled with is nobody's work
+        loads = model.expert_loads.numbered_from(first_layer(source))
+        loads.restart()  # what was measured and compiled with is nobody's work
         running, beside = self.proposers.of(source, fitted, longest, self.masks)
         return LoadedModel(
             runner=running,
@@ -149,7 +151,7 @@ class LoadedWeights:
                 division=company.division,
                 max_num_seqs=turns * fitted.limits.max_num_seqs,
             ),
-            expert_loads=model.expert_loads,
+            expert_loads=loads,
             masks=self.masks,
             drafts=config.drafts,
             beside=beside,

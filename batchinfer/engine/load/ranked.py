@@ -47,10 +47,16 @@ def part_of(whole: Source, config: LoadConfig, company: Company) -> Source:
         return whole
     if not isinstance(whole, ModelSource):
         raise CannotSplit("a model that transformers' code computes is not divided among ranks")
-    place = place_of(company.rank, company.division, whole.spec)
+    place = place_of(company.rank, company.division, whole.spec, config.experts)
     if company.division.experts > 1:
         return source_of(config, Ranks(experts=company.peers, exact=config.deterministic, place=place))
     return source_of(config, Ranks(company.peers, company.peers, place=place))
+
+
+def first_layer(source: Source) -> int:
+    """Return the number in the whole model of the first layer that this process has."""
+    layers = source.ranks.place.layers if isinstance(source, ModelSource) else None
+    return 0 if layers is None else layers[0]
 
 
 def in_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerConfig, int]:
@@ -110,6 +116,7 @@ def account_of(
         before_bytes=before_bytes,
         wait=company.wait if waits else None,
         sums=company.sums,
+        read_loads=loaded.expert_loads.read,
     )
 
 

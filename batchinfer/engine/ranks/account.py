@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchinfer.core.samples import RankUse
+from batchinfer.core.samples import ExpertTokens, RankUse
 from batchinfer.machine.memory import peak_memory
 from batchinfer.models.parallel.spent_time import SpentTime
 
@@ -21,6 +22,8 @@ class RankAccount:
     before_bytes: int | None  # that the process had in memory before it loaded anything; None: not known
     wait: SpentTime | None = None  # for ranks of other stages; None: there are no stages
     sums: SpentTime | None = None  # see `Company`
+    # how many tokens all experts of its layers were given so far; waits for the device
+    read_loads: Callable[[], ExpertTokens] = dict
 
     def use(self, waited_s: float = 0.0) -> RankUse:
         """Return what it came to. waited_s: for which the rank has waited for steps."""

@@ -10,18 +10,23 @@ from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.ranks.seat import Division
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.stored_parts import check_parts
+from batchinfer.models.parallel.expert_placement import ExpertPlacement
 from batchinfer.models.parallel.place import Portion, RankPlace, Span
 from batchinfer.models.parallel.sharded import expert_sizes, sharded, tensor_sizes
 from batchinfer.models.spec.parameters import layer_parameters
 from batchinfer.models.spec.spec import ModelSpec
 
 
-def place_of(rank: int, division: Division, spec: ModelSpec) -> RankPlace:
+def place_of(
+    rank: int, division: Division, spec: ModelSpec, placement: ExpertPlacement | None = None
+) -> RankPlace:
     """Return the place of a rank in a model. Tensor ranks have whole experts, where each has as many as the others.
+    `placement`: of whole experts; None: they are in ranges.
     Raises CannotSplit for more stages than it has layers, and where ranks of experts would not have as many each."""
     share = Portion(division.peer(rank), division.peers)
     whole = share if share.size > 1 and share.size in expert_sizes(spec) else None
     place = RankPlace(share, whole) if division.experts == 1 else RankPlace(experts=share)
+    place = replace(place, placement=placement if place.experts is not None else None)
     if division.experts > 1 and whole is None:
         sizes = ", ".join(map(str, expert_sizes(spec)))
         raise CannotSplit(
@@ -31,6 +36,12 @@ def place_of(rank: int, division: Division, spec: ModelSpec) -> RankPlace:
     if division.stages == 1:
         return place
     return replace(place, layers=stage_spans(spec, division.stages)[division.stage(rank)])
+
+
+def expert_ranks(spec: ModelSpec, division: Division) -> int:
+    """Count the ranks that whole experts of each layer are divided among; 1: none are."""
+    share = place_of(0, division, spec).experts
+    return 1 if share is None else share.size
 
 
 def check_division(spec: ModelSpec, division: Division) -> None:

@@ -17,6 +17,10 @@ class ExpertLoads:
     def __init__(self, layers: Mapping[int, Tensor]) -> None:
         self._layers = layers
 
+    def numbered_from(self, first: int) -> ExpertLoads:
+        """Return the same counters of a stage's layers, by their numbers in the whole model."""
+        return ExpertLoads({first + index: loads for index, loads in self._layers.items()})
+
     def read(self) -> ExpertTokens:
         """Layer → tokens of each expert since the last restart. Waits for the device."""
         return {index: loads.tolist() for index, loads in self._layers.items()}

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
 from batchinfer.models.ops.interface import AttentionInputs, Experts, ExpertWeights, LayerParts, Ops
-from batchinfer.models.parallel.ranged_experts import RangedExperts
+from batchinfer.models.parallel.held_experts import HeldExperts
 from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.parallel.summed import SummedExperts
 from batchinfer.models.spec.parameters import BIAS, LINES, SCALES, ZEROS
@@ -54,7 +54,7 @@ def pack_experts(ops: Ops, spec: LayerSpec, weights: LayerWeights, ranks: Ranks 
     into, back = (_of_experts(ops, weights, linears[f"experts.{name}"]) for name in ("gate_up", "down"))
     experts = ops.pack_experts(into, back, fed.activation)
     if fed.held is not None:
-        return RangedExperts(experts, ops, fed, ranks.experts, ranks.exact)
+        return HeldExperts(experts, ops, fed, ranks.experts, ranks.exact)
     return experts if ranks.tensor.size == 1 else SummedExperts(experts, ranks.tensor)
 
 

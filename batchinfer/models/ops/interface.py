@@ -308,7 +308,7 @@ class LatentHeads:
 class Experts(ABC):
     """The experts of a layer, with their weights in whatever layout the implementation likes best. `loads` (experts,)
     int64 counts, in place, the tokens that each was given so far. Where it `skips`, the number behind the last expert
-    is that of none: such rows are not computed, what they give is undefined, and the host need not know which they are.
+    is that of none: such rows are not computed and add nothing, and the host need not know which they are.
     """
 
     loads: Tensor

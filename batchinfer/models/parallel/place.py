@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchinfer.models.parallel.expert_placement import ExpertPlacement
+
 Span = tuple[int, int]  # from the first to before the second
 
 
@@ -36,14 +38,16 @@ ALL = Portion()
 class RankPlace:
     """The part of a model that a rank has.
 
-    `tensor`: of the heads, the intermediate columns and the vocabulary. `experts`: of the experts, a range of them,
-    each as a whole; None: of each expert the `tensor` share of its columns. `layers`: those that the rank runs; None:
-    all. The ranks of a model with the same `layers` are one group, whose members differ in `tensor` or `experts`.
+    `tensor`: of the heads, the intermediate columns and the vocabulary. `experts`: of the experts, each as a whole,
+    those that `placement` says, or a range of them; None: of each expert the `tensor` share of its columns. `layers`:
+    those that the rank runs; None: all. The ranks of a model with the same `layers` are one group, whose members differ
+    in `tensor` or `experts`.
     """
 
     tensor: Portion = ALL
     experts: Portion | None = None
     layers: Span | None = None
+    placement: ExpertPlacement | None = None
 
     @property
     def whole(self) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from batchinfer.core.errors import CannotSplit
+from batchinfer.models.parallel.expert_placement import ExpertPlacement
 from batchinfer.models.parallel.place import EVERYTHING, Portion, RankPlace, Span
 from batchinfer.models.spec.spec import (
     AttentionSpec,
     ExpertsSpec,
     FeedForwardSpec,
+    HeldExpert,
     LatentAttentionSpec,
     LayerSpec,
     LinearSpec,
@@ -30,7 +32,7 @@ def sharded(spec: ModelSpec, place: RankPlace) -> ModelSpec:
         return spec
     _check_model(spec, place)
     try:
-        layers = tuple(_layer(layer, place) for layer in spec.layers)
+        layers = tuple(_layer(layer, place, index) for index, layer in enumerate(spec.layers))
     except CannotSplit as error:
         raise CannotSplit(f"{error}; {_told_sizes(spec, place)}") from None
     found = replace(spec, layers=layers)
@@ -44,7 +46,8 @@ def tensor_sizes(spec: ModelSpec, place: RankPlace = EVERYTHING) -> list[int]:
     gets as many."""
     evenly = expert_sizes(spec)
     every = (Portion(0, size) for size in range(1, MOST_RANKS + 1))
-    places = (replace(place, tensor=one, experts=one if one.size in evenly else None) for one in every)
+    ranges = replace(place, placement=None)
+    places = (replace(ranges, tensor=one, experts=one if one.size in evenly else None) for one in every)
     return [each.tensor.size for each in places if _divides(spec, each)]
 
 
@@ -60,7 +63,7 @@ def expert_sizes(spec: ModelSpec) -> list[int]:
 def _divides(spec: ModelSpec, place: RankPlace) -> bool:
     try:
         for layer in set(spec.layers):
-            _layer(layer, place)
+            _layer(layer, place, 0)
     except CannotSplit:
         return False
     return True
@@ -110,12 +113,14 @@ def _renumbered(layer: LayerSpec, first: int) -> LayerSpec:
     return replace(layer, attention=replace(attention, kv_layer=attention.kv_layer - first))
 
 
-def _layer(layer: LayerSpec, place: RankPlace) -> LayerSpec:
+def _layer(layer: LayerSpec, place: RankPlace, index: int) -> LayerSpec:
     fed = layer.feed_forward
     found = replace(
         layer,
         attention=_attention(layer.attention, place.tensor),
-        feed_forward=_experts(fed, place) if isinstance(fed, ExpertsSpec) else _columns(fed, place.tensor),
+        feed_forward=_experts(fed, place, index)
+        if isinstance(fed, ExpertsSpec)
+        else _columns(fed, place.tensor),
     )
     pairs = [*zip(layer.linears, found.linears, strict=True)]
     for whole, own in pairs:
@@ -149,14 +154,25 @@ def _columns(spec: FeedForwardSpec, share: Portion) -> FeedForwardSpec:
     return replace(spec, inner=_part(spec.inner, share, "intermediate columns"))
 
 
-def _experts(spec: ExpertsSpec, place: RankPlace) -> ExpertsSpec:
+def _experts(spec: ExpertsSpec, place: RankPlace, index: int) -> ExpertsSpec:
     shared = None if spec.shared is None else _columns(spec.shared, place.tensor)
     if place.experts is None:
         return replace(spec, inner=_part(spec.inner, place.tensor, "columns of an expert"), shared=shared)
     count = spec.routing.experts
     if count < place.experts.size:
         raise CannotSplit(f"{count} experts have no part for each of {place.experts.size} ranks")
-    return replace(spec, held=None if place.experts.whole else place.experts.span(count), shared=shared)
+    return replace(spec, held=_held(count, place.experts, place.placement, index), shared=shared)
+
+
+def _held(
+    count: int, share: Portion, placement: ExpertPlacement | None, layer: int
+) -> tuple[HeldExpert, ...] | None:
+    """Return what a rank has of `count` experts of a layer of the whole model; None: all."""
+    if share.whole:
+        return None
+    if placement is not None:
+        return placement.held(layer, share.rank)
+    return tuple(map(HeldExpert, range(*share.span(count))))
 
 
 def _part(count: int, share: Portion, what: str) -> int:

@@ -352,13 +352,23 @@ class FeedForwardSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldExpert:
+    """An expert that a rank has, as one of `copies` ranks: it computes those of the expert's tokens whose places in
+    the step are `turn` modulo `copies`."""
+
+    number: int
+    turn: int = 0
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """Experts, each a gated feed-forward half that is `inner` values wide, of which a token uses those that `routing`
     chooses by the logits of a router; their weighted results are added up (Shazeer et al., 2017).
 
     `shared`: what all tokens pass beside them, added to the rest; where it is `shared_gated`, it is multiplied with the
-    sigmoid of a number that is computed of each token. `held`: the experts that are there, from the first to before the
-    second, where other ranks have the others; None: all.
+    sigmoid of a number that is computed of each token. `held`: the experts that are there, in the order of their
+    numbers, where other ranks have the others; None: all.
     """
 
     routing: Routing
@@ -368,17 +378,18 @@ class ExpertsSpec:
     router_biased: bool = False
     shared: FeedForwardSpec | None = None
     shared_gated: bool = False
-    held: tuple[int, int] | None = None
+    held: tuple[HeldExpert, ...] | None = None
 
     @property
-    def numbers(self) -> range:
+    def numbers(self) -> tuple[int, ...]:
         """The numbers of the experts that are there."""
-        return range(self.routing.experts) if self.held is None else range(*self.held)
+        return tuple(range(self.routing.experts) if self.held is None else (one.number for one in self.held))
 
     @property
     def chosen(self) -> int:
         """How many of the experts that are there a token uses, about, and one at least."""
-        return max(1, self.routing.chosen * len(self.numbers) // self.routing.experts)
+        each = len(self.numbers) if self.held is None else sum(1 / one.copies for one in self.held)
+        return max(1, int(self.routing.chosen * each / self.routing.experts + 1e-9))
 
     def linears(self, hidden: int) -> Iterator[LinearSpec]:
         """Its products, in the order in which they run."""

@@ -92,8 +92,9 @@ class _Worker:
         finally:
             self._send(force=True)
         others = self._cores.other_cores if self._cores else None
-        loads = self._read_loads()
+        own = self._read_loads()
         self._ranks.finish()
+        loads = {**self._ranks.expert_tokens, **own}
         uses = () if self._account is None else (self._account.use(), *self._ranks.uses)
         peak_rss = peak_memory() + sum(self._ranks.peaks)
         self._connection.send(Left(peak_rss, others, loads, tuple(sorted(uses, key=attrgetter("rank")))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from batchinfer.engine.kv.cache_layout import CacheLayout, stage_layout
 from batchinfer.engine.ranks.parts import place_of
@@ -10,6 +10,7 @@ from batchinfer.engine.ranks.seat import Division
 from batchinfer.job import Job
 from batchinfer.machine.devices import Devices
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.parallel.expert_placement import ExpertPlacement
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.parallel.traffic import rank_traffic
 from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
@@ -19,7 +20,7 @@ from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.plan.simulation.simulator import block_bytes
 from batchinfer.plan.simulation.stages import SimulatedStage, StageSends
-from batchinfer_kernels.cost import ModelCost
+from batchinfer_kernels.cost import Cost, ModelCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,34 @@ def divided_spec(whole: ModelSpec, division: Division, setting: Setting) -> Divi
 
 
 def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> StagePart:
-    place = place_of(rank, division, whole)
+    experts = setting.experts
+    placement = None if experts is None else experts.placement
+    place = place_of(_fullest(rank, division, placement), division, whole, placement)
     own = sharded(whole, place)
     cost = model_cost(own, setting.itemsize, setting.device)
+    cost = cost if experts is None else with_imbalance(cost, experts.times)
     weights = loaded_bytes(own, parameter_count(own), setting.itemsize)
     return StagePart(own, cost, weights, place.layers or (0, len(whole.layers)))
+
+
+def _fullest(first: int, division: Division, placement: ExpertPlacement | None) -> int:
+    """Return the rank of a stage, whose first one it is, that has most experts."""
+    if placement is None:
+        return first
+    peers = range(division.peers)
+    held = [sum(len(shares[peer]) for shares in placement.layers if shares) for peer in peers]
+    return first + max(peers, key=held.__getitem__)
+
+
+def with_imbalance(cost: ModelCost, times: float) -> ModelCost:
+    """Return the cost of a rank whose experts have so many times as many tokens as those of the mean rank."""
+    operators = [
+        replace(one, token=Cost(*(round(part * times) for part in astuple(one.token))))
+        if one.experts
+        else one
+        for one in cost.operators
+    ]
+    return replace(cost, operators=tuple(operators))
 
 
 def chooses_among_all(job: Job) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -84,6 +85,7 @@ class JobForecast:
     quantizations: tuple[QuantizedForecast, ...] = ()  # that the job could have, its own among them
     devices: Devices | None = None  # on which it would run; None: nothing is to run
     layouts: tuple[LayoutForecast, ...] = ()  # in which it could run on them, where there are several
+    experts: dict[str, Any] | None = None  # which ranks have which (ExpertPlan); None: none divide whole ones
     sample: SampledRows | None = None  # what the counts were scaled from; None: every row was read
 
 
@@ -227,6 +229,7 @@ def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRow
         rows_over=_rows_over(job, codes),
         sample=drawn,
         draft_model=None if drafts is None else drafts.place.said,
+        experts=None if setup.setting.experts is None else setup.setting.experts.told,
     )
     if not plan.to_run:
         return found

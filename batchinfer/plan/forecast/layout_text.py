@@ -36,6 +36,8 @@ def _fitting(layout: LayoutForecast) -> str:
     told.append(f"weights {size(layout.weight_bytes or 0)}, KV cache {size(layout.kv_bytes or 0)}")
     if layout.waits is not None:
         told.append(f"stages wait {percent(layout.waits)} of the time")
+    if layout.imbalance is not None:
+        told.append(f"its fullest rank of experts has {layout.imbalance:.2f} times the mean's tokens")
     if layout.not_run is not None:
         told.append(f"not offered: {layout.not_run}")
     if layout.seconds is not None and not layout.simulated:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.errors import CannotSplit, OutOfMemory
 from batchinfer.core.wording import size
-from batchinfer.engine.ranks.parts import check_division, check_stored, place_of
+from batchinfer.engine.ranks.expert_plan import ExpertPlan
+from batchinfer.engine.ranks.parts import check_division, check_stored
 from batchinfer.engine.ranks.seat import Division
 from batchinfer.job import Job
 from batchinfer.machine.devices import Devices
@@ -19,6 +20,7 @@ from batchinfer.plan.forecast.room import engine_room, held_bytes
 from batchinfer.plan.forecast.steady_state import estimated_s
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
+from batchinfer.plan.setup.expert_places import expert_plan
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.resolve import Setting
 
@@ -48,6 +50,9 @@ class LayoutForecast:
     refused: str | None = None
     not_run: str | None = None
     chosen: bool = False
+    imbalance: float | None = (
+        None  # of experts: see ExpertPlan; None: there are no such ranks, or it is not known
+    )
 
     @property
     def name(self) -> str:
@@ -123,8 +128,8 @@ def _candidate(
     try:
         check_division(whole, division)
         check_stored(checkpoint, division)
-        portion = place_of(0, division, whole).experts
-        layout = replace(layout, experts=1 if portion is None else portion.size)
+        setting = replace(setting, experts=expert_plan(job, checkpoint, setting))
+        layout = _with_experts(layout, setting.experts)
         engine = forecast_engine(job, replace(setup, setting=setting), plan, devices, learns=False)
     except CannotSplit as error:
         return _Candidate(replace(layout, refused=str(error)), None)
@@ -136,6 +141,13 @@ def _candidate(
         where = "all ranks of an engine run on one machine as yet"
     seconds = None if setting.peaks is None else estimated_s(engine)
     return _Candidate(replace(_with_memory(layout, engine), seconds=seconds, not_run=where), engine)
+
+
+def _with_experts(layout: LayoutForecast, experts: ExpertPlan | None) -> LayoutForecast:
+    """Return the layout with what is known of its experts."""
+    if experts is None:
+        return layout
+    return replace(layout, experts=experts.ranks, imbalance=experts.expected)
 
 
 def _misfit(whole: ModelSpec, division: Division, setting: Setting, why: str) -> str:

@@ -107,6 +107,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
         "calibration": None if found.calibration is None else asdict(found.calibration),
         "draft_model": found.draft_model,
+        "experts": found.experts,
         "idle": None if found.idle is None else asdict(found.idle),
         "lint": [asdict(finding) for finding in found.findings],
         "deadline": None
@@ -198,6 +199,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "weights", _quantizations(found)
     if found.layouts and found.devices is not None:
         yield from layout_lines(found.layouts, found.devices)
+    if found.experts is not None:
+        yield "experts", experts_text(**found.experts)
     if found.memory is None or found.forecast is None:
         return
     yield "answers", _answers(found.forecast, plan.expected_tokens)
@@ -222,6 +225,19 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "deadline", found.deadline.text
     for finding in found.findings:
         yield "lint", finding_text(finding)
+
+
+def experts_text(
+    placement: str, ranks: int, why: str, in_ranges: float | None, expected: float | None, repeated: int
+) -> str:
+    """Say what ExpertPlan tells."""
+    if in_ranges is None or expected is None:
+        return f"in ranges on {ranks} ranks: {why}"
+    most = f"the most loaded of {ranks} ranks has {in_ranges:.2f} times the mean's tokens"
+    if placement == "ranges":
+        return f"in ranges: {why}; {most}"
+    beside = f", with {counted(repeated, 'repeated expert')}" if repeated else ""
+    return f"{why}: {most} with ranges, and {expected:.2f} times as placed{beside}"
 
 
 def _draft_model(runs: str, why: str) -> str:

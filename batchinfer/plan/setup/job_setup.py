@@ -27,6 +27,7 @@ from batchinfer.plan.setup.check_device import check_device
 from batchinfer.plan.setup.draft_heads import draft_heads
 from batchinfer.plan.setup.draft_model import DraftModel, draft_model
 from batchinfer.plan.setup.draft_place import PlacedModel
+from batchinfer.plan.setup.expert_places import expert_plan
 from batchinfer.plan.setup.ingest_workers import ingest_workers
 from batchinfer.plan.setup.job_answers import AskedAnswers, answer_columns, asked_answers, check_names
 from batchinfer.plan.setup.job_reasoning import most_answer_tokens
@@ -143,7 +144,8 @@ def check_setup(
     beside = drafts if drafts is not None and drafts.place.beside else None
     if beside is not None:
         setting = dataclasses.replace(setting, beside=beside.config)
-    setting = dataclasses.replace(setting, heads=draft_heads(job, checkpoint, setting))
+    heads, experts = draft_heads(job, checkpoint, setting), expert_plan(job, checkpoint, setting)
+    setting = dataclasses.replace(setting, heads=heads, experts=experts)
     return Setup(
         checkpoint,
         setting,

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import NUMERICS_VERSION, BesideConfig, EngineConfig, LoadConfig
+from batchinfer.engine.ranks.expert_plan import ExpertPlan
 from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.job import Job
@@ -96,6 +97,7 @@ class Setting:
         None  # a draft model that engines have beside the job's; None: there is none
     )
     heads: StoredHeads | None = None  # of the job's model, which propose tokens; None: there are none
+    experts: ExpertPlan | None = None  # which whole experts ranks have; None: these are not divided
 
     def for_rows(self, rows: int) -> Setting:
         """Return the setting with no more engines than there are rows."""
@@ -252,6 +254,7 @@ class Setting:
             adapter_places=self.adapter_places,
             beside=self.beside,
             heads=self._heads_folder(job),
+            experts=None if self.experts is None else self.experts.placement,
         )
 
     def _heads_folder(self, job: Job) -> Path | None:

@@ -439,6 +439,22 @@ RUN_COLUMNS: tuple[Column, ...] = (
         "the sum of the five above; null, as they are, for a run that computed nothing",
         formula=known_sum("idle_input_s", "idle_load_s", "idle_plan_s", "idle_tail_s", "idle_publish_s"),
     ),
+    text(
+        "expert_placement",
+        "how whole experts are divided among ranks: `ranges` of their numbers, or `loads`: by how many tokens earlier "
+        "runs gave each; null where they are not divided",
+    ),
+    count(
+        "expert_copies",
+        "",
+        "experts that ranks have beside the first copy of each, over all layers; null likewise",
+    ),
+    real(
+        "expert_imbalance",
+        "",
+        "tokens of the rank that has most in a layer ÷ those of the mean rank, over all layers and the whole run, "
+        "copies of an expert taken to have even parts; null likewise, and where experts were given no token",
+    ),
     seconds(
         "stage_wait_s",
         "time for which a stage waited for steps, for the stage before it, and for the one behind it to take what it "

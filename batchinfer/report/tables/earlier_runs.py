@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchinfer.report.tables.columns import REQUESTS, RUN, STEPS
+from batchinfer.report.tables.columns import EXPERTS, REQUESTS, RUN, STEPS
 from batchinfer.report.tables.folder import tables
 
 NEWEST = 3  # runs that are looked at: an older one may have had other rows, other templates or other code
@@ -105,6 +105,36 @@ def earlier_proposals(folder: Path) -> EarlierProposals | None:
         if drafted > 0:  # NaN is Arrow's null
             return EarlierProposals(int(drafted), int(accepted), saved_s)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierExperts:
+    """Tokens that the experts of each layer were given in `runs` earlier runs, (experts,) int64 by layer; and how many
+    tokens each of their steps ran."""
+
+    runs: int
+    tokens: Mapping[int, NDArray[np.int64]]
+    steps: NDArray[np.int64]
+
+
+def earlier_experts(folder: Path, model: str) -> EarlierExperts | None:
+    """Read what experts were given in the newest runs of a model that gave them something; None: there is none."""
+    alike = {"model": model}
+    found = list(islice(_newest(folder, EXPERTS, ("layer", "expert", "tokens"), alike), NEWEST))
+    if not any(run["tokens"].any() for run in found):
+        return None
+    steps = [*islice(_newest(folder, STEPS, ("prefill_tokens", "decode_tokens"), alike), NEWEST)]
+    sizes = [run["prefill_tokens"] + run["decode_tokens"] for run in steps]
+    return EarlierExperts(len(found), _summed(_joined(found)), np.concatenate([[], *sizes]).astype(np.int64))
+
+
+def _summed(rows: Mapping[str, NDArray[Any]]) -> dict[int, NDArray[np.int64]]:
+    """Return the tokens of each expert by layer, over all runs."""
+    found = dict[int, NDArray[np.int64]]()
+    for layer in np.unique(rows["layer"]):
+        own = rows["layer"] == layer
+        found[int(layer)] = np.bincount(rows["expert"][own], rows["tokens"][own]).astype(np.int64)
+    return found
 
 
 def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:

@@ -46,6 +46,8 @@ class OtherRanks:
         self._roll_call = RollCall(range(1, self._size))
         self.peaks: list[int] = []  # bytes that each that has left held at most
         self.uses: list[RankUse] = []  # what each that has left had and took
+        # of the layers of all stages; the ranks of a stage count the same
+        self.expert_tokens: dict[int, list[int]] = {}
         self.seat: Seat | None = None  # of this process; None: there are no other ranks
         self._children: list[Child | RemoteProcess] = []
         self._sending = threading.Lock()
@@ -134,6 +136,7 @@ class OtherRanks:
             if isinstance(message, Left):
                 self.peaks.append(message.peak_rss)
                 self.uses += message.ranks
+                self.expert_tokens |= message.expert_tokens
             else:
                 self._loaded += 1
             self._changed.notify_all()

@@ -41,7 +41,8 @@ def _follow(follower: Any, connection: Parent) -> None:
         with receiving():
             message = connection.recv()
         if isinstance(message, Finish):
-            connection.send(Left(peak_memory(), ranks=(follower.account.use(waited_s),)))
+            account = follower.account
+            connection.send(Left(peak_memory(), None, account.read_loads(), (account.use(waited_s),)))
             return
         waited_s += 0.0 if began is None else time.perf_counter() - began
         follower.run(message)

@@ -24,9 +24,9 @@ from batchinfer.models.ops.cpu_ops import CpuOps
 from batchinfer.models.ops.interface import AttentionInputs, LayerParts, Ops, RopeTable
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.parallel.alone import Alone
-from batchinfer.models.parallel.place import Portion
+from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, ranged
 from batchinfer.models.parallel.ranks import ALONE, Ranks
-from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec
+from batchinfer.models.spec.spec import ExpertsSpec, FeedForwardSpec, HeldExpert, LayerSpec, ModelSpec
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.routing import Routing
@@ -149,7 +149,7 @@ def packed(
     kind: str,
     dtype: torch.dtype = torch.float32,
     quantization: Any = "none",
-    held: tuple[int, int] | None = None,
+    held: tuple[HeldExpert, ...] | None = None,
     ranks: Ranks = ALONE,
 ) -> tuple[Ops, LayerSpec, LayerParts]:
     """`held`: the experts that are there, of which other `ranks` have the others."""
@@ -167,7 +167,7 @@ def packed(
         split = {
             name: each.view(spec.routing.experts, -1, *each.shape[1:]) for name, each in of_experts.items()
         }
-        placed |= {name: each[slice(*held)].flatten(0, 1) for name, each in split.items()}
+        placed |= {name: each[[one.number for one in held]].flatten(0, 1) for name, each in split.items()}
     ops = ops_of(kind, dtype)
     if quantization != "none":
         layer = layer.quantized(quantization)
@@ -213,13 +213,18 @@ def test_loads_are_the_tokens_of_each_expert_but_for_padding(kind: str) -> None:
     assert torch.equal(parts.experts.loads, wanted)
 
 
+PLACED: Shares = ((0, 1, 4), (1, 2, 3), (1, 3, 5))  # of which two are on more than one rank
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_ranks_with_ranges_of_experts_give_what_one_gives(kind: str, quantization: str, exact: bool) -> None:
-    """To the bit where results are added in the order of the choice; of other ranks' rows nothing is computed, and what
-    stands in their place is read by nobody."""
+def test_ranks_with_some_of_the_experts_give_what_one_gives(
+    kind: str, quantization: str, exact: bool
+) -> None:
+    """Ranges, and others, some repeated. To the bit where results are added in the order of the choice; of other
+    ranks' rows nothing is computed, and what stands in their place is read by nobody."""
     if kind == "torch" and quantization != "none":
         return
     dtype = torch.bfloat16 if quantization == "int4" and kind not in ("torch", "cpu") else torch.float32
@@ -230,14 +235,17 @@ def test_ranks_with_ranges_of_experts_give_what_one_gives(kind: str, quantizatio
     assert parts.experts is not None
     wanted = parts.experts(x, choice)
 
-    with poisoned():
-        given = [computed(kind, dtype, quantization, exact, rank, x, choice, Given())[1] for rank in range(3)]
-        total = given[0] + given[1] + given[2]  # of bytes, where it is exact
-        for rank in range(3):
-            found, _ = computed(kind, dtype, quantization, exact, rank, x, choice, Given(total))
-            assert (found - wanted).norm() < 0.01 * wanted.norm()
-            if exact and kind != "triton":  # whose tiles depend on how many experts there are
-                assert torch.equal(found, wanted)
+    for shares in (ranged(6, 3), PLACED):
+        placement = ExpertPlacement((shares,))
+        asked = [(kind, dtype, quantization, exact, placement.held(0, rank), x, choice) for rank in range(3)]
+        with poisoned():
+            given = [computed(*each, Given())[1] for each in asked]
+            total = given[0] + given[1] + given[2]  # of bytes, where it is exact
+            for each in asked:
+                found, _ = computed(*each, Given(total))
+                assert (found - wanted).norm() < 0.01 * wanted.norm()
+                if exact and kind != "triton":  # whose tiles depend on how many experts there are
+                    assert torch.equal(found, wanted)
 
 
 @dataclass
@@ -258,14 +266,14 @@ def computed(
     dtype: torch.dtype,
     quantization: str,
     exact: bool,
-    rank: int,
+    held: tuple[HeldExpert, ...],
     x: Tensor,
     choice: Choice,
     group: Given,
 ) -> tuple[Tensor, Tensor]:
-    """What a rank of three with two of gpt-oss's experts finds, and what it gives to the sum."""
+    """What a rank with some of gpt-oss's experts finds, and what it gives to the sum."""
     ranks = Ranks(experts=group, exact=exact)
-    _, _, parts = packed("gpt_oss", kind, dtype, quantization, Portion(rank, 3).span(6), ranks)
+    _, _, parts = packed("gpt_oss", kind, dtype, quantization, held, ranks)
     assert parts.experts is not None
     found = parts.experts(x, choice)
     assert parts.experts.loads.sum() == choice.experts.numel()

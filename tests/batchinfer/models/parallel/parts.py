@@ -14,6 +14,7 @@ from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.decoder.decoder import Decoder
 from batchinfer.models.ops.interface import AttentionInputs, AttentionPlan, LayerCache, Ops
+from batchinfer.models.parallel.expert_placement import ExpertPlacement
 from batchinfer.models.parallel.place import Portion, RankPlace, Span
 from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.parallel.sharded import sharded
@@ -80,16 +81,17 @@ def run_sharded(
     experts: bool = False,
     tensor: bool = True,
     exact: bool = False,
+    placement: ExpertPlacement | None = None,
     **how: Any,
 ) -> list[list[Tensor]]:
     """Logits of all prompts on each of `size` ranks, which have shares of heads and columns, if `tensor`, and of
-    `experts`."""
+    `experts`, or those that `placement` says."""
     load = {key: how.pop(key) for key in LOADING if key in how}
     dtype = load.get("dtype", torch.float32)
 
     def work(group: ThreadGroup) -> list[Tensor]:
         share = Portion(group.rank, size)
-        place = RankPlace(share if tensor else Portion(), share if experts else None)
+        place = RankPlace(share if tensor else Portion(), share if experts else None, placement=placement)
         ranks = Ranks(group, group, exact) if tensor else Ranks(experts=group, exact=exact)
         own = ops(sharded(checkpoint.spec, place))
         decoder = load_part(checkpoint, own, place, ranks, **load)

@@ -1,0 +1,56 @@
+"""The whole experts that the ranks of a job's engines have."""
+
+from __future__ import annotations
+
+from batchinfer.core.hub import described
+from batchinfer.engine.ranks.expert_plan import ExpertHistory, ExpertPlan, planned_experts
+from batchinfer.engine.ranks.parts import expert_ranks, place_of
+from batchinfer.job import Job
+from batchinfer.models.checkpoint.checkpoint import Checkpoint
+from batchinfer.models.opening import StoredModel
+from batchinfer.models.parallel.sharded import sharded
+from batchinfer.models.spec.model_cost import loaded_bytes
+from batchinfer.models.spec.parameters import parameter_count
+from batchinfer.models.spec.spec import ModelSpec
+from batchinfer.plan.setup.resolve import Setting
+from batchinfer.report.tables.earlier_runs import earlier_experts
+from batchinfer.report.tables.folder import report_folder
+
+# Of the memory that weights leave free, for copies of experts: the rest is the KV cache's
+COPIES_SHARE = 0.1
+
+
+def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPlan | None:
+    """Return which experts the ranks of an engine have, by what earlier runs of the job's model gave each; None: whole
+    experts are not divided."""
+    if setting.division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
+        return None
+    spec = checkpoint.spec.quantized(setting.quantization)
+    ranks = expert_ranks(spec, setting.division)
+    if ranks == 1:
+        return None
+    if job.engine.expert_placement == "ranges":
+        return ExpertPlan(ranks, "engine.expert_placement says so")
+    loads = expert_history(job)
+    if loads is None or not loads.fits(spec):
+        return ExpertPlan(ranks, "no earlier run has measured how many tokens each gets")
+    peaks = None if setting.peaks is None else setting.peaks.part(setting.division.ranks)
+    spare = int(COPIES_SHARE * _free_bytes(spec, setting))
+    return planned_experts(spec, ranks, loads, peaks, setting.itemsize, spare)
+
+
+def expert_history(job: Job) -> ExpertHistory | None:
+    """Return what the experts of the job's model were given in earlier runs; None: no run has measured it."""
+    found = earlier_experts(report_folder(job.results_root), described(job.model.path))
+    return None if found is None else ExpertHistory(found.runs, found.tokens, found.steps)
+
+
+def _free_bytes(spec: ModelSpec, setting: Setting) -> int:
+    """Return the memory that weights leave free on the rank that has most of them."""
+    division = setting.division
+    memory = setting.hardware.memory_bytes or 0
+    if setting.device == "cpu":
+        memory = setting.memory() // (setting.engines_here * division.ranks_here)
+    firsts = range(0, division.ranks, division.peers)
+    owns = [sharded(spec, place_of(rank, division, spec)) for rank in firsts]
+    return memory - max(loaded_bytes(own, parameter_count(own), setting.itemsize) for own in owns)

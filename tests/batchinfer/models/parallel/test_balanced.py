@@ -1,0 +1,110 @@
+"""Placements of experts by their loads: what they promise, and how near they come to the best one."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.models.parallel.balanced import NEAR, balanced
+from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, imbalance, ranged, rank_loads
+from batchinfer.models.spec.spec import HeldExpert
+from tests.examples import examples
+
+
+def costs_of(loads: list[float], ranks: int) -> list[list[float]]:
+    return [[load / copies for copies in range(1, ranks + 1)] for load in loads]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[float], int, int]:
+    loads = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 40.0]), min_size=2, max_size=24))
+    return loads, draw(st.integers(1, min(4, len(loads)))), draw(st.integers(0, 4))
+
+
+@given(cases())
+@settings(max_examples=examples(100, 1000), deadline=None)
+def test_every_expert_is_somewhere_and_no_rank_has_more_than_it_may(
+    case: tuple[list[float], int, int],
+) -> None:
+    loads, ranks, beside = case
+    shares, room = balanced(costs_of(loads, ranks), ranks, beside), -(-len(loads) // ranks) + beside
+    assert len(shares) == ranks
+    assert {number for share in shares for number in share} == set(range(len(loads)))
+    assert all(1 <= len(set(share)) == len(share) <= room for share in shares)
+    assert all(list(share) == sorted(share) for share in shares)
+    assert sum(rank_loads(shares, loads)) == pytest.approx(sum(loads))
+    assert shares == balanced(costs_of(loads, ranks), ranks, beside)  # as ranks that plan alone need it
+    held = ExpertPlacement((shares,))
+    turns: dict[int, list[HeldExpert]] = {}
+    for rank in range(ranks):
+        assert tuple(one.number for one in held.held(0, rank)) == shares[rank]
+        for one in held.held(0, rank):
+            turns.setdefault(one.number, []).append(one)
+    assert all([one.turn for one in each] == [*range(each[0].copies)] for each in turns.values())
+    assert all({one.copies for one in each} == {len(each)} for each in turns.values())
+
+
+def every(experts: int, ranks: int, room: int) -> Iterator[Shares]:
+    """All placements."""
+    some = [set(one) for size in range(1, ranks + 1) for one in itertools.combinations(range(ranks), size)]
+    for places in itertools.product(some, repeat=experts):
+        shares = tuple(tuple(e for e in range(experts) if rank in places[e]) for rank in range(ranks))
+        if all(1 <= len(share) <= room for share in shares):
+            yield shares
+
+
+@given(st.lists(st.integers(0, 20), min_size=4, max_size=4), st.integers(2, 3), st.integers(0, 1))
+@settings(max_examples=examples(40, 400), deadline=None)
+def test_the_most_loaded_rank_has_little_more_than_it_has_to(
+    counts: list[int], ranks: int, beside: int
+) -> None:
+    loads, room = [float(one) for one in counts], -(-len(counts) // ranks) + beside
+    best = min(max(rank_loads(shares, loads)) for shares in every(len(loads), ranks, room))
+    found = max(rank_loads(balanced(costs_of(loads, ranks), ranks, beside), loads))
+    assert best <= found + 1e-9
+    assert found <= 1.26 * best + 1e-9
+
+
+def test_a_hot_expert_is_repeated_as_often_as_it_has_to_be() -> None:
+    loads = [12.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    ranges = ranged(8, 4)
+    assert rank_loads(ranges, loads) == [13, 2, 2, 2]
+    alone = balanced(costs_of(loads, 4), 4, 0)
+    assert max(rank_loads(alone, loads)) == 13  # each rank has two, as it has to
+    spread = balanced(costs_of(loads, 4), 4, 1)
+    assert max(rank_loads(spread, loads)) <= 5.0 * (1 + NEAR)
+    assert imbalance([(ranges, loads)]) == pytest.approx(13 / (19 / 4))
+    assert imbalance([(ranges, loads), (spread, loads)]) < imbalance([(ranges, loads)])
+    even = balanced(costs_of([1.0] * 8, 4), 4, 2)
+    assert sorted(number for share in even for number in share) == [*range(8)]  # no copy for nothing
+
+
+def test_the_fullest_rank_exchanges_experts() -> None:
+    """Dealt out one after the other, they would come to 9 and 11."""
+    loads = [5.0, 5.0, 4.0, 3.0, 3.0, 0.0]
+    assert rank_loads(balanced(costs_of(loads, 2), 2, 0), loads) == [10, 10]
+
+
+def test_what_is_no_less_costly_by_copies_is_not_repeated() -> None:
+    """Such as reading an expert's weights, where they take longer than what is computed with them."""
+    shares = balanced([[9.0, 9.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 2, 2)
+    assert sorted(map(len, shares)) == [1, 3]
+
+
+def test_large_layers_are_placed_quickly() -> None:
+    loads = [1000.0 / (1 + number) for number in range(256)]
+    began = time.perf_counter()
+    shares = balanced(costs_of(loads, 8), 8, 4)
+    assert max(rank_loads(shares, loads)) <= 1.05 * sum(loads) / 8
+    assert time.perf_counter() - began < 2
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_ranks_without_an_expert_are_refused(ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"1 experts have no part for each of {ranks} ranks"):
+        balanced([[1.0]], ranks, 4)

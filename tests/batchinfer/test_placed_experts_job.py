@@ -1,0 +1,119 @@
+"""Jobs whose ranks have experts by how often earlier runs chose each: the first run measures, the second one places."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from batchinfer.job import load_job
+from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
+from batchinfer.plan.forecast.job import forecast_job
+from batchinfer.plan.forecast.text import forecast_json, forecast_lines
+from batchinfer.plan.setup import resolve
+from tests.batchinfer.pipeline.test_pipeline import people, run, write_job
+from tests.batchinfer.test_ranks_job import EXPERTS, FEWER, FLOAT32, REAL, STAGES, TENSOR
+from tests.batchinfer.test_replicas import report
+from tests.checkpoints import make_model_folder
+from tests.examples import first_of
+
+pytestmark = pytest.mark.skipif(
+    len(getattr(os, "sched_getaffinity", lambda _: (0, 1))(0)) < 2, reason="needs two cores"
+)
+MORE = 64
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 8},
+    "gpt_oss": {"num_local_experts": 4},
+}
+
+
+def skewed_model(folder: Path, family: str) -> Path:
+    """Each token has one expert. Hidden states are alike, so that nearly all tokens of a layer have the same."""
+    make_model_folder(folder, family, num_hidden_layers=2, num_experts_per_tok=1, **OF_EXPERTS[family])
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    for name, tensor in stored.items():
+        if name.endswith("embed_tokens.weight"):
+            tensor[:, 0] = 4 * tensor.abs().max()
+    save_file(stored, file, metadata={"format": "pt"})
+    return folder
+
+
+def job(folder: Path, model: Path, rows: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    found = [one | {"text": f"{one['text']} " * (1 + n % 7)} for n, one in enumerate(people(rows))]
+    return write_job(
+        folder, model, found, sampling={"max_tokens": 12, "temperature": 1.2, "logprobs": 1},
+        engine={"max_num_seqs": 8, "max_num_batched_tokens": 64, "deterministic": True},
+    )  # fmt: skip
+
+
+def published(path: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))]
+
+
+@pytest.mark.parametrize(("family", "more"), first_of((
+    ("mixtral", ()),
+    ("gpt_oss", (("model.quantization", "int8"),)),
+    ("qwen3_moe", (("model.quantization", "int8"),)),
+    ("qwen3_moe", ()),
+), 2))  # fmt: skip
+def test_the_second_run_places_experts_and_keeps_the_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, more: tuple[tuple[str, str], ...]
+) -> None:
+    """Where peaks are not known, by tokens: with those of a machine, reading weights may take as long."""
+    monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: None))
+    model, sets = skewed_model(tmp_path / "model", family), (FLOAT32, (EXPERTS, "2"), *more)
+    path = job(tmp_path / "placed", model, FEWER)
+    first = run(path, REAL, *sets).row
+    assert (first["expert_placement"], first["expert_copies"]) == ("ranges", 0)
+    assert first["expert_imbalance"] > 1.2
+    job(tmp_path / "placed", model, MORE)
+    planned = forecast_job(load_job(path, sets), lambda _: None, lambda _: None)
+    told = forecast_json(planned, None)["experts"]
+    assert told["placement"] == "loads"
+    assert told["in_ranges"] == pytest.approx(first["expert_imbalance"])
+    assert told["expected"] < 1.1
+    assert any("placed by the loads of 1 earlier run" in line for line in forecast_lines(planned, None))
+    kept = load_job(path, (*sets, ("engine.expert_placement", "ranges")))
+    asked = forecast_job(kept, lambda _: None, lambda _: None).experts
+    assert asked is not None
+    assert (asked["placement"], asked["why"]) == ("ranges", "engine.expert_placement says so")
+    second = run(path, REAL, *sets).row
+    assert (second["expert_placement"], second["expert_copies"]) == ("loads", told["repeated"])
+    assert second["expert_copies"] > 0
+    assert second["expert_imbalance"] < 1.15
+    assert second["rank_read_bytes"] > first["rank_read_bytes"]
+    products = [linear for linear in inspect_checkpoint(model).spec.layers[0].linears if linear.experts]
+    one = sum(linear.values // linear.experts for linear in products)
+    copies = (second["rank_read_bytes"] - first["rank_read_bytes"]) / (4 * one)
+    assert copies <= second["expert_copies"]  # a rank reads its share, and what is repeated on it
+    alone = job(tmp_path / "alone", model, MORE)
+    row = run(alone, REAL, FLOAT32, *more).row
+    assert row["expert_placement"] is None
+    assert published(path) == published(alone)
+    in_ranges = job(tmp_path / "placed", model, MORE + 8)
+    assert (
+        run(in_ranges, REAL, *sets, ("engine.expert_placement", "ranges")).row["expert_placement"] == "ranges"
+    )
+
+
+def test_all_stages_tell_what_their_experts_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the numbers of the whole model's layers; tensor ranks place whole experts, too."""
+    monkeypatch.setattr(resolve, "_most_threads", lambda _: 4)
+    model, found = skewed_model(tmp_path / "model", "mixtral"), []
+    for name, sets in (("alone", ()), ("staged", ((STAGES, "2"), (TENSOR, "2")))):
+        path = job(tmp_path / name, model, FEWER)
+        off = ("engine.deterministic", "false"), ("sampling.temperature", "0")
+        row = run(path, REAL, FLOAT32, *off, *sets).row
+        found.append({(one["layer"], one["expert"]): one["tokens"] for one in report(path, "experts")})
+    assert found[0].keys() == found[1].keys() == {(layer, expert) for layer in (0, 1) for expert in range(4)}
+    for each in found[0]:
+        assert found[1][each] == pytest.approx(found[0][each], abs=0.05 * sum(found[0].values()))
+    assert row["expert_placement"] == "ranges"
