@@ -20,6 +20,7 @@ from batchinfer_kernels.cost import Cost, Peaks
 
 MOST_ROWS = 256  # that they are asked about at a time
 RANKS = 8  # candidates of a head, the likeliest ones
+MOST_NODES = 24  # of a row's tree: as many drafts as other sources give a row at the most
 _NEWEST = 0.2  # the weight of what the newest proposals took
 # The share of what they took longer than their bound that a step forgets: a slow proposal would else be the last
 _FORGOTTEN = 0.01
@@ -50,8 +51,7 @@ class HeadsBeside:
     sampled. So nothing is run for a row but the heads themselves; penalties, biases and draws are not looked at.
 
     They are the tree of which the most tokens are expected to be right, by how often each candidate of each head was so
-    far, of as many nodes as there are heads; without `branches` the likeliest one of each head. Larger trees gave more
-    tokens a step and took longer (docs/drafts.md).
+    far, of as many nodes as pay by what steps took; without `branches` the likeliest one of each head.
     """
 
     name: DraftName = "heads"
@@ -67,7 +67,7 @@ class HeadsBeside:
 
     @property
     def most_proposed(self) -> int:
-        """The most tokens that it proposes of a row: as many as there are heads."""
+        """The most tokens that it proposes of a row."""
         return len(self.shape.parents)
 
     @property
@@ -75,8 +75,8 @@ class HeadsBeside:
         """The best tree of all that it may propose; see `best_shape`."""
         if self._shape is None:
             heads = len(self._runner.heads.heads)
-            ranks = RANKS if self._runner.branches else 1
-            self._shape = best_shape([self._rates(head, ranks) for head in range(heads)], heads)
+            ranks, most = (RANKS, MOST_NODES) if self._runner.branches else (1, heads)
+            self._shape = best_shape([self._rates(head, ranks) for head in range(heads)], most)
         return self._shape
 
     def _rates(self, head: int, ranks: int) -> list[float]:

@@ -14,10 +14,8 @@ from batchinfer.models.parallel.expert_placement import Shares
 # costs[expert][copies - 1]: what an expert takes each of the ranks that have it, where so many have it
 Costs = Sequence[Sequence[float]]
 NEAR = 0.02  # a share of the greatest load, which is not worth another copy
-MOST_EXCHANGES, EXCHANGING = (
-    64,
-    3,
-)  # exchanges, and ranks of which one takes part in each: those with the least
+MOST_EXCHANGES = 64
+EXCHANGING = 3  # ranks of which one takes part in each exchange: those with the least
 
 
 def balanced(costs: Costs, ranks: int, beside: int) -> Shares:

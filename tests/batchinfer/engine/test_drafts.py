@@ -240,6 +240,18 @@ def test_a_source_that_is_wrong_is_not_believed_for_a_while() -> None:
     assert acceptance.rate("prompt", proposal) == before
 
 
+def test_a_text_that_is_copied_is_recognised_by_few_words() -> None:
+    acceptance, proposal = Acceptance(), Proposal([1, 2, 3], 2)
+    before = {matched: acceptance.rate("prompt", proposal._replace(matched=matched)) for matched in (1, 2, 9)}
+    for _ in range(20):
+        acceptance.verified("prompt", proposal, 3, 3)
+    assert acceptance.rate("prompt", proposal._replace(matched=9)) > 0.9 > before[9]
+    assert acceptance.rate("prompt", proposal._replace(matched=1)) == before[1], "which says less"
+    for _ in range(100):
+        acceptance.verified("prompt", proposal, 3, 0)
+    assert acceptance.rate("prompt", proposal._replace(matched=9)) == before[9], "as unlikely as nobody knows"
+
+
 def costed(
     clock: Any,
     peaks: Peaks = PEAKS,
@@ -378,6 +390,20 @@ def test_times_of_steps_are_those_that_were_measured() -> None:
     assert times.seconds(1, 0, 0) > 2 * DraftedStepTimes(SHAPE, PEAKS).seconds(1, 0, 0), (
         "of the nearest steps"
     )
+
+
+def test_times_of_steps_between_two_that_were_measured_lie_between_theirs() -> None:
+    times, sample = DraftedStepTimes(SHAPE, PEAKS), run(Way(), looping(4, 3)).steps[-1]
+    bounds = {tokens: times.seconds(1, 0, tokens - 1) for tokens in (1, 3, 6, 24, 30)}
+    for tokens, ratio in ((3, 1.0), (24, 4.0)):
+        took = replace(sample, decode_tokens=tokens, sampled_tokens=tokens, drafted_tokens=tokens - 1)
+        took = replace(took, roofline_s=1.0, duration_s=ratio * bounds[tokens])
+        for _ in range(60):
+            times.measured(took)
+    found = {
+        tokens: times.seconds(1, 0, tokens - 1) / bound for tokens, bound in bounds.items() if tokens > 1
+    }
+    assert found == pytest.approx({3: 1.0, 6: 2.0, 24: 4.0, 30: 4.0}, rel=0.05)
 
 
 def test_a_step_with_drafts_that_had_to_wait_is_not_the_last_one() -> None:
