@@ -72,20 +72,25 @@ def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[M
 
 
 def chain_of(tree: DraftTree) -> list[int]:
-    """Return the likeliest token at each place."""
+    """Return the likeliest token at each place, behind the likeliest ones."""
     kinds: Any = tree.kinds or [(0, 0)] * len(tree.tokens)
-    return [token for token, (_, rank, *_) in zip(tree.tokens, kinds, strict=True) if not rank]
+    parents, chain = tree.parents or range(-1, len(tree.tokens) - 1), [-1]
+    for at, (_, rank, *_) in enumerate(kinds):
+        if not rank and parents[at] == chain[-1]:
+            chain.append(at)
+    return [tree.tokens[at] for at in chain[1:]]
 
 
-def check(tree: DraftTree) -> None:
-    """The likeliest tokens come first, those beside one another differ, and all but those of the chain are leaves."""
+def check(tree: DraftTree, leaves: bool) -> None:
+    """The likeliest tokens come first, and those beside one another differ; with `leaves`, nothing follows those that
+    are not of the chain."""
     parents = tree.parents or range(-1, len(tree.tokens) - 1)
     assert list(tree.chances) == sorted(tree.chances, reverse=True)
     assert len({*zip(parents, tree.tokens, strict=True)}) == len(tree.tokens) <= 24
     kinds: Any = tree.kinds
     for at, parent in enumerate(parents):
         assert parent < at
-        assert parent < 0 or not kinds[parent][1]
+        assert parent < 0 or not leaves or not kinds[parent][1]
 
 
 @dataclass
@@ -115,7 +120,7 @@ class Asking(Drafts):
         found = self.model.propose(asked, count)
         for tree in found:
             if tree.kinds:
-                check(tree)
+                check(tree, leaves=isinstance(self.model, ModelBeside))
         self.found += [
             (row, list(row.tokens), chain_of(tree)) for row, tree in zip(asked, found, strict=True)
         ]
