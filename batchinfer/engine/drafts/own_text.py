@@ -57,14 +57,14 @@ class OwnText:
         return Proposal(tokens[behind : min(prompt, behind + most)], said, agreed=True)
 
 
-class Place(NamedTuple):
+class Recognised(NamedTuple):
     """A place in a text, and how many tokens before it are known to be those at the text's end."""
 
     behind: int
     matched: int
 
 
-def recognised(tokens: array[int]) -> Place | None:
+def recognised(tokens: array[int]) -> Recognised | None:
     """Return the place behind the last earlier one of the longest stretch with which `tokens` end; None where none of
     them stands anywhere else."""
     text = tokens.tobytes()
@@ -73,7 +73,7 @@ def recognised(tokens: array[int]) -> Place | None:
             continue
         at = _last_place(text, text[-stretch * _BYTES :])
         if at is not None:
-            return Place(at + stretch, _matched(tokens, at + stretch, stretch))
+            return Recognised(at + stretch, _matched(tokens, at + stretch, stretch))
     return None
 
 
