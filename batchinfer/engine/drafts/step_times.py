@@ -21,9 +21,9 @@ class DraftedStepTimes:
     Steps with drafts and those without are counted apart, by the power of two of their tokens, and what is between two
     of these is believed to be so in time, too: how much longer a CPU's step takes than its bound changes with each
     token, as it reads weights at one pace and multiplies at another. Beyond what was measured the nearest steps are
-    believed, and of steps with drafts, before there was any, those without: one that is tried by mistake is measured,
-    and not tried again for a while. What was measured of steps with drafts fades while there are none: one of them that
-    had to wait for something else would else be the last.
+    believed, and where steps with drafts had no so few or so many tokens, those without: one that is tried by mistake
+    is measured, and not tried again for a while. What was measured of steps with drafts fades while there are none: one
+    of them that had to wait for something else would else be the last.
 
     A step that is replayed as one of `graphs` takes as long as all that it is padded to, so that drafts that take the
     place of padding take no time.
@@ -32,6 +32,7 @@ class DraftedStepTimes:
     def __init__(self, cost: ModelCost, peaks: Peaks, graphs: GraphSteps | None = None) -> None:
         self._graphs = graphs
         self._ratios = {False: _Ratios(), True: _Ratios()}  # whether with drafts
+        self._known = dict[bool, _Ratios]()  # what is believed until the next step is measured
         self._pairs = self._kv_tokens = 0  # of a token, and of all, in the newest step that only decoded
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
@@ -51,6 +52,7 @@ class DraftedStepTimes:
         self._ratios[drafted].measured(tokens, found, self._ratio(tokens, drafted) or found)
         if not drafted:
             self._ratios[True].fade(self._ratios[False])
+        self._known.clear()
 
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
         """Return the seconds of a step in which so many rows decode, other rows run so many tokens, and so many drafts
@@ -64,8 +66,10 @@ class DraftedStepTimes:
 
     def _ratio(self, tokens: int, drafted: bool) -> float | None:
         """Return the ratio of such steps; None where nothing was measured."""
-        found = self._ratios[drafted].at(tokens)
-        return found if found is not None or not drafted else self._ratios[False].at(tokens)
+        if drafted not in self._known:
+            own, plain = self._ratios[True], self._ratios[False]
+            self._known[drafted] = own.with_those_beside(plain) if drafted else plain
+        return self._known[drafted].at(tokens)
 
 
 class _Ratios:
@@ -87,6 +91,20 @@ class _Ratios:
         low, high = self._sizes[right - 1 : right + 1]
         share = (size - low) / (high - low)
         return self._ratios[right - 1] + share * (self._ratios[right] - self._ratios[right - 1])
+
+    def with_those_beside(self, others: _Ratios) -> _Ratios:
+        """Return these, and of others those of fewer and of more tokens than any of these."""
+        low, high = (self._levels[0], self._levels[-1]) if self._levels else (0, 0)
+        each = zip(others._levels, others._sizes, others._ratios, strict=True)
+        beside = [one for one in each if not low <= one[0] <= high]
+        found = _Ratios()
+        for level, size, ratio in sorted(
+            [*zip(self._levels, self._sizes, self._ratios, strict=True), *beside]
+        ):
+            found._levels.append(level)
+            found._sizes.append(size)
+            found._ratios.append(ratio)
+        return found
 
     def measured(self, tokens: int, ratio: float, believed: float) -> None:
         """Take the ratio of a step, of which another one was believed."""

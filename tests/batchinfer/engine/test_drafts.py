@@ -406,6 +406,18 @@ def test_times_of_steps_between_two_that_were_measured_lie_between_theirs() -> N
     assert found == pytest.approx({3: 1.0, 6: 2.0, 24: 4.0, 30: 4.0}, rel=0.05)
 
 
+def test_steps_of_few_drafts_are_not_believed_to_be_as_slow_as_those_of_many() -> None:
+    """Or they would never be tried where many were tried first."""
+    times, sample = DraftedStepTimes(SHAPE, PEAKS), run(Way(), looping(4, 3)).steps[-1]
+    bounds = {tokens: times.seconds(1, 0, tokens - 1) for tokens in (1, 2, 4, 16)}
+    for tokens, ratio in ((1, 1.0), (16, 3.0)):
+        took = replace(sample, decode_tokens=tokens, sampled_tokens=tokens, drafted_tokens=tokens - 1)
+        for _ in range(60):
+            times.measured(replace(took, roofline_s=1.0, duration_s=ratio * bounds[tokens]))
+    found = {tokens: times.seconds(1, 0, tokens - 1) / bounds[tokens] for tokens in (2, 4, 16)}
+    assert found == pytest.approx({2: 1.5, 4: 2.0, 16: 3.0}, rel=0.1)
+
+
 def test_a_step_with_drafts_that_had_to_wait_is_not_the_last_one() -> None:
     """While it is remembered none is tried, so that nothing but time would show that others are faster."""
     times, sample = DraftedStepTimes(SHAPE, PEAKS), run(Way(), looping(4, 3)).steps[-1]
