@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect
 from functools import lru_cache
-from math import log2
 
 from batchinfer.core.samples import StepSample
 from batchinfer.engine.tensors.graph_sizes import GraphSteps
@@ -77,19 +76,18 @@ class _Ratios:
 
     def __init__(self) -> None:
         self._levels = list[int]()  # ascending
-        self._sizes = list[float]()  # of each, the steps' tokens in the mean, as a power of two
+        self._sizes = list[float]()  # of each, the steps' tokens in the mean
         self._ratios = list[float]()
 
     def at(self, tokens: int) -> float | None:
         """Return the ratio of steps of so many tokens, between those of the levels beside; None: there are none."""
         if not self._levels:
             return None
-        size = log2(tokens)
-        right = bisect(self._sizes, size)
+        right = bisect(self._sizes, tokens)
         if right in (0, len(self._sizes)):
             return self._ratios[min(right, len(self._sizes) - 1)]
         low, high = self._sizes[right - 1 : right + 1]
-        share = (size - low) / (high - low)
+        share = (tokens - low) / (high - low)
         return self._ratios[right - 1] + share * (self._ratios[right] - self._ratios[right - 1])
 
     def with_those_beside(self, others: _Ratios) -> _Ratios:
@@ -108,21 +106,21 @@ class _Ratios:
 
     def measured(self, tokens: int, ratio: float, believed: float) -> None:
         """Take the ratio of a step, of which another one was believed."""
-        level, size, at = tokens.bit_length(), log2(tokens), bisect(self._levels, tokens.bit_length())
+        level, at = tokens.bit_length(), bisect(self._levels, tokens.bit_length())
         # One step that had to wait for something else says little about the others
         change = min(ratio, 2 * believed) - believed
         if at and self._levels[at - 1] == level:
             self._ratios[at - 1] += _NEWEST * change
-            self._sizes[at - 1] += _NEWEST * (size - self._sizes[at - 1])
+            self._sizes[at - 1] += _NEWEST * (tokens - self._sizes[at - 1])
             return
         self._levels.insert(at, level)
-        self._sizes.insert(at, size)
+        self._sizes.insert(at, tokens)
         self._ratios.insert(at, believed + 0.5 * change)
 
     def fade(self, others: _Ratios) -> None:
         """Approach those of other steps by a little."""
         for at, size in enumerate(self._sizes):
-            plain = others.at(round(2**size))
+            plain = others.at(round(size))
             self._ratios[at] += _FORGOTTEN * ((plain or self._ratios[at]) - self._ratios[at])
 
 

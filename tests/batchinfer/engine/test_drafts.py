@@ -403,7 +403,7 @@ def test_times_of_steps_between_two_that_were_measured_lie_between_theirs() -> N
     found = {
         tokens: times.seconds(1, 0, tokens - 1) / bound for tokens, bound in bounds.items() if tokens > 1
     }
-    assert found == pytest.approx({3: 1.0, 6: 2.0, 24: 4.0, 30: 4.0}, rel=0.05)
+    assert found == pytest.approx({3: 1.0, 6: 1.43, 24: 4.0, 30: 4.0}, rel=0.05)
 
 
 def test_steps_of_few_drafts_are_not_believed_to_be_as_slow_as_those_of_many() -> None:
@@ -415,7 +415,7 @@ def test_steps_of_few_drafts_are_not_believed_to_be_as_slow_as_those_of_many() -
         for _ in range(60):
             times.measured(replace(took, roofline_s=1.0, duration_s=ratio * bounds[tokens]))
     found = {tokens: times.seconds(1, 0, tokens - 1) / bounds[tokens] for tokens in (2, 4, 16)}
-    assert found == pytest.approx({2: 1.5, 4: 2.0, 16: 3.0}, rel=0.1)
+    assert found == pytest.approx({2: 1.13, 4: 1.4, 16: 3.0}, rel=0.1)
 
 
 def test_a_step_with_drafts_that_had_to_wait_is_not_the_last_one() -> None:
