@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from batchinfer.core.request import Request
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.drafts.heads_beside import RANKS, HeadsRunner
 from batchinfer.engine.drafts.tree_shape import best_shape
 from batchinfer.engine.load.build import load_weights
 from batchinfer.engine.load.loaded_model import LoadedModel
+from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer.machine.hardware import detect
@@ -35,6 +37,7 @@ from tests.batchinfer.engine.draft_times import TEXT, work
 from tests.batchinfer.medusa_heads import heads_of, save_heads
 
 HEADS, VOCAB = 4, 8192
+BEFORE = 3  # rows
 # How often the first candidate of each head is right, and the next ones: about as Cai et al., 2024, figure 2 has them
 RIGHT = [[first, 0.13, 0.06, 0.03, 0.02] for first in (0.6, 0.5, 0.42, 0.36)]
 SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -110,17 +113,26 @@ class Heads:
 
 
 def timed(loaded: LoadedModel, peaks: Peaks, way: str, seed: int) -> tuple[float, int, int, int]:
-    """Return the seconds of the decode steps of one row, their number, and the drafts verified and right."""
-    (request,), answers = work(1, 1.0, seed)
-    answers = {key: [token % (VOCAB - 99) for token in own] for key, own in answers.items()}
-    request = replace(request, prompt=request.prompt % VOCAB)
+    """Return the seconds of the decode steps of one row, their number, and the drafts verified and right. The engine
+    has answered BEFORE others."""
+    requests, answers = list[Request](), dict[bytes, list[int]]()
+    for number in range(BEFORE + 1):
+        (request,), own = work(1, 1.0, seed + 1000 * number)
+        answers |= {key: [token % (VOCAB - 99) for token in tokens] for key, tokens in own.items()}
+        requests.append(replace(request, prompt=request.prompt % VOCAB))
     given: Any = Given(loaded, answers, seed)
     running = list[Any]()
-    heads: Any = Heads(given, {"answer": lambda: answers[request.key][running[0].output_length :]})
+    heads: Any = Heads(given, {"answer": lambda: answers[running[0].request.key][running[0].output_length :]})
     assert isinstance(loaded.beside, HeadsRunner)
     beside = replace(loaded.beside, heads=heads, branches=way == "tree")
     drafts: Any = () if way == "none" else ("earlier",)  # of which the row has none
     engine = replace(loaded, beside=beside, drafts=drafts).engine(peaks, runner=given)
+    for request in requests if drafts else requests[-1:]:
+        found = _timed(engine, request, running)
+    return found
+
+
+def _timed(engine: Engine, request: Request, running: list[Any]) -> tuple[float, int, int, int]:
     engine.add([request])
     took, steps, drafted, right = 0.0, 0, 0, 0
     while engine.unfinished:
