@@ -91,6 +91,8 @@ def test_an_answer_begins_to_be_copied_where_that_of_another_row_did() -> None:
         return found
 
     assert proposed(list(range(100, 130)), [100]) is None, "nothing is known of the job's answers"
+    proposed(list(range(200, 230)), [999, *range(205, 214)])
+    assert proposed(list(range(300, 330)), [304]) is None, "that one began with a word of its own"
     proposed(list(range(200, 230)), list(range(200, 209)))
     assert proposed(list(range(300, 330)), [300]) == Proposal(array("i", range(301, 305)), 1, agreed=True)
     assert proposed(list(range(300, 330)), [300, 301]) == Proposal(
