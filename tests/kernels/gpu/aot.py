@@ -49,11 +49,11 @@ class Compiled:
     sass: str  # empty on AMD
     losses: tuple[str, ...] = ()  # of speed, that the assembler warns of
 
-    def check(self, may_wait: bool = False) -> None:
+    def check(self, may_wait: bool = False, stack: int = STACK_LIMIT) -> None:
         """Nothing spilled, and shared memory within the limit, which the compiler does not check. No product waits for
         the one before, unless it `may_wait`."""
         assert may_wait or not self.losses, f"{self.summary()}: {self.losses}"
-        assert max(self.stack - STACK_LIMIT, self.local, self.spills) <= 0, self.summary()
+        assert max(self.stack - stack, self.local, self.spills) <= 0, self.summary()
         assert self.shared <= SHARED_LIMIT[self.target], self.summary()
 
     def summary(self) -> str:
