@@ -41,15 +41,3 @@ def tree_paths_reference(tokens: Tensor, firsts: Tensor, drafts: Tensor, parents
                 break
             node = paths[tree, depth] = int(children.nonzero()[0])
     return paths
-
-
-def path_moves(slots: Tensor, paths: Tensor) -> Tensor:
-    """Return the moves, as batchinfer_kernels.move_slots has them, by which right nodes come to lie where those of a
-    chain would: (n, 2) int64.
-
-    slots: (R, M) int64, of each node's K and V; paths: of `tree_paths_reference`.
-    """
-    places = torch.arange(paths.shape[1])
-    moves = (paths >= 0) & (paths != places)
-    sources = slots.gather(1, paths.clamp_min(0).long())
-    return torch.stack((sources[moves], slots[moves]), 1)

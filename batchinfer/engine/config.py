@@ -63,9 +63,7 @@ class LoadConfig:
     adapter_places: int | None = None  # how many of them are on the device at a time; None: all
     beside: BesideConfig | None = None  # a smaller model, which proposes tokens; None: there is none
     heads: Path | None = None  # the folder of heads of the model, which propose tokens; None: there are none
-    experts: ExpertPlacement | None = (
-        None  # which whole experts ranks have, where they divide these; None: ranges
-    )
+    experts: ExpertPlacement | None = None  # the whole experts of ranks that divide these; None: ranges
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from batchinfer.core.text import json_line
 from batchinfer.data.index.index import attempt_columns
 from batchinfer.data.storage.durable import FileOps, write_bytes
 from batchinfer.engine.config import EngineInfo
-from batchinfer.engine.ranks.expert_plan import ExpertPlan
 from batchinfer.job import Job
 from batchinfer.machine.energy import EnergyMeter
 from batchinfer.machine.memory import peak_memory
+from batchinfer.plan.expert_plan import ExpertPlan
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.setup.resolve import Setting

@@ -51,8 +51,8 @@ def move_slots(caches: Sequence[Tensor], slots: Tensor, paths: Tensor) -> None:
 
     caches: (blocks, heads, block_size, D) each, contiguous, of any dtypes; a tensor is given once. slots: (R, M) int64,
     of each tree's nodes, block * block_size + offset; paths: (R, M) int32, of `tree_paths`. The result is that of
-    `batchinfer_kernels.move_slots` with `path_moves`. Caches of one shape are one launch. Raises ValueError when shapes
-    or dtypes do not fit.
+    `batchinfer_kernels.move_slots` with a move from each right node's slot to that of its place. Caches of one shape
+    are one launch. Raises ValueError when shapes or dtypes do not fit.
     """
     if slots.shape != paths.shape or (slots.dtype, paths.dtype) != (torch.int64, torch.int32):
         raise ValueError(

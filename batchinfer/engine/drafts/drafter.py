@@ -18,14 +18,13 @@ from batchinfer.engine.drafts.acceptance import Acceptance
 from batchinfer.engine.drafts.holding import NOBODY, Decoding, host_seconds, waiting_pays
 from batchinfer.engine.drafts.model_choice import ModelChoice
 from batchinfer.engine.drafts.patience import Patience
-from batchinfer.engine.drafts.source import LAST_WORDS, DraftSource, Proposal
+from batchinfer.engine.drafts.source import LAST_WORDS, MOST_DRAFTS, DraftSource, Proposal
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.worth import LEAST_GAIN, drafts_worth
 from batchinfer.engine.loop.drafting import Drafts
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.sequence import Sequence
 
-MOST_DRAFTS = 24  # of a row in a step
 # Tokens that are looked for: where one of the drafts is wrong, as many as a step takes are left behind it
 _MOST_FOUND = 2 * MOST_DRAFTS
 SHARE = 0.05  # of the time that steps would take without drafts: looking for drafts takes no more

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.drafts.acceptance import NodeAcceptance
+from batchinfer.engine.drafts.source import MOST_DRAFTS
 from batchinfer.engine.drafts.tree_shape import TreeShape, best_shape
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.runner.kept_states import KeptStates
@@ -20,7 +21,6 @@ from batchinfer_kernels.cost import Cost, Peaks
 
 MOST_ROWS = 256  # that they are asked about at a time
 RANKS = 8  # candidates of a head, the likeliest ones
-MOST_NODES = 24  # of a row's tree: as many drafts as other sources give a row at the most
 _NEWEST = 0.2  # the weight of what the newest proposals took
 # The share of what they took longer than their bound that a step forgets: a slow proposal would else be the last
 _FORGOTTEN = 0.01
@@ -75,7 +75,7 @@ class HeadsBeside:
         """The best tree of all that it may propose; see `best_shape`."""
         if self._shape is None:
             heads = len(self._runner.heads.heads)
-            ranks, most = (RANKS, MOST_NODES) if self._runner.branches else (1, heads)
+            ranks, most = (RANKS, MOST_DRAFTS) if self._runner.branches else (1, heads)
             self._shape = best_shape([self._rates(head, ranks) for head in range(heads)], most)
         return self._shape
 

@@ -12,6 +12,7 @@ from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.draft_tree import DraftTree
 from batchinfer.engine.schedule.sequence import Sequence
 
+MOST_DRAFTS = 24  # of a row in a step
 LAST_WORDS = 12  # tokens by which the beginning of an answer can be recognised
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from batchinfer.core.errors import CannotSplit, OutOfMemory
 from batchinfer.core.wording import size
-from batchinfer.engine.ranks.expert_plan import ExpertPlan
 from batchinfer.engine.ranks.parts import check_division, check_stored
 from batchinfer.engine.ranks.seat import Division
 from batchinfer.job import Job
 from batchinfer.machine.devices import Devices
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.spec import ModelSpec
+from batchinfer.plan.expert_plan import ExpertPlan
 from batchinfer.plan.forecast.divided import divided_spec
 from batchinfer.plan.forecast.engine import OUTPUT_TOKEN_S, ROW_S, TWO_PARTS, ForecastEngine, forecast_engine
 from batchinfer.plan.forecast.room import engine_room, held_bytes
@@ -50,9 +50,7 @@ class LayoutForecast:
     refused: str | None = None
     not_run: str | None = None
     chosen: bool = False
-    imbalance: float | None = (
-        None  # of experts: see ExpertPlan; None: there are no such ranks, or it is not known
-    )
+    imbalance: float | None = None  # of experts: see ExpertPlan; None: none are divided, or it is not known
 
     @property
     def name(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from batchinfer.core.hub import described
-from batchinfer.engine.ranks.expert_plan import ExpertHistory, ExpertPlan, planned_experts
 from batchinfer.engine.ranks.parts import expert_ranks, place_of
 from batchinfer.job import Job
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
@@ -12,6 +11,7 @@ from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.parameters import parameter_count
 from batchinfer.models.spec.spec import ModelSpec
+from batchinfer.plan.expert_plan import ExpertPlan, has_experts, planned_experts
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.report.tables.earlier_runs import earlier_experts
 from batchinfer.report.tables.folder import report_folder
@@ -31,18 +31,12 @@ def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPl
         return None
     if job.engine.expert_placement == "ranges":
         return ExpertPlan(ranks, "engine.expert_placement says so")
-    loads = expert_history(job)
-    if loads is None or not loads.fits(spec):
+    loads = earlier_experts(report_folder(job.results_root), described(job.model.path))
+    if loads is None or not has_experts(spec, loads):
         return ExpertPlan(ranks, "no earlier run has measured how many tokens each gets")
     peaks = None if setting.peaks is None else setting.peaks.part(setting.division.ranks)
     spare = int(COPIES_SHARE * _free_bytes(spec, setting))
     return planned_experts(spec, ranks, loads, peaks, setting.itemsize, spare)
-
-
-def expert_history(job: Job) -> ExpertHistory | None:
-    """Return what the experts of the job's model were given in earlier runs; None: no run has measured it."""
-    found = earlier_experts(report_folder(job.results_root), described(job.model.path))
-    return None if found is None else ExpertHistory(found.runs, found.tokens, found.steps)
 
 
 def _free_bytes(spec: ModelSpec, setting: Setting) -> int:

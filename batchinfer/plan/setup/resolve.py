@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
 from batchinfer.core.samples import DraftName
 from batchinfer.engine.config import NUMERICS_VERSION, BesideConfig, EngineConfig, LoadConfig
-from batchinfer.engine.ranks.expert_plan import ExpertPlan
 from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.job import Job
@@ -36,6 +35,7 @@ from batchinfer.models.adapters.sizes import AdapterSizes
 from batchinfer.models.checkpoint.checkpoint import OWN, Checkpoint
 from batchinfer.models.heads.stored_heads import StoredHeads
 from batchinfer.models.opening import StoredModel
+from batchinfer.plan.expert_plan import ExpertPlan
 from batchinfer.plan.setup.job_pairs import pair_mistakes
 from batchinfer_kernels.arithmetic import AskedQuantization, Device, Dtype, KvCacheDtype, Quantization
 from batchinfer_kernels.cost import ModelCost, Peaks

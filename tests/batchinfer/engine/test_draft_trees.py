@@ -16,8 +16,9 @@ from torch import Tensor
 from batchinfer.core.request import Request
 from batchinfer.engine.drafts.acceptance import NodeAcceptance
 from batchinfer.engine.drafts.drafter import CostedDrafter
-from batchinfer.engine.drafts.heads_beside import MOST_NODES, HeadsBeside, HeadsRunner
+from batchinfer.engine.drafts.heads_beside import HeadsBeside, HeadsRunner
 from batchinfer.engine.drafts.model_choice import ModelChoice
+from batchinfer.engine.drafts.source import MOST_DRAFTS
 from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.drafts.tree_shape import best_shape
 from batchinfer.engine.loop.in_flight import AcceptedTokens
@@ -192,7 +193,7 @@ def test_with_many_rows_a_tree_has_few_nodes_or_none() -> None:
         for cost_s in (0.0, 0.02, 0.1, 0.3, 1.0)
     ]
     assert counts == sorted(counts, reverse=True)
-    assert counts[0] == MOST_NODES > counts[2] > counts[3] > counts[4] == 0
+    assert counts[0] == MOST_DRAFTS > counts[2] > counts[3] > counts[4] == 0
 
 
 def test_a_slow_proposal_is_forgotten() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchinfer_kernels.gpu.move_slots import move_slots
 from batchinfer_kernels.gpu.tree_paths import tree_paths
 from batchinfer_kernels.move_slots import move_slots_reference
-from batchinfer_kernels.tree_paths import NO_PARENT, path_moves, tree_paths_reference
+from batchinfer_kernels.tree_paths import NO_PARENT, tree_paths_reference
 from tests.kernels.test_copy_parts import equal
 from tests.kernels.trees import random_parents
 
@@ -69,6 +69,14 @@ def test_a_path_ends_where_nothing_that_follows_was_proposed(device: str) -> Non
     tokens = torch.tensor([5, 9, 6, 4, 4, 5, -1, -1], device=device)
     found = tree_paths(tokens, torch.tensor([0, 4], device=device), drafts, parents)
     assert found.tolist() == [[1, 2, -1, -1], [0, 1, -1, -1]]
+
+
+def path_moves(slots: Tensor, paths: Tensor) -> Tensor:
+    """Return the moves by which right nodes come to lie where those of a chain would: (n, 2), as `move_slots_reference`
+    takes them."""
+    moves = (paths >= 0) & (paths != torch.arange(paths.shape[1]))
+    sources = slots.gather(1, paths.clamp_min(0).long())
+    return torch.stack((sources[moves], slots[moves]), 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

@@ -9,27 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from batchinfer.core.wording import counted
 from batchinfer.models.parallel.balanced import balanced
 from batchinfer.models.parallel.expert_placement import ExpertPlacement, Shares, imbalance, ranged
 from batchinfer.models.spec.spec import ExpertsSpec, LayerSpec, LinearSpec, ModelSpec
+from batchinfer.report.tables.earlier_runs import EarlierExperts
 from batchinfer_kernels.cost import Cost, Peaks
 
 LEAST_GAIN = 0.01  # a share of the experts' time, for which experts leave their ranges
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertHistory:
-    """The tokens that the experts of each layer were given in `runs` earlier runs, and how many each step ran."""
-
-    runs: int
-    tokens: Mapping[int, NDArray[np.int64]]
-    steps: NDArray[np.int64]
-
-    def fits(self, spec: ModelSpec) -> bool:
-        """Whether it is of a model with these experts."""
-        experts = {index: fed.routing.experts for index, fed in expert_layers(spec).items()}
-        return experts == {index: len(tokens) for index, tokens in self.tokens.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +65,14 @@ def expert_layers(spec: ModelSpec) -> dict[int, ExpertsSpec]:
     return {index: one for index, one in fed.items() if isinstance(one, ExpertsSpec)}
 
 
+def has_experts(spec: ModelSpec, loads: EarlierExperts) -> bool:
+    """Whether the loads are those of a model with these experts."""
+    experts = {index: fed.routing.experts for index, fed in expert_layers(spec).items()}
+    return experts == {index: len(tokens) for index, tokens in loads.tokens.items()}
+
+
 def planned_experts(
-    spec: ModelSpec, ranks: int, loads: ExpertHistory, peaks: Peaks | None, itemsize: int, spare_bytes: int
+    spec: ModelSpec, ranks: int, loads: EarlierExperts, peaks: Peaks | None, itemsize: int, spare_bytes: int
 ) -> ExpertPlan:
     """Plan for `ranks` with these `peaks` each; `spare_bytes` of memory of each may hold copies of experts, as many in
     every layer. `itemsize`: bytes of a value that is not quantised. Experts leave their ranges where that makes their
@@ -92,7 +86,7 @@ def planned_experts(
     before = imbalance([(in_ranges[index], loads.tokens[index].tolist()) for index in layers])
     after = imbalance([(found[index], loads.tokens[index].tolist()) for index in layers])
     whole, saved = _longest(in_ranges, costs), _longest(found, costs)
-    runs = f"{loads.runs} earlier run{'s' * (loads.runs > 1)}"
+    runs = counted(loads.runs, "earlier run")
     if saved >= whole * (1 - LEAST_GAIN):
         why = f"by the loads of {runs} no placement is faster"
         return ExpertPlan(ranks, why, None, before, before)
@@ -124,7 +118,7 @@ def _expert_bytes(layer: LayerSpec, itemsize: int) -> float:
 
 
 def _costs(
-    layer: LayerSpec, loads: ExpertHistory, index: int, ranks: int, peaks: Peaks | None, itemsize: int
+    layer: LayerSpec, loads: EarlierExperts, index: int, ranks: int, peaks: Peaks | None, itemsize: int
 ) -> Floats:
     """Return (experts, ranks) what each of 1, 2 … copies of an expert takes a rank over all steps: seconds, or tokens
     where peaks are not known."""

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from batchinfer.engine.ranks.expert_plan import ExpertHistory, planned_experts
 from batchinfer.models.parallel.expert_placement import ranged, rank_loads
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ExpertsSpec, ModelSpec
+from batchinfer.plan.expert_plan import has_experts, planned_experts
 from batchinfer.plan.forecast.divided import with_imbalance
 from batchinfer.plan.forecast.text import experts_text
+from batchinfer.report.tables.earlier_runs import EarlierExperts
 from batchinfer_kernels.cost import Peaks, StepShape
 from batchinfer_kernels.routing import Routing
 from tests.model_costs import llama_spec
@@ -32,8 +33,8 @@ def spec_of(layers: int = 3, chosen: int = 1) -> ModelSpec:
     )
 
 
-def history(tokens: list[int], steps: int = 1000) -> ExpertHistory:
-    return ExpertHistory(2, {1: np.array(tokens), 2: np.array(tokens)}, np.full(20, steps))
+def history(tokens: list[int], steps: int = 1000) -> EarlierExperts:
+    return EarlierExperts(2, {1: np.array(tokens), 2: np.array(tokens)}, np.full(20, steps))
 
 
 @pytest.mark.parametrize("peaks", [None, FAST_MEMORY])
@@ -86,9 +87,9 @@ def test_experts_that_few_steps_read_count_for_less() -> None:
 
 
 def test_a_history_of_another_model_is_none() -> None:
-    assert history(HOT).fits(spec_of())
-    assert not history(HOT).fits(spec_of(layers=4))
-    assert not history(HOT[:7]).fits(spec_of())
+    assert has_experts(spec_of(), history(HOT))
+    assert not has_experts(spec_of(layers=4), history(HOT))
+    assert not has_experts(spec_of(), history(HOT[:7]))
 
 
 def test_the_fullest_rank_computes_as_many_more_tokens_and_reads_as_many_weights() -> None:
