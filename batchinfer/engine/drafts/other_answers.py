@@ -18,6 +18,7 @@ MOST_TOKENS = 1 << 18  # of answers that are remembered: 15 MB with what finds t
 _LEAST_NEW = 256  # tokens before they are sorted in
 _ENOUGH = 4  # of the latest places, which have to agree on the next token for a proposal to count as certain
 _NONE = -1  # between two answers; no token
+_HASHED = 4096  # stretches at a time: the products of all take 100 bytes each
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 Hashes = NDArray[np.uint64]
@@ -34,7 +35,7 @@ class OtherAnswers:
         self._most = most_tokens
         self._tokens = array("i", [_NONE])
         self._sorted_tokens = 0  # how many of them the indexes know
-        self._text: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._text = array("i")  # these
         self._indexes: list[_StretchIndex] = []
 
     def learn(self, text: array[int]) -> None:
@@ -54,69 +55,66 @@ class OtherAnswers:
             open_rows = [at for at, row in enumerate(rows) if found[at] is None and len(row) >= index.stretch]
             if not open_rows:
                 continue
-            ends = np.array([rows[at].tokens[-index.stretch :] for at in open_rows], np.int32)
-            for at, places in zip(open_rows, index.places(ends), strict=True):
-                found[at] = self._proposal(places, most, index.stretch)
+            places = index.places([rows[at].tokens[-index.stretch :] for at in open_rows])
+            for at, own in zip(open_rows, places, strict=True):
+                found[at] = self._proposal(own, most, index.stretch) if own else None
         return found
 
-    def _proposal(self, places: Places, most: int, stretch: int) -> Proposal | None:
+    def _proposal(self, places: list[int], most: int, stretch: int) -> Proposal | None:
         """Return what follows the newest of these places, up to the end of its answer."""
-        if not len(places):
-            return None
-        latest = self._text[places[-_ENOUGH:]]
-        begin = int(places[-1])
-        tokens = self._text[begin : begin + most]
-        ends = np.flatnonzero(tokens == _NONE)
-        tokens = tokens[: ends[0]] if len(ends) else tokens
-        agreed = len(latest) == _ENOUGH and bool((latest == latest[-1]).all())
-        return Proposal(tokens.tolist(), stretch, agreed) if len(tokens) else None
+        text, begin = self._text, places[-1]
+        tokens = text[begin : begin + most]
+        if _NONE in tokens:
+            tokens = tokens[: tokens.index(_NONE)]
+        agreed = len(places) == _ENOUGH and all(text[place] == text[begin] for place in places)
+        return Proposal(tokens, stretch, agreed) if tokens else None
 
     def _sort(self) -> None:
-        self._text = np.array(self._tokens, np.int32)
+        self._text = self._tokens[:]
         self._sorted_tokens = len(self._text)
         self._indexes = [_StretchIndex.of(self._text, stretch) for stretch in STRETCHES]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StretchIndex:
-    """The places behind all stretches of a length, sorted by a hash of these; equal ones by place."""
+    """The places behind all stretches of a length, sorted by a hash of these; equal ones by place. What is found of a
+    row is compared in arrays of Python: for a few numbers numpy takes several times as long."""
 
     stretch: int
-    text: NDArray[np.int32]
+    text: array[int]
     hashes: Hashes  # (n,) ascending
     behind: Places  # (n,): the token behind each stretch
 
     @classmethod
-    def of(cls, text: NDArray[np.int32], stretch: int) -> _StretchIndex:
+    def of(cls, text: array[int], stretch: int) -> _StretchIndex:
         """Sort the stretches of a text. Those that reach into the next answer, or end the text, are left out."""
         if len(text) <= stretch:
             return cls(stretch, text, np.zeros(0, np.uint64), np.zeros(0, np.int64))
-        windows = np.lib.stride_tricks.sliding_window_view(text[:-1], stretch)
+        tokens = np.frombuffer(text, np.int32)
+        windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], stretch)
         starts = np.flatnonzero((windows != _NONE).all(1))
-        hashes = _hashes(windows[starts])
+        blocks = [_hashes(windows[starts[at : at + _HASHED]]) for at in range(0, len(starts), _HASHED)]
+        hashes = np.concatenate([np.zeros(0, np.uint64), *blocks])
         order = np.argsort(hashes, kind="stable")
         return cls(stretch, text, hashes[order], (starts + stretch)[order])
 
-    def places(self, ends: NDArray[np.int32]) -> list[Places]:
-        """Return the places behind each of these stretches, (n, stretch), ascending."""
-        wanted = _hashes(ends)
-        first = np.searchsorted(self.hashes, wanted, side="left")
-        last = np.searchsorted(self.hashes, wanted, side="right")
-        found = (self.behind[low:high][-_ENOUGH:] for low, high in zip(first, last, strict=True))
-        return [self._equal(places, end) for places, end in zip(found, ends, strict=True)]
+    def places(self, ends: list[array[int]]) -> list[list[int]]:
+        """Return the newest places behind each of these stretches, up to _ENOUGH, ascending."""
+        wanted = _hashes(np.array(ends, np.int32))
+        first = np.searchsorted(self.hashes, wanted, side="left").tolist()
+        last = np.searchsorted(self.hashes, wanted, side="right").tolist()
+        return [self._equal(*own) for own in zip(first, last, ends, strict=True)]
 
-    def _equal(self, places: Places, end: NDArray[np.int32]) -> Places:
-        """Leave out places behind other stretches of the same hash."""
-        if not len(places):
-            return places
-        own = self.text[places[:, None] - np.arange(self.stretch, 0, -1)]
-        same: NDArray[np.bool_] = (own == end).all(1)
-        return places[same]
+    def _equal(self, first: int, last: int, end: array[int]) -> list[int]:
+        """Return the newest of these places, without those behind other stretches of the same hash."""
+        if first == last:
+            return []
+        places = self.behind[max(first, last - _ENOUGH) : last].tolist()
+        return [place for place in places if self.text[place - self.stretch : place] == end]
 
 
 def _hashes(windows: NDArray[np.int32]) -> Hashes:
     """Hash stretches, (n, stretch), as polynomials modulo 2^64."""
-    found = np.zeros(len(windows), np.uint64)
-    for column in windows.T:
-        found = found * _FACTOR + column.astype(np.uint64)
+    powers = _FACTOR ** np.arange(windows.shape[1] - 1, -1, -1, dtype=np.uint64)
+    found: Hashes = (windows.astype(np.uint64) * powers).sum(1)
     return found ^ (found >> np.uint64(29))

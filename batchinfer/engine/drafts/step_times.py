@@ -32,7 +32,13 @@ class DraftedStepTimes:
         self._graphs = graphs
         self._ratios = {False: _Ratios(), True: _Ratios()}  # whether with drafts
         self._known = dict[bool, _Ratios]()  # what is believed until the next step is measured
-        self._pairs = self._kv_tokens = 0  # of a token, and of all, in the newest step that only decoded
+        self._context = (
+            0,
+            0,
+        )  # pairs of a token, and K and V's tokens, about, in the newest step that only decoded
+        self._bounds = dict[
+            tuple[int, int], float
+        ]()  # with such contexts, by all tokens and the others' of them
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
     def measured(self, sample: StepSample) -> None:
@@ -42,7 +48,7 @@ class DraftedStepTimes:
             return
         useful = max(1, tokens - sample.padded_tokens)
         if not sample.prefill_tokens:
-            self._pairs, self._kv_tokens = sample.pairs // useful, sample.kv_tokens
+            self._take_context(_rounded(sample.pairs // useful), _rounded(sample.kv_tokens))
         # What was computed for rejected drafts took time, too
         sampled = sample.sampled_tokens + sample.padded_tokens
         pairs = sample.pairs + sample.padded_tokens * (sample.pairs // useful)
@@ -59,9 +65,20 @@ class DraftedStepTimes:
         tokens = decodes + others + drafts
         if self._graphs is not None and not others:
             tokens = self._graphs.padded(tokens, drafts > 0)
-        rounded = _rounded(self._kv_tokens)
-        shape = StepShape(tokens, tokens - others, tokens * _rounded(self._pairs), rounded)
-        return self._bound(shape) * (self._ratio(tokens, drafts > 0) or 1.0)
+        return self._bound_of(tokens, others) * (self._ratio(tokens, drafts > 0) or 1.0)
+
+    def _bound_of(self, tokens: int, others: int) -> float:
+        found = self._bounds.get((tokens, others))
+        if found is None:
+            pairs, kv_tokens = self._context
+            found = self._bound(StepShape(tokens, tokens - others, tokens * pairs, kv_tokens))
+            self._bounds[tokens, others] = found
+        return found
+
+    def _take_context(self, pairs: int, kv_tokens: int) -> None:
+        if self._context != (pairs, kv_tokens) or len(self._bounds) > _REMEMBERED:
+            self._context = pairs, kv_tokens
+            self._bounds.clear()
 
     def _ratio(self, tokens: int, drafted: bool) -> float | None:
         """Return the ratio of such steps; None where nothing was measured."""

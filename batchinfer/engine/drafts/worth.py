@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from types import MappingProxyType
 
 import numpy as np
@@ -88,6 +89,7 @@ def expected_right(rate: float, tokens: float) -> float:
     return found
 
 
+@lru_cache(1024)
 def _tried(most: int) -> list[int]:
     """Return the numbers of drafts that are tried first: 1, 2, 3, 4, 6, 8, 12, and so on up to `most`."""
     powers = [1 << bit for bit in range(most.bit_length())]

@@ -126,7 +126,7 @@ def test_other_answers_are_found_by_their_longest_stretch(answers: list[list[int
         begin = places[-1]
         expected = text[begin : min(begin + 5, text.index(-1, begin))]
         if expected:  # an answer may end there: then a shorter stretch may stand where one goes on
-            assert found == Proposal(expected, stretch, found is not None and found.agreed)
+            assert found == Proposal(array("i", expected), stretch, found is not None and found.agreed)
             return
     assert found is None
 
@@ -183,7 +183,7 @@ def test_old_answers_are_forgotten() -> None:
     source = OtherAnswers(most_tokens=4000)
     source.learn(array("i", [1, 2, 3, 4, 5]))
     source.learn(array("i", [9] * 500))
-    assert source.propose([_Row([1, 2, 3])], 2) == [Proposal([4, 5], 3)]  # type: ignore[list-item]
+    assert source.propose([_Row([1, 2, 3])], 2) == [Proposal(array("i", [4, 5]), 3)]  # type: ignore[list-item]
     for number in range(20):
         source.learn(array("i", [20 + number] * 500))
     assert source.propose([_Row([1, 2, 3])], 2) == [None]  # type: ignore[list-item]
