@@ -80,8 +80,8 @@ INLINE void add_codes(const uint8_t *x, const vi *weight, int64_t stride, vi sum
 }
 
 #if WIDE_CODES
-#define CODE_ROWS 48    /* rows that a slice of a panel meets once it is widened */
-#define CODE_SLICE 64   /* words of a panel: widened, of 8 KiB, they stay in an L1 of 32 */
+#define CODE_ROWS 66    /* rows that a slice of a panel meets once it is widened */
+#define CODE_SLICE 32   /* words of a panel: widened, of 4 KiB, they stay in an L1 of 32 beside the rows' sums and codes */
 
 /* Each word of four of a weight as two, like a row's codes. `ahead`: what is fetched meanwhile, a line for each word. */
 INLINE void widen_codes(const vi *weight, int64_t words, const char *ahead, vi *to) {
