@@ -82,10 +82,34 @@ class InFlight:
     began_s: float
     launched_s: float = 0.0
     result: Launched | None = None
-    shape: StepShape | None = None  # of what is useful, without what was dropped
+    # Of what is useful in each of the steps that were launched at once, without what was dropped
+    shapes: list[StepShape] = field(default_factory=list)
     # Of sequences that did not just get the next token
     irregular: list[AcceptedTokens] = field(default_factory=list)
     dropped: set[Sequence] = field(default_factory=set)  # sequences that had ended when it was launched
+    # Of sequences that ended before the last of the steps that they ran at once: how many tokens they took
+    cut: dict[Sequence, int] = field(default_factory=dict)
+
+    @property
+    def repeats(self) -> int:
+        """Count the steps that were launched at once."""
+        return self.scheduled.repeats
+
+    def run_on(self, runs: list[int]) -> None:
+        """Have each sequence run so many tokens one behind the other, of which the step that was scheduled is the
+        first."""
+        chunks = [Chunk(s, start, n) for (s, start, _), n in zip(self.scheduled.chunks, runs, strict=True)]
+        self.scheduled.chunks = self.useful = chunks
+        self.decodes = sum(runs)
+        for sequence, _, length in chunks:
+            sequence.add_placeholders(length - 1)
+
+    @property
+    def passes(self) -> list[list[Chunk]]:
+        """Return the chunks of a token each that were of use in each of the steps that were launched at once."""
+        dropped, cut = self.dropped, self.cut
+        each = [(s, start, cut.get(s, n)) for s, start, n in self.useful if s not in dropped]
+        return [[Chunk(s, start + at, 1) for s, start, n in each if n > at] for at in range(self.repeats)]
 
     @property
     def scored_positions(self) -> int:
