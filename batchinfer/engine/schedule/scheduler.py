@@ -154,7 +154,7 @@ class Scheduler:
         self._patience = 0  # steps for which the first in the queue is not looked at: it did not fit
         self._batching = BatchedAdmission(config.admission_costs)
         self._available_at_stop = 0  # blocks that were available when admission stopped
-        self._steps = 1  # launched since the one before was scheduled
+        self._launched_steps = 1  # since the one before was scheduled
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if the whole cache could not hold it, or no step its whole prompt."""
@@ -225,7 +225,7 @@ class Scheduler:
     def launched(self, step: Step) -> None:
         """Move the sequences of a step on, which was scheduled last and is launched."""
         self.partial.launched()
-        self._steps = self._batching.steps = step.repeats
+        self._launched_steps = self._batching.steps = step.repeats
         for sequence, start, length in step.chunks:
             sequence.computed = start + length
 
@@ -441,7 +441,7 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int) -> int:
         """Admit waiting sequences while budget and memory last; what is left of the budget."""
-        self._patience -= self._steps
+        self._patience -= self._launched_steps
         if self._patience > 0 or self._waits_for_others(budget):
             return budget
         while self.waiting and budget > 0:

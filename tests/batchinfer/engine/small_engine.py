@@ -309,6 +309,13 @@ class Preempting(Scheduler):
         return step
 
 
+class PreemptingAhead(Preempting):
+    """Preempts, also where steps look ahead: none is launched ahead of one before which a sequence is preempted."""
+
+    def has_room(self) -> bool:
+        return self._steps % 4 != 3 and super().has_room()
+
+
 def make_engine(
     runner: Any,
     limits: Limits,
