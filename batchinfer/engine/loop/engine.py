@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +30,7 @@ from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
 from batchinfer.engine.schedule.scored_branches import scored_branches
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus, StopStream, StopStreams
-from batchinfer.engine.schedule.step_shape import step_shape
+from batchinfer.engine.schedule.step_shape import decode_shape, step_shape
 from batchinfer_kernels.arithmetic import NO_TOKEN
 from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds, step_total
 
@@ -296,10 +298,8 @@ class Engine:
         rows = len(step.scheduled.chunks)
         if repeated is None or self._drafting is not None or self._runner.most_tokens is not None:
             return None
-        if (
-            not rows == step.decodes == len(step.sampling) == len(scheduler.running)
-            or step.scheduled.admitted
-        ):
+        assert self._runner.looks_ahead, "the host does not wait for what it launches at once"
+        if not step.only_decodes or rows != len(scheduler.running):
             return None
         if False in [sequence.steady for sequence in step.sampling]:
             return None
@@ -314,7 +314,9 @@ class Engine:
         for sequence in step.scheduled.admitted:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = step.began_s
-        if self._runner.looks_ahead:
+        if step.repeats > 1:
+            self._run_ahead(step)
+        elif self._runner.looks_ahead:
             self._look_ahead(step)
 
     def _look_ahead(self, step: InFlight) -> None:
@@ -331,6 +333,16 @@ class Engine:
                 self._scheduler.stop(sequence)
         for sequence in step.completed:
             self._scheduler.stop(sequence)
+
+    def _run_ahead(self, step: InFlight) -> None:
+        """Prepare the sequences of steps that are launched at once for one behind them."""
+        zeros = [array("i", [0] * count) for count in range(step.repeats + 1)]
+        for sequence, _, length in step.scheduled.chunks:
+            tokens = sequence.tokens
+            tokens.extend(zeros[length])
+            sequence.placeholders += length
+            if len(tokens) >= sequence.max_length:
+                self._scheduler.stop(sequence)
 
     def _retire(self, step: InFlight, output: StepOutput) -> None:
         """Wait for a step's tokens and append them to their sequences."""
@@ -362,7 +374,8 @@ class Engine:
         self._ended = output.samples[-1].started_s + output.samples[-1].duration_s
         self._steps += len(output.samples)
         if self._repeated is not None:
-            self._repeated.note(output.samples, len(output.completions))
+            given = sum(sample.sampled_tokens for sample in output.samples)
+            self._repeated.note(given, len(output.completions))
         if self._in_flight and self._in_flight[0].repeats == 1:
             self._account(self._in_flight[0])
 
@@ -523,7 +536,7 @@ class Engine:
         """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
         began = time.perf_counter_ns()
         if step.repeats > 1:
-            step.shapes = [self._shape(chunks, len(chunks)) for chunks in step.passes]
+            step.shapes = self._shapes(step.useful_runs, step.repeats)
             self._metering_ns += time.perf_counter_ns() - began
             return
         chunks, sampled = step.useful, len(step.sampling) - len(step.dropped) + step.scored_positions
@@ -538,20 +551,27 @@ class Engine:
         # A step that is counted again, with what its drafts came to, may have sequences that were preempted meanwhile:
         # what they shared is not known any more
         holding = [c for c in chunks if c[0].tables] if step.irregular else chunks
-        step.shapes = [self._shape(chunks, sampled, holding, step.scheduled.copied_tokens)]
+        shared, copied = self._scheduler.shared_blocks(holding), step.scheduled.copied_tokens
+        cost = self._runner.cost
+        names = [c[0].request.params.adapter for c in chunks] if cost.adapted else []
+        shape = step_shape(chunks, sampled, shared, self._runner.layout, copied, cost.causal, names)
+        step.shapes = [shape]
         self._metering_ns += time.perf_counter_ns() - began
 
-    def _shape(
-        self, chunks: list[Chunk], sampled: int, holding: list[Chunk] | None = None, copied: int = 0
-    ) -> StepShape:
-        """Return the shape of a step. `holding`: those chunks whose sequences hold the blocks that they read; None: all
-        do."""
-        cost, shared = (
-            self._runner.cost,
-            self._scheduler.shared_blocks(chunks if holding is None else holding),
-        )
-        names = [c[0].request.params.adapter for c in chunks] if cost.adapted else []
-        return step_shape(chunks, sampled, shared, self._runner.layout, copied, cost.causal, names)
+    def _shapes(self, runs: list[Chunk], repeats: int) -> list[StepShape]:
+        """Return the shapes of steps that were launched at once, in which sequences ran so many tokens."""
+        cost, shared_blocks = self._runner.cost, self._scheduler.shared_blocks
+        names = [s.request.params.adapter for s, _, _ in runs] if cost.adapted else []
+        alive, shared, found = -1, 0, list[StepShape]()
+        for at in range(repeats):
+            own = [n > at for _, _, n in runs]
+            if (count := sum(own)) != alive:  # what rows share does not change as long as all of them run
+                chunks, alive = list(compress(runs, own)), count
+                shared = shared_blocks(chunks)
+                starts = np.array([start for _, start, _ in chunks], np.int64)
+            adapters = list(compress(names, own))
+            found.append(decode_shape(starts + at, shared, self._runner.layout, adapters))
+        return found
 
     def _new_work(self) -> ConstraintWork:
         """Count what constraints took since this was last asked."""

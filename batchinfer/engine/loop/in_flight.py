@@ -79,6 +79,7 @@ class InFlight:
     useful: list[Chunk]  # without tokens that are recomputed after a preemption
     decodes: int
     recomputed: int
+    reads: bool  # whether it runs tokens of prompts, or any again
     began_s: float
     launched_s: float = 0.0
     result: Launched | None = None
@@ -95,21 +96,28 @@ class InFlight:
         """Count the steps that were launched at once."""
         return self.scheduled.repeats
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each sequence runs a single token for the first time, behind its prompt, and gets another one."""
+        return not self.reads and self.decodes == len(self.scheduled.chunks) == len(self.sampling)
+
     def run_on(self, runs: list[int]) -> None:
         """Have each sequence run so many tokens one behind the other, of which the step that was scheduled is the
         first."""
-        chunks = [Chunk(s, start, n) for (s, start, _), n in zip(self.scheduled.chunks, runs, strict=True)]
-        self.scheduled.chunks = self.useful = chunks
+        new_tuple, chunks = tuple.__new__, zip(self.scheduled.chunks, runs, strict=True)
+        self.useful = [
+            new_tuple(Chunk, (s, start, n)) for (s, start, _), n in chunks
+        ]  # half of what Chunk(…) takes
+        self.scheduled.chunks = self.useful
         self.decodes = sum(runs)
-        for sequence, _, length in chunks:
-            sequence.add_placeholders(length - 1)
 
     @property
-    def passes(self) -> list[list[Chunk]]:
-        """Return the chunks of a token each that were of use in each of the steps that were launched at once."""
-        dropped, cut = self.dropped, self.cut
-        each = [(s, start, cut.get(s, n)) for s, start, n in self.useful if s not in dropped]
-        return [[Chunk(s, start + at, 1) for s, start, n in each if n > at] for at in range(self.repeats)]
+    def useful_runs(self) -> list[Chunk]:
+        """Return of each sequence the tokens that it ran for use in steps that were launched at once."""
+        chunks, cut, dropped = self.useful, self.cut, self.dropped
+        if dropped:
+            chunks = [c for c in chunks if c[0] not in dropped]
+        return [Chunk(s, start, cut.get(s, n)) for s, start, n in chunks] if cut else chunks
 
     @property
     def scored_positions(self) -> int:
@@ -141,5 +149,6 @@ class InFlight:
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
             decodes=sum([c[2] for c in chunks]) - sum(c.length - c.decodes for c in reading),
             recomputed=recomputed,
+            reads=bool(reading),
             began_s=began_s,
         )

@@ -5,9 +5,6 @@ No torch: seconds and counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from batchinfer.core.samples import StepSample
 from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 
 MOST_STEPS = 4
@@ -32,9 +29,9 @@ class RepeatedSteps:
         self._costs, self._most = costs, most
         self._tokens = self._ended = 0  # that rows have got in steps, and rows that have ended
 
-    def note(self, samples: Sequence[StepSample], ended: int) -> None:
-        """Take into account what steps have given, and how many rows have ended with them."""
-        self._tokens += sum(sample.sampled_tokens for sample in samples)
+    def note(self, tokens: int, ended: int) -> None:
+        """Take into account how many tokens steps have given, and how many rows have ended with them."""
+        self._tokens += tokens
         self._ended += ended
 
     def most(self, rows: int, cached: int) -> int:
@@ -42,21 +39,23 @@ class RepeatedSteps:
         knows what the device takes."""
         if not self._costs.weights_s:
             return 1
-        speeds = [self._tokens_per_s(steps, rows, cached) for steps in range(1, self._most + 1)]
+        speeds = [self.tokens_per_s(steps, rows, cached) for steps in range(1, self._most + 1)]
         best = max(range(len(speeds)), key=speeds.__getitem__)
         return 1 + best if speeds[best] > LEAST_GAIN * speeds[0] else 1
 
-    def _tokens_per_s(self, steps: int, rows: int, cached: int) -> float:
+    def tokens_per_s(self, steps: int, rows: int, cached: int) -> float:
         """Estimate the tokens a second that are of use, of each row."""
         return (
-            steps * self._useful(steps) / max(steps * self._device_s(rows, cached), self._host_s(steps, rows))
+            steps * self._useful(steps) / max(steps * self.device_s(rows, cached), self.host_s(steps, rows))
         )
 
-    def _device_s(self, rows: int, cached: int) -> float:
+    def device_s(self, rows: int, cached: int) -> float:
+        """Estimate the seconds that a step takes the device."""
         costs = self._costs
         return max(costs.weights_s, rows * costs.token_s) + cached * costs.kv_token_s
 
-    def _host_s(self, steps: int, rows: int) -> float:
+    def host_s(self, steps: int, rows: int) -> float:
+        """Estimate the seconds that the host takes for so many steps that are launched at once."""
         further = (steps - 1) * (HOST_REPEAT_S + rows * HOST_REPEAT_ROW_S)
         return self._costs.host_step_s + rows * self._costs.host_row_s + further
 

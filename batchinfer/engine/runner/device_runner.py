@@ -121,8 +121,10 @@ class RepeatedRun:
 
     def tokens(self) -> list[list[int]]:
         """Wait for the steps; the tokens of each row, in the order of the steps."""
-        rows = self.download.arrays()[0].reshape(-1, len(self.repeats)).T.tolist()
-        return [own[:count] for own, count in zip(rows, self.repeats.tolist(), strict=True)]
+        rows: list[list[int]] = self.download.arrays()[0].reshape(-1, len(self.repeats)).T.tolist()
+        for place in np.flatnonzero(self.repeats < len(rows[0])).tolist():
+            del rows[place][self.repeats[place] :]
+        return rows
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Return those that were asked for: none."""

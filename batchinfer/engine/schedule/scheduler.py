@@ -210,12 +210,14 @@ class Scheduler:
     def run_on(self, step: Step, most: int) -> list[int] | None:
         """Reserve blocks so that the sequences of a step that was scheduled last, and only decodes, can run on for up
         to `most` tokens before their ends are known; how many each runs: no more than it may get. None where there are
-        too few blocks, or each gets one token only."""
-        size = self.pool.block_size
-        runs = [min(most, s.max_length - 1 - start) for s, start, _ in step.chunks]
-        ends = [(s, start + n) for (s, start, _), n in zip(step.chunks, runs, strict=True)]
-        short = [(s, end) for s, end in ends if end > len(s.tables[0]) * size]
-        if max(runs) == 1 or sum(self.tables.missing(*each) for each in short) > self.pool.available:
+        too few blocks, or each gets one token only. All together run no more tokens than a step may have, as blocks of
+        windows are counted for these."""
+        size, most = self.pool.block_size, min(most, self.config.max_num_batched_tokens // len(step.chunks))
+        lefts = [s.max_length - 1 - start for s, start, _ in step.chunks]
+        runs = [most if left > most else left for left in lefts]
+        each = zip(step.chunks, runs, strict=True)
+        short = [(s, start + n) for (s, start, _), n in each if start + n > len(s.tables[0]) * size]
+        if max(runs) == 1 or sum(self.tables.missing(*one) for one in short) > self.pool.available:
             return None
         for sequence, end in short:
             self._make_room(sequence, end, step)

@@ -308,11 +308,6 @@ class Sequence:
             del self.tokens[-self.placeholders]
             self.placeholders -= 1
 
-    def add_placeholders(self, count: int) -> None:
-        """Append placeholders for tokens that a step which is launched now samples."""
-        self.tokens.extend([0] * count)
-        self.placeholders += count
-
     def drop_placeholders(self, count: int | None = None) -> None:
         """Remove so many placeholders, or all, because the sequence has ended."""
         count = self.placeholders if count is None else count
