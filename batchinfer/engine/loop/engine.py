@@ -434,7 +434,7 @@ class Engine:
             if sequence in step.dropped:
                 continue
             if not sequence.watched and sequence.take_run(given, now):
-                if sequence.known_length >= sequence.max_length:
+                if len(sequence.tokens) - sequence.placeholders >= sequence.max_length:
                     ends.append((sequence, End("length")))
                 continue
             for count, token in enumerate(given, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
 from batchinfer.models.ops.interface import Ops
+from tests.batchinfer.engine import steps_at_once
 from tests.batchinfer.engine.hashing_model import EOS, hashing_runner, with_graphs
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import (
@@ -219,6 +221,12 @@ def test_lengths_of_answers_are_learnt_from_steps_and_ends() -> None:
     assert chooser.most(64, 0) == 4
     chooser.note(0, 75)
     assert chooser.most(64, 0) == 1
+
+
+def test_what_is_expected_is_what_the_documentation_says(capsys: pytest.CaptureFixture[str]) -> None:
+    steps_at_once.main()
+    said = (Path(__file__).parents[3] / "docs/gpu.md").read_text()
+    assert capsys.readouterr().out in said
 
 
 # ---- on a GPU, with Triton's kernels
