@@ -25,7 +25,7 @@ from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
 from batchinfer.models.ops.interface import Ops
 from tests.batchinfer.engine import steps_at_once
-from tests.batchinfer.engine.hashing_model import EOS, hashing_runner, with_graphs
+from tests.batchinfer.engine.hashing_model import EOS, HashingOps, hashing_runner, with_graphs
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import (
     TRITON,
@@ -128,15 +128,22 @@ def rows_of(count: int, most: int, **more: Any) -> Work:
 
 def test_steps_behind_a_replayed_one_are_replayed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the same graph serves: that of the model that stands in here does for eight contexts."""
-    prepared, moved = list[int](), list[int]()
-    run, further = DecodeGraphs.run, RepeatedReplays.run
+    prepared, moved, carried = list[int](), list[int](), list[bool]()
+    run, further, plan = DecodeGraphs.run, RepeatedReplays.run, HashingOps.plan_captured
+
+    def planned(*given: Any, before: Any = None, **more: Any) -> Any:
+        carried.append(before is not None)
+        return plan(*given, before=before, **more)
+
+    monkeypatch.setattr(HashingOps, "plan_captured", planned)
     monkeypatch.setattr(DecodeGraphs, "run", lambda *given: prepared.append(1) or run(*given))
     monkeypatch.setattr(RepeatedReplays, "run", lambda *given: moved.append(1) or further(*given))
     work = rows_of(6, 25, ignore_eos=True)
     got, launches = ran(work, EASY, 3, graphs=True)
     assert launches.steps == [1, *[3] * 8]
-    assert (len(prepared), len(moved)) == (12, 12), (
-        "in two launches the first step alone, as contexts pass 8 and 24"
+    assert (len(prepared), len(moved)) == (12, 12), "in two launches contexts pass 8 and 24"
+    assert carried == [False, *[True] * 11], (
+        "the plan of attention is that of the step before, a token further"
     )
     assert got.answers == ran(work, EASY, 1)[0].answers
     assert [s.decode_tokens for s in got.steps] == [0, *[6] * 24]
@@ -155,6 +162,24 @@ def test_rows_that_end_in_the_middle_run_on_as_padding() -> None:
     assert got.total("metering_s") > 0
 
 
+def test_what_rows_share_is_read_once_in_each_step() -> None:
+    shared = [3, 1, 4, 1, 5, 2, 6, 5, 3]
+    requests = greedy([[*shared, row] for row in range(5)], 11, ignore_eos=True)
+    work = Work(EASY, [*requests, request(9, [*shared, 7], 4, ignore_eos=True)], [0] * 6, (None,), 0, 0)
+    single, got = ran(work, EASY, 1)[0], ran(work, EASY, 3)[0]
+    assert got.total("kv_tokens") == single.total("kv_tokens") < got.total("pairs") - 8 * 4 * 10
+
+
+def test_rows_end_with_an_error_where_logits_are_not_finite() -> None:
+    """In any of the steps; what they run on with is no token of theirs."""
+    work = replace(rows_of(12, 30, ignore_eos=True), nan_every=31)
+    single, (got, launches) = ran(work, EASY, 1)[0], ran(work, EASY, 4)
+    assert max(launches.steps) == 4
+    assert got.answers == single.answers
+    broken = [len(c.tokens.token_ids) % 4 for c in got.completions.values() if c.error is not None]
+    assert len({*broken}) > 2, "some in the middle of a launch"
+
+
 def test_known_ends_are_not_run_over() -> None:
     """A row gets no blocks for tokens that it may not have, and the others go on."""
     tight = replace(EASY, blocks=12, seqs=4)  # three blocks each, all of which they need
@@ -164,6 +189,14 @@ def test_known_ends_are_not_run_over() -> None:
     assert [len(got.tokens(row)) for row in range(4)] == [9, 8, 9, 2]
     assert max(launches.steps) == 4
     assert got.total("preemptions") == 0
+    assert got.answers == ran(work, EASY, 1)[0].answers
+
+
+@pytest.mark.parametrize(("budget", "most"), [(9, 1), (10, 2), (19, 3), (20, 4)])
+def test_steps_at_once_run_no_more_tokens_than_a_step_may(budget: int, most: int) -> None:
+    work, limits = rows_of(5, 30, ignore_eos=True), replace(EASY, budget=budget)
+    got, launches = ran(work, limits, 4)
+    assert max(launches.steps) == most
     assert got.answers == ran(work, EASY, 1)[0].answers
 
 
