@@ -74,8 +74,12 @@ class LoadedModel:
         drafter = drafter or drafter_of(
             self.drafts, runner, peaks, self.limits.max_num_seqs, self.beside, self._graphs
         )
-        costs, repeats = self.limits.admission_costs, runner.wants.repeats and drafter is None
-        repeated = None if costs is None or not repeats else RepeatedSteps(costs)
+        # A runner that keeps the states of sampled rows for heads has those of each step
+        repeats = (
+            runner.wants.repeats and drafter is None and self.beside is None and self.runner.kept is None
+        )
+        costs = self.limits.admission_costs
+        repeated = RepeatedSteps(costs) if repeats and costs is not None else None
         return Engine(
             runner,
             scheduler,
