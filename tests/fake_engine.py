@@ -50,7 +50,7 @@ class FakeOutput:
 
     completions: list[Completion]
     requests: list[RequestSample]
-    sample: StepSample
+    samples: list[StepSample]
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class FakeEngine:
         decodes = sum(max(0, len(c.tokens.token_ids) - 1) for c in completions)
         sample = _step(self._steps, (began, ended), (tokens, decodes, sampled), len(self._waiting))
         self._steps += 1
-        return FakeOutput(completions, requests, sample)
+        return FakeOutput(completions, requests, [sample])
 
     def _break_down(self) -> None:
         """Raise the exception that was asked for, die in the next message, or die now."""

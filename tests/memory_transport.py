@@ -165,7 +165,7 @@ class FakeWorker:
             return [Ready(built.info)]
         if self._engine.unfinished:
             output = self._engine.step()
-            return [WorkDone(output.completions, output.requests, [output.sample])]
+            return [WorkDone(output.completions, output.requests, output.samples)]
         return [Left(peak_memory(), 0.0)] if self._leaves else []
 
 

@@ -98,7 +98,7 @@ class InProcessHost:
         if not self._engine.unfinished:
             return []
         output = self._engine.step()
-        steps = [] if output.sample is None else [output.sample]
+        steps = output.samples
         return [WorkDone(output.completions, output.requests, steps)]
 
     def finish(self, within_s: float) -> None:

@@ -158,6 +158,14 @@ class LaunchPlan:
         splits = {w: self.splitter.grown(own, lengths, self.starts) for w, own in self.splits.items()}
         return replace(self, contexts=contexts, lengths=lengths, splits=splits)
 
+    def serves(self, context_lens: Sequence[int]) -> bool:
+        """Whether a graph of this plan gives what one of `grown` would, once its contexts are these, and also for all
+        contexts on the way."""
+        lengths = np.array(context_lens, np.int64)
+        if self.longest is None or self.chunks is not None or lengths.max() > self.longest:
+            return False
+        return all(self.splitter.serve(own, lengths, self.starts) for own in self.splits.values())
+
     def refilled(self, other: LaunchPlan) -> LaunchPlan:
         """The other plan on this one's tensors, which a captured graph reads and which are overwritten.
 

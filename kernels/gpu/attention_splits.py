@@ -115,18 +115,20 @@ class Splitter:
         return Splits(flat, count, parts, whole, window, self.align, keys, self.queries)
 
     def grown(self, splits: Splits, contexts: Ints, starts: Ints) -> Splits:
-        """The splits of the same rows, of a query each, with longer contexts: the same ones as long as they serve.
+        """The splits of the same rows, of a query each, with longer contexts: the same ones as long as they serve."""
+        return splits if self.serve(splits, contexts, starts) else self.split(contexts, starts, splits.window)
+
+    def serve(self, splits: Splits, contexts: Ints, starts: Ints) -> bool:
+        """Whether the splits are those of the same rows, of a query each, with longer contexts, too.
 
         By default a row's last item has what came since, up to what is worth an item. Where cuts are at fixed
         positions, they serve until a row has one more.
         """
         keys = self._own(contexts, starts, splits.window, contexts)
         if self.deterministic:
-            serve = np.array_equal(-(-keys // SEGMENT), -(-splits.keys // SEGMENT))
-        else:
-            begun = keys[splits.keys == 0].any()  # a row without keys has no item
-            serve = not begun and bool((keys - splits.keys).max(initial=0) < LEAST_SEGMENT)
-        return splits if serve else self.split(contexts, starts, splits.window)
+            return np.array_equal(-(-keys // SEGMENT), -(-splits.keys // SEGMENT))
+        begun = keys[splits.keys == 0].any()  # a row without keys has no item
+        return not begun and bool((keys - splits.keys).max(initial=0) < LEAST_SEGMENT)
 
     def _own(self, contexts: Ints, starts: Ints, window: int | None, nearest: Ints) -> Ints:
         """Keys from `own_begin` to the end. `nearest`: (n,): those that a row's first query sees."""

@@ -22,7 +22,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Launched
 from batchinfer.engine.schedule.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
 from batchinfer.engine.schedule.scheduler import Scheduler, Step
-from batchinfer.engine.schedule.step_plan import StepPlan
+from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
 from tests.gpu_suite import steady
 from tests.gpu_suite.loaded import loaded_model, name_of
 
@@ -72,6 +72,11 @@ class TimedRunner:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
+
+    @property
+    def wants(self) -> PlanWants:
+        """Those of the runner, which launches each step by itself."""
+        return self._runner.wants._replace(repeats=False)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Raises what the runner raises."""

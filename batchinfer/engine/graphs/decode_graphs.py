@@ -20,11 +20,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from batchinfer.engine.graphs.graph_capture import Capture, Captured
+from batchinfer.engine.graphs.repeated_replays import AdvancingOps, RepeatedReplays
 from batchinfer.engine.kv.cache_layout import CacheGroup
+from batchinfer.engine.schedule.step_plan import Ints
 from batchinfer.engine.tensors.batch import HostBatch, RanStep
 from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphInputs, GraphSize
@@ -48,7 +51,7 @@ Forward = Callable[[Tensor, Seq[AttentionInputs], Seq[AttentionPlan]], Tensor]
 
 
 @runtime_checkable
-class GraphOps(Protocol):
+class GraphOps(AdvancingOps, Protocol):
     """Operators that can plan the attention of a graph."""
 
     def plan_captured(
@@ -198,6 +201,23 @@ class DecodeGraphs:
         graph.captured.replay()
         self._replayed = _Replayed(batch, size, graph)
         return _ran(graph.captured.result, batch, size.rows - rows)
+
+    def replays(self, repeats: Ints) -> RepeatedReplays | None:
+        """Return what runs the steps behind the one that was run last, all of which have to follow: each row decodes as
+        many tokens as `repeats`, (n,), says of it, the last step's included. None where that was not replayed, or some
+        of them need other graphs or plans."""
+        last = self._replayed
+        if last is None or last.size.queries > 1:
+            return None
+        firsts, padding = np.array(last.batch.context_lens, np.int32), [0] * (last.size.rows - len(repeats))
+        contexts = (firsts + repeats - 1).tolist()
+        plans = last.graph.plans
+        if max(contexts) > last.size.longest or not all(plan.serves(contexts + padding) for plan in plans):
+            return None
+        self._replayed = replace(last, batch=replace(last.batch, context_lens=contexts))
+        held, views = self._inputs[last.size], self._tables.views(last.size)
+        each = upload([firsts, repeats], self._tables.device)
+        return RepeatedReplays(self._ops, last.graph.captured, plans, held, views, *each)
 
     def _is_worth_it(self, key: Hashable, plain: bool) -> bool:
         """Whether a step of this kind is replayed, after a capture if it has no graph yet."""

@@ -187,5 +187,5 @@ def _host_times(loaded: LoadedModel, rows: int, tokens: int) -> list[tuple[int, 
     ]
     engine = loaded.engine()
     engine.add(requests)
-    samples = [output.sample for output in engine.drain() if output.sample is not None]
+    samples = [sample for output in engine.drain() for sample in output.samples]
     return [(sample.sampled_tokens, sample.duration_s - sample.model_s) for sample in samples]

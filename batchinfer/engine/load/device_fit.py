@@ -110,7 +110,8 @@ def fit(
     if capture is not None and tables is not None:
         largest = _largest(runner, limits, room, blocks)
         own = _drafted(largest, limits) if drafts else None
-        fitted = replace(fitted, graphs=_graphs(fitted, largest, tables, capture, own))
+        wants = fitted.wants._replace(repeats=not fitted.in_group)
+        fitted = replace(fitted, graphs=_graphs(fitted, largest, tables, capture, own), wants=wants)
     if buffers is not None and recorder is not None:
         fitted = replace(fitted, mixed=_piecewise(fitted, buffers, blocks, recorder))
     trees &= fitted.follows_trees

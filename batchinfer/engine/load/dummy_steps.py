@@ -140,6 +140,9 @@ class DummySteps:
         self._run(self.chunks(self.rows, self.rows, context, GREEDY, shared=True))
         for size in reversed(self.runner.graphs.sizes if self.runner.graphs else []):
             self._run(self.chunks(size, size, context, GREEDY))
+        if self.runner.wants.repeats and context > 1:
+            chunks = self.chunks(self.rows, self.rows, context, GREEDY)
+            self._run([chunk._replace(start=chunk.start - 1) for chunk in chunks], repeats=2)
         for chunks in self._drafted(context):
             self._run(chunks)
         for chunks in self._branching(context) if self.trees else ():
@@ -152,8 +155,8 @@ class DummySteps:
         if self.runner.mixed is not None:
             self.runner.mixed.capture()
 
-    def _run(self, chunks: list[Chunk], masked: bool = False) -> None:
-        """Run a step. `masked`: every row has a mask, if any row of the job may have one."""
+    def _run(self, chunks: list[Chunk], masked: bool = False, repeats: int = 1) -> None:
+        """Run a step, or several at once. `masked`: every row has a mask, if any row of the job may have one."""
         runner, sampler = self.runner, self.runner.sampler
         if masked and self.masked:
             runner = replace(runner, sampler=replace(sampler, mask=_EveryToken()))
@@ -161,7 +164,10 @@ class DummySteps:
                 chunk.sequence.mask = 0
         sampling = [chunk.sequence for chunk in chunks]
         step = Step(chunks, drafts=sum(sequence.drafts for sequence in sampling))
-        launched = runner.launch(PlanWriter(sampler.eos_token_ids).of(step, sampling))
+        plan = PlanWriter(sampler.eos_token_ids).of(step, sampling)
+        if repeats > 1:
+            plan = replace(plan, repeats=np.full(len(chunks), repeats, np.int32))
+        launched = runner.launch(plan)
         launched.tokens()
         launched.logprobs()
 

@@ -12,6 +12,7 @@ from batchinfer.engine.drafts.sources import drafter_of
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.loop.repeated_steps import RepeatedSteps
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Runner
@@ -73,4 +74,19 @@ class LoadedModel:
         drafter = drafter or drafter_of(
             self.drafts, runner, peaks, self.limits.max_num_seqs, self.beside, self._graphs
         )
-        return Engine(runner, scheduler, limits, peaks, stop_streams, drafter=drafter, masks=self.masks)
+        # A runner that keeps the states of sampled rows for heads has those of each step
+        repeats = (
+            runner.wants.repeats and drafter is None and self.beside is None and self.runner.kept is None
+        )
+        costs = self.limits.admission_costs
+        repeated = RepeatedSteps(costs) if repeats and costs is not None else None
+        return Engine(
+            runner,
+            scheduler,
+            limits,
+            peaks,
+            stop_streams,
+            drafter=drafter,
+            masks=self.masks,
+            repeated=repeated,
+        )

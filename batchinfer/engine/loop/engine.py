@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import NamedTuple
+
+import numpy as np
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.continuations import longest_sequence
@@ -18,15 +22,17 @@ from batchinfer.engine.loop.constrained_end import constrained_end, without_toke
 from batchinfer.engine.loop.drafting import Drafter, Drafting
 from batchinfer.engine.loop.ended import completion, ends_request, prompt_end, request_sample
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
+from batchinfer.engine.loop.launched_at_once import apart
+from batchinfer.engine.loop.repeated_steps import RepeatedSteps
 from batchinfer.engine.runner.runner import Launched, Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
 from batchinfer.engine.schedule.scored_branches import scored_branches
 from batchinfer.engine.schedule.sequence import Sequence, SequenceStatus, StopStream, StopStreams
-from batchinfer.engine.schedule.step_shape import step_shape
+from batchinfer.engine.schedule.step_shape import decode_shape, step_shape
 from batchinfer_kernels.arithmetic import NO_TOKEN
-from batchinfer_kernels.cost import Peaks, roofline_seconds, step_total
+from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds, step_total
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +45,17 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class StepOutput:
-    """The completions of one step, and its cost. `sample` is None for work that ended before any step."""
+    """The completions of one step, or of several that were launched at once, and the cost of each of these. There are
+    no samples for work that ended before any step."""
 
     completions: list[Completion] = field(default_factory=list)
     requests: list[RequestSample] = field(default_factory=list)
-    sample: StepSample | None = None
+    samples: list[StepSample] = field(default_factory=list)
+
+    @property
+    def sample(self) -> StepSample | None:
+        """Return the cost of the step, or of the first of those that were launched at once."""
+        return self.samples[0] if self.samples else None
 
 
 class EngineLoad(NamedTuple):
@@ -67,6 +79,9 @@ class Engine:
     A step gives a sequence any number of tokens. `drafter` proposes tokens that may follow a sequence; the next step
     runs them, too, and samples behind each of them, as it would if it came by itself: the sequence gets the drafts that
     are what was sampled there, and one token more. What was computed for the others is taken back.
+
+    `repeated` says for how many steps rows that only decode are launched at once (multi-step decoding): each runs on
+    with its sampled tokens inside the device. What runs behind the token that ends it is dropped.
     """
 
     def __init__(
@@ -79,10 +94,11 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         drafter: Drafter | None = None,
         masks: ConstraintMasks | None = None,
+        repeated: RepeatedSteps | None = None,
     ) -> None:
         self._runner, self._scheduler, self._limits = runner, scheduler, limits
         self._peaks, self._stop_streams, self._clock = peaks, stop_streams, clock
-        self._masks = masks
+        self._masks, self._repeated = masks, repeated
         self._drafting = None if drafter is None else Drafting(drafter, masks)
         self._plans = PlanWriter(limits.eos_token_ids, runner.wants)
         self._jump_forward_tokens = 0  # since the last sample
@@ -259,18 +275,36 @@ class Engine:
         if not scheduled.chunks:
             return
         step = InFlight.of(scheduled, began)
-        if not self._in_flight:
+        runs = self._runs(step)
+        if not self._in_flight and runs is None:
             self._account(step)
         step.launched_s = self._now()
         shares = self._runner.wants.shared_blocks
         shared = self._scheduler.shared_blocks(scheduled.chunks) if shares else 0
-        step.result = self._runner.launch(
-            self._plans.of(scheduled, step.sampling, shared, step.read, step.asked)
-        )
+        plan = self._plans.of(scheduled, step.sampling, shared, step.read, step.asked)
+        if runs is not None:
+            plan = replace(plan, repeats=np.array(runs, np.int32))
+            step.run_on(runs)
+        step.result = self._runner.launch(plan)
         self._scheduler.launched(scheduled)
         self._scheduler.limit_tokens(self._runner.most_tokens)
         self._move_on(step)
         self._in_flight.append(step)
+
+    def _runs(self, step: InFlight) -> list[int] | None:
+        """Return how many tokens each sequence of the step is to run before the host sees any of them; None: one. All
+        that run have to be in it, and only to decode."""
+        repeated, scheduler = self._repeated, self._scheduler
+        rows = len(step.scheduled.chunks)
+        if repeated is None or self._drafting is not None or self._runner.most_tokens is not None:
+            return None
+        assert self._runner.looks_ahead, "the host does not wait for what it launches at once"
+        if not step.only_decodes or rows != len(scheduler.running):
+            return None
+        if False in [sequence.steady for sequence in step.sampling]:
+            return None
+        most = repeated.most(rows, scheduler.cached_tokens)
+        return scheduler.run_on(step.scheduled, most) if most > 1 else None
 
     def _holds(self) -> bool:
         """Whether the next step has to wait for the tokens of the one in flight, for the sake of rows with drafts."""
@@ -280,7 +314,9 @@ class Engine:
         for sequence in step.scheduled.admitted:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = step.began_s
-        if self._runner.looks_ahead:
+        if step.repeats > 1:
+            self._run_ahead(step)
+        elif self._runner.looks_ahead:
             self._look_ahead(step)
 
     def _look_ahead(self, step: InFlight) -> None:
@@ -298,6 +334,16 @@ class Engine:
         for sequence in step.completed:
             self._scheduler.stop(sequence)
 
+    def _run_ahead(self, step: InFlight) -> None:
+        """Prepare the sequences of steps that are launched at once for one behind them."""
+        zeros = [array("i", [0] * count) for count in range(step.repeats + 1)]
+        for sequence, _, length in step.scheduled.chunks:
+            tokens = sequence.tokens
+            tokens.extend(zeros[length])
+            sequence.placeholders += length
+            if len(tokens) >= sequence.max_length:
+                self._scheduler.stop(sequence)
+
     def _retire(self, step: InFlight, output: StepOutput) -> None:
         """Wait for a step's tokens and append them to their sequences."""
         assert step.result is not None
@@ -307,11 +353,12 @@ class Engine:
             tokens = tokens if sampling else []
         logprobs = {sampling[place]: found for place, found in step.result.logprobs().items()}
         ready = self._now()
-        ends = self._take_all(step, tokens, logprobs, ready)
+        take = self._take_all if step.repeats == 1 else self._take_runs
+        ends = take(step, tokens, logprobs, ready)
         counts = {taken.sequence: taken.count for taken in step.irregular}
         for place, barred in step.result.barred().items():  # of the tokens that it took
             sampling[place].masking.note(any(barred[: counts.get(sampling[place], len(barred))]))
-        if step.irregular:
+        if step.irregular or step.repeats > 1:
             self._account(step)
         for taken in step.irregular:
             self._take_back(taken)
@@ -321,12 +368,15 @@ class Engine:
             self._finish(sequence, prompt_end(sequence), ready, output)
         for sequence in step.dropped:
             self._scheduler.release(sequence)
-        output.sample = self._sample(step, ready)
+        output.samples = self._samples(step, ready)
         if self._drafting is not None:
-            output.sample = self._drafting.drafter.stepped(output.sample)
-        self._ended = output.sample.started_s + output.sample.duration_s
-        self._steps += 1
-        if self._in_flight:
+            output.samples = [*map(self._drafting.drafter.stepped, output.samples)]
+        self._ended = output.samples[-1].started_s + output.samples[-1].duration_s
+        self._steps += len(output.samples)
+        if self._repeated is not None:
+            given = sum(sample.sampled_tokens for sample in output.samples)
+            self._repeated.note(given, len(output.completions))
+        if self._in_flight and self._in_flight[0].repeats == 1:
             self._account(self._in_flight[0])
 
     def _take_asked(self, step: InFlight, result: Launched) -> None:
@@ -368,6 +418,31 @@ class Engine:
                 end = taken.end
             if end is not None:
                 ends.append((sequence, end))
+        return ends
+
+    def _take_runs(
+        self,
+        step: InFlight,
+        tokens: list[list[int]],
+        logprobs: Mapping[Sequence, TokenLogprobs],
+        now: float,
+    ) -> list[tuple[Sequence, End]]:
+        """Append the tokens of several steps that were launched at once; the sequences that end with them."""
+        assert not logprobs, "rows that ask for log-probabilities run one token at a time"
+        ends = []
+        for sequence, given in zip(step.sampling, tokens, strict=True):
+            if sequence in step.dropped:
+                continue
+            if not sequence.watched and sequence.take_run(given, now):
+                if len(sequence.tokens) - sequence.placeholders >= sequence.max_length:
+                    ends.append((sequence, End("length")))
+                continue
+            for count, token in enumerate(given, 1):
+                if (end := self._append(sequence, token, now, None)) is not None:
+                    sequence.drop_placeholders(len(given) - count)
+                    step.cut[sequence] = count
+                    ends.append((sequence, end))
+                    break
         return ends
 
     def _take(
@@ -460,6 +535,10 @@ class Engine:
     def _account(self, step: InFlight) -> None:
         """Compute the shape of the step's useful work, while its sequences still hold the blocks that it reads."""
         began = time.perf_counter_ns()
+        if step.repeats > 1:
+            step.shapes = self._shapes(step.useful_runs, step.repeats)
+            self._metering_ns += time.perf_counter_ns() - began
+            return
         chunks, sampled = step.useful, len(step.sampling) - len(step.dropped) + step.scored_positions
         if step.dropped:
             dropped = step.dropped
@@ -475,8 +554,24 @@ class Engine:
         shared, copied = self._scheduler.shared_blocks(holding), step.scheduled.copied_tokens
         cost = self._runner.cost
         names = [c[0].request.params.adapter for c in chunks] if cost.adapted else []
-        step.shape = step_shape(chunks, sampled, shared, self._runner.layout, copied, cost.causal, names)
+        shape = step_shape(chunks, sampled, shared, self._runner.layout, copied, cost.causal, names)
+        step.shapes = [shape]
         self._metering_ns += time.perf_counter_ns() - began
+
+    def _shapes(self, runs: list[Chunk], repeats: int) -> list[StepShape]:
+        """Return the shapes of steps that were launched at once, in which sequences ran so many tokens."""
+        cost, shared_blocks = self._runner.cost, self._scheduler.shared_blocks
+        names = [s.request.params.adapter for s, _, _ in runs] if cost.adapted else []
+        alive, shared, found = -1, 0, list[StepShape]()
+        for at in range(repeats):
+            own = [n > at for _, _, n in runs]
+            if (count := sum(own)) != alive:  # what rows share does not change as long as all of them run
+                chunks, alive = list(compress(runs, own)), count
+                shared = shared_blocks(chunks)
+                starts = np.array([start for _, start, _ in chunks], np.int64)
+            adapters = list(compress(names, own))
+            found.append(decode_shape(starts + at, shared, self._runner.layout, adapters))
+        return found
 
     def _new_work(self) -> ConstraintWork:
         """Count what constraints took since this was last asked."""
@@ -486,12 +581,21 @@ class Engine:
         self._reported = now
         return ConstraintWork(now.compile_s - before.compile_s, now.mask_s - before.mask_s)
 
-    def _sample(self, step: InFlight, ready: float) -> StepSample:
-        """Measure a retired step. The time of overlapping steps is split where the earlier one ended."""
-        metering, self._metering_ns = time.perf_counter_ns() - self._metering_ns, 0
-        assert step.shape is not None
+    def _samples(self, step: InFlight, ready: float) -> list[StepSample]:
+        """Measure a retired step, or each of those that were launched at once, which are taken to be equally long."""
+        sample = self._sample(step, ready)
+        if step.repeats == 1:
+            return [sample]
         assert step.result is not None
-        shape, pool, began = step.shape, self._scheduler.pool, max(step.began_s, self._ended)
+        rows = len(step.sampling) * step.repeats + step.result.padded_tokens
+        return apart(sample, step.shapes, rows, self._runner.cost, self._peaks)
+
+    def _sample(self, step: InFlight, ready: float) -> StepSample:
+        """Measure a retired step, with the time of all that were launched at once. The time of overlapping steps is
+        split where the earlier one ended."""
+        metering, self._metering_ns = time.perf_counter_ns() - self._metering_ns, 0
+        assert step.result is not None
+        shape, pool, began = step.shapes[0], self._scheduler.pool, max(step.began_s, self._ended)
         unused = len(step.dropped) + sum(taken.rejected for taken in step.irregular)
         decodes, recomputed = step.decodes - unused, step.recomputed
         costs = self._runner.cost.step(shape)

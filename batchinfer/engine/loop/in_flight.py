@@ -79,13 +79,45 @@ class InFlight:
     useful: list[Chunk]  # without tokens that are recomputed after a preemption
     decodes: int
     recomputed: int
+    reads: bool  # whether it runs tokens of prompts, or any again
     began_s: float
     launched_s: float = 0.0
     result: Launched | None = None
-    shape: StepShape | None = None  # of what is useful, without what was dropped
+    # Of what is useful in each of the steps that were launched at once, without what was dropped
+    shapes: list[StepShape] = field(default_factory=list)
     # Of sequences that did not just get the next token
     irregular: list[AcceptedTokens] = field(default_factory=list)
     dropped: set[Sequence] = field(default_factory=set)  # sequences that had ended when it was launched
+    # Of sequences that ended before the last of the steps that they ran at once: how many tokens they took
+    cut: dict[Sequence, int] = field(default_factory=dict)
+
+    @property
+    def repeats(self) -> int:
+        """Count the steps that were launched at once."""
+        return self.scheduled.repeats
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each sequence runs a single token for the first time, behind its prompt, and gets another one."""
+        return not self.reads and self.decodes == len(self.scheduled.chunks) == len(self.sampling)
+
+    def run_on(self, runs: list[int]) -> None:
+        """Have each sequence run so many tokens one behind the other, of which the step that was scheduled is the
+        first."""
+        new_tuple, chunks = tuple.__new__, zip(self.scheduled.chunks, runs, strict=True)
+        self.useful = [
+            new_tuple(Chunk, (s, start, n)) for (s, start, _), n in chunks
+        ]  # half of what Chunk(…) takes
+        self.scheduled.chunks = self.useful
+        self.decodes = sum(runs)
+
+    @property
+    def useful_runs(self) -> list[Chunk]:
+        """Return of each sequence the tokens that it ran for use in steps that were launched at once."""
+        chunks, cut, dropped = self.useful, self.cut, self.dropped
+        if dropped:
+            chunks = [c for c in chunks if c[0] not in dropped]
+        return [Chunk(s, start, cut.get(s, n)) for s, start, n in chunks] if cut else chunks
 
     @property
     def scored_positions(self) -> int:
@@ -117,5 +149,6 @@ class InFlight:
             useful=[c.fresh for c in chunks if c.recomputed < c.length] if recomputed else chunks,
             decodes=sum([c[2] for c in chunks]) - sum(c.length - c.decodes for c in reading),
             recomputed=recomputed,
+            reads=bool(reading),
             began_s=began_s,
         )

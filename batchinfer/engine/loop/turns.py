@@ -56,8 +56,7 @@ class EngineTurns:
         engine = self._begun.popleft()
         output = engine.step()
         self._begin(engine)
-        if output.sample is not None:
-            output.sample = self._in_line(output.sample)
+        output.samples = [*map(self._in_line, output.samples)]
         return output
 
     def _begin(self, engine: Engine) -> None:

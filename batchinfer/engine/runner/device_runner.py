@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.graph_capture import GraphRecorder
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
+from batchinfer.engine.graphs.repeated_replays import RepeatedReplays
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.runner import Launched, StepLaunch
@@ -34,7 +35,7 @@ from batchinfer.engine.runner.sampled import (
 )
 from batchinfer.engine.runner.tree_moves import move_right_nodes
 from batchinfer.engine.runner.watched_model import WatchedModel
-from batchinfer.engine.schedule.step_plan import SamplingPlan, States, StepPlan, TokenScores
+from batchinfer.engine.schedule.step_plan import Ints, SamplingPlan, States, StepPlan, TokenScores
 from batchinfer.engine.tensors.batch import HostBatch, RanStep
 from batchinfer.engine.tensors.device_memory import lack_of_memory
 from batchinfer.engine.tensors.device_tables import DeviceTables
@@ -109,6 +110,57 @@ class DeviceRun:
 
 
 @dataclass(frozen=True, slots=True)
+class RepeatedRun:
+    """The tokens of steps that were launched at once, which are on their way to the host. Nothing else was asked."""
+
+    download: Download  # the tokens of each step, one behind the other
+    padded_tokens: int  # of all steps
+    launch: StepLaunch
+    repeats: Ints  # of each row, how many of the steps are its own
+    collective_s: None = None
+
+    def tokens(self) -> list[list[int]]:
+        """Wait for the steps; the tokens of each row, in the order of the steps."""
+        rows: list[list[int]] = self.download.arrays()[0].reshape(-1, len(self.repeats)).T.tolist()
+        for place in np.flatnonzero(self.repeats < len(rows[0])).tolist():
+            del rows[place][self.repeats[place] :]
+        return rows
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """Return those that were asked for: none."""
+        return {}
+
+    def states(self) -> Mapping[int, States]:
+        """Return those that were asked for: none."""
+        return {}
+
+    def barred(self) -> Mapping[int, Sequence[bool]]:
+        """Return what masks did: there are none."""
+        return {}
+
+    def scores(self) -> TokenScores:
+        """Return those that were asked for: none."""
+        return TokenScores.joined([])
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A step that was launched."""
+
+    sampled: list[
+        tuple[int, Sampled]
+    ]  # of each micro-batch that has any, with the number of its first sampled row
+    tokens: Tensor | None  # those of all of them; None: nothing was sampled
+    padded: int
+    modes: list[LaunchMode]  # of the micro-batches
+
+    @property
+    def given(self) -> Tensor:
+        assert self.tokens is not None, "a step that decodes samples"
+        return self.tokens
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceRunner(ModelRunner):
     """Launches each step behind the one before: sampled tokens are passed on inside the device.
 
@@ -151,12 +203,30 @@ class DeviceRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Launch a step. Raises torch.OutOfMemoryError when there is no memory for a single token, and in a group when
-        there is none for the step as a whole, or for its graph."""
+        """Launch the steps of a plan. Raises torch.OutOfMemoryError when there is no memory for a single
+        token, and in a group when there is none for the step as a whole, or for its graph."""
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
+        whole = self.state.batch(plan, self.layout)
+        ran = [self._step(whole, plan)]
+        if plan.repeats is not None:
+            ran += self._further_steps(whole, plan, plan.repeats)
+        launch = StepLaunch(
+            mode=max((mode for one in ran for mode in one.modes), key=LAUNCH_MODES.index),
+            capture_s=self.capture_s - captured_s,
+            graph_bytes=self.graph_bytes - graph_bytes,
+        )
+        padded = sum(one.padded for one in ran)
+        if plan.repeats is not None:
+            return RepeatedRun(Download(torch.cat([one.given for one in ran])), padded, launch, plan.repeats)
+        (only,) = ran
+        if only.tokens is None:
+            return DeviceRun(None, padded, launch, plan)
+        return self._launched(only.sampled, only.tokens, padded, launch, plan)
+
+    def _step(self, whole: HostBatch, plan: StepPlan) -> _Ran:
+        """Run a step, in micro-batches where there is no memory to run it at once. Raises as `launch` does."""
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()
-        whole = self.state.batch(plan, self.layout)
         todo = deque(self.micro_batches.split(whole))
         while todo:
             host, failed = todo.popleft(), False
@@ -180,15 +250,33 @@ class DeviceRunner(ModelRunner):
             modes.append(mode)
         tokens = _joined([one.tokens for _, one in sampled])
         self._keep(_joined(kept), tokens, plan, whole)
-        launch = StepLaunch(
-            mode=max(modes, key=LAUNCH_MODES.index),
-            capture_s=self.capture_s - captured_s,
-            graph_bytes=self.graph_bytes - graph_bytes,
-        )
-        if tokens is None:
-            return DeviceRun(None, padded, launch, plan)
-        self.device_tokens.tokens = tokens
-        return self._launched(sampled, tokens, padded, launch, plan)
+        if tokens is not None:
+            self.device_tokens.tokens = tokens
+        return _Ran(sampled, tokens, padded, modes)
+
+    def _further_steps(self, first: HostBatch, plan: StepPlan, repeats: Ints) -> Iterator[_Ran]:
+        """Run the steps behind the first one of a plan, each with the tokens that the one before has sampled."""
+        size, replays = self.layout.block_size, None if self.graphs is None else self.graphs.replays(repeats)
+        for step in range(1, plan.steps):
+            ahead = np.minimum(step, repeats - 1)
+            ran = None if replays is None else self._replay(replays, step, first.sampling.later(ahead))
+            if ran is None:
+                replays, ran = None, self._step(first.later(ahead, size), plan)
+            yield ran
+
+    def _replay(self, replays: RepeatedReplays, step: int, sampling: SamplingPlan) -> _Ran | None:
+        """Run a further step as the first one was; None if there was no memory for it."""
+        assert self.device_tokens.tokens is not None, "the step before has sampled"
+        try:
+            with lack_of_memory():
+                ran = replays.run(step, self.device_tokens.tokens)
+                found = self.next_tokens(ran.sampled, sampling, self.device_tokens)
+        except torch.OutOfMemoryError:
+            assert self.graphs is not None, "its graph was replayed"
+            self.graphs.interrupt()
+            return None
+        self.device_tokens.tokens = found.tokens
+        return _Ran([(0, found)], found.tokens, ran.padded, ["full_graph"])
 
     def _keep(self, states: Tensor | None, tokens: Tensor | None, plan: StepPlan, whole: HostBatch) -> None:
         """Keep what a step has made of the nodes of trees that are right; and the `states` of its rows, if somebody

@@ -39,6 +39,7 @@ class BatchedAdmission:
         self._costs = costs
         self.read = 0  # tokens of prompts in the step that was scheduled last
         self.ended = 0  # sequences that have, since admission stopped
+        self.steps = 1  # that were launched at once when this was last asked
         self._places = 0  # sequences that ran then
         self._wasted_s = 0.0  # since then
         self._counted = self._brought = 0  # of the sequences that wait, the tokens that would be run
@@ -60,7 +61,7 @@ class BatchedAdmission:
         costs = self._costs
         if costs is None or not running or self.ended >= min(self._places // IDLE, waiting):
             return False
-        self._wasted_s += self.ended / self._places * max(costs.weights_s, costs.host_step_s)
+        self._wasted_s += self.steps * self.ended / self._places * max(costs.weights_s, costs.host_step_s)
         if self._counted != self.ended:
             self._counted, self._brought = self.ended, brought(self.ended)
         if not self.ended or self._brought >= budget:

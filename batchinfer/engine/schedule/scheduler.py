@@ -108,6 +108,9 @@ class Step:
     copies: list[Copy] = field(default_factory=list)
     copied_tokens: int = 0  # in each layer
     drafts: int = 0  # that its chunks run
+    repeats: int = (
+        1  # steps that are launched at once, in each of which every chunk but the shortest runs a token
+    )
 
 
 class Scheduler:
@@ -151,6 +154,7 @@ class Scheduler:
         self._patience = 0  # steps for which the first in the queue is not looked at: it did not fit
         self._batching = BatchedAdmission(config.admission_costs)
         self._available_at_stop = 0  # blocks that were available when admission stopped
+        self._launched_steps = 1  # since the one before was scheduled
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if the whole cache could not hold it, or no step its whole prompt."""
@@ -203,9 +207,27 @@ class Scheduler:
         self._batching.read = self.config.max_num_batched_tokens - budget - len(step.chunks) - step.drafts
         return step
 
+    def run_on(self, step: Step, most: int) -> list[int] | None:
+        """Reserve blocks so that the sequences of a step that was scheduled last, and only decodes, can run on for up
+        to `most` tokens before their ends are known; how many each runs: no more than it may get. None where there are
+        too few blocks, or each gets one token only. All together run no more tokens than a step may have, as blocks of
+        windows are counted for these."""
+        size, most = self.pool.block_size, min(most, self.config.max_num_batched_tokens // len(step.chunks))
+        lefts = [s.max_length - 1 - start for s, start, _ in step.chunks]
+        runs = [most if left > most else left for left in lefts]
+        each = zip(step.chunks, runs, strict=True)
+        short = [(s, start + n) for (s, start, _), n in each if start + n > len(s.tables[0]) * size]
+        if max(runs) == 1 or sum(self.tables.missing(*one) for one in short) > self.pool.available:
+            return None
+        for sequence, end in short:
+            self._make_room(sequence, end, step)
+        step.repeats = max(runs)
+        return runs
+
     def launched(self, step: Step) -> None:
         """Move the sequences of a step on, which was scheduled last and is launched."""
         self.partial.launched()
+        self._launched_steps = self._batching.steps = step.repeats
         for sequence, start, length in step.chunks:
             sequence.computed = start + length
 
@@ -257,6 +279,11 @@ class Scheduler:
             missing += max(0, self.tables.missing(sequence, sequence.computed + length))
             budget -= length
         return missing <= self.pool.available
+
+    @property
+    def cached_tokens(self) -> int:
+        """Count the tokens for which blocks are held, in each cache group."""
+        return self.pool.used * self.pool.block_size // self.tables.sizes.tables
 
     def shared_blocks(self, chunks: list[Chunk]) -> int:
         """Count how often a block table that keeps all tokens names a block, among those that these chunks read, that
@@ -416,7 +443,7 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int) -> int:
         """Admit waiting sequences while budget and memory last; what is left of the budget."""
-        self._patience -= 1
+        self._patience -= self._launched_steps
         if self._patience > 0 or self._waits_for_others(budget):
             return budget
         while self.waiting and budget > 0:
@@ -485,7 +512,7 @@ class Scheduler:
         return self._batching.waits(
             running=len(self.running),
             waiting=len(self.waiting),
-            cached=self.pool.used * self.pool.block_size // self.tables.sizes.tables,
+            cached=self.cached_tokens,
             budget=budget,
             brought=lambda n: sum(map(self._unshared, islice(self.waiting, n))),
         )

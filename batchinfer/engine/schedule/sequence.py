@@ -19,6 +19,7 @@ from batchinfer.engine.schedule.loops import LoopDetector
 from batchinfer.engine.schedule.scored_branches import PromptScores, ScoredBranch
 from batchinfer.engine.schedule.step_plan import States
 from batchinfer.engine.schedule.token_edits import BadTokens, bad_tokens
+from batchinfer_kernels.arithmetic import NO_TOKEN
 
 # Fed the output token ids one by one, says how many characters of their text to keep once a stop string appeared.
 StopStream = Callable[[int], int | None]
@@ -91,6 +92,7 @@ class Sequence:
     stop_stream: StopStream | None
     stop_token_ids: frozenset[int]  # tokens that end the answer
     plain_greedy: bool  # whether nothing but a mask ever gives it another token than the argmax
+    steady: bool  # whether all its tokens are chosen alike, whichever came before, and nothing is told but the tokens
     pooling: Pooling | None  # of the vector that it ends with, as soon as its prompt has run; None: of none
     scored: ScoredBranch | None  # the continuations of which it scores tokens, and gets none; None: of none
     content_root: bytes  # what besides its token ids its K and V depend on
@@ -157,6 +159,8 @@ class Sequence:
         params, prompt = request.params, array("i", request.prompt.tobytes())
         logprobs = CollectedLogprobs() if params.asks_logprobs else None
         reshaped = params.penalised or params.min_tokens > 0 or params.logit_bias or params.narrowed
+        looks_back = params.penalised or params.min_tokens or params.bad_tokens
+        guided = params.constraint is not None or params.reasoning is not None
         loops = LoopDetector(params.repetition_stop, len(prompt)) if params.repetition_stop else None
         return cls(
             request=request,
@@ -167,6 +171,7 @@ class Sequence:
             pooling=params.pooling,
             scored=scored,
             plain_greedy=params.greedy and logprobs is None and not reshaped,
+            steady=not looks_back and not guided and logprobs is None,
             content_root=roots.of(len(prompt), params),
             rope_offset=roots.rope_offset(len(prompt), params),
             classified=params.classified,
@@ -248,6 +253,18 @@ class Sequence:
             return self.ends_with(token)
         return None
 
+    def take_run(self, tokens: list[int], now: float) -> bool:
+        """Put the tokens of several steps in the places of the first placeholders, unless one of them is none or may
+        end the answer; whether it did so. The sequence is not watched."""
+        if NO_TOKEN in tokens or not self.stop_token_ids.isdisjoint(tokens):
+            return False
+        first = len(self.tokens) - self.placeholders
+        self.tokens[first : first + len(tokens)] = array("i", tokens)
+        self.placeholders -= len(tokens)
+        if self.first_token_s is None:
+            self.first_token_s = now
+        return True
+
     def pool(self, start: int, states: States) -> None:
         """Take the hidden states, (1, hidden), of a chunk that begins at `start`. A mean begins anew with its prompt,
         which a preempted sequence runs again as a whole."""
@@ -291,11 +308,12 @@ class Sequence:
             del self.tokens[-self.placeholders]
             self.placeholders -= 1
 
-    def drop_placeholders(self) -> None:
-        """Remove all placeholders, because the sequence has ended."""
-        if self.placeholders:
-            del self.tokens[-self.placeholders :]
-            self.placeholders = 0
+    def drop_placeholders(self, count: int | None = None) -> None:
+        """Remove so many placeholders, or all, because the sequence has ended."""
+        count = self.placeholders if count is None else count
+        if count:
+            del self.tokens[-count:]
+            self.placeholders -= count
 
     def propose(self, tokens: Iterable[int], parents: Iterable[int] = ()) -> None:
         """Append drafts: the next step runs them, too, and its tokens say how many of them were right. `parents`: where

@@ -8,7 +8,7 @@ gets all of them, in order, can do what the runner does: a rank, a simulation, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ class PlanWants(NamedTuple):
     inputs: bool = True
     requests: bool = False
     shared_blocks: bool = False
+    repeats: bool = False  # whether it runs several steps that only decode for one plan
 
 
 COMPUTES = PlanWants()  # what a runner wants that computes tokens
@@ -217,6 +218,14 @@ class SamplingPlan:
         changed = (self.penalised, self.biased, self.allowed)
         return bool(self.masked) or any(part is not None for part in changed)
 
+    def later(self, ahead: Ints) -> SamplingPlan:
+        """Return the plan of a later step of the same rows, each of which is so many tokens further on, (n,). What rows
+        ask for does not depend on their text."""
+        drawn = self.drawn
+        return (
+            self if drawn is None else replace(self, drawn=replace(drawn, positions=drawn.positions + ahead))
+        )
+
     def part(self, first: int, end: int) -> SamplingPlan:
         """Return the plan of the rows [first, end)."""
         scored = None if self.scored is None else self.scored.part(first, end)
@@ -324,6 +333,14 @@ class StepPlan:
     # nodes end their chunk. None: there is no tree
     tree_bits: Ints | None = None
     shared_blocks: int = 0  # where it asks: how often a table names a block that another one named before
+    # (S,), where it asks: how many tokens each sequence decodes, one in each of as many steps, of which this is the
+    # first. Block tables have room for all of them. None: one each
+    repeats: Ints | None = None
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps are run for the plan."""
+        return 1 if self.repeats is None else int(self.repeats.max())
 
     @property
     def chunk_lengths(self) -> Ints:
@@ -346,6 +363,7 @@ class StepPlan:
             self.copies,
             self.sampled,
             self.tree_bits,
+            self.repeats,
         )
         sent = [None if array is None else array.tobytes() for array in arrays]
         tables = [(spans.tobytes(), blocks.tobytes(), width) for spans, blocks, width in self.tables]
@@ -365,7 +383,7 @@ def _step_plan(
     requests: list[tuple[bytes, int]] | None,
     shared_blocks: int,
 ) -> StepPlan:
-    starts, lengths, rows, offsets, segments, tokens, copies, sampled, bits = map(_ints, sent)
+    starts, lengths, rows, offsets, segments, tokens, copies, sampled, bits, repeats = map(_ints, sent)
     assert starts is not None
     assert tokens is not None
     changes = tuple(
@@ -376,7 +394,7 @@ def _step_plan(
     awaited = None if waits is None else Awaited(*map(_ints, waits))
     return StepPlan(
         starts, lengths, rows, offsets, segments, adapters, tokens, changes, copied, sampled, counts, awaited,
-        sampling, requests, bits, shared_blocks,
+        sampling, requests, bits, shared_blocks, repeats,
     )  # fmt: skip
 
 

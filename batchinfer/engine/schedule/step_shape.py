@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer_kernels.cost import StepShape
 
@@ -33,6 +36,20 @@ def step_shape(
         pairs, kv_tokens = pairs + layers * seen, kv_tokens + layers * (counted[1] - again)
     adapted = sum(length for name, length in zip(adapters, lengths, strict=bool(adapters)) if name)
     return StepShape(sum(lengths), sampled, pairs, kv_tokens, copied, adapted, len({*adapters} - {""}))
+
+
+def decode_shape(
+    starts: NDArray[np.int64], shared: int, layout: CacheLayout, adapters: Sequence[str] = ()
+) -> StepShape:
+    """Return what `step_shape` does for a step of a single token of each sequence, at these positions, all of which are
+    sampled."""
+    pairs, kv_tokens, rows = 0, 0, len(starts)
+    for window, layers in Counter(layout.windows).items():
+        seen = int((starts + 1 if window is None else np.minimum(starts + 1, window)).sum())
+        pairs += layers * seen
+        kv_tokens += layers * (seen - (shared * layout.block_size if window is None else 0))
+    names = [name for name in adapters if name]
+    return StepShape(rows, rows, pairs, kv_tokens, 0, len(names), len({*names}))
 
 
 def _attended(starts: Sequence[int], lengths: Sequence[int], window: int | None) -> tuple[int, int]:

@@ -92,6 +92,21 @@ class HostBatch:
             for own, table, host, whole, copied in each
         ]
 
+    def later(self, ahead: Ints, block_size: int) -> HostBatch:
+        """Return a later step of the same sequences, each of which is so many tokens further on, (S,), and awaits the
+        token of the step before. Its tables hold their blocks."""
+        contexts = np.array(self.context_lens) + ahead
+        at, inside = np.divmod(contexts - 1, block_size)
+        return replace(
+            self,
+            positions=self.positions + ahead,
+            slots=[own.kept[own.rows, at].astype(np.int64) * block_size + inside for own in self.tables],
+            sampling=self.sampling.later(ahead),
+            context_lens=contexts.tolist(),
+            awaited=Awaited(None, None),
+            follows=True,
+        )
+
     def part(self, first: int, end: int) -> HostBatch:
         """Return the step of the tokens [first, end). What a chunk copies is copied with its first token."""
         ends = list(accumulate(self.query_lens))

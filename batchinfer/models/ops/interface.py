@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
+from batchinfer_kernels.advance_rows import advance_rows_reference
 from batchinfer_kernels.arithmetic import WeightCodes, WeightForm
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.experts import Choice, choose_experts, combine_reference
@@ -338,6 +339,16 @@ class FixedPlan(AttentionPlan):
     def refill(self, other: FixedPlan) -> None:
         """Take over another step's values; its sizes are the same."""
 
+    @property
+    def contexts(self) -> Tensor | None:
+        """Return where launches read how many keys each sequence has, (rows,) int32; None: they do not."""
+        return None
+
+    def serves(self, context_lens: Sequence[int]) -> bool:
+        """Whether launches are right for the same sequences one token further and so on up to these contexts, with what
+        the plan holds now, `contexts` apart. `context_lens`: of all rows."""
+        return False
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
@@ -559,6 +570,23 @@ class Ops(ABC):
         windows."""
         if inputs.tree is not None and not (self.follows_trees and windows == {None}):
             raise TypeError(f"{self.name} operators have no trees of drafts for windows {set(windows)}")
+
+    def advance_rows(
+        self,
+        tokens: Tensor,
+        step: int,
+        firsts: Tensor,
+        repeats: Tensor,
+        tables: Tensor,
+        block_size: int,
+        slots: Tensor,
+        contexts: Tensor | None,
+        token_ids: Tensor | None,
+        positions: Tensor | None,
+    ) -> None:
+        """Move the rows of a decode step on by a token; see batchinfer_kernels.advance_rows."""
+        rows = (firsts, repeats, tables, block_size, slots)
+        advance_rows_reference(tokens, step, *rows, contexts, token_ids, positions)
 
     def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
         """Move tokens within the cache; moves are (n, 2) int64. See batchinfer_kernels.move_slots."""

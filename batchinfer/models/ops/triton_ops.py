@@ -60,6 +60,7 @@ from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import attention_plan
+from batchinfer_kernels.gpu.advance_rows import advance_rows
 from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM, moved
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
 from batchinfer_kernels.gpu.combine import combine
@@ -104,6 +105,13 @@ class TritonPlan(FixedPlan):
     def sizes(self) -> tuple[object, ...]:
         return self.plan.sizes
 
+    @property
+    def contexts(self) -> Tensor:
+        return self.plan.contexts
+
+    def serves(self, context_lens: Sequence[int]) -> bool:
+        return self.plan.serves(context_lens)
+
     def refill(self, other: FixedPlan) -> None:
         """The block tables stay where they are: who captures a step keeps them filled."""
         if not isinstance(other, TritonPlan):
@@ -124,6 +132,10 @@ class LatentPlan(FixedPlan):
     @property
     def sizes(self) -> tuple[object, ...]:
         return ()
+
+    def serves(self, context_lens: Sequence[int]) -> bool:
+        """Return True: each query reads as far as its position, wherever that is."""
+        return True
 
     def refill(self, other: FixedPlan) -> None:
         """Queries read the tables and positions that who captures a step keeps filled."""
@@ -295,6 +307,22 @@ class TritonOps(Ops):
             offset=norms.offset,
             interleaved=rope.interleaved,
         )
+
+    def advance_rows(
+        self,
+        tokens: Tensor,
+        step: int,
+        firsts: Tensor,
+        repeats: Tensor,
+        tables: Tensor,
+        block_size: int,
+        slots: Tensor,
+        contexts: Tensor | None,
+        token_ids: Tensor | None,
+        positions: Tensor | None,
+    ) -> None:
+        rows = (firsts, repeats, tables, block_size, slots)
+        advance_rows(tokens, step, *rows, contexts, token_ids, positions)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
         for k, v in cache.copied:

@@ -152,8 +152,7 @@ class _Worker:
     def _collect(self, output: Any) -> None:
         self._done.completions += output.completions
         self._done.requests += output.requests
-        if output.sample is not None:
-            self._done.steps.append(output.sample)
+        self._done.steps += output.samples
 
     def _send(self, force: bool) -> None:
         done, now = self._done, time.monotonic()

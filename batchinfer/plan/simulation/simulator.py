@@ -134,9 +134,8 @@ def simulate(
     """Run the requests in this order. `outputs`: by work key, how many tokens each answer will have."""
     found, clock = Simulated(), machine_clock(machine)
     for output in simulated_steps(machine, requests, outputs, clock):
-        if output.sample is not None:
-            ended = output.sample.started_s + output.sample.duration_s
-            found = found.plus(output.sample, ended)
+        for sample in output.samples:
+            found = found.plus(sample, sample.started_s + sample.duration_s)
     return replace(found, waited_s=clock.stages.waited_s)
 
 

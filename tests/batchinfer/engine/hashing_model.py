@@ -42,22 +42,29 @@ class Unpadded(AttentionPlan):
 
 
 class Contexts(FixedPlan):
-    """What a graph would read: no length of a step but this tensor. A step whose longest context is odd cannot be
-    replayed for an even one.
+    """What a graph would read: no length of a step but this tensor. A step whose longest context is an odd number of
+    eights cannot be replayed for an even one.
     """
 
     padded_tokens = 0
 
     def __init__(self, queries: list[int], lengths: list[int]) -> None:
-        self.queries, self.contexts, self._odd = (
+        self.queries, self._contexts, self._odd = (
             torch.tensor(queries),
-            torch.tensor(lengths),
-            max(lengths) % 2,
+            torch.tensor(lengths, dtype=torch.int32),
+            max(lengths) // 8 % 2,
         )
 
     @property
     def sizes(self) -> int:
         return self._odd
+
+    @property
+    def contexts(self) -> Tensor:
+        return self._contexts
+
+    def serves(self, context_lens: Seq[int]) -> bool:
+        return Contexts(self.queries.tolist(), list(context_lens)).sizes == self.sizes
 
     def refill(self, other: FixedPlan) -> None:
         assert isinstance(other, Contexts)

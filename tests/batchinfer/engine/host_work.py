@@ -1,6 +1,6 @@
 """How long the host takes to schedule, build, launch and retire a decode step, without CUDA calls and without a model.
 
-    python -m tests.batchinfer.engine.host_work [ROWS PROMPT [SHARED [LONGEST [ENDS]]]]
+    python -m tests.batchinfer.engine.host_work [ROWS PROMPT [SHARED [LONGEST [ENDS [STEPS]]]]]
 
 The engine, scheduler, runner, graphs and attention plans are the real ones; a graph's replay does nothing.
 """
@@ -39,7 +39,7 @@ from batchinfer.engine.tensors.device_tables import DeviceTables, GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
-from tests.batchinfer.engine.small_engine import layer_each
+from tests.batchinfer.engine.small_engine import at_once, layer_each
 from tests.model_costs import llama_cost
 
 BLOCK, LONGEST, VOCAB, BUDGET = 16, 32_768, 1000, 8192
@@ -50,13 +50,15 @@ STEPS = 40
 @dataclass(frozen=True)
 class Load:
     """So many rows decode; the first `shared` tokens of their prompts are alike, and the first row's prompt is
-    `longest` tokens long. `ends`: so many rows end with each step that is timed."""
+    `longest` tokens long. `ends`: so many rows end with each step that is timed. `at_once`: so many steps are launched
+    at once."""
 
     rows: int
     prompt: int
     shared: int = 0
     longest: int = 0
     ends: int = 0
+    at_once: int = 1
 
     def requests(self, most: int) -> list[Request]:
         """Each may get `most` tokens."""
@@ -108,6 +110,13 @@ class NoModel:
         raise AssertionError("greedy rows need no logits")
 
 
+class MovedByNobody(TritonOps):
+    """Operators whose kernels the host launches between two replays, and which the interpreter would run."""
+
+    def advance_rows(self, *_: Any) -> None:
+        """Leave the rows where they are."""
+
+
 class LaidByNobody(DeviceTables):
     """On a GPU the host does no more than to ask for it."""
 
@@ -123,22 +132,25 @@ def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:
     """An engine as for a GPU, on tensors in the host's memory."""
     device, layout = torch.device("cpu"), layer_each([None], BLOCK)
     needed = load.rows * -(-(load.prompt + most) // BLOCK) + -(-(load.longest + most) // BLOCK) + 1
-    ops = TritonOps(SHAPE)
-    limits = GraphSize(load.rows, LONGEST, BLOCK, padding_slot=needed * BLOCK)
+    ops = MovedByNobody(SHAPE)
+    largest = GraphSize(load.rows, LONGEST, BLOCK, padding_slot=needed * BLOCK)
     model = model or NoModel()
-    tables = GraphTables(1, limits.table_entries, device)
-    graphs = DecodeGraphs(lambda ids, *_: model.forward(ids), ops, limits, layout.groups, tables, _captured)
+    tables = GraphTables(1, largest.table_entries, device)
+    graphs = DecodeGraphs(lambda ids, *_: model.forward(ids), ops, largest, layout.groups, tables, _captured)
     sizes = {"layers": 32, "hidden": 4096, "intermediate": 14_336, "q_heads": 32, "kv_heads": 8}
     cost = llama_cost(**sizes, head_dim=128, vocab=128_256, itemsize=2, weight_itemsize=2)
     sampler = Sampler(frozenset([EOS]))
     runner = DeviceRunner(model, ops, [], layout, sampler, cost, device, graphs=graphs, tables=LaidByNobody())
     scheduler = Scheduler(SchedulerConfig(load.rows, BUDGET), BlockPool(needed, BLOCK))
-    return Engine(runner, scheduler, EngineLimits(ContentRoots(LONGEST), frozenset([EOS])))
+    limits = EngineLimits(ContentRoots(LONGEST), frozenset([EOS]))
+    return Engine(runner, scheduler, limits, repeated=at_once(load.at_once))
 
 
 def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:
-    """Seconds of each step once all rows decode, after some that do not count."""
-    most = 200 + steps + load.rows * load.prompt // BUDGET  # no row ends while others are still read
+    """Seconds of each step once all rows decode, after some that do not count; of those that are launched at once,
+    their part."""
+    reading = load.rows * load.prompt // BUDGET
+    most = 200 + (steps + 9) * load.at_once + reading  # no row ends while others are still read
     model = NoModel()
     engine = make_engine(load, most, model)
     engine.add(load.requests(most))
@@ -153,10 +165,11 @@ def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:
     gc.freeze()
     for _ in range(steps):
         began = time.perf_counter()
-        sample = engine.step().sample
-        assert sample is not None
-        assert 0 <= load.rows - sample.decode_tokens <= 2 * load.ends * (steps + 5)
-        yield time.perf_counter() - began
+        samples = engine.step().samples
+        assert len(samples) == load.at_once
+        for sample in samples:
+            assert 0 <= load.rows - sample.decode_tokens <= 2 * load.ends * load.at_once * (steps + 5)
+        yield (time.perf_counter() - began) / len(samples)
 
 
 def main(*arguments: str) -> None:

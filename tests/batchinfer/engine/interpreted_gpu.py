@@ -35,7 +35,7 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
 from tests.batchinfer import costed_engine, dying_rank
-from tests.batchinfer.engine.small_engine import Preempting
+from tests.batchinfer.engine.small_engine import PreemptingAhead
 from tests.batchinfer.engine.taped import Taped, TapedGroup
 
 DEVICE = "cpu" if interpreter.is_wanted() else "cuda"
@@ -156,13 +156,6 @@ def build_without_triton(*arguments: Any) -> LoadedWeights:
     """The same on a machine that has no Triton."""
     choose.importlib.util.find_spec = lambda _: None  # type: ignore[attr-defined]
     return build(*arguments)
-
-
-class PreemptingAhead(Preempting):
-    """Preempts, also where steps look ahead: none is launched ahead of one before which a sequence is preempted."""
-
-    def has_room(self) -> bool:
-        return self._steps % 4 != 3 and super().has_room()
 
 
 def build_preempting(*arguments: Any, **named: Any) -> LoadedWeights:

@@ -24,10 +24,12 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import CacheGroup, CacheLayout, cache_layout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
+from batchinfer.engine.loop.repeated_steps import RepeatedSteps
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
 from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.constraints import ConstraintMasks, Constraints
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig, Step
 from batchinfer.engine.schedule.sequence import SequenceStatus
@@ -225,7 +227,7 @@ class Noted:
     @property
     def wants(self) -> PlanWants:
         wants: PlanWants = self.runner.wants
-        return wants._replace(requests=True)
+        return wants._replace(requests=True, repeats=False)
 
     def launch(self, plan: StepPlan) -> Any:
         assert plan.requests is not None
@@ -307,6 +309,13 @@ class Preempting(Scheduler):
         return step
 
 
+class PreemptingAhead(Preempting):
+    """Preempts, also where steps look ahead: none is launched ahead of one before which a sequence is preempted."""
+
+    def has_room(self) -> bool:
+        return self._steps % 4 != 3 and super().has_room()
+
+
 def make_engine(
     runner: Any,
     limits: Limits,
@@ -331,6 +340,18 @@ def make_engine(
     kind = getattr(runner, "shown", lambda same: same)(kind)  # some runners look at what was scheduled
     scheduler = kind(config, pool, Hopeful() if limits.scarce else None, windows)
     return Engine(runner, scheduler, EngineLimits(ContentRoots(MAX_LEN, long_rope_beyond), eos), **more)
+
+
+class AlwaysRepeated(RepeatedSteps):
+    """Launches as many steps at once as it may."""
+
+    def most(self, rows: int, cached: int) -> int:
+        return self._most
+
+
+def at_once(steps: int) -> RepeatedSteps | None:
+    """Make an engine launch up to so many steps at once wherever it may."""
+    return AlwaysRepeated(AdmissionCosts(0.0, 0.0, 0.0), steps) if steps > 1 else None
 
 
 def layer_each(windows: Sequence[int | None], block_size: int) -> CacheLayout:
@@ -370,7 +391,7 @@ def drain(
         for completion in output.completions:
             assert completion.key not in ran.completions
             ran.completions[completion.key] = completion
-        ran.steps += [output.sample] if output.sample else []
+        ran.steps += output.samples
         ran.requests |= {sample.key: sample for sample in output.requests}
         if after_step:
             after_step()

@@ -17,12 +17,12 @@ MODEL = llama_cost(16, 2048, 8192, 32, 8, 64, 128_256, 2, 2)
 
 
 def steps_until_filled(
-    costs: AdmissionCosts, every: int, prompt: int, places: int = 100, read: int = 0
+    costs: AdmissionCosts, every: int, prompt: int, places: int = 100, read: int = 0, at_once: int = 1
 ) -> int:
     """A sequence ends in every so many steps; how many have passed when the first place is filled."""
     admission = BatchedAdmission(costs)
     admission.stop(places)
-    admission.read = read
+    admission.read, admission.steps = read, at_once
     for step in range(1, 10 * places * every):
         admission.ended += step % every == 0
         if not admission.waits(places - admission.ended, 1000, 0, 8192, lambda n: n * prompt):
@@ -38,6 +38,12 @@ def test_places_are_filled_when_waiting_has_wasted_as_much_as_filling_them_would
     assert wasted[0] < 3.2e-3 <= wasted[1] < 3.6e-3
     assert steps_until_filled(replace(COSTS, launch_s=2e-3), 1, 0) < filled
     assert steps_until_filled(COSTS, every=1, prompt=20) < filled, "prompts hide a part of launching them"
+
+
+def test_steps_that_are_launched_at_once_waste_as_much_each():
+    """Here a sequence ends with each launch."""
+    single, four = (steps_until_filled(COSTS, every=1, prompt=0, at_once=steps) for steps in (1, 4))
+    assert single / 2 <= four < single / 2 + 1, "the waste grows with the square of launches"
 
 
 def test_prompts_that_keep_the_device_busy_do_not_wait():

@@ -132,6 +132,10 @@ class Replayed(GroupedPlan):
     def refill(self, other: Any) -> None:
         """Dummy steps of as many rows are alike."""
 
+    def serves(self, context_lens: Any) -> bool:
+        """Return whether it does for longer contexts: never."""
+        return False
+
 
 class AsOnAGpu(TorchOps):
     """Operators that plan for graphs, and fuse no layers."""

@@ -22,6 +22,7 @@ from tests.batchinfer.engine.small_engine import (
     Limits,
     Noted,
     Ran,
+    at_once,
     drain,
     following,
     greedy,
@@ -50,6 +51,7 @@ class Way:
     forces: bool = True
     room: int = ROOM
     verifies: bool = False  # whether steps with drafts have graphs, too
+    steps: int = 1  # that are launched at once where rows only decode, at most
 
     def runner(self, limits: Limits, nan_every: int = 0, windows: tuple[int | None, ...] = (None,)) -> Any:
         made = hashing_runner(self.kind, limits.blocks, limits.block_size, nan_every, self.room, windows)
@@ -62,9 +64,8 @@ class Way:
             WordConstraints(EOS, self.forces),
         )
         runner, masks = following(runner, constraints, self.on_host)
-        engine = make_engine(
-            runner, limits, frozenset([EOS]), stop_streams=watcher, masks=masks, drafter=drafter
-        )
+        asked = {"stop_streams": watcher, "masks": masks, "drafter": drafter}
+        engine = make_engine(runner, limits, frozenset([EOS]), repeated=at_once(self.steps), **asked)
         return drain(engine, work.rows, arrivals=work.arrivals)
 
 
@@ -76,6 +77,7 @@ WAYS = st.builds(Way, on_host=st.booleans()) | st.builds(
     on_host=st.booleans(),
     room=st.sampled_from([ROOM, ROOM, 7]),
     verifies=st.booleans(),
+    steps=st.integers(1, 5),
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from batchinfer_kernels.experts import Choice
+from batchinfer_kernels.gpu.advance_rows import advance_rows
 from batchinfer_kernels.gpu.choose_experts import choose_experts
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.copy_parts import copy_parts
@@ -70,6 +71,14 @@ def launch_copy_parts(dtype: str) -> None:
 def launch_tree_paths(places: int, ordered: bool) -> None:
     tokens, nodes = torch.zeros(64).long(), torch.zeros(4, places).long()
     tree_paths(tokens, tokens[:4], nodes, nodes, *((tokens[:4], tokens) if ordered else ()))
+
+
+def launch_advance_rows(groups: int, reads_contexts: bool) -> None:
+    rows = torch.zeros(16).long()
+    contexts = rows.int() if reads_contexts else None
+    for group in range(groups):
+        both = (None, None) if group else (rows, rows)
+        advance_rows(rows, 1, rows.int(), rows.int(), torch.zeros(16, 64).int(), 16, rows, contexts, *both)
 
 
 def launch_move_slots(dtype: str, dim: int, places: int) -> None:
@@ -151,6 +160,7 @@ KINDS = {
     "mask": [Kind(("float32",)), Kind(("bfloat16",))],
     "copy_parts": [Kind(("float32",)), Kind(("bfloat16",)), Kind(("int8",))],
     "tree_paths": [Kind((8, True)), Kind((32, False))],
+    "advance_rows": [Kind((2, True), 2), Kind((1, False))],
     "move_slots": [Kind(("bfloat16", 128, 8)), Kind(("float32", 4096, 32)), Kind(("int8", 1, 7))],
     "log_probabilities": [Kind(("float32",), 2, loads=1), Kind(("bfloat16",), 2, loads=1)],
     "penalise": [Kind(("float32",)), Kind(("bfloat16",))],

@@ -1,0 +1,65 @@
+"""Decides how many steps of rows that only decode a GPU's host launches at once (multi-step decoding).
+
+No torch: seconds and counts.
+"""
+
+from __future__ import annotations
+
+from batchinfer.engine.schedule.batched_admission import AdmissionCosts
+
+MOST_STEPS = 4
+# What each further step of a launch takes the host, and each row of it: 0.9 ms of 1,024 rows were measured without CUDA
+# calls (docs/measurements/gpu.md). Replaying the graph, and launching the head, the sampler and the kernel that moves
+# rows on, is taken to be 0.4 ms of the first number; not measured.
+HOST_REPEAT_S, HOST_REPEAT_ROW_S = 0.5e-3, 0.8e-6
+# Several steps have to give so many times as many tokens a second by estimates
+LEAST_GAIN = 1.05
+
+
+class RepeatedSteps:
+    """Chooses the number of steps by what the device and the host take for them, as a step gives each row a token.
+
+    While the host takes longer for a step than the device, the device waits; and most of what the host does it does
+    once for all steps that it launches together. But a row that ends in the middle runs on to the last of them, and
+    through all that were launched behind them by the time that the host knows; its place stays empty for as long.
+    """
+
+    def __init__(self, costs: AdmissionCosts, most: int = MOST_STEPS) -> None:
+        self._costs, self._most = costs, most
+        self._tokens = self._ended = 0  # that rows have got in steps, and rows that have ended
+
+    def note(self, tokens: int, ended: int) -> None:
+        """Take into account how many tokens steps have given, and how many rows have ended with them."""
+        self._tokens += tokens
+        self._ended += ended
+
+    def most(self, rows: int, cached: int) -> int:
+        """Return the number of steps for so many rows, which read K and V of `cached` tokens in each. 1 where nobody
+        knows what the device takes."""
+        if not self._costs.weights_s:
+            return 1
+        speeds = [self.tokens_per_s(steps, rows, cached) for steps in range(1, self._most + 1)]
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        return 1 + best if speeds[best] > LEAST_GAIN * speeds[0] else 1
+
+    def tokens_per_s(self, steps: int, rows: int, cached: int) -> float:
+        """Estimate the tokens a second that are of use, of each row."""
+        return (
+            steps * self._useful(steps) / max(steps * self.device_s(rows, cached), self.host_s(steps, rows))
+        )
+
+    def device_s(self, rows: int, cached: int) -> float:
+        """Estimate the seconds that a step takes the device."""
+        costs = self._costs
+        return max(costs.weights_s, rows * costs.token_s) + cached * costs.kv_token_s
+
+    def host_s(self, steps: int, rows: int) -> float:
+        """Estimate the seconds that the host takes for so many steps that are launched at once."""
+        further = (steps - 1) * (HOST_REPEAT_S + rows * HOST_REPEAT_ROW_S)
+        return self._costs.host_step_s + rows * self._costs.host_row_s + further
+
+    def _useful(self, steps: int) -> float:
+        """Estimate the part of tokens that belongs to answers: a row ends in the middle of a launch, when another one
+        is under way already. Answers that end evenly are as long as there are tokens for each end."""
+        length = self._tokens / max(1, self._ended)
+        return max(0.0, 1 - 1.5 * (steps - 1) / length) if length else float(steps == 1)

@@ -1,0 +1,314 @@
+"""Several decode steps that are launched at once give the answers, and count the work, of as many steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchinfer.core.request import Request
+from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
+from batchinfer.engine.graphs.repeated_replays import RepeatedReplays
+from batchinfer.engine.load import loaded_model
+from batchinfer.engine.loop.repeated_steps import RepeatedSteps
+from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
+from batchinfer.engine.runner.sampler import Sampler
+from batchinfer.engine.schedule.batched_admission import AdmissionCosts
+from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
+from batchinfer.models.ops.interface import Ops
+from tests.batchinfer.engine import steps_at_once
+from tests.batchinfer.engine.hashing_model import EOS, HashingOps, hashing_runner, with_graphs
+from tests.batchinfer.engine.random_work import EASY, Work, works
+from tests.batchinfer.engine.small_engine import (
+    TRITON,
+    AlwaysRepeated,
+    Limits,
+    PreemptingAhead,
+    Ran,
+    at_once,
+    drain,
+    greedy,
+    make_engine,
+    request,
+    watcher,
+)
+from tests.examples import examples
+
+
+@dataclass
+class Launches:
+    """Stands before a runner, and notes how many steps each plan is for, and how many positions were computed."""
+
+    runner: Any
+    steps: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    def __post_init__(self) -> None:
+        forward = self.runner.model.forward
+
+        def counting(token_ids: Tensor, *rest: Any) -> Tensor:
+            self.computed += len(token_ids)
+            hidden: Tensor = forward(token_ids, *rest)
+            return hidden
+
+        self.runner.model.forward = counting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.steps.append(plan.steps)
+        return self.runner.launch(plan)
+
+
+def ran(
+    work: Work, limits: Limits, steps: int, graphs: bool = False, kind: Any = None
+) -> tuple[Ran, Launches]:
+    runner = hashing_runner(
+        DeviceRunner, limits.blocks, limits.block_size, work.nan_every, windows=work.windows
+    )
+    noted = Launches(with_graphs(runner, limits.seqs, 40, limits.blocks) if graphs else runner)
+    more = {"stop_streams": watcher, "repeated": at_once(steps)}
+    engine = make_engine(noted, limits, frozenset([EOS]), kind=kind, **more)
+    return drain(engine, work.rows, arrivals=work.arrivals), noted
+
+
+def plain(row: Request) -> Request:
+    """The row without what makes a token depend on those before it."""
+    kept = replace(row.params, min_tokens=0, repetition_penalty=1.0, frequency_penalty=0.0, bad_tokens=())
+    return replace(row, params=replace(kept, logprobs=None))
+
+
+@settings(max_examples=examples(40, 400), deadline=None, print_blob=True)
+@given(works(), st.integers(2, 5), st.booleans(), st.booleans())
+def test_answers_and_work_are_those_of_single_steps(
+    work: Work, steps: int, graphs: bool, preempts: bool
+) -> None:
+    """Greedy and drawn rows that end in the middle, by a token, a stop string, their length, a loop or a broken logit;
+    while others arrive, share prefixes, are preempted, leave windows behind, or find no block."""
+    work = replace(work, rows=[*map(plain, work.rows)])
+    wanted, _ = ran(work, EASY, 1)
+    single, _ = ran(work, work.limits, 1, graphs)
+    kind = PreemptingAhead if preempts else None
+    got, launches = ran(work, work.limits, steps, graphs, kind)
+    assert got.answers == single.answers == wanted.answers
+    assert max(launches.steps) <= steps
+    event(f"steps at once: {max(launches.steps) > 1}, preempted: {got.total('preemptions') > 0}")
+    same = ("prefill_tokens", "cached_tokens", "preemptions", "copied_tokens")
+    if all(got.total(name) == single.total(name) for name in same) and not got.total("preemptions"):
+        for name in ("sampled_tokens", "decode_tokens", "flops", "pairs"):
+            assert got.total(name) == single.total(name), name
+    assert got.total("sampled_tokens") == sum(map(_given, got.completions.values()))
+    assert [sample.step for sample in got.steps] == list(range(len(got.steps)))
+    for before, after in pairwise(got.steps):
+        assert after.started_s >= before.started_s + before.duration_s - 1e-9
+    if not graphs:  # there a capture runs a step once more
+        useful = got.total("prefill_tokens") + got.total("decode_tokens")
+        assert useful + got.total("padded_tokens") == launches.computed
+
+
+def _given(completion: Any) -> int:
+    broken = completion.error is not None and completion.error.code in ("nan_logits", "no_token_left")
+    return len(completion.tokens.token_ids) + broken
+
+
+def rows_of(count: int, most: int, **more: Any) -> Work:
+    return Work(
+        EASY, greedy([[i % 7, 3, i % 5] for i in range(count)], most, **more), [0] * count, (None,), 0, 0
+    )
+
+
+def test_steps_behind_a_replayed_one_are_replayed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the same graph serves: that of the model that stands in here does for eight contexts."""
+    prepared, moved, carried = list[int](), list[int](), list[bool]()
+    run, further, plan = DecodeGraphs.run, RepeatedReplays.run, HashingOps.plan_captured
+
+    def planned(*given: Any, before: Any = None, **more: Any) -> Any:
+        carried.append(before is not None)
+        return plan(*given, before=before, **more)
+
+    monkeypatch.setattr(HashingOps, "plan_captured", planned)
+    monkeypatch.setattr(DecodeGraphs, "run", lambda *given: prepared.append(1) or run(*given))
+    monkeypatch.setattr(RepeatedReplays, "run", lambda *given: moved.append(1) or further(*given))
+    work = rows_of(6, 25, ignore_eos=True)
+    got, launches = ran(work, EASY, 3, graphs=True)
+    assert launches.steps == [1, *[3] * 8]
+    assert (len(prepared), len(moved)) == (12, 12), "in two launches contexts pass 8 and 24"
+    assert carried == [False, *[True] * 11], (
+        "the plan of attention is that of the step before, a token further"
+    )
+    assert got.answers == ran(work, EASY, 1)[0].answers
+    assert [s.decode_tokens for s in got.steps] == [0, *[6] * 24]
+    assert {s.launch for s in got.steps[1:]} == {"full_graph"}
+
+
+def test_rows_that_end_in_the_middle_run_on_as_padding() -> None:
+    """Those that a step of one token would have left out, and the steps that were launched behind it."""
+    work = rows_of(8, 30)
+    single, got = ran(work, EASY, 1)[0], ran(work, EASY, 3)[0]
+    stopped = sum(c.finish_reason == "stop" for c in got.completions.values())
+    assert single.total("padded_tokens") == stopped > 2
+    assert stopped < got.total("padded_tokens") <= 5 * stopped + 16
+    for name in ("prefill_tokens", "decode_tokens", "sampled_tokens", "flops", "pairs", "kv_tokens"):
+        assert got.total(name) == single.total(name), name
+    assert got.total("metering_s") > 0
+
+
+def test_what_rows_share_is_read_once_in_each_step() -> None:
+    shared = [3, 1, 4, 1, 5, 2, 6, 5, 3]
+    requests = greedy([[*shared, row] for row in range(5)], 11, ignore_eos=True)
+    work = Work(EASY, [*requests, request(9, [*shared, 7], 4, ignore_eos=True)], [0] * 6, (None,), 0, 0)
+    single, got = ran(work, EASY, 1)[0], ran(work, EASY, 3)[0]
+    assert got.total("kv_tokens") == single.total("kv_tokens") < got.total("pairs") - 8 * 4 * 10
+
+
+def test_rows_end_with_an_error_where_logits_are_not_finite() -> None:
+    """In any of the steps; what they run on with is no token of theirs."""
+    work = replace(rows_of(12, 30, ignore_eos=True), nan_every=31)
+    single, (got, launches) = ran(work, EASY, 1)[0], ran(work, EASY, 4)
+    assert max(launches.steps) == 4
+    assert got.answers == single.answers
+    broken = [len(c.tokens.token_ids) % 4 for c in got.completions.values() if c.error is not None]
+    assert len({*broken}) > 2, "some in the middle of a launch"
+
+
+def test_known_ends_are_not_run_over() -> None:
+    """A row gets no blocks for tokens that it may not have, and the others go on."""
+    tight = replace(EASY, blocks=12, seqs=4)  # three blocks each, all of which they need
+    requests = [request(row, [row, 3, 1, 4], most, ignore_eos=True) for row, most in enumerate((9, 8, 9, 2))]
+    work = Work(tight, requests, [0] * 4, (None,), 0, 0)
+    got, launches = ran(work, tight, 4, graphs=True)
+    assert [len(got.tokens(row)) for row in range(4)] == [9, 8, 9, 2]
+    assert max(launches.steps) == 4
+    assert got.total("preemptions") == 0
+    assert got.answers == ran(work, EASY, 1)[0].answers
+
+
+@pytest.mark.parametrize(("budget", "most"), [(9, 1), (10, 2), (19, 3), (20, 4)])
+def test_steps_at_once_run_no_more_tokens_than_a_step_may(budget: int, most: int) -> None:
+    work, limits = rows_of(5, 30, ignore_eos=True), replace(EASY, budget=budget)
+    got, launches = ran(work, limits, 4)
+    assert max(launches.steps) == most
+    assert got.answers == ran(work, EASY, 1)[0].answers
+
+
+def test_where_blocks_are_scarce_steps_are_launched_one_by_one() -> None:
+    scarce = replace(EASY, blocks=9, seqs=3, scarce=True)
+    work = rows_of(3, 25, ignore_eos=True)
+    got, launches = ran(work, scarce, 4)
+    assert 1 in launches.steps[4:]
+    assert 4 in launches.steps
+    assert got.total("preemptions") > 0
+    assert got.answers == ran(work, EASY, 1)[0].answers
+
+
+ASKS = {
+    "penalty": {"repetition_penalty": 1.3},
+    "least": {"min_tokens": 5},
+    "logprobs": {"logprobs": 2},
+    "bad": {"bad_tokens": ((1, 2), (3,))},
+}
+
+
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_no_row_runs_on_beside_one_whose_next_token_depends_on_the_last(asks: dict[str, Any]) -> None:
+    work = rows_of(3, 20, ignore_eos=True)
+    odd = replace(work, rows=[*work.rows, request(9, [3, 4], 20, ignore_eos=True, **asks)])
+    got, launches = ran(odd, EASY, 4)
+    assert {*launches.steps} == {1}
+    assert got.answers == ran(odd, EASY, 1)[0].answers
+
+
+# ---- how many steps
+
+
+def choose(device_s: float, rows: int = 64, length: float = 1000, most: int = 4) -> int:
+    """Return the choice for a device that takes so long for a step, and answers of this length."""
+    chooser = RepeatedSteps(AdmissionCosts(0.0, 1e-3, 3.5e-6, weights_s=device_s), most)
+    chooser.note(int(100 * length), 100)
+    return chooser.most(rows, 0)
+
+
+def test_steps_are_launched_at_once_where_the_host_is_slower() -> None:
+    assert choose(5e-3) == choose(1.25e-3) == 1, "the device is"
+    assert [choose(s) for s in (1.0e-3, 0.7e-3)] == [2, 4]
+    assert choose(0.3e-3) == 4, "as many as may be"
+    assert choose(3e-3, rows=1024) == 2, "each row is work for the host"
+    assert choose(0.3e-3, length=12) < 4, "half of the tokens of short answers would be dropped"
+    assert choose(0.3e-3, length=2) == 1
+    assert choose(0.0) == 1, "nobody knows what the device takes"
+
+
+def test_lengths_of_answers_are_learnt_from_steps_and_ends() -> None:
+    chooser = RepeatedSteps(AdmissionCosts(0.0, 1e-3, 3.5e-6, weights_s=0.3e-3))
+    assert chooser.most(64, 0) == 1, "nothing is known yet"
+    chooser.note(150, 0)
+    assert chooser.most(64, 0) == 4
+    chooser.note(0, 75)
+    assert chooser.most(64, 0) == 1
+
+
+def test_what_is_expected_is_what_the_documentation_says(capsys: pytest.CaptureFixture[str]) -> None:
+    steps_at_once.main()
+    said = (Path(__file__).parents[3] / "docs/gpu.md").read_text()
+    assert capsys.readouterr().out in said
+
+
+# ---- on a GPU, with Triton's kernels
+
+
+class Keeping(Sampler):
+    """Keeps the logits of each step, in the order in which they were sampled."""
+
+    def __init__(self, eos: frozenset[int], kept: list[Tensor]) -> None:
+        super().__init__(eos)
+        object.__setattr__(self, "kept", kept)
+
+    def tries_argmax(self, plan: SamplingPlan) -> bool:
+        return False
+
+    def sample(
+        self, ops: Ops, logits: Tensor, plan: SamplingPlan, device_tokens: DeviceTokens | None = None
+    ) -> Sampled:
+        self.__dict__["kept"].append(logits.clone())
+        return super().sample(ops, logits, plan, device_tokens)
+
+
+@TRITON
+@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_on_a_gpu_logits_are_those_of_single_steps_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """Greedy rows and drawn ones; rows get a block in the middle, and one more segment."""
+    from tests.batchinfer.engine import test_triton_engine as gpu
+
+    for module in ("attention_plan", "attention_splits", "part_room"):
+        monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.SEGMENT", gpu.SEGMENT)
+    loaded = gpu.loaded_as_a_job_does(monkeypatch, gpu.gpus_config("none", deterministic, rows=4))
+    replayed, further = list[int](), RepeatedReplays.run
+    monkeypatch.setattr(RepeatedReplays, "run", lambda *given: replayed.append(1) or further(*given))
+    prompts = [[(7 * row + at) % 250 for at in range(n)] for row, n in enumerate((23, 29))]
+    rows = [
+        request(row, ids, 14 - row, ignore_eos=True, temperature=0.8 * row) for row, ids in enumerate(prompts)
+    ]
+    found, logits = [], list[list[Tensor]]()
+    for steps in (1, 3):
+        monkeypatch.setattr(loaded_model, "RepeatedSteps", lambda costs, n=steps: AlwaysRepeated(costs, n))
+        kept: list[Tensor] = []
+        runner: Any = replace(loaded.runner, sampler=Keeping(frozenset(), kept))
+        found.append(drain(loaded.engine(runner=runner), rows))
+        logits.append(kept)
+    single, several = logits
+    assert 3 < len(replayed) < len(single) == len(several)
+    assert found[0].answers == found[1].answers
+    assert all(torch.equal(*each) for each in zip(single, several, strict=True))
+    assert loaded.runner.wants.repeats
