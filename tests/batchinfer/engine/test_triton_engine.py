@@ -6,7 +6,7 @@ import importlib.util
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -31,8 +31,10 @@ from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.ops import flashinfer_prefill, prefill_choice
 from batchinfer.models.ops.interface import Head, Linear, Ops, Weight, values_of
+from batchinfer.models.ops.prompts import contest, flash_attention, prefill
+from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
+from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.arithmetic import Quantization
@@ -62,7 +64,7 @@ from tests.batchinfer.engine.small_engine import (
     request,
 )
 from tests.batchinfer.engine.teacher_forced import Row, different, farthest, forced_logits
-from tests.batchinfer.models.ops import flashinfer_stand_in
+from tests.batchinfer.models.ops.prompts import flash_attention_stand_in, flashinfer_stand_in
 from tests.checkpoints import kept_folder
 from tests.foreign_models import EOS as FOREIGN_EOS
 from tests.foreign_models import make_foreign
@@ -444,24 +446,57 @@ def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(
     assert {compiled(rows) for rows in range(1, largest + 1)} <= warmed
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_segments")
-def test_answers_are_the_same_where_flashinfer_reads_prompts(monkeypatch):
-    """A module with its interface stands in, and is taken to be faster."""
+def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Put a module in FlashInfer's place; return what counts its runs."""
     module = flashinfer_stand_in.stand_in()
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(flashinfer_prefill, "is_installed", lambda: True)
-    monkeypatch.setattr(flashinfer_prefill, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(flashinfer_prefill, "HEAD_DIMS", (triton_ops(model_of("llama")).shape.head_dim,))
-    monkeypatch.setattr(prefill_choice, "MARGIN", float("inf"))
+    monkeypatch.setattr(FlashInferPrefill, "version", lambda: "0.7.2")
+    monkeypatch.setattr(FlashInferPrefill, "HEAD_DIMS", (triton_ops(model_of("llama")).shape.head_dim,))
+    return lambda: sum(wrapper.runs for wrapper in module.BatchPrefillWithPagedKVCacheWrapper.made)
+
+
+def _flash_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    forward = flash_attention_stand_in.Forward()
+    for name, module in flash_attention_stand_in.stand_in(forward).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(flash_attention_stand_in, "HALVES", (torch.float32,))
+    monkeypatch.setattr(flash_attention_stand_in, "HEAD_MULTIPLE", 4)
+    monkeypatch.setattr(FlashAttentionPrefill, "HEAD_MULTIPLE", 4)
+    monkeypatch.setattr(FlashAttentionPrefill, "version", lambda: "4.0.0b36")
+    monkeypatch.setattr(flash_attention, "capability", lambda _: 9)
+    return lambda: len(forward.calls)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize(
+    ("install", "extra"), [(_flashinfer, "flashinfer"), (_flash_attention, "flash-attn")]
+)
+def test_answers_are_the_same_where_a_library_reads_prompts(monkeypatch, install, extra):
+    """A module with its interface stands in, and is taken to be faster."""
+    count = install(monkeypatch)
+    monkeypatch.setattr(prefill.PromptPrefill, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(contest, "MARGIN", float("inf"))
     loaded = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
-    assert loaded.info.ops == "triton+flashinfer"
-    wrappers = module.BatchPrefillWithPagedKVCacheWrapper.made
-    before = sum(wrapper.runs for wrapper in wrappers)
+    assert loaded.info.ops == f"triton+{extra}"
+    before = count()
     wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
     assert drain(loaded.engine(), greedy(prompts(), OUTPUT)).answers == wanted
-    assert sum(wrapper.runs for wrapper in wrappers) > before
+    assert count() > before
     assert build.load_model(gpus_config("none", deterministic=True)).info.ops == "triton"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("variant", ["gpt-oss", "gemma2", "qwen2-mixed-windows"])
+def test_answers_are_the_same_where_a_library_reads_windows(monkeypatch, variant):
+    """Blocks that a window has left are given to others, and are not in the library's tables."""
+    count, limits = _flash_attention(monkeypatch), SETTINGS["chunked"]
+    ops = triton_ops(model_of(variant))
+    theirs = ops.with_prefill(FlashAttentionPrefill(ops.shape, limits.block_size, torch.device(DEVICE)))
+    wanted = on_the_cpu(variant, limits, prompts()).answers
+    assert ran(variant, limits, theirs, DEVICE, prompts()).answers == wanted
+    assert count() > 0
 
 
 SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
