@@ -174,8 +174,13 @@ def moved(
     values: NDArray[Any], device: torch.device, dtype: type[np.int32] | type[np.int64] = np.int32
 ) -> Tensor:
     """On the device, by a copy that nobody waits for: it is queued before what reads it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return staged(np.ascontiguousarray(values, dtype), device).to(device, non_blocking=True)
+
+
+def staged(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return the values on the host, in memory from which a GPU copies without anybody waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def check_attention(

@@ -157,6 +157,7 @@ def skewed_case(section: BenchSection, heads: Heads, contexts: Sequence[int]) ->
     room = Room(longest=max(contexts))
     held = planned(replace(step.paged, contexts=step.paged.contexts[::-1]), 1, room=room)
     own = planned(step.paged, 1, room=room)
+    held.place()
     replay = _captured(section, step.call(held))
     held.refilled(own)
     return Case(

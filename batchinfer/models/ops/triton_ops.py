@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -97,12 +96,15 @@ class TritonPlan(FixedPlan):
     ) -> None:
         """`pages`: of chunks that a library reads in layers that it covers; see PromptPrefill."""
         self.plan, self.tables, self.pages = plan, inputs.block_tables, pages
-        self.singles = plan if pages is None else replace(plan, items=None)  # what it leaves to our kernels
+        self.singles = plan if pages is None else plan.without_chunks()  # what it leaves to our kernels
         self.shares = inputs.whole  # whether it was planned what sequences share
 
     @property
     def sizes(self) -> tuple[object, ...]:
         return self.plan.sizes
+
+    def place(self) -> None:
+        self.plan.place()
 
     def refill(self, other: FixedPlan) -> None:
         """The block tables stay where they are: who captures a step keeps them filled."""

@@ -23,12 +23,14 @@ from torch import Tensor
 from batchinfer.core.request import Request
 from batchinfer.data.constraints.constrained import grammar_constraints
 from batchinfer.engine.config import EngineConfig, LoadConfig
+from batchinfer.engine.graphs.graph_capture import GraphRecorder
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load import build
 from batchinfer.engine.load.device_fit import Fitted
 from batchinfer.engine.load.dummy_steps import sizes_between
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.ops.interface import Head, Linear, Ops, Weight, values_of
@@ -39,7 +41,7 @@ from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
-from batchinfer_kernels.gpu import attention_plan, matmul_tiles
+from batchinfer_kernels.gpu import attention_plan, matmul_tiles, step_arrays
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from tests.batchinfer.engine import guided_rows
@@ -345,17 +347,46 @@ def test_all_of_the_gpus_path(monkeypatch):
         "before the layer's attention and behind it"
     )
     wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
+    copies = copies_of_steps(monkeypatch)
     with recorded() as later:
         for _ in range(3):  # what comes for the third time is captured, and is replayed in pieces until then
             found = drain(loaded.engine(), greedy(prompts(), OUTPUT))
             assert found.answers == wanted
             assert "eager" not in {step.launch for step in found.steps}
     assert {step.launch for step in found.steps} == {"full_graph", "piecewise_graph"}
+    assert max(copies) == 1, "whatever attention reads goes to the device together"
     assert runner.graphs.captured > before, "steps whose rows share keys need graphs of their own"
     assert {name for name, *_ in later} >= {"_decode_attention_kernel", "_prefix_attention_kernel"}
     assert later - compiled == set(), "a kernel is compiled while the job runs"
     if importlib.util.find_spec("llguidance") is not None:  # not on every machine with a GPU
         check_constraints(loaded)
+
+
+def copies_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return what lists how many copies to the device each step makes for attention; a capture makes none, as its
+    tensors belong to another stream."""
+    copies, capturing = [0], [False]
+    staged, layers, capture = step_arrays.staged, DeviceRunner._layers, GraphRecorder.__call__
+
+    def counted(values: Any, device: torch.device) -> Tensor:
+        assert not capturing[0]
+        copies[-1] += 1
+        return staged(values, device)
+
+    def captured(recorder: GraphRecorder, run: Callable[[], Tensor]) -> Any:
+        capturing[0] = True
+        made = capture(recorder, run)
+        capturing[0] = False
+        return made
+
+    def begun(runner: DeviceRunner, host: HostBatch) -> Any:
+        copies.append(0)
+        return layers(runner, host)
+
+    monkeypatch.setattr(step_arrays, "staged", counted)
+    monkeypatch.setattr(GraphRecorder, "__call__", captured)
+    monkeypatch.setattr(DeviceRunner, "_layers", begun)
+    return copies
 
 
 def check_constraints(loaded: LoadedModel) -> None:

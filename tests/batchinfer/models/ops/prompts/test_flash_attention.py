@@ -72,6 +72,7 @@ def test_a_step_s_results_are_those_of_the_reference(forward, shape, rule, lens,
     inputs = step(lens, contexts)
     q, cache = filled(ops, inputs, shape)
     plan = ops.plan_attention(inputs, BLOCK, frozenset([more.get("window")]))
+    assert plan.singles.items is None, "prompts are read once"
     wanted = paged_attention_reference(q, cache.k, cache.v, inputs.block_tables, lens, contexts, 0.2, **more)
     for out in (None, torch.full_like(q, torch.nan)):
         got = ops.attention(q, cache, plan, 0.2, out=out, **more)
