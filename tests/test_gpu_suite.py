@@ -26,9 +26,11 @@ from batchinfer.bench.suite.section import BenchModel, BenchSection, Part, Resul
 from batchinfer_kernels.cost import Cost
 from batchinfer_kernels.gpu.attention_launch import KVTiles
 from batchinfer_kernels.paged_attention import paged_attention_reference
+from tests.batchinfer.models.ops.prompts import flash_attention_stand_in
 from tests.gpu_suite import (
     ENTRIES,
     attention,
+    flash_attention,
     flashinfer,
     kernel_tests,
     matmul,
@@ -371,6 +373,22 @@ def test_flashinfer_s_cascade_is_given_the_same_work(paged):
     torch.testing.assert_close(flashinfer.cascade(sharing, q, 16)["FlashInfer's cascade"](), wanted)
 
 
-def test_without_flashinfer_nothing_is_compared():
+def test_flash_attention_is_given_the_same_work(monkeypatch):
+    forward = flash_attention_stand_in.Forward()
+    for name, module in flash_attention_stand_in.stand_in(forward).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(flash_attention.FlashAttentionPrefill, "version", lambda: "4.0.0b36")
+    paged = Paged.random([17, 32, 40], Heads(4, 2, 16, 8), torch.float16, torch.device("cpu"))
+    q = paged.queries(15)
+    wanted = paged_attention_reference(
+        q, paged.k, paged.v, paged.table, [5] * 3, list(paged.contexts), paged.heads.scale
+    )
+    (call,) = flash_attention.prefill(paged, q, 5).values()
+    torch.testing.assert_close(call(), wanted, atol=4e-3, rtol=4e-3)
+
+
+def test_without_the_libraries_nothing_is_compared():
     paged = Paged.random([17], Heads(4, 2, 16, 8), torch.float32, torch.device("cpu"))
     assert flashinfer.is_installed() or flashinfer.decode(paged, paged.queries(1)) == {}
+    installed = flash_attention.FlashAttentionPrefill.version() is not None
+    assert installed or flash_attention.prefill(paged, paged.queries(1), 1) == {}

@@ -33,7 +33,7 @@ from batchinfer.models.parallel.ranks import ALONE, Ranks
 from batchinfer.models.parallel.sharded import sharded
 from batchinfer.models.spec.model_cost import loaded_bytes, model_cost
 from batchinfer.models.spec.parameters import parameter_count
-from batchinfer.models.spec.spec import AttentionSpec, ModelSpec
+from batchinfer.models.spec.spec import AttentionRules, AttentionSpec, ModelSpec
 from batchinfer_kernels.arithmetic import Device, KvCacheDtype, Quantization, WeightCodes
 from batchinfer_kernels.cost import ModelCost
 
@@ -82,10 +82,14 @@ class ModelSource:
         )
 
     @property
-    def plain_attention(self) -> bool:
-        """Whether a layer has attention without a window, a soft cap and sinks, over a cache without codes."""
+    def prompt_layers(self) -> Mapping[AttentionRules, int]:
+        """How many layers have attention with such rules, over a cache without codes."""
         found = (layer.attention for layer in self.spec.layers)
-        return any(isinstance(attention, AttentionSpec) and attention.plain for attention in found)
+        return Counter(
+            attention.rules
+            for attention in found
+            if isinstance(attention, AttentionSpec) and attention.cache_dtype is None
+        )
 
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
         """Choose the operators that it runs with. Raises Unavailable if none here have the arithmetic."""

@@ -100,12 +100,30 @@ def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool) 
     return tiles
 
 
-def _decode_tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool, rows: int) -> KVTiles:
-    """Return the tiles of decode attention for so many rows of a sequence, or for as many of them as fit into one."""
+def _decode_tiles(
+    arch: str, work: Work, dtype: torch.dtype, padded: int, codes: str, rows: int, trees: bool
+) -> KVTiles:
+    """Return the tiles of decode attention for so many rows of a sequence, or for as many of them as fit into one.
+    `trees`: some are in trees of drafts."""
+    coded = codes != "none"
     if work == "deterministic" or rows <= FEWEST_ROWS:
         return _tiles(arch, work, dtype, padded, coded)
     tiles = _tiles(arch, "drafts", dtype, padded, coded)
-    return replace(tiles, rows=min(tiles.rows, next_power_of_2(rows)))
+    tiles = replace(tiles, rows=min(tiles.rows, next_power_of_2(rows)))
+    if trees and coded and dtype != torch.float32 and arch == "90":
+        return _for_trees(tiles, padded, codes)
+    return tiles
+
+
+def _for_trees(tiles: KVTiles, padded: int, codes: str) -> KVTiles:
+    """Return tiles that compile without spilling where codes are widened in two loops, of which one masks trees. With
+    eight warps the assembler stays within 128 registers; 64 rows of the largest heads take more than there are. Not
+    measured."""
+    if padded == 128 and tiles.rows == 32:
+        return replace(tiles, warps=4)
+    if padded == 256 and codes == "fp8":
+        return replace(tiles, rows=min(tiles.rows, 32))
+    return tiles
 
 
 def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
@@ -156,8 +174,13 @@ def moved(
     values: NDArray[Any], device: torch.device, dtype: type[np.int32] | type[np.int64] = np.int32
 ) -> Tensor:
     """On the device, by a copy that nobody waits for: it is queued before what reads it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values, dtype))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return staged(np.ascontiguousarray(values, dtype), device).to(device, non_blocking=True)
+
+
+def staged(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return the values on the host, in memory from which a GPU copies without anybody waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def check_attention(
@@ -198,9 +221,11 @@ def kernel_arguments(
     v_scale: Tensor | None,
     work: Work,
     queries: int = 1,
+    trees: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments that all kernels that read the cache are launched with. Those that layers have in common are
-    computed once. `queries`: the most that a sequence has in decode attention. Raises ValueError for a scale that is
+    computed once. `queries`: the most that a sequence has in decode attention; `trees`: some are in
+    trees of drafts. Raises ValueError for a scale that is
     not greater than 0: the largest score has to stay the largest when it is scaled."""
     if not scale > 0:
         raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
@@ -224,7 +249,7 @@ def kernel_arguments(
         "CAP": soft_cap is not None,
         "CODES": codes,
         **_strides(strides),
-        **_options(arch, work, q.dtype, *heads, codes != "none", queries),
+        **_options(arch, work, q.dtype, *heads, codes, queries, trees),
     }
 
 
@@ -253,12 +278,13 @@ def _options(
     group: int,
     head_dim: int,
     block_size: int,
-    coded: bool,
+    codes: str,
     queries: int,
+    trees: bool,
 ) -> dict[str, Any]:
     """Return the constants and options that a kernel is compiled for."""
     rows = group * queries if queries > 1 else 1
-    tiles = _decode_tiles(arch, work, dtype, padded_dim(head_dim), coded, rows)
+    tiles = _decode_tiles(arch, work, dtype, padded_dim(head_dim), codes, rows, trees)
     deterministic = work == "deterministic"
     return {
         "D": head_dim,

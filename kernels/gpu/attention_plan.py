@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, moved, prefix_segment
+from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, prefix_segment
 from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
 from batchinfer_kernels.gpu.part_room import most_members, most_own, most_segments, most_shared
 from batchinfer_kernels.gpu.prefill_attention import prefill_items, prefill_tokens
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
+from batchinfer_kernels.gpu.step_arrays import StepArray, StepArrays
 from batchinfer_kernels.prefix_groups import Ints, Worth, prefix_groups
 from batchinfer_kernels.step_tables import StepTables
 from batchinfer_kernels.tree_mask import TreeMask
@@ -96,11 +97,10 @@ class Room:
 class LaunchPlan:
     """One step; see `plan_attention`. What is launched depends on sizes alone: `sizes`, and the room's."""
 
-    items: Tensor | None  # of prefill; None: no chunks
-    rows: Tensor | None  # (n, 2) int32: row of q, sequence of each single query; None: sequence i has row i
-    # (S, 2) int32: first row of q, queries of each sequence, which decode attends to; None: each of these has one
-    chunks: Tensor | None
-    contexts: Tensor  # (S,) int32; with `chunks` (T,): the keys that each query sees
+    arrays: StepArrays  # of all plans of the step
+    held: Mapping[
+        str, StepArray
+    ]  # those of this plan: items, rows, chunks, contexts and nearby, as far as it has them
     lengths: Ints = field(repr=False)  # (n,): contexts of the sequences that decode attends to
     starts: Ints = field(repr=False)  # (n,): how many of these keys are shared
     longest: int | None  # the room's; None: there is none
@@ -111,8 +111,35 @@ class LaunchPlan:
         default=None, repr=False
     )  # (n,): queries of each sequence, where there are `chunks`
     causal: bool = True
-    # (T,) int32: which keys queries in trees of drafts see, of `TreeMask`; None: no query is in one
-    nearby: Tensor | None = None
+
+    @property
+    def items(self) -> Tensor | None:
+        """Return prefill's items; None: there are no chunks for it."""
+        return self._tensor("items")
+
+    @property
+    def rows(self) -> Tensor | None:
+        """(n, 2) int32: row of q, sequence of each single query; None: sequence i has row i."""
+        return self._tensor("rows")
+
+    @property
+    def chunks(self) -> Tensor | None:
+        """(S, 2) int32: first row of q, queries of each sequence, which decode attends to; None: each of these has
+        one."""
+        return self._tensor("chunks")
+
+    @property
+    def contexts(self) -> Tensor:
+        """(S,) int32; with `chunks` (T,): the keys that each query sees."""
+        return self.held["contexts"].tensor
+
+    @property
+    def nearby(self) -> Tensor | None:
+        """(T,) int32: which keys queries in trees of drafts see, of `TreeMask`; None: no query is in one."""
+        return self._tensor("nearby")
+
+    def _tensor(self, name: str) -> Tensor | None:
+        return self.held[name].tensor if name in self.held else None
 
     @property
     def singles(self) -> int:
@@ -127,8 +154,8 @@ class LaunchPlan:
     def sizes(self) -> tuple[object, ...]:
         """The sizes of a step in a room on which its launches depend, apart from the number of rows."""
         p = self.prefixes
-        shared = () if p is None else (p.parts, len(p.items), len(p.members))
-        return (self.nearby is not None, *shared, *[splits.sizes for splits in self.splits.values()])
+        shared = () if p is None else (p.parts, *[len(p.held[name].values) for name in ("items", "members")])
+        return ("nearby" in self.held, *shared, *[splits.sizes for splits in self.splits.values()])
 
     def splits_of(self, window: int | None) -> Splits:
         """Raises ValueError for a window that was not planned for."""
@@ -140,64 +167,80 @@ class LaunchPlan:
         """The plan of the same step for layers of these windows."""
         if windows == self.splits.keys():
             return self
-        known, whole = self.splits, (self.lengths, self.starts)
-        lens = self.lens
-        return replace(
-            self, splits={w: known.get(w) or self.splitter.split(*whole, w, lens=lens) for w in windows}
-        )
+        known, whole, split = self.splits, (self.lengths, self.starts), self.splitter.split
+        splits = {w: known.get(w) or split(*whole, w, lens=self.lens, arrays=self.arrays) for w in windows}
+        return replace(self, splits=splits)
+
+    def without_chunks(self) -> LaunchPlan:
+        """The plan of what prefill leaves to decode."""
+        return replace(self, held={name: one for name, one in self.held.items() if name != "items"})
+
+    def place(self) -> None:
+        """Put on the device what kernels read, as a capture has to find it there."""
+        self.arrays.place()
 
     def grown(self, context_lens: Sequence[int], beside: LaunchPlan | None = None) -> LaunchPlan:
         """The plan of a later step of the same sequences in the same Room: with other contexts, which still begin with
-        what they shared. It has the other tensors in common with this one, and the contexts with `beside`, another plan
-        of that step; its splits, too, as long as they serve."""
+        what they shared. All else is as it is in this one; the splits, too, as long as they serve. `beside`: another
+        plan of that step."""
         lengths = np.array(context_lens, np.int64)
-        fits = self.longest is not None and len(lengths) == len(self.lengths) and self.chunks is None
+        fits = self.longest is not None and len(lengths) == len(self.lengths) and "chunks" not in self.held
         if not fits or lengths.max() > (self.longest or 0):
             raise ValueError(f"contexts of up to {lengths.max()} do not grow out of {self._fixed()}")
-        contexts = moved(lengths, self.contexts.device) if beside is None else beside.contexts
-        splits = {w: self.splitter.grown(own, lengths, self.starts) for w, own in self.splits.items()}
-        return replace(self, contexts=contexts, lengths=lengths, splits=splits)
+        together = beside is not None and beside.arrays.origin is self.arrays
+        arrays = beside.arrays if beside is not None and together else self.arrays.again()
+        if not together:
+            arrays.put(self.held["contexts"].number, lengths)
+        grown = self.splitter.grown
+        splits = {w: grown(own, lengths, self.starts, arrays) for w, own in self.splits.items()}
+        return self._on(arrays, splits, lengths)
 
     def serves(self, context_lens: Sequence[int]) -> bool:
         """Whether a graph of this plan gives what one of `grown` would, once its contexts are these, and also for all
         contexts on the way."""
         lengths = np.array(context_lens, np.int64)
-        if self.longest is None or self.chunks is not None or lengths.max() > self.longest:
+        if self.longest is None or "chunks" in self.held or lengths.max() > self.longest:
             return False
         return all(self.splitter.serve(own, lengths, self.starts) for own in self.splits.values())
 
     def refilled(self, other: LaunchPlan) -> LaunchPlan:
-        """The other plan on this one's tensors, which a captured graph reads and which are overwritten.
+        """The other plan on this one's tensors, which a captured graph reads and which are overwritten, together with
+        those of the step's other plans.
 
         Raises ValueError where the graph would launch something else for the other plan: give both the same Room.
         """
         if self._fixed() != other._fixed():
             raise ValueError(f"a graph of {self._fixed()} does not run {other._fixed()}")
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            if mine is not theirs:
-                mine.copy_(theirs, non_blocking=True)
-        splits = {w: replace(own, flat=self.splits[w].flat) for w, own in other.splits.items()}
+        self.arrays.refill(other.arrays)
+        splits = {w: replace(own, array=own.array.of(self.arrays)) for w, own in other.splits.items()}
+        return other._on(self.arrays, splits, other.lengths)
+
+    def _on(self, arrays: StepArrays, splits: Mapping[int | None, Splits], lengths: Ints) -> LaunchPlan:
+        """Return the plan with arrays of the same numbers in the place of its own; the splits lie in these."""
+        p = self.prefixes
         return replace(
-            other,
-            items=self.items,
-            rows=self.rows,
-            chunks=self.chunks,
-            nearby=self.nearby,
-            contexts=self.contexts,
-            prefixes=self.prefixes,
+            self,
+            arrays=arrays,
+            held=_among(self.held, arrays),
+            prefixes=None if p is None else replace(p, held=_among(p.held, arrays)),
             splits=splits,
+            lengths=lengths,
         )
 
     def _fixed(self) -> tuple[object, ...]:
-        sizes = (self.singles, self.longest, self.deterministic, self.sizes)
-        return (*sizes, self.items is None, *[tuple(t.shape) for t in self._tensors()])
+        """Return the sizes of what a graph launches, and which arrays it reads."""
+        read = (
+            [*self.held.items()]
+            if self.prefixes is None
+            else [*self.held.items(), *self.prefixes.held.items()]
+        )
+        numbers = [(name, one.number) for name, one in read]
+        own = [splits.array.number for splits in self.splits.values()]
+        return self.singles, self.longest, self.deterministic, self.sizes, *numbers, *own
 
-    def _tensors(self) -> list[Tensor]:
-        p = self.prefixes
-        shared = () if p is None else (p.items, p.members, p.starts, p.places)
-        own = [splits.flat for splits in self.splits.values()]
-        first = (self.items, self.rows, self.chunks, self.nearby, self.contexts)
-        return [t for t in (*first, *shared, *own) if t is not None]
+
+def _among(held: Mapping[str, StepArray], arrays: StepArrays) -> dict[str, StepArray]:
+    return {name: one.of(arrays) for name, one in held.items()}
 
 
 def plan_attention(
@@ -230,24 +273,30 @@ def plan_attention(
     if room is not None and (len(few) < len(lens) or longest > room.longest):
         raise ValueError(f"chunks of up to {lens.max()} and contexts of up to {longest} are not in {room}")
     several = queries > 1
-    rows = None if len(few) == len(lens) else np.stack((np.cumsum(lens)[few] - 1, few), 1)
-    prefixes, starts = _plan_prefixes(shared, lens, contexts, few, shape, device, room)
+    items = None if several else _chunks(np.where(alone, 0, lens), lens, contexts, shape)
+    found = {
+        "contexts": _seen(lens, contexts) if several else contexts,
+        "items": items,
+        "rows": None if len(few) == len(lens) else np.stack((np.cumsum(lens)[few] - 1, few), 1),
+        "chunks": np.stack((np.cumsum(lens) - lens, lens), 1) if several else None,
+        "nearby": nearby,
+    }
+    arrays = StepArrays(device)
+    held = {name: arrays.add(values) for name, values in found.items() if values is not None}
+    prefixes, starts = _plan_prefixes(shared, lens, contexts, few, shape, arrays, room)
     most, own = None if room is None else room.longest, lens if several else None
     splitter = Splitter(shape.kv_heads, device, shape.deterministic, most, queries)
     return LaunchPlan(
-        items=None if several else _chunks(np.where(alone, 0, lens), lens, contexts, shape, device),
-        rows=None if rows is None else moved(rows, device),
-        chunks=moved(np.stack((np.cumsum(lens) - lens, lens), 1), device) if several else None,
-        contexts=moved(_seen(lens, contexts) if several else contexts, device),
+        arrays=arrays,
+        held=held,
         lengths=contexts[few],
         starts=starts,
         longest=most,
         prefixes=prefixes,
         splitter=splitter,
-        splits={window: splitter.split(contexts[few], starts, window, lens=own) for window in windows},
+        splits={w: splitter.split(contexts[few], starts, w, lens=own, arrays=arrays) for w in windows},
         lens=own,
         causal=shape.causal,
-        nearby=None if nearby is None else moved(nearby, device),
     )
 
 
@@ -264,15 +313,13 @@ def _seen(lens: Ints, contexts: Ints) -> Ints:
     return np.repeat(contexts - np.cumsum(lens), lens) + np.arange(1, lens.sum() + 1)
 
 
-def _chunks(
-    chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape, device: torch.device
-) -> Tensor | None:
+def _chunks(chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape) -> NDArray[np.int32] | None:
     """Return prefill's items; None: it has none. `chunks`: the queries that it attends to of each sequence's `lens`,
     all or none."""
     if not chunks.any():
         return None
     most = prefill_tokens(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
-    return prefill_items(chunks, contexts, most, device, np.cumsum(lens) - lens, shape.causal)
+    return prefill_items(chunks, contexts, most, np.cumsum(lens) - lens, shape.causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +339,10 @@ def _plan_prefixes(
     contexts: Ints,
     few: Ints,
     shape: AttentionShape,
-    device: torch.device,
+    arrays: StepArrays,
     room: Room | None,
 ) -> tuple[Prefixes | None, Ints]:
-    """Prefixes, and how many keys each sequence of `few` queries shares with others."""
+    """Prefixes, which are added to the `arrays`, and how many keys each sequence of `few` queries shares."""
     starts, parts = np.zeros(len(few), np.int64), np.zeros(len(few), np.int64)
     counts = lens[few]  # of queries, each of which is a row of the prefixes
     spans = list(_spans(shared, lens, contexts, few, shape.unit))
@@ -303,7 +350,7 @@ def _plan_prefixes(
         spans = _outer(spans, counts)
     most = prefix_members(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
     work = sum(-(-int(counts[rows].sum()) // most) * (end - first) for rows, first, end in spans)
-    segment = SEGMENT if shape.deterministic else prefix_segment(work, shape.kv_heads, device)
+    segment = SEGMENT if shape.deterministic else prefix_segment(work, shape.kv_heads, arrays.device)
     levels = []
     for rows, first, end in spans:
         queries = _queries_of(rows, counts)
@@ -318,14 +365,14 @@ def _plan_prefixes(
         needed = (count, len(items), len(members))
         rounded = [1 << (n - 1).bit_length() for n in needed]
         if not room.sharing:
-            rounded[0] = min(rounded[0], _most_parts(len(places) - 1, most, shape, device, room))
+            rounded[0] = min(rounded[0], _most_parts(len(places) - 1, most, shape, arrays.device, room))
         count, *sizes = room.sharing or rounded
         if any(n > most for n, most in zip(needed, (count, *sizes), strict=True)):
             raise ValueError(f"{needed[0]} parts in {needed[1]} items of {needed[2]} rows are not in {room}")
         items = np.concatenate([items, np.zeros((sizes[0] - len(items), 6), np.int64)])
         members = np.concatenate([members, np.zeros(sizes[1] - len(members), np.int64)])
-    item, member, start, place = (moved(values, device) for values in (items, members, starts, places))
-    return Prefixes(item, member, start, place, count), starts
+    found = {"items": items, "members": members, "starts": starts, "places": places}
+    return Prefixes({name: arrays.add(values) for name, values in found.items()}, count), starts
 
 
 def _queries_of(rows: Ints, counts: Ints) -> Ints:

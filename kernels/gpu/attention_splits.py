@@ -7,7 +7,8 @@ that a graph with a fixed number of items serves any lengths: a long row among s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,9 +19,9 @@ from batchinfer_kernels.gpu.attention_launch import (
     LEAST_SEGMENT,
     SEGMENT,
     choose_segment,
-    moved,
 )
 from batchinfer_kernels.gpu.part_room import most_own, most_segments
+from batchinfer_kernels.gpu.step_arrays import StepArray, StepArrays
 
 Ints = NDArray[np.int64]
 # Splits begin at its multiples: whole cache lines, whole tiles of most kernels
@@ -29,11 +30,11 @@ ENDLESS = 1 << 30  # keys of a row's last item: to the end of its context, howev
 COLUMNS = 4  # of an item: 16 bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Splits:
     """n rows' own keys as m items; made by a `Splitter`. A row is one query of one sequence, or `queries` at most."""
 
-    flat: Tensor  # int32: items, then places
+    array: StepArray  # items, then places
     count: int  # m
     parts: int  # that there is room for: as many as items, where each row is one query
     whole: bool  # every row is one item, and no part is to be merged
@@ -41,21 +42,23 @@ class Splits:
     align: int  # a window's first key is rounded down to it
     keys: Ints = field(repr=False)  # (n,): own keys of each row when the items were made
     queries: int = 1  # the most of a row
-    # (m, 4) int32: row (-1: padding), keys between the row's first and the item's, keys, place of the part, of the
-    # row's first query; keys count from `own_begin`
-    items: Tensor = field(init=False, repr=False)
-    # (T + 1,) int32: query i's parts lie at places[i] to places[i + 1]; T is n where each row is one query
-    places: Tensor = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        size = COLUMNS * self.count
-        object.__setattr__(self, "items", self.flat[:size].view(self.count, COLUMNS))
-        object.__setattr__(self, "places", self.flat[size:])
+    @cached_property
+    def items(self) -> Tensor:
+        """(m, 4) int32 on the device: row (-1: padding), keys between the row's first and the item's, keys, place of
+        the part, of the row's first query; keys count from `own_begin`."""
+        return self.array.tensor[: COLUMNS * self.count].view(self.count, COLUMNS)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """(T + 1,) int32 on the device: query i's parts lie at places[i] to places[i + 1]; T is n where each row is one
+        query."""
+        return self.array.tensor[COLUMNS * self.count :]
 
     @property
     def sizes(self) -> tuple[object, ...]:
         """The sizes on which launches depend."""
-        counts = (self.count, self.parts, len(self.keys), self.queries, len(self.flat))
+        counts = (self.count, self.parts, len(self.keys), self.queries, len(self.array.values))
         return *counts, self.whole, self.window, self.align
 
 
@@ -85,10 +88,13 @@ class Splitter:
         window: int | None = None,
         segment: int | None = None,
         lens: Ints | None = None,
+        arrays: StepArrays | None = None,
+        number: int | None = None,
     ) -> Splits:
         """contexts, starts: (n,): row i passes over keys [starts[i], contexts[i]). `segment`: about how many an item
         has, for the default mode; chosen from the sum if not given. `lens`: (n,): queries of each row, which see what
-        comes before them; None: each has one."""
+        comes before them; None: each has one. `arrays`: to which the list is added; `number`: of the one that is put
+        there instead."""
         ends = contexts if lens is None else contexts - np.maximum(lens, 1) + 1
         keys = self._own(contexts, starts, window, ends)
         counts, lengths = self._cut(keys, segment)
@@ -111,12 +117,17 @@ class Splitter:
         queries, parts = len(places) - 1, int(places[-1])
         parts = queries if whole else self._room(queries, parts, self.queries)
         padding = np.tile([-1, 0, 0, 0], count - len(row))
-        flat = moved(np.concatenate([items.ravel(), padding, places]), self.device)
-        return Splits(flat, count, parts, whole, window, self.align, keys, self.queries)
+        flat = np.concatenate([items.ravel(), padding, places])
+        arrays = arrays or StepArrays(self.device)
+        array = arrays.add(flat) if number is None else arrays.put(number, flat)
+        return Splits(array, count, parts, whole, window, self.align, keys, self.queries)
 
-    def grown(self, splits: Splits, contexts: Ints, starts: Ints) -> Splits:
-        """The splits of the same rows, of a query each, with longer contexts: the same ones as long as they serve."""
-        return splits if self.serve(splits, contexts, starts) else self.split(contexts, starts, splits.window)
+    def grown(self, splits: Splits, contexts: Ints, starts: Ints, arrays: StepArrays) -> Splits:
+        """The splits of the same rows, of a query each, with longer contexts: the same ones as long as they serve.
+        `arrays`: made `again` of those in which the splits lie."""
+        if self.serve(splits, contexts, starts):
+            return replace(splits, array=splits.array.of(arrays))
+        return self.split(contexts, starts, splits.window, arrays=arrays, number=splits.array.number)
 
     def serve(self, splits: Splits, contexts: Ints, starts: Ints) -> bool:
         """Whether the splits are those of the same rows, of a query each, with longer contexts, too.

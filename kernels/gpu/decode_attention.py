@@ -218,7 +218,8 @@ def decode_attention(
     common = (q, k_cache, v_cache, block_tables, scale, window, soft_cap, k_scale, v_scale)
     if prefixes is not None and parts is not None:
         attend_prefixes(prefixes, own, parts, *common, deterministic)
-    arguments = kernel_arguments(*common, "deterministic" if deterministic else fast, splits.queries)
+    work: Work = "deterministic" if deterministic else fast
+    arguments = kernel_arguments(*common, work, splits.queries, nearby is not None)
     attend_own(own, arguments, parts, out, lse, sinks)
     if parts is not None:
         merge_parts(own, parts, k_cache.shape[1], out, lse, sinks)

@@ -145,10 +145,9 @@ def prefill_items(
     query_lens: Lengths,
     context_lens: Lengths,
     tokens_per_item: int,
-    device: torch.device,
     first_rows: NDArray[np.int64] | None = None,
     causal: bool = True,
-) -> Tensor:
+) -> NDArray[np.int32]:
     """Each sequence's queries, so many tokens at a time: (n, 5) int32, those with most work first.
 
     Made once a step and read in every layer. Columns: sequence, first row of q, rows, position of the first, end of the
@@ -166,7 +165,7 @@ def prefill_items(
     items[:, 3] = (contexts - lens)[sequence] + before
     items[:, 4] = items[:, 2] + items[:, 3] if causal else contexts[sequence]
     order = np.argsort(-items[:, 4], kind="stable")
-    return moved(items[order], device)
+    return items[order]
 
 
 def prefill_tokens(dtype: torch.dtype, head_dim: int, group: int, deterministic: bool = False) -> int:
@@ -226,7 +225,7 @@ def prefill_attention(
     kv_heads = k_cache.shape[1]
     tokens = tiles.rows // (q.shape[1] // kv_heads)
     if items is None:
-        items = prefill_items(query_lens, context_lens, tokens, q.device, causal=causal)
+        items = moved(prefill_items(query_lens, context_lens, tokens, causal=causal), q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if len(items):
         _prefill_attention_kernel[(len(items), kv_heads)](

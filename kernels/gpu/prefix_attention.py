@@ -8,6 +8,7 @@ al., 2024). Cost: `attention_cost` with shared keys counted once, and `merge_sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from batchinfer_kernels.gpu.attention_core import (
 )
 from batchinfer_kernels.gpu.attention_launch import VARYING, Work, choose_tiles, kernel_arguments
 from batchinfer_kernels.gpu.attention_parts import Own, Parts
+from batchinfer_kernels.gpu.step_arrays import StepArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,29 @@ class Prefixes:
     """The rows that share keys, and the keys that they share; made by `plan_attention`, once a step. A row is one
     query, whatever it is in `Own`."""
 
-    # (m, 6) int32: first member, members (0: padding), sequence with the keys, first key, end, number of the part among
-    # those of a row
-    items: Tensor
-    members: Tensor  # int32: rows; an item names a stretch of them
-    starts: Tensor  # (n,) int32: the keys before it are shared, of each row of `Own`
-    places: Tensor  # (queries + 1,) int32: row i's shared parts lie at places[i] to places[i + 1]
+    held: Mapping[str, StepArray]  # items, members, starts and places, by these names
     parts: int  # of all rows together, and what a graph has room for beyond them
+
+    @property
+    def items(self) -> Tensor:
+        """(m, 6) int32 on the device: first member, members (0: padding), sequence with the keys, first key, end,
+        number of the part among those of a row."""
+        return self.held["items"].tensor
+
+    @property
+    def members(self) -> Tensor:
+        """Rows, int32 on the device; an item names a stretch of them."""
+        return self.held["members"].tensor
+
+    @property
+    def starts(self) -> Tensor:
+        """(n,) int32 on the device: the keys before it are shared, of each row of `Own`."""
+        return self.held["starts"].tensor
+
+    @property
+    def places(self) -> Tensor:
+        """(queries + 1,) int32 on the device: row i's shared parts lie at places[i] to places[i + 1]."""
+        return self.held["places"].tensor
 
 
 @triton.jit(do_not_specialize=VARYING)

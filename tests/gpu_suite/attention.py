@@ -1,4 +1,4 @@
-"""Attention kernels at the 8B Llama shape: decode, prefill, shared prefixes, against torch's SDPA and FlashInfer."""
+"""Attention kernels at the 8B Llama shape: decode, prefill, shared prefixes, against torch's SDPA and libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from batchinfer.bench.suite.clock import Call
 from batchinfer.bench.suite.section import BenchSection, Part, WrongResult
 from batchinfer_kernels.gpu.attention_plan import Room
-from tests.gpu_suite import flashinfer, sdpa
+from tests.gpu_suite import flash_attention, flashinfer, sdpa
 from tests.gpu_suite.case import TOLERANCE, Case, Worst, measured, worst
 from tests.gpu_suite.paged import Heads, Paged
 from tests.gpu_suite.step import DTYPE, AttentionStep, planned
@@ -119,7 +119,11 @@ def prefill_case(section: BenchSection, heads: Heads, count: int, queries: int, 
         ours,
         lambda: worst(ours(), sdpa.rows(theirs())),
         TOLERANCE[DTYPE],
-        {sdpa.NAME: theirs, **flashinfer.prefill(step.paged, step.q, queries)},
+        {
+            sdpa.NAME: theirs,
+            **flashinfer.prefill(step.paged, step.q, queries),
+            **flash_attention.prefill(step.paged, step.q, queries),
+        },
         {"share": PREFILL_TARGET} if context >= 4096 else {},
     )
 
@@ -153,6 +157,7 @@ def skewed_case(section: BenchSection, heads: Heads, contexts: Sequence[int]) ->
     room = Room(longest=max(contexts))
     held = planned(replace(step.paged, contexts=step.paged.contexts[::-1]), 1, room=room)
     own = planned(step.paged, 1, room=room)
+    held.place()
     replay = _captured(section, step.call(held))
     held.refilled(own)
     return Case(

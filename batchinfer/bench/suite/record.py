@@ -19,7 +19,7 @@ from batchinfer.core.version import __version__
 from batchinfer.machine.hardware import cpu_cores, cpu_name
 from batchinfer.machine.memory import total_memory
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "flashinfer-python")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "pyarrow", "flashinfer-python", "flash-attn-4")
 _GPU_FIELDS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")
 _SOURCES = ("batchinfer", "kernels", "tests/gpu_suite")
 

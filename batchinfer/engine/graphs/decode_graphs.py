@@ -272,6 +272,8 @@ class DecodeGraphs:
     ) -> _Graph:
         if key not in self._graphs:
             token_ids, size = held.token_ids, held.size
+            for plan in plans:
+                plan.place()  # in the stream in which steps overwrite it, which is not the one of captures
             began = time.perf_counter()
             try:
                 captured = self._capture(lambda: self._forward(token_ids, inputs, plans))

@@ -54,7 +54,7 @@ from batchinfer.machine.memory import own_resident_memory
 from batchinfer.models.arithmetic import Arithmetic
 from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.prefill_choice import PromptSizes
+from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.sources import Decoders, Source
 from batchinfer_kernels.cost import ModelCost
 
@@ -121,7 +121,7 @@ class LoadedWeights:
         captured = source.can_be_captured and self.cost.causal
         limits, turns = in_turns(scheduler_config(config, self.cost, captured), company.division.stages)
         sizes = PromptSizes(limits.max_num_batched_tokens, longest, block_size)
-        ops = fastest_operators(self.ops, sizes, device, source.plain_attention, agreed)
+        ops = fastest_operators(self.ops, sizes, device, source.prompt_layers, agreed)
         model = self.decoder(ops, longest)
         eos = frozenset(source.spec.eos_token_ids)
         # Peers know what is asked of the head before the masks are looked at, and not behind that

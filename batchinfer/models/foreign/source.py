@@ -21,6 +21,7 @@ from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.ops.choose import choose_ops
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.spec.spec import AttentionRules
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.cost import ModelCost
 
@@ -37,7 +38,7 @@ class ForeignSource:
     # Whether its steps launch the same kernels each time is not known, nor what its layers ask of attention
     can_be_captured: ClassVar[bool] = False
     adapters: ClassVar[Mapping[str, StoredAdapter]] = MappingProxyType({})  # it is given none
-    plain_attention: ClassVar[bool] = False
+    prompt_layers: ClassVar[Mapping[AttentionRules, int]] = MappingProxyType({})
 
     @property
     def spec(self) -> ForeignSpec:

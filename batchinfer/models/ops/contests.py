@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.prefill_choice import PromptSizes, prefill_contest
 from batchinfer.models.ops.product_choice import product_contest
+from batchinfer.models.ops.prompts.contest import prefill_contest
+from batchinfer.models.ops.prompts.trial import PromptSizes
+from batchinfer.models.spec.spec import AttentionRules
 
 
 def fastest_operators(
     ops: Ops,
     sizes: PromptSizes,
     device: torch.device,
-    plain: bool,
+    layers: Mapping[AttentionRules, int],
     agreed: Callable[[Callable[[], str]], str],
 ) -> Ops:
-    """Return the operators with prompts read, and float8 products computed, by who is fastest; see `prefill_choice` and
-    `product_choice`.
+    """Return the operators with prompts read, and float8 products computed, by who is fastest; see `prompts.contest`
+    and `product_choice`.
 
-    `plain`: whether a layer has attention without a window, soft cap and sinks. `agreed`: makes one choice that all
+    `layers`: how many layers over a cache without codes have such attention. `agreed`: makes one choice that all
     engines of a run share, as operators round differently; what another engine had nothing to choose of stays as it is.
     """
-    prompts = prefill_contest(ops, sizes, device, plain)
+    prompts = prefill_contest(ops, sizes, device, layers)
     products = product_contest(ops, sizes.tokens, device)
     if prompts is None and products is None:
         return ops

@@ -335,9 +335,12 @@ class FixedPlan(AttentionPlan):
     def sizes(self) -> Hashable:
         """Return the sizes that launches depend on, besides the number of rows and the bound of the contexts."""
 
+    def place(self) -> None:
+        """Put on the device what a graph reads, before its launches are captured."""
+
     @abstractmethod
     def refill(self, other: FixedPlan) -> None:
-        """Take over another step's values; its sizes are the same."""
+        """Take over another step's values; its sizes are the same. Plans of one step are refilled together."""
 
     @property
     def contexts(self) -> Tensor | None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.prefill_choice import MARGIN, seconds_of
+from batchinfer.models.ops.prompts.contest import MARGIN
+from batchinfer.models.ops.prompts.trial import seconds_of
 
 _log = logging.getLogger(__name__)
 

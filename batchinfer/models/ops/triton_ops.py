@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.models.ops.flashinfer_prefill import FlashInferPrefill, PromptPages
 from batchinfer.models.ops.gpu_experts import CodedExperts, TritonExperts, TritonHeads, choose
 from batchinfer.models.ops.gpu_linear import (
     Fp8Head,
@@ -54,6 +52,7 @@ from batchinfer.models.ops.interface import (
 from batchinfer.models.ops.library_fp8 import LibraryFp8
 from batchinfer.models.ops.library_grouped import LibraryGrouped
 from batchinfer.models.ops.product_choice import LibraryChoice
+from batchinfer.models.ops.prompts.prefill import AnyPrefill
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.cost import Peaks
@@ -94,11 +93,11 @@ class TritonPlan(FixedPlan):
         self,
         plan: attention_plan.LaunchPlan,
         inputs: AttentionInputs,
-        pages: PromptPages | None = None,
+        pages: object | None = None,
     ) -> None:
-        """`pages`: of chunks that FlashInfer reads in layers that it covers."""
+        """`pages`: of chunks that a library reads in layers that it covers; see PromptPrefill."""
         self.plan, self.tables, self.pages = plan, inputs.block_tables, pages
-        self.singles = plan if pages is None else replace(plan, items=None)  # what it leaves to our kernels
+        self.singles = plan if pages is None else plan.without_chunks()  # what it leaves to our kernels
         self.shares = inputs.whole  # whether it was planned what sequences share
 
     @property
@@ -111,6 +110,9 @@ class TritonPlan(FixedPlan):
 
     def serves(self, context_lens: Sequence[int]) -> bool:
         return self.plan.serves(context_lens)
+
+    def place(self) -> None:
+        self.plan.place()
 
     def refill(self, other: FixedPlan) -> None:
         """The block tables stay where they are: who captures a step keeps them filled."""
@@ -155,7 +157,7 @@ class TritonOps(Ops):
     def __init__(self, shape: AttentionShape, latent: bool = False, peaks: Peaks = USUAL_PEAKS) -> None:
         self._shape, self._latent, self._peaks = shape, latent, peaks
         self._panel = WeightPanel()
-        self._prefill: FlashInferPrefill | None = None
+        self._prefill: AnyPrefill | None = None
         # Layers that are gone, as those of a calibration, take their weights with them
         self._library_layers: list[weakref.ref[LibraryChoice]] = []
 
@@ -176,10 +178,10 @@ class TritonOps(Ops):
         """Return whether the cache holds latents; see PromptOps."""
         return self._latent
 
-    def with_prefill(self, prefill: FlashInferPrefill) -> TritonOps:
+    def with_prefill(self, prefill: AnyPrefill) -> TritonOps:
         """Return these operators with another prefill attention; see PromptOps."""
         made = TritonOps(self._shape, self._latent, self._peaks)
-        made._prefill, made.name = prefill, f"{self.name}+flashinfer"
+        made._prefill, made.name = prefill, f"{self.name}+{prefill.extra}"
         return made
 
     @staticmethod
@@ -342,8 +344,8 @@ class TritonOps(Ops):
         self.check_tree(inputs, windows)
         if self._latent:
             return LatentPlan(inputs)
-        reads = None in windows and inputs.tree is None  # it knows no masks of trees
-        pages = self._prefill.plan(inputs) if self._prefill is not None and reads else None
+        library = None if inputs.tree is not None else self._prefill  # none knows masks of trees
+        pages = None if library is None else library.plan(inputs, windows)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan.with_windows(windows), inputs, pages)
         (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
@@ -407,7 +409,7 @@ class TritonOps(Ops):
         todo, prefill = plan.plan, self._prefill
         if prefill is not None and plan.pages is not None and prefill.covers(cache, window, soft_cap, sinks):
             out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-            prefill.run(plan.pages, q, cache, scale, out)
+            prefill.run(plan.pages, q, cache, scale, out, window, soft_cap, sinks)
             todo = plan.singles
         return paged_attention(
             q,

@@ -182,6 +182,15 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionRules:
+    """The rules by which a layer's scores are masked and changed; see AttentionSpec."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention: q, k and v of the layer's input, rotated, and a projection back.
 
@@ -214,10 +223,8 @@ class AttentionSpec:
         return self.q_heads // self.kv_heads
 
     @property
-    def plain(self) -> bool:
-        """Whether every query sees all keys before it, by their scores alone, and the cache keeps values."""
-        rules = (self.window, self.soft_cap, self.cache_dtype)
-        return rules == (None, None, None) and not self.sinks
+    def rules(self) -> AttentionRules:
+        return AttentionRules(self.window, self.soft_cap, self.sinks)
 
     @property
     def q_width(self) -> int:

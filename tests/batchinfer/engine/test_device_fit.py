@@ -129,6 +129,9 @@ class Replayed(GroupedPlan):
 
     sizes = ()
 
+    def place(self) -> None:
+        """There is nothing that lies elsewhere."""
+
     def refill(self, other: Any) -> None:
         """Dummy steps of as many rows are alike."""
 

@@ -6,7 +6,7 @@ import importlib.util
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,21 +23,25 @@ from torch import Tensor
 from batchinfer.core.request import Request
 from batchinfer.data.constraints.constrained import grammar_constraints
 from batchinfer.engine.config import EngineConfig, LoadConfig
+from batchinfer.engine.graphs.graph_capture import GraphRecorder
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load import build
 from batchinfer.engine.load.device_fit import Fitted
 from batchinfer.engine.load.dummy_steps import sizes_between
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
+from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.ops import flashinfer_prefill, prefill_choice
 from batchinfer.models.ops.interface import Head, Linear, Ops, Weight, values_of
+from batchinfer.models.ops.prompts import contest, flash_attention, prefill
+from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
+from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.arithmetic import Quantization
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
-from batchinfer_kernels.gpu import attention_plan, matmul_tiles
+from batchinfer_kernels.gpu import attention_plan, matmul_tiles, step_arrays
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from tests.batchinfer.engine import guided_rows
@@ -62,7 +66,7 @@ from tests.batchinfer.engine.small_engine import (
     request,
 )
 from tests.batchinfer.engine.teacher_forced import Row, different, farthest, forced_logits
-from tests.batchinfer.models.ops import flashinfer_stand_in
+from tests.batchinfer.models.ops.prompts import flash_attention_stand_in, flashinfer_stand_in
 from tests.checkpoints import kept_folder
 from tests.foreign_models import EOS as FOREIGN_EOS
 from tests.foreign_models import make_foreign
@@ -343,17 +347,46 @@ def test_all_of_the_gpus_path(monkeypatch):
         "before the layer's attention and behind it"
     )
     wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
+    copies = copies_of_steps(monkeypatch)
     with recorded() as later:
         for _ in range(3):  # what comes for the third time is captured, and is replayed in pieces until then
             found = drain(loaded.engine(), greedy(prompts(), OUTPUT))
             assert found.answers == wanted
             assert "eager" not in {step.launch for step in found.steps}
     assert {step.launch for step in found.steps} == {"full_graph", "piecewise_graph"}
+    assert max(copies) == 1, "whatever attention reads goes to the device together"
     assert runner.graphs.captured > before, "steps whose rows share keys need graphs of their own"
     assert {name for name, *_ in later} >= {"_decode_attention_kernel", "_prefix_attention_kernel"}
     assert later - compiled == set(), "a kernel is compiled while the job runs"
     if importlib.util.find_spec("llguidance") is not None:  # not on every machine with a GPU
         check_constraints(loaded)
+
+
+def copies_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return what lists how many copies to the device each step makes for attention; a capture makes none, as its
+    tensors belong to another stream."""
+    copies, capturing = [0], [False]
+    staged, layers, capture = step_arrays.staged, DeviceRunner._layers, GraphRecorder.__call__
+
+    def counted(values: Any, device: torch.device) -> Tensor:
+        assert not capturing[0]
+        copies[-1] += 1
+        return staged(values, device)
+
+    def captured(recorder: GraphRecorder, run: Callable[[], Tensor]) -> Any:
+        capturing[0] = True
+        made = capture(recorder, run)
+        capturing[0] = False
+        return made
+
+    def begun(runner: DeviceRunner, host: HostBatch) -> Any:
+        copies.append(0)
+        return layers(runner, host)
+
+    monkeypatch.setattr(step_arrays, "staged", counted)
+    monkeypatch.setattr(GraphRecorder, "__call__", captured)
+    monkeypatch.setattr(DeviceRunner, "_layers", begun)
+    return copies
 
 
 def check_constraints(loaded: LoadedModel) -> None:
@@ -444,24 +477,57 @@ def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(
     assert {compiled(rows) for rows in range(1, largest + 1)} <= warmed
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_segments")
-def test_answers_are_the_same_where_flashinfer_reads_prompts(monkeypatch):
-    """A module with its interface stands in, and is taken to be faster."""
+def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Put a module in FlashInfer's place; return what counts its runs."""
     module = flashinfer_stand_in.stand_in()
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(flashinfer_prefill, "is_installed", lambda: True)
-    monkeypatch.setattr(flashinfer_prefill, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(flashinfer_prefill, "HEAD_DIMS", (triton_ops(model_of("llama")).shape.head_dim,))
-    monkeypatch.setattr(prefill_choice, "MARGIN", float("inf"))
+    monkeypatch.setattr(FlashInferPrefill, "version", lambda: "0.7.2")
+    monkeypatch.setattr(FlashInferPrefill, "HEAD_DIMS", (triton_ops(model_of("llama")).shape.head_dim,))
+    return lambda: sum(wrapper.runs for wrapper in module.BatchPrefillWithPagedKVCacheWrapper.made)
+
+
+def _flash_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    forward = flash_attention_stand_in.Forward()
+    for name, module in flash_attention_stand_in.stand_in(forward).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(flash_attention_stand_in, "HALVES", (torch.float32,))
+    monkeypatch.setattr(flash_attention_stand_in, "HEAD_MULTIPLE", 4)
+    monkeypatch.setattr(FlashAttentionPrefill, "HEAD_MULTIPLE", 4)
+    monkeypatch.setattr(FlashAttentionPrefill, "version", lambda: "4.0.0b36")
+    monkeypatch.setattr(flash_attention, "capability", lambda _: 9)
+    return lambda: len(forward.calls)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize(
+    ("install", "extra"), [(_flashinfer, "flashinfer"), (_flash_attention, "flash-attn")]
+)
+def test_answers_are_the_same_where_a_library_reads_prompts(monkeypatch, install, extra):
+    """A module with its interface stands in, and is taken to be faster."""
+    count = install(monkeypatch)
+    monkeypatch.setattr(prefill.PromptPrefill, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(contest, "MARGIN", float("inf"))
     loaded = loaded_as_a_job_does(monkeypatch, gpus_config("none", deterministic=False))
-    assert loaded.info.ops == "triton+flashinfer"
-    wrappers = module.BatchPrefillWithPagedKVCacheWrapper.made
-    before = sum(wrapper.runs for wrapper in wrappers)
+    assert loaded.info.ops == f"triton+{extra}"
+    before = count()
     wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], prompts()).answers
     assert drain(loaded.engine(), greedy(prompts(), OUTPUT)).answers == wanted
-    assert sum(wrapper.runs for wrapper in wrappers) > before
+    assert count() > before
     assert build.load_model(gpus_config("none", deterministic=True)).info.ops == "triton"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("variant", ["gpt-oss", "gemma2", "qwen2-mixed-windows"])
+def test_answers_are_the_same_where_a_library_reads_windows(monkeypatch, variant):
+    """Blocks that a window has left are given to others, and are not in the library's tables."""
+    count, limits = _flash_attention(monkeypatch), SETTINGS["chunked"]
+    ops = triton_ops(model_of(variant))
+    theirs = ops.with_prefill(FlashAttentionPrefill(ops.shape, limits.block_size, torch.device(DEVICE)))
+    wanted = on_the_cpu(variant, limits, prompts()).answers
+    assert ran(variant, limits, theirs, DEVICE, prompts()).answers == wanted
+    assert count() > 0
 
 
 SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")

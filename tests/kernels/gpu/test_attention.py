@@ -175,14 +175,14 @@ def test_q_may_be_a_part_of_a_wider_tensor(device) -> None:
 
 
 def test_items_are_tiles_of_queries_with_the_most_work_first() -> None:
-    items = prefill_items([5, 0, 3, 1], [5, 9, 103, 8], 4, torch.device("cpu"))
+    items = prefill_items([5, 0, 3, 1], [5, 9, 103, 8], 4)
     assert items.tolist() == [[2, 5, 3, 100, 103], [3, 8, 1, 7, 8], [0, 4, 1, 4, 5], [0, 0, 4, 0, 4]]
 
 
 def test_only_the_rows_of_given_items_are_written(device) -> None:
     case = paged_case(((3, 17), (2, 9), (4, 4)), device=device)
     most = prefill_tokens(torch.float32, 64, 2)
-    items = prefill_items([3, 0, 4], [17, 9, 4], most, torch.device(device), np.array([0, 3, 5]))
+    items = torch.from_numpy(prefill_items([3, 0, 4], [17, 9, 4], most, np.array([0, 3, 5]))).to(device)
     out, wanted = case.outputs()["out"], case.reference()[0]
     prefill_attention(*case.tensors, [], [], SCALE, items=items, out=out)
     assert out[3:5].isnan().all()

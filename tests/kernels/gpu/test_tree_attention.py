@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from batchinfer_kernels.gpu import decode_attention
 from batchinfer_kernels.gpu.attention_plan import Room, plan_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.prefill_attention import prefill_attention
@@ -73,6 +74,21 @@ def test_nodes_see_the_text_and_their_ancestors(way: str, dtype: Any, cache_dtyp
 def test_soft_caps_sinks_and_odd_sizes(way: str, device: str) -> None:
     case, tree = case_of(way, kv_heads=1, group=5, dim=72, dtype=torch.float16, device=device)
     check(case, WAYS[way][0], soft_cap=1.5, sinks=torch.linspace(-1, 2, 5, device=device), tree=tree)
+
+
+def test_a_sequence_may_have_more_rows_than_a_program(monkeypatch, device: str) -> None:
+    """8 queries of 12 heads, for programs of up to 64 rows: a tree is divided. Its tiles may be others than without."""
+    of_trees, chosen = [], decode_attention.kernel_arguments
+    monkeypatch.setattr(
+        decode_attention, "kernel_arguments", lambda *given: of_trees.append(given[-1]) or chosen(*given)
+    )
+    case, tree = case_of(
+        "few", kv_heads=1, group=12, dtype=torch.float16, cache_dtype=torch.int8, device=device
+    )
+    check(case, WAYS["few"][0], tree=tree)
+    assert set(of_trees) == {True}
+    WAYS["few"][0](case)
+    assert of_trees[-1] is False
 
 
 @pytest.mark.parametrize("way", WAYS)

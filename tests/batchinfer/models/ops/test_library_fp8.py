@@ -22,8 +22,8 @@ from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.gpu_linear import Fp8Linear
 from batchinfer.models.ops.interface import CodedWeight
 from batchinfer.models.ops.library_fp8 import LibraryFp8
-from batchinfer.models.ops.prefill_choice import PromptSizes
 from batchinfer.models.ops.product_choice import ProductContest
+from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference, quantize_blocks_fp8
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
@@ -197,11 +197,11 @@ def test_all_engines_take_what_the_first_one_chose(library, monkeypatch) -> None
     ops = TritonOps(AttentionShape(DTYPE, 4, 2, 64))
     rows, blocks = packed(ops), packed(ops, blocks=True)
     said = json.dumps({"products": {rows.form: 32}})
-    assert fastest_operators(ops, SIZES, CPU, True, lambda _: said) is ops
+    assert fastest_operators(ops, SIZES, CPU, {}, lambda _: said) is ops
     assert (rows.least_library_rows, blocks.least_library_rows) == (32, None)
     assert library.calls == 1, "it was tried, and not timed"
     monkeypatch.setattr(product_choice, "MARGIN", float("inf"))
-    fastest_operators(ops, SIZES, CPU, True, lambda choose: choose())
+    fastest_operators(ops, SIZES, CPU, {}, lambda choose: choose())
     assert (rows.least_library_rows, blocks.least_library_rows) == (4, 4), "it wins for all"
 
 
@@ -217,7 +217,7 @@ def test_a_rank_without_such_layers_hears_the_choice_as_others_do(library) -> No
     """What the leading rank tells and nobody awaits would be taken for its next message."""
     ops, asked = TritonOps(AttentionShape(DTYPE, 4, 2, 64)), []
     said = json.dumps({"products": {"of another rank": 32}})
-    assert fastest_operators(ops, SIZES, CPU, True, lambda choose: asked.append(choose()) or said) is ops
+    assert fastest_operators(ops, SIZES, CPU, {}, lambda choose: asked.append(choose()) or said) is ops
     assert asked == ['{"products": {}}']
 
 
@@ -227,4 +227,4 @@ def test_nothing_is_chosen_where_a_row_s_bits_must_not_depend_on_it(library) -> 
 
     fixed = TritonOps(AttentionShape(DTYPE, 4, 2, 64, deterministic=True))
     assert packed(fixed).library is None
-    assert fastest_operators(fixed, SIZES, CPU, True, asked) is fixed
+    assert fastest_operators(fixed, SIZES, CPU, {}, asked) is fixed

@@ -20,7 +20,7 @@ from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.gpu_experts import TritonExperts
 from batchinfer.models.ops.interface import ExpertWeights
 from batchinfer.models.ops.library_grouped import LibraryGrouped
-from batchinfer.models.ops.prefill_choice import PromptSizes
+from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
@@ -123,11 +123,11 @@ def test_results_are_those_of_our_kernels(library, skipped) -> None:
 def test_it_is_chosen_by_time(library, monkeypatch) -> None:
     ops, experts = packed()
     sizes = PromptSizes(tokens=64, longest=24, block_size=16)
-    assert fastest_operators(ops, sizes, CPU, True, lambda _: '{"products": {"another": 8}}') is ops
+    assert fastest_operators(ops, sizes, CPU, {}, lambda _: '{"products": {"another": 8}}') is ops
     assert experts.least_library_rows is None
     for margin, least in ((float("inf"), 4), (0.0, None)):
         monkeypatch.setattr(product_choice, "MARGIN", margin)
-        fastest_operators(ops, sizes, CPU, True, lambda choose: choose())
+        fastest_operators(ops, sizes, CPU, {}, lambda choose: choose())
         assert experts.least_library_rows == least
     assert experts.form == "5 experts in bfloat16, 64 x 64, silu"
     assert int(experts.loads.sum()) == 0, "what is timed is nobody's work"

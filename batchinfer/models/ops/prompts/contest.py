@@ -1,0 +1,199 @@
+"""Chooses who computes the attention of prompts on a GPU: our kernel, or one of the libraries that are installed where
+it is faster.
+
+All are timed when a model is loaded, on steps of the job's sizes, in each kind of layer that the model has.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from functools import partial
+from statistics import median
+from subprocess import CalledProcessError
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
+from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill
+from batchinfer.models.ops.prompts.prefill import AnyPrefill
+from batchinfer.models.ops.prompts.trial import (
+    FEW,
+    LAYERS,
+    MANY,
+    PARTS,
+    Clock,
+    PromptOps,
+    PromptSizes,
+    Trial,
+    seconds_of,
+)
+from batchinfer.models.spec.spec import AttentionRules
+
+_log = logging.getLogger(__name__)
+
+LIBRARIES: tuple[type[AnyPrefill], ...] = (FlashInferPrefill, FlashAttentionPrefill)
+# Each is timed so often, in turns, while the time lasts; the first calls, which compile, do not count
+ROUNDS, BUDGET_S = 5, 2.0
+# One replaces our kernel where it takes less than this share of its time: less may be noise
+MARGIN = 0.97
+# Of results with entries around 1 and less, both rounded to the dtype
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+OURS = "batchinfer's kernel"
+# What an installed library may raise that is broken, or not as batchinfer knows it
+BROKEN = (
+    *(ImportError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError),
+    *(RuntimeError, OSError, CalledProcessError),
+)
+
+
+def prefill_contest(
+    ops: Ops,
+    sizes: PromptSizes,
+    device: torch.device,
+    layers: Mapping[AttentionRules, int],
+    clock: Clock = time.perf_counter,
+) -> PromptContest | None:
+    """Return what chooses between our kernel and the libraries that are installed and can read prompts; None if none
+    can.
+
+    `layers`: how many layers over a cache without codes have such attention. What keeps an installed library from being
+    used is logged: as a warning where it is broken, or not as batchinfer knows it.
+    """
+    if not isinstance(ops, PromptOps):
+        return None
+    able = [library for library in LIBRARIES if _is_able(library, ops, sizes, device, layers)]
+    return PromptContest(ops, sizes, device, layers, able, clock) if able else None
+
+
+def _is_able(
+    library: type[AnyPrefill],
+    ops: PromptOps,
+    sizes: PromptSizes,
+    device: torch.device,
+    layers: Mapping[AttentionRules, int],
+) -> bool:
+    if library.version() is None:
+        return False
+    reason = library.why_not(ops.shape, ops.latent, sizes.block_size, device)
+    if reason is None and not any(map(library.knows, layers)):
+        reason = "every layer has a window, a soft cap, sinks, or codes in its cache"
+    if reason is not None:
+        _log.info("%s is installed and not used: %s", library.name, reason)
+    return reason is None
+
+
+class PromptContest:
+    """Our kernel against libraries."""
+
+    def __init__(
+        self,
+        ops: PromptOps,
+        sizes: PromptSizes,
+        device: torch.device,
+        layers: Mapping[AttentionRules, int],
+        libraries: list[type[AnyPrefill]],
+        clock: Clock,
+    ) -> None:
+        assert isinstance(ops, Ops)
+        self._ops: Ops = ops
+        self._prompts: PromptOps = ops
+        self._sizes, self._device, self._clock = sizes, device, clock
+        self._layers, self._libraries = layers, {library.name: library for library in libraries}
+        self._sound: dict[str, Ops] | None = (
+            None  # those that compute the same as our kernel, once they were tried
+        )
+
+    def decide(self) -> str:
+        """Who is fastest here."""
+        steps = [Trial.timed(self._prompts, self._sizes, part, self._device) for part in PARTS]
+        self._sound = {name: ops for name in self._libraries if (ops := self._tried(name, steps)) is not None}
+        if not self._sound:
+            return OURS
+        took = self._timed({OURS: self._ops, **self._sound}, steps)
+        fastest = min(self._sound, key=lambda name: took[name])
+        chosen = fastest if took[fastest] < MARGIN * took[OURS] else OURS
+        _log.info(
+            "prompts are read by %s: of steps of %d tokens %s",
+            *(chosen, self._sizes.tokens, ", ".join(self._told(*each) for each in reversed(took.items()))),
+        )
+        return chosen
+
+    def winner(self, chosen: str) -> Ops:
+        """The operators of what was chosen, here or in another engine."""
+        sound = self._sound
+        if sound is None:
+            _log.info("prompts are read by %s, which another engine of this run has timed", chosen)
+        if chosen == OURS:
+            return self._ops
+        if sound is None and chosen in self._libraries:
+            steps = [Trial.timed(self._prompts, self._sizes, part, self._device) for part in PARTS]
+            return self._tried(chosen, steps) or self._ops
+        if sound is None or chosen not in sound:
+            _log.warning("%s cannot be used here; batchinfer's own kernel reads prompts", chosen)
+            return self._ops
+        return sound[chosen]
+
+    def _told(self, name: str, seconds: float) -> str:
+        version = self._libraries[name].version() if name in self._libraries else None
+        return f"{name}{'' if version is None else f' {version}'} takes {1e3 * seconds:.2f} ms a layer"
+
+    def _tried(self, name: str, steps: list[Trial]) -> Ops | None:
+        """Our operators with a library's attention of prompts, which has computed the same as our kernel on these steps
+        and on short ones; None, with a warning, if it does not."""
+        library, device = self._libraries[name], self._device
+        known = [rules for rules in self._layers if library.knows(rules)]
+        try:
+            prefill = library(self._prompts.shape, self._sizes.block_size, device)
+            theirs = self._prompts.with_prefill(prefill)
+            short = (Trial.short(self._prompts, self._sizes, count, device) for count in (FEW, MANY))
+            for step in (*steps, *short):
+                for rules in known:
+                    _check(step.run(self._ops, rules), step.run(theirs, rules))
+        except BROKEN as error:
+            _warn(library, error)
+            return None
+        return theirs
+
+    def _timed(self, contestants: Mapping[str, Ops], steps: list[Trial]) -> dict[str, float]:
+        """Seconds that a layer takes of all steps, on average over the model's layers."""
+        began, layers = self._clock(), self._layers
+        took: dict[tuple[str, AttentionRules], list[float]]
+        took = {(name, rules): [] for name in contestants for rules in layers}
+        for _ in range(ROUNDS):
+            for (name, rules), times in took.items():
+                run = partial(_run_all, contestants[name], rules, steps)
+                times.append(seconds_of(run, self._device, self._clock))
+            if self._clock() - began > BUDGET_S:
+                break
+        count = LAYERS * sum(layers.values())
+        return {
+            name: sum(layers[rules] * median(took[name, rules]) for rules in layers) / count
+            for name in contestants
+        }
+
+
+def _run_all(ops: Ops, rules: AttentionRules, steps: list[Trial]) -> None:
+    for step in steps:
+        step.run(ops, rules)
+
+
+def _warn(library: type[AnyPrefill], error: BaseException) -> None:
+    _log.warning(
+        "%s %s is installed and cannot be used (%s: %s); batchinfer's own kernel reads prompts; install a "
+        "version that batchinfer[%s] names, or uninstall it",
+        *(library.name, library.version(), type(error).__name__, str(error).strip().partition("\n")[0]),
+        library.extra,
+    )
+
+
+def _check(ours: Tensor, theirs: Tensor) -> None:
+    """Raises ValueError for results that differ by more than rounding does."""
+    off = float((ours.float() - theirs.float()).abs().max())
+    if not off <= TOLERANCE[ours.dtype]:  # not a number, too
+        raise ValueError(
+            f"its results differ from batchinfer's by {off:.3g}, more than {TOLERANCE[ours.dtype]:g}"
+        )

@@ -1,0 +1,145 @@
+"""The interface of libraries that read prompts over our blocks.
+
+They are given the chunks of several queries alone; single queries, and what these share, stay with our kernels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchinfer.models.ops.interface import AttentionInputs, LayerCache
+from batchinfer.models.spec.spec import AttentionRules
+from batchinfer_kernels.step_tables import StepTables
+
+if TYPE_CHECKING:
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+Pages = TypeVar("Pages")
+Longs = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptRows:
+    """Rows [first, last) of a step's queries: from the first chunk of several queries to the last.
+
+    A single query between chunks is among the rows, with one key: what comes of it is overwritten by the kernel that it
+    belongs to.
+    """
+
+    first: int
+    last: int
+    lens: Longs  # (n,): queries of each of the n sequences
+    contexts: Longs  # (n,): keys of each, those of its queries included
+    sequences: Longs  # (n,): which of the step's they are
+    tables: StepTables
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> PromptRows | None:
+        """None for a step without chunks of several queries, or whose tables the host cannot read."""
+        lens = np.asarray(inputs.query_lens, np.int64)
+        several = np.flatnonzero(lens > 1)
+        if inputs.host_tables is None or not len(several):
+            return None
+        span = slice(int(several[0]), int(several[-1]) + 1)
+        first, own = int(lens[: span.start].sum()), lens[span]
+        contexts = np.where(own > 1, np.asarray(inputs.context_lens, np.int64)[span], 1)
+        sequences = np.arange(span.start, span.stop)
+        return cls(first, first + int(own.sum()), own, contexts, sequences, inputs.host_tables)
+
+
+def starts(counts: Longs) -> NDArray[np.int32]:
+    """(n + 1,): where each of n pieces of these sizes begins, and where the last ends."""
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+
+
+def uploaded(values: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Return the values on the device, copied from pinned memory without waiting."""
+    staged = torch.from_numpy(values)
+    return staged.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else staged
+
+
+class PromptPrefill(ABC, Generic[Pages]):
+    """A library's kernels for a model of one shape. Its constructor raises what importing the package, or a version of
+    it that lacks something, raises.
+    """
+
+    name: ClassVar[str]  # that people know it by
+    distribution: ClassVar[str]  # what pip calls it
+    extra: ClassVar[str]  # of batchinfer, which installs it; in `ops`, too
+    DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
+
+    @abstractmethod
+    def __init__(self, shape: AttentionShape, block_size: int, device: torch.device) -> None: ...
+
+    @classmethod
+    def version(cls) -> str | None:
+        """The installed version; None: it is not installed. Imports nothing: importing it takes seconds."""
+        try:
+            return version(cls.distribution)
+        except PackageNotFoundError:
+            return None
+
+    @classmethod
+    def why_not(
+        cls, shape: AttentionShape, latent: bool, block_size: int, device: torch.device
+    ) -> str | None:
+        """Return the reason why a model cannot use it; None if it can."""
+        if shape.deterministic:
+            return "engine.deterministic is true"
+        if latent:
+            return "the model's cache keeps latents"
+        if not shape.causal:
+            return "the model is an encoder, whose tokens see later ones, too"
+        if shape.dtype not in cls.DTYPES:
+            return f"it has no kernels for {str(shape.dtype).removeprefix('torch.')}"
+        return cls.why_not_here(shape.head_dim, block_size, device)
+
+    @classmethod
+    @abstractmethod
+    def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
+        """Return the reason why it cannot compute heads of this size from blocks of this size on this device."""
+
+    @classmethod
+    @abstractmethod
+    def knows(cls, rules: AttentionRules) -> bool:
+        """Whether it computes layers with these rules."""
+
+    @abstractmethod
+    def reads(self, cache: LayerCache) -> bool:
+        """Whether it reads this cache as it lies."""
+
+    def covers(
+        self, cache: LayerCache, window: int | None, soft_cap: float | None, sinks: Tensor | None
+    ) -> bool:
+        """Whether it computes a layer with these rules over this cache."""
+        return self.knows(AttentionRules(window, soft_cap, sinks is not None)) and self.reads(cache)
+
+    @abstractmethod
+    def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> Pages | None:
+        """Return what it reads in a step, for layers of these windows; None if there is nothing for it."""
+
+    @abstractmethod
+    def run(
+        self,
+        pages: Pages,
+        q: Tensor,
+        cache: LayerCache,
+        scale: float,
+        out: Tensor,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Write the rows of `out` that belong to the pages; q and out: (T, q_heads, head_dim). `soft_cap`: see
+        AttentionSpec; sinks: (q_heads,)."""
+
+
+AnyPrefill = PromptPrefill[Any]

@@ -1,0 +1,123 @@
+"""Steps of prompts with random values, on which the kernels that read prompts are compared and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
+from batchinfer.models.ops.prompts.prefill import AnyPrefill
+from batchinfer.models.spec.spec import AttentionRules, CacheSpec
+from batchinfer_kernels.step_tables import StepTables
+
+if TYPE_CHECKING:
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+# A step's attention is planned once and run in this many layers
+LAYERS = 4
+# Keys of a sequence on which they are timed: what is faster there is so for more. Their memory is bounded by it.
+MOST_KEYS = 32_768
+# The longest rows, and rows of an eighth, which most are more like: a step then has several
+PARTS = (1, 8)
+# Sequences of the shortest chunks, of 2 tokens: one, and more than FlashAttention-4 looks up by its simplest means.
+# What either is compiled for is compiled before the job begins.
+FEW, MANY = 1, 257
+Clock = Callable[[], float]
+
+
+@runtime_checkable
+class PromptOps(Protocol):
+    """Operators whose attention of prompts can be replaced."""
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The sizes of attention in the model that they are made for."""
+
+    @property
+    def latent(self) -> bool:
+        """Whether its cache keeps latents."""
+
+    def with_prefill(self, prefill: AnyPrefill) -> Ops:
+        """Return the same operators, with prompts read by `prefill`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSizes:
+    """A job's largest step of prompts."""
+
+    tokens: int
+    longest: int  # tokens of a sequence
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """A step of prompts with random values."""
+
+    inputs: AttentionInputs
+    q: Tensor
+    cache: LayerCache
+    sinks: Tensor  # of layers that have some
+
+    @classmethod
+    def timed(cls, ops: PromptOps, sizes: PromptSizes, part: int, device: torch.device) -> Trial:
+        """Make a trial of as many sequences of a `part` of the longest as a step takes, or of the end of one, if none
+        fits whole."""
+        context = max(2, min(sizes.longest, MOST_KEYS) // part)
+        queries = max(2, min(context, sizes.tokens))
+        count = max(1, sizes.tokens // queries)
+        return cls._random(ops, [queries] * count, [context] * count, sizes.block_size, device)
+
+    @classmethod
+    def short(cls, ops: PromptOps, sizes: PromptSizes, count: int, device: torch.device) -> Trial:
+        """Make a trial of so many sequences of 2 tokens, or of as many as a step takes."""
+        count = max(1, min(count, sizes.tokens // 2))
+        return cls._random(ops, [2] * count, [2] * count, sizes.block_size, device)
+
+    @classmethod
+    def _random(
+        cls, ops: PromptOps, lens: list[int], contexts: list[int], block: int, device: torch.device
+    ) -> Trial:
+        """The cache holds NaN behind the end of each sequence: in a job, a block may hold such values of an earlier
+        owner, and they must not reach the result."""
+        shape, count, width = ops.shape, len(lens), -(-contexts[0] // block)
+        tables = torch.arange(count * width, dtype=torch.int32).reshape(count, width)
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        step_tables = StepTables.of(tables.numpy())
+        inputs = AttentionInputs(nothing, nothing, tables.to(device), lens, contexts, step_tables)
+        assert isinstance(ops, Ops)
+        kept = CacheSpec(shape.kv_heads, shape.head_dim)
+        cache = ops.allocate_cache(kept, count * width, block, shape.dtype, device)
+        for values in (cache.k, cache.v):
+            values.normal_()
+            values[width - 1 :: width, :, (contexts[0] - 1) % block + 1 :] = torch.nan
+        q = torch.randn(sum(lens), shape.q_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        return cls(inputs, q, cache, torch.randn(shape.q_heads, dtype=shape.dtype, device=device))
+
+    def run(self, ops: Ops, rules: AttentionRules) -> Tensor:
+        """All that a step takes of its attention: a plan, and some layers; the result of the last."""
+        plan = ops.plan_attention(self.inputs, self.cache.block_size, frozenset([rules.window]))
+        sinks = self.sinks if rules.sinks else None
+        scale = self.q.shape[2] ** -0.5
+        for _ in range(LAYERS):
+            result = ops.attention(self.q, self.cache, plan, scale, rules.window, rules.soft_cap, sinks)
+        return result
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter) -> float:
+    """Return how long it takes, until the device is done."""
+    _synchronize(device)
+    began = clock()
+    run()
+    _synchronize(device)
+    return clock() - began
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

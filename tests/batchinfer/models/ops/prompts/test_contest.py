@@ -1,0 +1,292 @@
+"""Who reads prompts: when a library is taken, which one, and what happens where one is missing or broken. No test
+machine has them: modules with their interfaces stand in. Runs on the GPU if there is one, else in the interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no triton", allow_module_level=True)
+
+import torch
+
+from batchinfer.engine.config import Agreed, alone
+from batchinfer.models.ops.interface import Ops
+from batchinfer.models.ops.prompts import flash_attention
+from batchinfer.models.ops.prompts.contest import BUDGET_S, ROUNDS, prefill_contest
+from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
+from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill
+from batchinfer.models.ops.prompts.trial import LAYERS, PARTS, PromptSizes, Trial
+from batchinfer.models.ops.torch_ops import TorchOps
+from batchinfer.models.ops.triton_ops import TritonOps
+from batchinfer.models.spec.spec import AttentionRules
+from batchinfer_kernels.gpu.attention_plan import AttentionShape
+from tests.batchinfer.models.ops.prompts import flash_attention_stand_in, flashinfer_stand_in
+from tests.batchinfer.models.ops.prompts.flash_attention_stand_in import Forward
+from tests.batchinfer.models.ops.prompts.steps import BLOCK, DEVICE, DIM, SHAPE
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
+SIZES = PromptSizes(tokens=40, longest=24, block_size=BLOCK)
+OURS, INFER, ATTENTION = "triton", "triton+flashinfer", "triton+flash-attn"
+PLAIN, LOCAL = AttentionRules(), AttentionRules(6, 1.5, True)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, infer: Any = None, forward: Any = None) -> None:
+    """Put modules in the place of one or both packages."""
+    versions = {FlashInferPrefill: infer and "0.7.2", FlashAttentionPrefill: forward and "4.0.0b36"}
+    for library, version in versions.items():
+        monkeypatch.setattr(library, "version", lambda version=version: version)
+    monkeypatch.setattr(flash_attention, "capability", lambda _: 9)
+    modules = {"flashinfer": infer} if infer else {}
+    for name, module in (modules | flash_attention_stand_in.stand_in(forward)).items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def infer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = flashinfer_stand_in.stand_in()
+    install(monkeypatch, infer=module)
+    return module
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    forward = Forward()
+    install(monkeypatch, infer=flashinfer_stand_in.stand_in(), forward=forward)
+    return forward
+
+
+class Speeds:
+    """A clock by which a call of attention takes so many seconds, by the name of the operators and its window."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.calls = 0.0, []  # type: float, list[str]
+        self.seconds: Callable[[str, int | None], float] = lambda name, window: 0.0
+        attention, made = TritonOps.attention, {}  # type: Any, dict[object, tuple[torch.Tensor, torch.Tensor]]
+
+        def slowed(ops: TritonOps, q: torch.Tensor, *args: Any) -> torch.Tensor:
+            window = args[3]
+            self.calls.append(ops.name)
+            self.now += self.seconds(ops.name, window)
+            place = (id(ops), id(q), window)  # the same again is not computed again
+            if place not in made:
+                made[place] = (q, attention(ops, q, *args))
+            return made[place][1]
+
+        monkeypatch.setattr(TritonOps, "attention", slowed)
+
+    def chosen(
+        self,
+        seconds: Mapping[str, float] | Callable[[str, int | None], float],
+        layers: Mapping[AttentionRules, int] | None = None,
+        ops: Ops | None = None,
+        agreed: Agreed = alone,
+        sizes: PromptSizes = SIZES,
+    ) -> str:
+        """The name of the operators that are chosen for layers, plain ones where none are given."""
+        self.seconds = seconds if callable(seconds) else lambda name, _: seconds[name]
+        ops, layers = ops or TritonOps(SHAPE), {PLAIN: 2} if layers is None else layers
+        made = prefill_contest(ops, sizes, DEVICE, layers, lambda: self.now)
+        return (ops if made is None else made.winner(agreed(made.decide))).name
+
+
+@pytest.fixture
+def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
+    return Speeds(monkeypatch)
+
+
+NEVER = {OURS: 2.0, INFER: 1.0, ATTENTION: 1.0}  # for those that are not timed
+
+
+def test_the_fastest_is_chosen(both, speeds, caplog):
+    caplog.set_level(logging.INFO)
+    assert speeds.chosen({OURS: 2e-3, INFER: 1e-3, ATTENTION: 1.5e-3}) == INFER
+    assert "prompts are read by FlashInfer" in caplog.text
+    told = (
+        "FlashAttention-4 4.0.0b36 takes 3.00",
+        "FlashInfer 0.7.2 takes 2.00",
+        "batchinfer's kernel takes 4.00",
+    )
+    for one in told:
+        assert f"{one} ms a layer" in caplog.text
+    assert speeds.chosen({OURS: 2e-3, INFER: 1e-3, ATTENTION: 0.5e-3}) == ATTENTION
+    assert speeds.chosen({OURS: 1e-3, INFER: 2e-3, ATTENTION: 3e-3}) == OURS
+    assert speeds.chosen({OURS: 1e-3, INFER: 2e-3, ATTENTION: 0.98e-3}) == OURS, "not for what may be noise"
+
+
+@pytest.mark.parametrize(("plain", "chosen"), [(1, OURS), (2, ATTENTION)])
+def test_layers_count_by_how_many_of_their_kind_there_are(both, speeds, plain, chosen):
+    """FlashAttention is faster in plain layers, and slower by about as much with a window."""
+
+    def seconds(name: str, window: int | None) -> float:
+        return {OURS: 1.5, INFER: 1.6, ATTENTION: 1.0 if window is None else 2.2}[name]
+
+    assert speeds.chosen(seconds, {PLAIN: plain, LOCAL: 1}) == chosen
+
+
+def test_what_another_engine_chose_is_taken_without_timing(both, speeds, caplog):
+    """They round differently: a row would get other bits from one engine of a run than from another."""
+    caplog.set_level(logging.INFO)
+    for name, chosen in {
+        "FlashInfer": INFER,
+        "FlashAttention-4": ATTENTION,
+        "batchinfer's kernel": OURS,
+    }.items():
+        assert speeds.chosen(NEVER, agreed=lambda _, name=name: name) == chosen
+        assert f"read by {name}, which another engine of this run has timed" in caplog.text
+    assert "takes" not in caplog.text, "nothing was timed"
+
+
+def test_what_another_engine_chose_and_is_not_here_is_a_warning(infer, speeds, caplog):
+    assert speeds.chosen(NEVER, agreed=lambda _: "FlashAttention-4") == OURS
+    assert "FlashAttention-4 cannot be used here; batchinfer's own kernel reads prompts" in caplog.text
+
+
+def test_nothing_is_chosen_by_time_where_rows_must_not_depend_on_it(both, speeds):
+    def asked(_: object) -> str:
+        raise AssertionError("a choice was made by time")
+
+    shape = replace(SHAPE, deterministic=True)
+    assert speeds.chosen(NEVER, ops=TritonOps(shape), agreed=asked) == OURS
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(BUDGET_S, 1), (1e-6, ROUNDS)])
+def test_timing_ends_when_its_time_is_over(both, speeds, seconds, rounds):
+    took = {OURS: seconds, INFER: seconds / 2, ATTENTION: seconds}
+    assert speeds.chosen(took, {PLAIN: 1, LOCAL: 1}) == INFER
+    timed = len(PARTS) * LAYERS * rounds * 2
+    tried = (len(PARTS) + 2) * LAYERS  # with short ones
+    assert {name: speeds.calls.count(name) for name in took} == {
+        OURS: timed + 3 * tried,
+        INFER: timed + tried,
+        ATTENTION: timed + 2 * tried,
+    }, "FlashInfer is tried in plain layers, FlashAttention in both kinds"
+
+
+def test_steps_are_of_the_job_s_sizes():
+    ops, longer = TritonOps(SHAPE), PromptSizes(tokens=16, longest=70, block_size=BLOCK)
+    whole, eighth, cut = (
+        Trial.timed(ops, sizes, part, DEVICE).inputs for sizes, part in ((SIZES, 1), (SIZES, 8), (longer, 1))
+    )
+    assert (whole.query_lens, whole.context_lens) == ([24], [24])
+    assert (eighth.query_lens, eighth.context_lens) == ([3] * 13, [3] * 13)
+    assert (cut.query_lens, cut.context_lens) == ([16], [70])
+    few, most = (Trial.short(ops, SIZES, count, DEVICE).inputs for count in (1, 257))
+    assert (few.query_lens, most.query_lens) == ([2], [2] * 20)
+
+
+REFUSED = {
+    "FlashInfer is installed and not used: engine.deterministic is true": replace(SHAPE, deterministic=True),
+    "FlashAttention-4 is installed and not used: engine.deterministic is true": replace(SHAPE, deterministic=True),
+    "FlashAttention-4 is installed and not used: it has no kernels for float32": replace(SHAPE, dtype=torch.float32),
+    "FlashInfer is installed and not used: it has no kernels for heads of 72": replace(SHAPE, head_dim=72),
+    "FlashAttention-4 is installed and not used: it has no kernels for heads of 72": replace(SHAPE, head_dim=72),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_rules_a_library_out_is_logged(both, speeds, caplog, reason):
+    caplog.set_level(logging.INFO)
+    assert speeds.chosen(NEVER, ops=TritonOps(REFUSED[reason])) == OURS
+    assert reason in caplog.text
+    assert speeds.calls == []
+
+
+def test_models_that_no_library_covers_are_not_timed(both, speeds, caplog):
+    caplog.set_level(logging.INFO)
+    assert speeds.chosen(NEVER, ops=TritonOps(SHAPE, latent=True)) == OURS
+    assert "keeps latents" in caplog.text
+    encoder = TritonOps(AttentionShape(torch.float16, 4, 2, DIM, causal=False))
+    assert speeds.chosen(NEVER, ops=encoder) == OURS
+    assert speeds.chosen(NEVER, {}) == OURS
+    assert caplog.text.count("every layer has a window, a soft cap, sinks, or codes in its cache") == 2
+    assert speeds.chosen(NEVER, ops=TorchOps()) == "torch"
+    assert speeds.calls == []
+
+
+def test_windows_alone_are_for_flash_attention(both, speeds, caplog):
+    caplog.set_level(logging.INFO)
+    assert speeds.chosen(NEVER, {LOCAL: 3}) == ATTENTION
+    assert "FlashInfer is installed and not used: every layer has a window" in caplog.text
+
+
+def test_without_the_packages_nothing_is_said(monkeypatch, speeds, caplog):
+    caplog.set_level(logging.DEBUG)
+    install(monkeypatch)
+    assert speeds.chosen(NEVER) == OURS
+    assert caplog.text == ""
+
+
+def _no_compiler(*_: object, **__: object) -> None:
+    raise RuntimeError(
+        "Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist\n  more of it"
+    )
+
+
+def _older_plan(self: object, starts: object, page_starts: object, pages: object, last: object) -> None:
+    raise AssertionError("its arguments do not fit")
+
+
+BROKEN = {
+    "RuntimeError: Could not find nvcc": {"plan": _no_compiler},
+    "TypeError: ": {"plan": _older_plan},
+    "ValueError: its results differ from batchinfer's by 0.5": {"offset": 0.5},
+    "ValueError: its results differ from batchinfer's by nan": {"offset": float("nan")},
+}
+
+
+@pytest.mark.parametrize("library", ["FlashInfer", "FlashAttention-4"])
+@pytest.mark.parametrize("reason", BROKEN)
+def test_a_package_that_does_not_work_is_a_warning(monkeypatch, speeds, caplog, library, reason):
+    """The other one is taken, if it is faster than our kernel."""
+    changed, forwards = BROKEN[reason], Forward()
+    if library == "FlashInfer":
+        module = flashinfer_stand_in.stand_in(**changed)
+    else:
+        module = flashinfer_stand_in.stand_in()
+        forwards = Forward(changed["offset"]) if "offset" in changed else changed["plan"]  # type: ignore[assignment]
+    install(monkeypatch, infer=module, forward=forwards)
+    assert speeds.chosen(NEVER) == (ATTENTION if library == "FlashInfer" else INFER)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"{library} " in record.getMessage()
+    assert f"cannot be used ({reason}" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor, int | None], bool]] = {
+    "windows": lambda q, k, window: window is not None,
+    "short prompts": lambda q, k, window: len(q) == 2,
+    "what lies behind the end": lambda q, k, window: bool(k.isnan().any()),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_results_are_compared_where_a_library_may_be_wrong(monkeypatch, speeds, caplog, wrong):
+    """One that is right in plain layers, and in long prompts, may be wrong elsewhere."""
+
+    class Wrong(Forward):
+        def __call__(self, q: torch.Tensor, k: torch.Tensor, *args: Any, **more: Any) -> Any:
+            self.offset = 0.5 if WRONG[wrong](q, k, more["window_size_left"]) else 0.0
+            return super().__call__(q, k, *args, **more)
+
+    install(monkeypatch, forward=Wrong())
+    assert speeds.chosen(NEVER, {PLAIN: 9, LOCAL: 1}) == OURS
+    assert "by 0.5" in caplog.text
+
+
+def test_versions_that_lack_what_is_called_are_a_warning(monkeypatch, speeds, caplog):
+    module = flashinfer_stand_in.stand_in()
+    del module.BatchPrefillWithPagedKVCacheWrapper
+    install(monkeypatch, infer=module)
+    monkeypatch.setattr(FlashAttentionPrefill, "version", lambda: "4.0.0")
+    assert speeds.chosen(NEVER) == OURS
+    assert caplog.text.count("AttributeError") == 2
+    for extra in ("flashinfer", "flash-attn"):
+        assert f"install a version that batchinfer[{extra}] names, or uninstall it" in caplog.text
