@@ -78,7 +78,9 @@ class Lookahead:
             found = self._guesses[row].behind(len(row))[:most]
         before, last = [*row.tokens[-_PAIR:], *found][-_PAIR:]
         found = [*found, *self._pool.continued(before, last, most - len(found))]
-        return Proposal([*found, *_begun(row, [last, *found][-1], most - len(found))], matched)
+        if len(found) < most:
+            found = [*found, *_begun(row, [last, *found][-1], most - len(found))]
+        return Proposal(found, matched)
 
 
 class _Guesses(NamedTuple):

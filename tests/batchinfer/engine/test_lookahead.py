@@ -76,7 +76,6 @@ def test_what_was_sampled_behind_wrong_drafts_comes_through_all_runners(way: str
         wrong += len(taken.drafts) - taken.right
     assert wrong > 40
     assert any(taken.parents for _, taken in drafts.told) == trees
-    assert not trees or not drafts.lookahead.guessed
 
 
 class Reference:
@@ -130,23 +129,28 @@ class Reference:
 
 
 STEPS = st.tuples(
-    st.integers(0, 6), st.integers(1, 20), st.lists(st.integers(0, 4), max_size=3), st.booleans()
+    st.integers(0, 6),
+    st.integers(1, 20),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.booleans(),
+    st.booleans(),
 )
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=8), st.lists(STEPS, max_size=12), st.integers(0, 99))
 def test_guesses_are_what_the_model_said_behind_those_before(
-    prompt: list[int], steps: list[tuple[int, int, list[int], bool]], seed: int
+    prompt: list[int], steps: list[tuple[int, int, list[int], bool, bool]], seed: int
 ) -> None:
-    """Over steps that verify any number of guesses, and in which logits may be broken; behind each come tokens that
-    nothing was guessed of, as of steps without drafts or a constraint, and of another row."""
+    """Over steps that verify any number of guesses, in which logits may be broken, and of which a row may take the
+    first token alone; behind each come tokens that nothing was guessed of, as of steps without drafts or a constraint,
+    and those of another row."""
 
     def model(text: Seq[int]) -> int:
         return hash((seed, *text[-3:])) % 5
 
     source, row, other = Lookahead(), sequence(prompt, 400), sequence([7, 8], 400, 1)
     reference = Reference(list(prompt))
-    for number, (verified, most, plain, broken) in enumerate(steps):
+    for number, (verified, most, plain, broken, cut) in enumerate(steps):
         (found,) = source.propose([row], most)
         assert found is not None
         assert (list(found.tokens), found.matched) == reference.proposed(min(most, MOST_GUESSES))
@@ -156,7 +160,7 @@ def test_guesses_are_what_the_model_said_behind_those_before(
             sampled = [*sampled[:-1], NO_TOKEN] if broken and drafts[-1] != sampled[-2] else sampled
             taken = AcceptedTokens(row, len(row), array("i", drafts), sampled=sampled)
             count = reference.verified(drafts, sampled)
-            row.tokens.extend(sampled[:count])
+            row.tokens.extend(sampled[: 1 if cut else count])
             source.verified(taken)
         row.tokens.extend(plain)
         reference.text = row.tokens.tolist()
@@ -166,6 +170,13 @@ def test_guesses_are_what_the_model_said_behind_those_before(
     source.ended(row)
     source.ended(other)
     assert not source.guessed
+
+
+def test_nothing_is_guessed_of_trees() -> None:
+    source, row = Lookahead(), sequence([1, 2], 9)
+    before = source.propose([row], 3)
+    source.verified(AcceptedTokens(row, 2, array("i", [3, 4]), [-1, -1], sampled=[5, 6, 7]))
+    assert source.propose([row], 3) == before
 
 
 def test_the_oldest_ngrams_are_forgotten() -> None:
@@ -199,9 +210,10 @@ def told(work: Work, way: Way, drafter: CostedDrafter) -> Ran:
 @pytest.mark.parametrize(("peaks", "drafts"), [(CPU, True), (Peaks(1e6, 1e12), False)])
 def test_rows_have_guesses_where_these_pay(way: Way, peaks: Peaks, drafts: bool) -> None:
     work = Work(EASY, looping(4), [], (None,), 0, 0)
-    wanted, drafter = Way().run(work, EASY), costed(peaks, way == AHEAD)
-    got = told(work, way, drafter)
+    wanted, source = Way().run(work, EASY), Lookahead()
+    got = told(work, way, costed(peaks, way == AHEAD, source))
     assert got.answers == wanted.answers
+    assert not source.guessed, "all rows have ended"
     assert got.total("lookahead_drafted") == got.total("drafted_tokens")
     assert got.total("lookahead_accepted") == got.total("accepted_tokens")
     assert (got.total("drafted_tokens") > 0) == drafts
@@ -258,3 +270,4 @@ def test_a_row_goes_on_with_guesses_that_were_wrong(ahead: int, looks: int) -> N
         step(True, ahead)
         told.append(100 * (len(row) - 1) + 1)
     assert given[31:] == told[: looks - 1]
+    assert drafter._rows[row].rest is None, "what was behind a wrong guess was made of it"
