@@ -179,6 +179,17 @@ def test_nothing_is_guessed_of_trees() -> None:
     assert source.propose([row], 3) == before
 
 
+def test_guesses_of_places_that_a_row_has_not_reached_are_not_its_next_tokens() -> None:
+    """Behind its first right draft another token had to come, and the rest was dropped."""
+    source, row = Lookahead(), sequence([1, 2], 9)
+    source.verified(AcceptedTokens(row, 2, array("i", [3, 4, 5, 6]), sampled=[3, 4, 5, 9, 8]))
+    found = list[Seq[int] | None]()
+    for token in (3, 7, 7, 7):
+        row.tokens.append(token)
+        found += [one and list(one.tokens) for one in source.propose([row], 1)]
+    assert found == [[4], [7], [7], [8]]
+
+
 def test_the_oldest_ngrams_are_forgotten() -> None:
     pool = NgramPool(most=6)
     for number, token in enumerate((1, 2, 3, 4, 1, 5, 6, 7)):
