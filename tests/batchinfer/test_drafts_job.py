@@ -497,7 +497,7 @@ def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"drafts": "some"}, "auto, off, a list of any of prompt, answers, earlier, or a section"),
+        ({"drafts": "some"}, "auto, off, a list of any of prompt, answers, earlier, lookahead, or a section"),
         ({"drafts": ["prompt", "oracle"]}, "auto, off, a list"),
         ({"drafts": []}, "auto, off, a list"),
         ({"drafts": {"modl": "small"}}, 'the section drafts has no key "modl" .did you mean model'),
