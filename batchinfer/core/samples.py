@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 LaunchMode = Literal["full_graph", "piecewise_graph", "eager"]
 LAUNCH_MODES: tuple[LaunchMode, ...] = ("full_graph", "piecewise_graph", "eager")
 # Where drafts come from: a row's prompt and answer so far; other answers of the job; the row's answer in the job's last
-# result; a smaller model; heads that were trained for the model
-DraftName = Literal["prompt", "answers", "earlier", "model", "heads"]
+# result; a smaller model; heads that were trained for the model; what the model said behind wrong drafts
+DraftName = Literal["prompt", "answers", "earlier", "model", "heads", "lookahead"]
 ExpertTokens = Mapping[int, list[int]]  # layer → tokens that each of its experts was given
 
 
@@ -102,6 +102,8 @@ class StepSample:
     model_accepted: int = 0
     heads_drafted: int = 0
     heads_accepted: int = 0
+    lookahead_drafted: int = 0
+    lookahead_accepted: int = 0
     proposing_s: float = 0.0  # of duration_s, what a draft model beside took, or heads
     drafts_saved_s: float = 0.0  # what the step's tokens would have taken without drafts, less what it took
     # Of model_s, the collectives of the rank that leads, with its waiting for other ranks; None: there are none, or the

@@ -365,9 +365,10 @@ AdapterPath = Annotated[
 ]
 Whole = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Auto = Literal["auto"]
-DraftSource = Literal[
-    "prompt", "answers", "earlier"
-]  # those that jobs name; that of a model is there with it
+# Those that jobs name; that of a model is there with it
+DraftSource = Literal["prompt", "answers", "earlier", "lookahead"]
+# Those of `auto`: what only guesses has to be named
+AUTO_DRAFTS: tuple[DraftSource, ...] = ("prompt", "answers", "earlier")
 DraftSources = Annotated[tuple[DraftSource, ...], Field(min_length=1)]
 DRAFTS = Right(
     f"auto, off, a list of any of {', '.join(get_args(DraftSource))}, or a section with the key model or heads"

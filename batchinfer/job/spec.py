@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError
 
@@ -23,6 +23,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.job.check import check
 from batchinfer.job.embedding import EmbedSection
 from batchinfer.job.field_types import (
+    AUTO_DRAFTS,
     DRAFTS,
     AdapterPath,
     Auto,
@@ -30,7 +31,6 @@ from batchinfer.job.field_types import (
     Column,
     DeadlineText,
     Delimiter,
-    DraftSource,
     DraftSources,
     Encoding,
     HostPort,
@@ -570,8 +570,8 @@ class Job(Section):
         if self.task != "generate" or self.drafts == "off":
             return ()
         if isinstance(self.drafts, DraftModelSection):
-            return get_args(DraftSource) if self.drafts.heads else ("prompt", "answers", "model")
-        return get_args(DraftSource) if self.drafts == "auto" else self.drafts
+            return AUTO_DRAFTS if self.drafts.heads else ("prompt", "answers", "model")
+        return AUTO_DRAFTS if self.drafts == "auto" else self.drafts
 
     @property
     def drafting_job(self) -> Job | None:

@@ -47,7 +47,8 @@ REAL = RunOptions(waves_from_s=float("inf"), engine=COSTED)
 FLOAT32 = ("model.dtype", "float32")
 WEIGHTS = "model.safetensors"
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
-SOURCES: tuple[Any, ...] = (["prompt"], ["answers"], "auto")
+SOURCES: tuple[Any, ...] = (["prompt"], ["answers"], "auto", ["lookahead"])
+EVERY = ["lookahead", "earlier", "answers", "prompt"]
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["order", "question"]}, "note": {"type": "string", "maxLength": 20}},
@@ -97,14 +98,14 @@ def test_rows_are_those_of_a_job_without_drafts(tmp_path: Path, model: Path, kin
     wanted = run(plain, REAL, *float32)
     assert wanted.exit_code == 0, kind
     assert (wanted.row["drafted_tokens"], wanted.row["drafts_saved_s"]) == (0, 0)
-    for number, drafts in enumerate(SOURCES if kind == "greedy" else ("auto",)):
+    for number, drafts in enumerate(SOURCES if kind == "greedy" else ("auto", EVERY)):
         path = job(tmp_path / str(number), model, drafts, **sections)
         got = run(path, REAL, *float32)
         assert got.exit_code == 0
         assert table(path) == table(plain), drafts
         row = got.row
         names = ("prompt", "answers") if drafts == "auto" else drafts
-        other = {"prompt", "answers", "earlier"} - {*names}
+        other = {*EVERY} - {*names}
         assert sum(row[f"{name}_drafted"] for name in names) == row["drafted_tokens"]
         assert sum(row[f"{name}_drafted"] for name in other) == 0
         assert row["accepted_tokens"] <= row["drafted_tokens"]
@@ -496,7 +497,7 @@ def test_a_resumed_job_takes_the_answers_that_drafts_made(tmp_path: Path, model:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"drafts": "some"}, "auto, off, a list of any of prompt, answers, earlier, or a section"),
+        ({"drafts": "some"}, "auto, off, a list of any of prompt, answers, earlier, lookahead, or a section"),
         ({"drafts": ["prompt", "oracle"]}, "auto, off, a list"),
         ({"drafts": []}, "auto, off, a list"),
         ({"drafts": {"modl": "small"}}, 'the section drafts has no key "modl" .did you mean model'),

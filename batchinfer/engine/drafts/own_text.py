@@ -71,7 +71,7 @@ def recognised(tokens: array[int]) -> Recognised | None:
     for stretch in STRETCHES:
         if len(tokens) <= stretch:
             continue
-        at = _last_place(text, text[-stretch * _BYTES :])
+        at = last_place(text, text[-stretch * _BYTES :])
         if at is not None:
             return Recognised(at + stretch, _matched(tokens, at + stretch, stretch))
     return None
@@ -85,7 +85,7 @@ def followed(tokens: array[int], behind: int, most: int) -> array[int]:
     return found
 
 
-def _last_place(text: bytes, wanted: bytes) -> int | None:
+def last_place(text: bytes, wanted: bytes) -> int | None:
     """Return the number of the token at which `wanted` begins for the last time, its own place at the end left out."""
     at = text.rfind(wanted, 0, len(text) - _BYTES)
     while at > 0 and at % _BYTES:  # within a token

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from batchinfer.core.errors import CannotSplit, JobFileError, Mistake, Unavailable
 from batchinfer.core.samples import DraftName
@@ -16,7 +16,7 @@ from batchinfer.engine.config import NUMERICS_VERSION, BesideConfig, EngineConfi
 from batchinfer.engine.ranks.parts import check_division
 from batchinfer.engine.ranks.seat import UNDIVIDED, Division
 from batchinfer.job import Job
-from batchinfer.job.field_types import DraftSource
+from batchinfer.job.field_types import AUTO_DRAFTS
 from batchinfer.job.spec import DraftModelSection
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.hardware import (
@@ -286,7 +286,7 @@ class Setting:
 
     def draft_sources(self, job: Job) -> tuple[DraftName, ...]:
         """Return where the engines' drafts come from."""
-        return get_args(DraftSource) if self.beside is not None else job.draft_sources
+        return AUTO_DRAFTS if self.beside is not None else job.draft_sources
 
     def memory(self) -> int:
         """Return the bytes of memory that a CPU's engines may take, weights included."""

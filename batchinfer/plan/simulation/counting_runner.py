@@ -46,6 +46,10 @@ class CountedStep:
         self.clock.wait(self.timed)
         return [[END if said + 1 >= self.outputs[key] else WORD] for key, said in self.answers]
 
+    def sampled(self) -> Mapping[int, Sequence[int]]:
+        """No row has drafts."""
+        return {}
+
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Nobody asks a simulation for them."""
         return {}

@@ -43,8 +43,9 @@ from batchinfer.report.tables.formulas import (
 # Since 2, every table has run_id, and there is a table rows; since 3 there are phases, buckets and prefixes;
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
 # activities; since 7 accuracy, confusion and calibration; since 8 drafts;
-# since 9 those of earlier answers and of models; since 10 what proposals of models and heads take; since 11 ranks
-TABLE_FORMAT = 11
+# since 9 those of earlier answers and of models; since 10 what proposals of models and heads take; since 11 ranks;
+# since 12 guesses of lookahead decoding
+TABLE_FORMAT = 12
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
@@ -84,6 +85,7 @@ _DRAFTED = {
     "earlier": "the row's answer in the job's last result",
     "model": "the model of `drafts.model`",
     "heads": "the heads of `drafts.heads`",
+    "lookahead": "what the model said behind drafts that were wrong",
 }
 
 

@@ -121,6 +121,11 @@ def _attended_trees(inputs: AttentionInputs, tree: TreeMask, cache: LayerCache) 
     return hidden
 
 
+def state_of(tokens: Seq[int]) -> int:
+    """The hashing model's state behind these tokens, where its only layer has no window."""
+    return sum((token + 1) * (at * 40_503 % 1009 + 1) for at, token in enumerate(tokens)) % 65_521
+
+
 class HashingModel:
     """`forward` gives, for the last token of each sequence, a number made of all tokens of its context, in a layer with
     a window of those that it sees.

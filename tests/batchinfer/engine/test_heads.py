@@ -24,7 +24,7 @@ from batchinfer.engine.schedule.step_plan import SamplingPlan
 from batchinfer.models.heads.inspection import inspect_heads
 from batchinfer.models.heads.medusa import MedusaHeads
 from batchinfer.models.heads.stored_medusa import StoredMedusa
-from tests.batchinfer.engine.hashing_model import EOS
+from tests.batchinfer.engine.hashing_model import EOS, state_of
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import checkpoint, drain, following, make_engine, watcher
 from tests.batchinfer.engine.speculating import Drafts, remembered
@@ -110,11 +110,6 @@ class Telling:
     def tokens(self, states: Tensor, count: int, ranks: int) -> Tensor:
         self.seen = states[:, 0].tolist()
         return torch.zeros(len(states), count, ranks, dtype=torch.int64)
-
-
-def state_of(tokens: Seq[int]) -> int:
-    """The hashing model's state behind these tokens."""
-    return sum((token + 1) * (at * 40_503 % 1009 + 1) for at, token in enumerate(tokens)) % 65_521
 
 
 @dataclass

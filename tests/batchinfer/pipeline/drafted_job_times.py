@@ -2,10 +2,12 @@
 
 python -m tests.batchinfer.pipeline.drafted_job_times earlier [--rows-at-once 8 256] [--pairs 7]
 python -m tests.batchinfer.pipeline.drafted_job_times model --small FOLDER [--rows-at-once 8 256] [--pairs 7]
+python -m tests.batchinfer.pipeline.drafted_job_times lookahead --orders 120 --rows-at-once 1 2 8 [--pairs 7]
 
-`earlier`: the job has a result, and then its instruction changes. `model`: a smaller model answers all
-rows first. Every line is JSON: of each way the medians of the run's and the engine's seconds, and the most memory of
-all its processes; how many answers are as before; and how many drafts were right.
+`earlier`: the job has a result, and then its instruction changes. `model`: a smaller model answers all rows first.
+`lookahead`: what the model said behind wrong drafts, alone, beside other sources, and these without. `--orders`: only
+so many of the orders. Every line is JSON: of each way the medians of the run's and the engine's seconds, and the most
+memory of all its processes; how many answers are as before; and how many drafts were right.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ruamel.yaml import YAML
 from tests.batchinfer.pipeline.whole_job_times import ROOT, watched
 
 QUICKSTART = ROOT / "jobs" / "quickstart"
+ORDERS = "orders.jsonl"
 CHANGED = "JSON."  # an instruction with which the model says nine of ten times what it says with the job's
 FIGURES = (
     "wall_s",
@@ -34,14 +37,18 @@ FIGURES = (
     "accepted_tokens",
     "drafts_saved_s",
     "draft_model_s",
+    "sampled_tokens",
+    "lookahead_drafted",
+    "lookahead_accepted",
 )
+Ways = dict[str, Any]  # the drafts of each way to run the job
 
 
 def write_job(folder: Path, rows: int, drafts: Any, changed: bool) -> None:
     """Write the quickstart's job, whose result lies in the folder."""
     job = YAML(typ="safe").load(QUICKSTART / "job.yaml")
     job["model"]["path"] = str(QUICKSTART / "model")
-    job["input"]["path"] = str(QUICKSTART / "data" / "orders.jsonl")
+    job["input"]["path"] = str(folder.parent / ORDERS)
     job["output"]["path"] = "res"
     job["engine"] = {"max_num_seqs": rows}
     job["drafts"] = drafts
@@ -66,15 +73,15 @@ def answers(folder: Path) -> dict[str, str]:
     return {row: text for row, text in found if text is not None}
 
 
-def compare(folder: Path, rows: int, drafts: Any, changed: bool, pairs: int) -> dict[str, Any]:
-    """Run the job with these drafts and without; both begin with what the folder has."""
-    ways: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
+def compare(folder: Path, rows: int, asked: Ways, changed: bool, pairs: int) -> dict[str, Any]:
+    """Run the job in these ways in turns, the first without drafts; all begin with what the folder has."""
+    ways: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
     told = list[dict[str, str]]()
     for number in range(pairs):
-        for name, asked in (("without", "off"), ("with", drafts)):
+        for name, drafts in asked.items():
             own = folder.parent / f"{name}-{number}"
             shutil.copytree(folder, own)
-            ways[name].append(run(own, rows, asked, changed))
+            ways[name].append(run(own, rows, drafts, changed))
             told.append(answers(own))
             shutil.rmtree(own)
     assert all(one == told[0] for one in told), "drafts change answers"
@@ -83,29 +90,45 @@ def compare(folder: Path, rows: int, drafts: Any, changed: bool, pairs: int) -> 
         name: {figure: statistics.median(one[figure] or 0 for one in found) for figure in found[0]}
         for name, found in ways.items()
     }
-    pairs_of = zip(ways["without"], ways["with"], strict=True)
-    ratios = sorted(a["engine_s"] / b["engine_s"] for a, b in pairs_of)
+    without, *others = ways
+    ratios = {
+        name: sorted(a["engine_s"] / b["engine_s"] for a, b in zip(ways[without], ways[name], strict=True))
+        for name in others
+    }
     same = sum(before.get(row) == text for row, text in told[0].items()) / len(told[0])
     return {"rows_at_once": rows, "as_before": round(same, 4), "engine_gain": ratios, **medians}
 
 
+def ways_of(kind: str, small: Path | None) -> Ways:
+    """Return the drafts that are compared."""
+    if kind == "lookahead":
+        others = ["prompt", "answers", "earlier"]
+        alone = {"without": "off", "lookahead": ["lookahead"]}
+        return alone | {"others": others, "beside others": [*others, "lookahead"]}
+    if kind == "earlier":
+        return {"without": "off", "with": ["earlier"]}
+    assert small is not None, "--small names the folder of the smaller model"
+    return {"without": "off", "with": {"model": str(small.resolve()), "runs": "first"}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("earlier", "model"))
+    parser.add_argument("kind", choices=("earlier", "model", "lookahead"))
     parser.add_argument("--small", type=Path)
+    parser.add_argument("--orders", type=int)
     parser.add_argument("--rows-at-once", type=int, nargs="+", default=[8, 256])
     parser.add_argument("--pairs", type=int, default=7)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "first"
         folder.mkdir()
+        orders = (QUICKSTART / "data" / ORDERS).read_bytes().splitlines(keepends=True)
+        (Path(name) / ORDERS).write_bytes(b"".join(orders[: given.orders]))
         if given.kind == "earlier":
             run(folder, 256, "off", False)
-        drafts: Any = (
-            ["earlier"] if given.kind == "earlier" else {"model": str(given.small.resolve()), "runs": "first"}
-        )
+        ways = ways_of(given.kind, given.small)
         for rows in given.rows_at_once:
-            found = compare(folder, rows, drafts, given.kind == "earlier", given.pairs)
+            found = compare(folder, rows, ways, given.kind == "earlier", given.pairs)
             print(json.dumps(found), flush=True)
 
 
