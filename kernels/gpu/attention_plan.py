@@ -98,18 +98,16 @@ class LaunchPlan:
     """One step; see `plan_attention`. What is launched depends on sizes alone: `sizes`, and the room's."""
 
     arrays: StepArrays  # of all plans of the step
-    held: Mapping[
-        str, StepArray
-    ]  # those of this plan: items, rows, chunks, contexts and nearby, as far as it has them
+    # Those of this plan: items, rows, chunks, contexts and nearby, as far as it has them
+    held: Mapping[str, StepArray]
     lengths: Ints = field(repr=False)  # (n,): contexts of the sequences that decode attends to
     starts: Ints = field(repr=False)  # (n,): how many of these keys are shared
     longest: int | None  # the room's; None: there is none
     prefixes: Prefixes | None
     splitter: Splitter
     splits: Mapping[int | None, Splits]  # of what decode attends to, by window
-    lens: Ints | None = field(
-        default=None, repr=False
-    )  # (n,): queries of each sequence, where there are `chunks`
+    # (n,): queries of each sequence, where there are `chunks`
+    lens: Ints | None = field(default=None, repr=False)
     causal: bool = True
 
     @property

@@ -75,9 +75,7 @@ class LoadedModel:
             self.drafts, runner, peaks, self.limits.max_num_seqs, self.beside, self._graphs
         )
         # A runner that keeps the states of sampled rows for heads has those of each step
-        repeats = (
-            runner.wants.repeats and drafter is None and self.beside is None and self.runner.kept is None
-        )
+        repeats = runner.wants.repeats and self.beside is None and self.runner.kept is None
         costs = self.limits.admission_costs
         repeated = RepeatedSteps(costs) if repeats and costs is not None else None
         return Engine(

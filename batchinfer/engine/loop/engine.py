@@ -293,15 +293,15 @@ class Engine:
 
     def _runs(self, step: InFlight) -> list[int] | None:
         """Return how many tokens each sequence of the step is to run before the host sees any of them; None: one. All
-        that run have to be in it, and only to decode."""
+        that run have to be in it, and only to decode; none has drafts, or waits for its tokens so as to get some."""
         repeated, scheduler = self._repeated, self._scheduler
         rows = len(step.scheduled.chunks)
-        if repeated is None or self._drafting is not None or self._runner.most_tokens is not None:
+        if repeated is None or self._runner.most_tokens is not None:
             return None
         assert self._runner.looks_ahead, "the host does not wait for what it launches at once"
         if not step.only_decodes or rows != len(scheduler.running):
             return None
-        if False in [sequence.steady for sequence in step.sampling]:
+        if any(sequence.drafting or not sequence.steady for sequence in step.sampling):
             return None
         most = repeated.most(rows, scheduler.cached_tokens)
         return scheduler.run_on(step.scheduled, most) if most > 1 else None

@@ -133,6 +133,10 @@ class RepeatedRun:
             del rows[place][self.repeats[place] :]
         return rows
 
+    def sampled(self) -> Mapping[int, Sequence[int]]:
+        """Return all tokens of chunks with drafts: none has any."""
+        return {}
+
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Return those that were asked for: none."""
         return {}
@@ -154,9 +158,8 @@ class RepeatedRun:
 class _Ran:
     """A step that was launched."""
 
-    sampled: list[
-        tuple[int, Sampled]
-    ]  # of each micro-batch that has any, with the number of its first sampled row
+    # Of each micro-batch that has any, with the number of its first sampled row
+    sampled: list[tuple[int, Sampled]]
     tokens: Tensor | None  # those of all of them; None: nothing was sampled
     padded: int
     modes: list[LaunchMode]  # of the micro-batches

@@ -108,9 +108,8 @@ class Step:
     copies: list[Copy] = field(default_factory=list)
     copied_tokens: int = 0  # in each layer
     drafts: int = 0  # that its chunks run
-    repeats: int = (
-        1  # steps that are launched at once, in each of which every chunk but the shortest runs a token
-    )
+    # Steps that are launched at once, in each of which every chunk but the shortest runs a token
+    repeats: int = 1
 
 
 class Scheduler:

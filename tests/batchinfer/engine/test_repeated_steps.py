@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.batched_admission import AdmissionCosts
+from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
 from batchinfer.models.ops.interface import Ops
 from tests.batchinfer.engine import steps_at_once
@@ -40,6 +42,7 @@ from tests.batchinfer.engine.small_engine import (
     request,
     watcher,
 )
+from tests.batchinfer.engine.speculating import Drafts, remembered
 from tests.examples import examples
 
 
@@ -69,14 +72,26 @@ class Launches:
         return self.runner.launch(plan)
 
 
+class Sometimes(Drafts):
+    """Proposes what another run has said, and a row waits for its tokens so as to get it, at about every seventh
+    place."""
+
+    def __init__(self, wanted: Ran) -> None:
+        told, rng = remembered(wanted, 0.7, 1), random.Random(2)
+        super().__init__(lambda row: told(row) if rng.random() < 0.5 else [])
+
+    def waits(self, sequence: Sequence) -> bool:
+        return (len(sequence) * 5 + sequence.prompt_length) % 7 == 0
+
+
 def ran(
-    work: Work, limits: Limits, steps: int, graphs: bool = False, kind: Any = None
+    work: Work, limits: Limits, steps: int, graphs: bool = False, kind: Any = None, drafter: Any = None
 ) -> tuple[Ran, Launches]:
     runner = hashing_runner(
         DeviceRunner, limits.blocks, limits.block_size, work.nan_every, windows=work.windows
     )
     noted = Launches(with_graphs(runner, limits.seqs, 40, limits.blocks) if graphs else runner)
-    more = {"stop_streams": watcher, "repeated": at_once(steps)}
+    more = {"stop_streams": watcher, "repeated": at_once(steps), "drafter": drafter}
     engine = make_engine(noted, limits, frozenset([EOS]), kind=kind, **more)
     return drain(engine, work.rows, arrivals=work.arrivals), noted
 
@@ -113,6 +128,29 @@ def test_answers_and_work_are_those_of_single_steps(
     if not graphs:  # there a capture runs a step once more
         useful = got.total("prefill_tokens") + got.total("decode_tokens")
         assert useful + got.total("padded_tokens") == launches.computed
+
+
+@settings(max_examples=examples(20, 200), deadline=None, print_blob=True)
+@given(works(), st.integers(2, 5))
+def test_rows_have_drafts_in_between(work: Work, steps: int) -> None:
+    work = replace(work, rows=[*map(plain, work.rows)])
+    wanted, _ = ran(work, EASY, 1)
+    drafter = Sometimes(wanted)
+    got, launches = ran(work, work.limits, steps, drafter=drafter)
+    assert got.answers == wanted.answers
+    event(f"steps at once: {max(launches.steps) > 1}, drafts: {len(drafter.took) > 0}")
+    useful = got.total("prefill_tokens") + got.total("decode_tokens")
+    assert useful + got.total("padded_tokens") == launches.computed
+
+
+def test_rows_without_drafts_run_on_and_those_with_some_do_not() -> None:
+    work = rows_of(4, 40, ignore_eos=True)
+    wanted, _ = ran(work, EASY, 1)
+    drafter = Sometimes(wanted)
+    got, launches = ran(work, EASY, 4, drafter=drafter)
+    assert got.answers == wanted.answers
+    assert {1, 4} <= {*launches.steps}
+    assert sum(right for _, right in drafter.took) > 3
 
 
 def _given(completion: Any) -> int:
