@@ -10,7 +10,9 @@ from statistics import median
 import pytest
 
 ROOT = Path(__file__).parents[3]
-RECORD = json.loads((ROOT / "docs" / "measurements" / "cpu-2026-11-21.json").read_text("utf-8"))
+MEASUREMENTS = ROOT / "docs" / "measurements"
+RECORD = json.loads((MEASUREMENTS / "cpu-2026-11-21.json").read_text("utf-8"))
+AVX2 = json.loads((MEASUREMENTS / "cpu-2026-11-28.json").read_text("utf-8"))
 OURS, OPENVINO, VLLM = "batchinfer 0.1.0", "OpenVINO GenAI 2026.4.1", "vLLM 0.32 (CPU)"
 
 
@@ -50,6 +52,40 @@ def test_the_readme_says_the_same(workload):
     found = re.search(rf"(?m)^\| `{workload}`[^|]*\|(.*)\|$", (ROOT / "README.md").read_text("utf-8"))
     assert found is not None
     assert [cell.strip() for cell in found[1].split("|")] == [row[0], row[1], row[2], row[5]]
+
+
+def on_avx2(engine: str, dtype: str, workload: str, key: str = "seconds") -> list[float]:
+    place = (engine, dtype, workload)
+    return [r[key] for r in AVX2["runs"] if (r["engine"], r["dtype"], r["workload"]) == place]
+
+
+@pytest.mark.parametrize("workload", ["shared-prefix", "mixed", "decode"])
+def test_the_table_of_avx2_is_that_of_its_record(workload):
+    openvino, ours = (on_avx2(engine, "float32", workload) for engine in (OPENVINO, OURS))
+    (coded,), (coded_share,) = (
+        on_avx2(OURS, "int8", workload, key) for key in ("seconds", "roofline_efficiency")
+    )
+    ratios = [mine / other for mine, other in zip(ours, openvino, strict=True)]
+    shares = on_avx2(OURS, "float32", workload, "roofline_efficiency")
+    wanted = [
+        ", ".join(f"{s:.1f}" for s in openvino) + " s",
+        ", ".join(f"{s:.1f}" for s in ours) + " s",
+        ", ".join(f"{r:.2f}" for r in ratios),
+        ", ".join(f"{s:.0%}"[:-1] for s in shares) + " %",
+        f"{coded:.1f} s",
+        f"{coded / openvino[0]:.2f}",
+        f"{coded_share:.0%}"[:-1] + " %",
+    ]
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    found = re.search(rf"(?m)^\| `{workload}` \|(.*)\|$", page[page.index("## On AVX2") :])
+    assert found is not None
+    assert [cell.strip() for cell in found[1].split("|")] == wanted
+    said = re.search(
+        r"both in float32, ([\d.]+), ([\d.]+) and ([\d.]+)\.", (ROOT / "README.md").read_text("utf-8")
+    )
+    assert said is not None
+    at = ["shared-prefix", "mixed", "decode"].index(workload)
+    assert said[at + 1] == f"{sum(ratios) / 2:.2f}"
 
 
 def test_what_deduplication_saves_is_that_of_the_record():
