@@ -26,11 +26,11 @@ class Rows:
     padding: int
     block_size: int
     seed: int
-    draw: np.random.Generator = field(init=False)
-    contexts: np.ndarray = field(init=False)
-    repeats: np.ndarray = field(init=False)
-    tables: np.ndarray = field(init=False)
-    offsets: np.ndarray = field(init=False)
+    draw: np.random.Generator = field(init=False, repr=False)
+    contexts: np.ndarray = field(init=False, repr=False)
+    repeats: np.ndarray = field(init=False, repr=False)
+    tables: np.ndarray = field(init=False, repr=False)
+    offsets: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.draw = draw = np.random.default_rng(self.seed)
