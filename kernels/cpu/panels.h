@@ -154,8 +154,9 @@ typedef struct {
 } Ahead;
 
 /* What the block of this turn, of `rows` rows, fetches of the panel after this one, both `words` long, if there is `more`.
- * Where nothing but a row or two meets a panel, memory is never idle: to fetch all slowed these by 11 to 13%. A line of
- * every FETCHED words is enough for the CPU to see what follows: with none an AVX2 took 7 to 10% longer. */
+ * Where nothing but a row or two meets a panel, memory is never idle: to fetch all slowed these by 11 to 22%. They fetch a
+ * line after every FETCHED words, so the panel's first part: with none a Zen 3 took 7 to 10% longer, and an Emerald
+ * Rapids as long. */
 INLINE Ahead ahead_of(const void *panel, int64_t words, int64_t turn, int64_t turns, int64_t rows, int more) {
     int64_t lines = turns == 1 && rows <= 2 ? 1 : (FETCHED_LINES + turns - 1) / turns, left = FETCHED_LINES - turn * lines;
     const char *next = (const char *)panel + words * PANEL * 4;

@@ -199,7 +199,16 @@ class LaunchPlan:
         lengths = np.array(context_lens, np.int64)
         if self.longest is None or "chunks" in self.held or lengths.max() > self.longest:
             return False
-        return all(self.splitter.serve(own, lengths, self.starts) for own in self.splits.values())
+        return all(self._serve(own, lengths) for own in self.splits.values())
+
+    def _serve(self, splits: Splits, lengths: Ints) -> bool:
+        """Whether splits serve up to these contexts. Keys that a window has left are taken off in whole segments, so
+        that a row at fixed positions may need one more on the way, and not at the end."""
+        further = int((lengths - self.lengths).max(initial=0))
+        on_the_way = further if self.deterministic and splits.window is not None else 1
+        ahead = (further - at for at in range(on_the_way))
+        serve = self.splitter.serve
+        return all(serve(splits, np.minimum(self.lengths + n, lengths), self.starts) for n in ahead)
 
     def refilled(self, other: LaunchPlan) -> LaunchPlan:
         """The other plan on this one's tensors, which a captured graph reads and which are overwritten, together with

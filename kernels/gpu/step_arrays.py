@@ -21,7 +21,7 @@ Values: TypeAlias = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepArray:
-    """One of the arrays."""
+    """It stands for one of the arrays."""
 
     arrays: StepArrays
     number: int
@@ -108,7 +108,8 @@ class _Copy:
         ]
 
     def refill(self, old: Sequence[Values], new: Sequence[Values]) -> None:
-        """Copy the arrays from the first that differs to the last; those that are the same objects do not."""
+        """Copy the arrays from the first that differs to the last; those that are the same objects do not. Contexts,
+        which the device changes between the steps of a launch, are another object in each plan."""
         numbers = range(self._first, self._first + len(self.tensors))
         changed = [number for number in numbers if old[number] is not new[number]]
         if not changed:

@@ -32,13 +32,10 @@ class DraftedStepTimes:
         self._graphs = graphs
         self._ratios = {False: _Ratios(), True: _Ratios()}  # whether with drafts
         self._known = dict[bool, _Ratios]()  # what is believed until the next step is measured
-        self._context = (
-            0,
-            0,
-        )  # pairs of a token, and K and V's tokens, about, in the newest step that only decoded
-        self._bounds = dict[
-            tuple[int, int], float
-        ]()  # with such contexts, by all tokens and the others' of them
+        # Pairs of a token, and tokens of K and V, about, in the newest step that only decoded
+        self._context = (0, 0)
+        # With such contexts, by all tokens and the others' of them
+        self._bounds = dict[tuple[int, int], float]()
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
     def measured(self, sample: StepSample) -> None:

@@ -204,10 +204,10 @@ class DecodeGraphs:
 
     def replays(self, repeats: Ints) -> RepeatedReplays | None:
         """Return what runs the steps behind the one that was run last, all of which have to follow: each row decodes as
-        many tokens as `repeats`, (n,), says of it, the last step's included. None where that was not replayed, or some
-        of them need other graphs or plans."""
+        many tokens as `repeats`, (n,), says of it, the last step's included. None where that was not replayed as a
+        whole, or some of them need other graphs or plans."""
         last = self._replayed
-        if last is None or last.size.queries > 1:
+        if last is None or last.size.queries > 1 or len(last.batch.context_lens) != len(repeats):
             return None
         firsts, padding = np.array(last.batch.context_lens, np.int32), [0] * (last.size.rows - len(repeats))
         contexts = (firsts + repeats - 1).tolist()

@@ -57,8 +57,9 @@ class Drafting:
     def __init__(self, drafter: Drafter, masks: ConstraintMasks | None) -> None:
         self.drafter, self._masks = drafter, masks
 
-    def before_step(self, running: Iterable[Sequence]) -> bool:
-        """Give sequences that decode their drafts for the next step; whether any has some."""
+    def before_step(self, running: Iterable[Sequence], waiting: bool = True) -> bool:
+        """Give sequences that decode their drafts for the next step; whether any has some. `waiting`: whether rows may
+        wait for the tokens of that step, so as to have drafts in the one behind it."""
         rows, ahead, others, proposed = list[Sequence](), list[Sequence](), 0, False
         for sequence in running:
             if sequence.status is not SequenceStatus.RUNNING:
@@ -77,7 +78,7 @@ class Drafting:
             tree = drafts if isinstance(drafts, DraftTree) else DraftTree(drafts)
             proposed |= self._lay(sequence, tree.first(_room(sequence)))
         for sequence in ahead:
-            sequence.drafting = self.drafter.waits(sequence)
+            sequence.drafting = waiting and self.drafter.waits(sequence)
         return proposed
 
     def holds(self, running: Iterable[Sequence]) -> bool:

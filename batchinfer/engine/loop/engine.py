@@ -270,7 +270,8 @@ class Engine:
         """Schedule and launch the next step, if there is one."""
         began = self._now()
         drafting = self._drafting
-        drafted = drafting is not None and drafting.before_step(self._scheduler.running)
+        waiting = self._repeated is None or self._repeated.may_wait
+        drafted = drafting is not None and drafting.before_step(self._scheduler.running, waiting)
         scheduled = self._scheduler.schedule(drafted)
         if not scheduled.chunks:
             return
@@ -287,6 +288,8 @@ class Engine:
             step.run_on(runs)
         step.result = self._runner.launch(plan)
         self._scheduler.launched(scheduled)
+        if self._repeated is not None:
+            self._repeated.launched(step.repeats)
         self._scheduler.limit_tokens(self._runner.most_tokens)
         self._move_on(step)
         self._in_flight.append(step)

@@ -12,6 +12,9 @@ MOST_STEPS = 4
 # calls (docs/measurements/gpu.md). Replaying the graph, and launching the head, the sampler and the kernel that moves
 # rows on, is taken to be 0.4 ms of the first number; not measured.
 HOST_REPEAT_S, HOST_REPEAT_ROW_S = 0.5e-3, 0.8e-6
+# Launches behind one of several steps in which no row waits for its tokens so as to have drafts. A row that waits has
+# all others run one step at a time for two launches, so that those that want to should do so together
+APART_FROM_DRAFTS = 8
 # Several steps have to give so many times as many tokens a second by estimates
 LEAST_GAIN = 1.05
 
@@ -27,11 +30,24 @@ class RepeatedSteps:
     def __init__(self, costs: AdmissionCosts, most: int = MOST_STEPS) -> None:
         self._costs, self._most = costs, most
         self._tokens = self._ended = 0  # that rows have got in steps, and rows that have ended
+        self._apart = 0  # launches to come in which no row may wait
 
     def note(self, tokens: int, ended: int) -> None:
         """Take into account how many tokens steps have given, and how many rows have ended with them."""
         self._tokens += tokens
         self._ended += ended
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether rows may wait for the tokens of the next launch so as to have drafts."""
+        return self._apart == 0
+
+    def launched(self, steps: int) -> None:
+        """Count a launch."""
+        if self._apart:
+            self._apart -= 1
+        elif steps > 1:
+            self._apart = APART_FROM_DRAFTS
 
     def most(self, rows: int, cached: int) -> int:
         """Return the number of steps for so many rows, which read K and V of `cached` tokens in each. 1 where nobody

@@ -343,7 +343,11 @@ def make_engine(
 
 
 class AlwaysRepeated(RepeatedSteps):
-    """Launches as many steps at once as it may."""
+    """Launches as many steps at once as it may, and lets rows wait for drafts whenever they want to."""
+
+    @property
+    def may_wait(self) -> bool:
+        return True
 
     def most(self, rows: int, cached: int) -> int:
         return self._most

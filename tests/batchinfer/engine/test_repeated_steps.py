@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer.core.request import Request
+from batchinfer.engine.drafts.drafter import CostedDrafter
+from batchinfer.engine.drafts.other_answers import OtherAnswers
+from batchinfer.engine.drafts.step_times import DraftedStepTimes
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
 from batchinfer.engine.graphs.repeated_replays import RepeatedReplays
 from batchinfer.engine.load import loaded_model
@@ -26,8 +29,9 @@ from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import SamplingPlan, StepPlan
 from batchinfer.models.ops.interface import Ops
+from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine import steps_at_once
-from tests.batchinfer.engine.hashing_model import EOS, HashingOps, hashing_runner, with_graphs
+from tests.batchinfer.engine.hashing_model import EOS, SHAPE, HashingOps, hashing_runner, with_graphs
 from tests.batchinfer.engine.random_work import EASY, Work, works
 from tests.batchinfer.engine.small_engine import (
     TRITON,
@@ -151,6 +155,42 @@ def test_rows_without_drafts_run_on_and_those_with_some_do_not() -> None:
     assert got.answers == wanted.answers
     assert {1, 4} <= {*launches.steps}
     assert sum(right for _, right in drafter.took) > 3
+
+
+def test_rows_that_look_for_drafts_do_so_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is ever found, few launches are of one step for it, however many rows look."""
+    monkeypatch.setattr(AlwaysRepeated, "may_wait", RepeatedSteps.may_wait)
+    limits, rng = replace(EASY, seqs=48, budget=400, blocks=48 * 40), random.Random(1)
+    rows = [request(i, [i % 7, 3, i % 5], rng.randrange(60, 160), ignore_eos=True) for i in range(64)]
+    work, ticks = Work(limits, rows, [0] * 64, (None,), 0, 0), iter(range(1 << 40))
+    times = DraftedStepTimes(SHAPE, Peaks(1e12, 1e9))
+    drafter = CostedDrafter([OtherAnswers()], times, 400, True, lambda: next(ticks) * 1e-12)
+    shares = []
+    for one in (None, drafter):
+        _, launches = ran(work, limits, 4, drafter=one)
+        together = sum(steps for steps in launches.steps if steps > 1)
+        shares.append(together / sum(launches.steps))
+    print(shares)
+    assert shares[1] > 0.8 * shares[0] > 0.5
+
+
+@pytest.mark.parametrize(("rows", "failing"), [(2, 4), (6, 4), (6, 5)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_lack_of_memory_in_any_of_the_steps_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, rows: int, failing: int, steps: int
+) -> None:
+    work = rows_of(rows, 25, ignore_eos=True)
+    wanted, calls, sample = ran(work, EASY, 1)[0], list[int](), Sampler.next_tokens
+
+    def next_tokens(self: Sampler, ops: Any, head: Any, hidden: Tensor, *rest: Any) -> Any:
+        calls.append(len(hidden))
+        if len(calls) >= failing and len(hidden) == rows:
+            raise torch.OutOfMemoryError("there is none left")
+        return sample(self, ops, head, hidden, *rest)
+
+    monkeypatch.setattr(Sampler, "next_tokens", next_tokens)
+    got, _ = ran(work, EASY, steps, graphs=True)
+    assert got.answers == wanted.answers
 
 
 def _given(completion: Any) -> int:

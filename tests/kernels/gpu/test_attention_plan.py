@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -141,6 +142,16 @@ def test_only_a_plan_of_the_same_sizes_is_refilled() -> None:
     for other in (plan([1, 1], [9, 9]), plan([1] * 3, [9] * 3, room=Room(20)), plan([1, 3], [9, 9])):
         with pytest.raises(ValueError, match="does not run"):
             found.refilled(other)
+
+
+def test_a_plan_serves_longer_contexts_only_if_it_serves_all_on_the_way() -> None:
+    """Through such a window a row at fixed positions sees three segments at one place, and two before and behind it."""
+    shape = replace(SHAPE, deterministic=True)
+    found = plan_attention([1], [2048], shape, "cpu", room=Room(4096), windows=[1026])
+    assert [found.serves([context]) for context in (2048, 2049, 2050, 2051)] == [True, False, False, False]
+    found = plan_attention([1], [2050], shape, "cpu", room=Room(4096), windows=[1026])
+    assert found.serves([2053])
+    assert not found.serves([4097])
 
 
 def tables_of(*rows) -> np.ndarray:

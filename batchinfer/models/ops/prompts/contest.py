@@ -80,7 +80,7 @@ def _is_able(
         return False
     reason = library.why_not(ops.shape, ops.latent, sizes.block_size, device)
     if reason is None and not any(map(library.knows, layers)):
-        reason = "every layer has a window, a soft cap, sinks, or codes in its cache"
+        reason = "every layer has an attention that it does not compute, or codes in its cache"
     if reason is not None:
         _log.info("%s is installed and not used: %s", library.name, reason)
     return reason is None
@@ -103,17 +103,23 @@ class PromptContest:
         self._prompts: PromptOps = ops
         self._sizes, self._device, self._clock = sizes, device, clock
         self._layers, self._libraries = layers, {library.name: library for library in libraries}
-        self._sound: dict[str, Ops] | None = (
-            None  # those that compute the same as our kernel, once they were tried
-        )
+        # Those that compute the same as our kernel, once they were tried
+        self._sound: dict[str, Ops] | None = None
 
     def decide(self) -> str:
-        """Who is fastest here."""
-        steps = [Trial.timed(self._prompts, self._sizes, part, self._device) for part in PARTS]
-        self._sound = {name: ops for name in self._libraries if (ops := self._tried(name, steps)) is not None}
-        if not self._sound:
+        """Return who is fastest here: our kernel, where there is no memory for a trial, or one breaks while it is
+        timed."""
+        self._sound = {}
+        try:
+            steps = self._steps()
+            tried = {name: self._tried(name, steps) for name in self._libraries}
+            self._sound = {name: ops for name, ops in tried.items() if ops is not None}
+            took = self._timed({OURS: self._ops, **self._sound}, steps) if self._sound else {}
+        except BROKEN as error:
+            self._warn_untimed(error)
             return OURS
-        took = self._timed({OURS: self._ops, **self._sound}, steps)
+        if not took:
+            return OURS
         fastest = min(self._sound, key=lambda name: took[name])
         chosen = fastest if took[fastest] < MARGIN * took[OURS] else OURS
         _log.info(
@@ -130,20 +136,31 @@ class PromptContest:
         if chosen == OURS:
             return self._ops
         if sound is None and chosen in self._libraries:
-            steps = [Trial.timed(self._prompts, self._sizes, part, self._device) for part in PARTS]
-            return self._tried(chosen, steps) or self._ops
+            try:
+                return self._tried(chosen, self._steps()) or self._ops
+            except BROKEN as error:
+                self._warn_untimed(error)
+                return self._ops
         if sound is None or chosen not in sound:
             _log.warning("%s cannot be used here; batchinfer's own kernel reads prompts", chosen)
             return self._ops
         return sound[chosen]
+
+    def _steps(self) -> list[Trial]:
+        return [Trial.timed(self._prompts, self._sizes, part, self._device) for part in PARTS]
+
+    def _warn_untimed(self, error: BaseException) -> None:
+        found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        names = " and ".join(self._libraries)
+        _log.warning(f"{names} could not be tried ({found}); batchinfer's own kernel reads prompts")
 
     def _told(self, name: str, seconds: float) -> str:
         version = self._libraries[name].version() if name in self._libraries else None
         return f"{name}{'' if version is None else f' {version}'} takes {1e3 * seconds:.2f} ms a layer"
 
     def _tried(self, name: str, steps: list[Trial]) -> Ops | None:
-        """Our operators with a library's attention of prompts, which has computed the same as our kernel on these steps
-        and on short ones; None, with a warning, if it does not."""
+        """Return our operators with a library's attention of prompts, which has computed the same as our kernel on
+        these steps and on short ones; None, with a warning, if it does not."""
         library, device = self._libraries[name], self._device
         known = [rules for rules in self._layers if library.knows(rules)]
         try:
@@ -159,7 +176,7 @@ class PromptContest:
         return theirs
 
     def _timed(self, contestants: Mapping[str, Ops], steps: list[Trial]) -> dict[str, float]:
-        """Seconds that a layer takes of all steps, on average over the model's layers."""
+        """Return the seconds that a layer takes of all steps, on average over the model's layers."""
         began, layers = self._clock(), self._layers
         took: dict[tuple[str, AttentionRules], list[float]]
         took = {(name, rules): [] for name in contestants for rules in layers}

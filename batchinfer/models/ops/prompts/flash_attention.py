@@ -70,7 +70,7 @@ def _unseen(rows: PromptRows, windows: frozenset[int | None]) -> Longs:
 
 
 def capability(device: torch.device) -> int | None:
-    """The major compute capability of a GPU; None for another device."""
+    """Return the major compute capability of a GPU; None for another device."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
 
 

@@ -97,7 +97,7 @@ class Trial:
             values.normal_()
             values[width - 1 :: width, :, (contexts[0] - 1) % block + 1 :] = torch.nan
         q = torch.randn(sum(lens), shape.q_heads, shape.head_dim, dtype=shape.dtype, device=device)
-        return cls(inputs, q, cache, torch.randn(shape.q_heads, dtype=shape.dtype, device=device))
+        return cls(inputs, q, cache, torch.randn(shape.q_heads, device=device))
 
     def run(self, ops: Ops, rules: AttentionRules) -> Tensor:
         """All that a step takes of its attention: a plan, and some layers; the result of the last."""

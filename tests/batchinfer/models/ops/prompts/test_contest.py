@@ -206,7 +206,9 @@ def test_models_that_no_library_covers_are_not_timed(both, speeds, caplog):
     encoder = TritonOps(AttentionShape(torch.float16, 4, 2, DIM, causal=False))
     assert speeds.chosen(NEVER, ops=encoder) == OURS
     assert speeds.chosen(NEVER, {}) == OURS
-    assert caplog.text.count("every layer has a window, a soft cap, sinks, or codes in its cache") == 2
+    assert (
+        caplog.text.count("every layer has an attention that it does not compute, or codes in its cache") == 2
+    )
     assert speeds.chosen(NEVER, ops=TorchOps()) == "torch"
     assert speeds.calls == []
 
@@ -214,7 +216,7 @@ def test_models_that_no_library_covers_are_not_timed(both, speeds, caplog):
 def test_windows_alone_are_for_flash_attention(both, speeds, caplog):
     caplog.set_level(logging.INFO)
     assert speeds.chosen(NEVER, {LOCAL: 3}) == ATTENTION
-    assert "FlashInfer is installed and not used: every layer has a window" in caplog.text
+    assert "FlashInfer is installed and not used: every layer has an attention that it" in caplog.text
 
 
 def test_without_the_packages_nothing_is_said(monkeypatch, speeds, caplog):
@@ -290,3 +292,22 @@ def test_versions_that_lack_what_is_called_are_a_warning(monkeypatch, speeds, ca
     assert caplog.text.count("AttributeError") == 2
     for extra in ("flashinfer", "flash-attn"):
         assert f"install a version that batchinfer[{extra}] names, or uninstall it" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["timed", "run"])
+def test_our_kernel_is_left_where_there_is_no_memory_for_a_trial(monkeypatch, both, speeds, caplog, where):
+    """Or where what was right breaks once it is timed."""
+    wanted, calls = getattr(Trial, where), list[int]()
+
+    def scarce(*given: Any) -> Any:
+        calls.append(1)
+        if where == "timed" or len(calls) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return wanted(*given)
+
+    monkeypatch.setattr(Trial, where, scarce)
+    assert speeds.chosen(NEVER) == OURS
+    assert (
+        "FlashInfer and FlashAttention-4 could not be tried (OutOfMemoryError: CUDA out of memory)"
+        in caplog.text
+    )
