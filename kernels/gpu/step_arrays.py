@@ -45,7 +45,9 @@ class StepArray:
 class StepArrays:
     """The arrays of all plans of a step. Copies are queued before what reads them, and nobody waits for one."""
 
-    def __init__(self, device: torch.device, values: Sequence[Values] = (), origin: StepArrays | None = None):
+    def __init__(
+        self, device: torch.device, values: Sequence[Values] = (), origin: StepArrays | None = None
+    ) -> None:
         """`origin`: what these were made of by `again`."""
         self.device, self.values, self.origin = device, list(values), origin
         self._tensors: list[Tensor] = []

@@ -170,7 +170,6 @@ def test_rows_that_look_for_drafts_do_so_together(monkeypatch: pytest.MonkeyPatc
         _, launches = ran(work, limits, 4, drafter=one)
         together = sum(steps for steps in launches.steps if steps > 1)
         shares.append(together / sum(launches.steps))
-    print(shares)
     assert shares[1] > 0.8 * shares[0] > 0.5
 
 
