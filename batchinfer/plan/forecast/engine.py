@@ -38,8 +38,8 @@ from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds
 
 T = TypeVar("T")
 # What a simulation takes: the bench's mixed, decode and shared-prefix with 2,000 and 4,000 rows took 0.13 ms a row and
-# 4 to 5 microseconds an output token on a Zen 4 server core.
-ROW_S, OUTPUT_TOKEN_S = 150e-6, 5e-6
+# 4 to 5 microseconds an output token on a Zen 4 server core; with two rows at once a step took 0.1 ms on a Zen 3 one.
+ROW_S, OUTPUT_TOKEN_S, STEP_S = 150e-6, 5e-6, 100e-6
 PLAN_MOST_S = 5.0  # what `plan` may simulate for
 RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # of a run: a share of the time that it takes at the least, or seconds
 STRETCHES, LEAST_STRETCH = 16, 16  # of the requests that are simulated; requests
@@ -153,12 +153,17 @@ class ForecastEngine:
         drafts = self.setup.setting.draft_sources(self.job)
         return earlier_proposals(report_folder(self.job.results_root)) if drafts else None
 
+    @property
+    def simulating_s(self) -> float:
+        """Return about how long it takes to simulate all rows of the plan in one order, on one engine."""
+        token_s = OUTPUT_TOKEN_S + STEP_S / self.machine.scheduler.max_num_seqs
+        return self.plan.to_run * ROW_S + self.plan.expected_tokens * token_s
+
     def every(self, budget_s: float) -> int:
         """Return n such that one of every n batches is simulated."""
         batches = math.ceil(self.plan.to_run / REQUEST_BATCH)
-        takes_s = self.plan.to_run * ROW_S + self.plan.expected_tokens * OUTPUT_TOKEN_S
         engines = self.setup.setting.replicas  # of which one is simulated
-        within = int(batches * budget_s * engines / takes_s / TWO_PARTS)
+        within = int(batches * budget_s * engines / self.simulating_s / TWO_PARTS)
         least = max(
             2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / REQUEST_BATCH)
         )

@@ -15,7 +15,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.expert_plan import ExpertPlan
 from batchinfer.plan.forecast.divided import divided_spec
-from batchinfer.plan.forecast.engine import OUTPUT_TOKEN_S, ROW_S, TWO_PARTS, ForecastEngine, forecast_engine
+from batchinfer.plan.forecast.engine import TWO_PARTS, ForecastEngine, forecast_engine
 from batchinfer.plan.forecast.room import engine_room, held_bytes
 from batchinfer.plan.forecast.steady_state import estimated_s
 from batchinfer.plan.order.plan import Plan
@@ -181,9 +181,7 @@ def _timed(fitting: Sequence[_Candidate], prompts: Prompts) -> list[_Candidate]:
 def _simulating_s(one: _Candidate) -> float:
     """Return about how long it takes to simulate a layout."""
     assert one.engine is not None
-    plan, engines = one.engine.plan, one.engine.setup.setting.replicas
-    every = one.engine.every(EACH_S)
-    return (plan.to_run * ROW_S + plan.expected_tokens * OUTPUT_TOKEN_S) / engines / every * TWO_PARTS
+    return one.engine.simulating_s / one.engine.setup.setting.replicas / one.engine.every(EACH_S) * TWO_PARTS
 
 
 def _simulated(one: _Candidate, prompts: Prompts) -> _Candidate:

@@ -14,8 +14,6 @@ from batchinfer.core.request import Request
 from batchinfer.engine.config import REQUEST_BATCH
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.forecast.engine import (
-    OUTPUT_TOKEN_S,
-    ROW_S,
     TWO_PARTS,
     EngineForecast,
     ForecastEngine,
@@ -153,8 +151,7 @@ def _choice(engine: ForecastEngine, prompts: Prompts) -> OrderChoice:
 
 def simulation_s(engine: ForecastEngine, every: int) -> float:
     """Return the seconds that simulating such a part of the plan in one order takes."""
-    all_rows = engine.plan.to_run * ROW_S + engine.plan.expected_tokens * OUTPUT_TOKEN_S
-    return all_rows if every == 1 else all_rows / every * TWO_PARTS
+    return engine.simulating_s if every == 1 else engine.simulating_s / every * TWO_PARTS
 
 
 def _seconds(
