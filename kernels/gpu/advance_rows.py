@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchinfer_kernels.advance_rows import check_advance_rows
+from batchinfer_kernels.advance_rows import StepRows, check_advance_rows
 from batchinfer_kernels.gpu.checks import check_contiguous
 
 ROWS = 128  # of a program: a thread each
@@ -36,21 +36,11 @@ def _advance_rows_kernel(
         tl.store(positions_ptr + row, position + (repeats > step).to(tl.int64), mask=inside)
 
 
-def advance_rows(
-    tokens: Tensor,
-    step: int,
-    firsts: Tensor,
-    repeats: Tensor,
-    tables: Tensor,
-    block_size: int,
-    slots: Tensor,
-    contexts: Tensor | None = None,
-    token_ids: Tensor | None = None,
-    positions: Tensor | None = None,
-) -> None:
+def advance_rows(tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows) -> None:
     """Do what batchinfer_kernels.advance_rows.advance_rows_reference does. Tensors are contiguous. It moves a few
     bytes a row: what it takes is its launch."""
-    check_advance_rows(tokens, firsts, repeats, tables, slots, contexts, token_ids, positions)
+    check_advance_rows(tokens, firsts, repeats, kept)
+    tables, block_size, slots, contexts, token_ids, positions = kept
     check_contiguous(
         tokens=tokens, firsts=firsts, repeats=repeats, tables=tables, slots=slots, contexts=contexts,
         token_ids=token_ids, positions=positions,

@@ -12,23 +12,14 @@ from batchinfer.engine.graphs.graph_capture import Captured
 from batchinfer.engine.tensors.batch import RanStep
 from batchinfer.engine.tensors.graph_inputs import GraphInputs
 from batchinfer.models.ops.interface import FixedPlan
+from batchinfer_kernels.advance_rows import StepRows
 
 
 class AdvancingOps(Protocol):
     """Operators that move the rows of a decode step on."""
 
     def advance_rows(
-        self,
-        tokens: Tensor,
-        step: int,
-        firsts: Tensor,
-        repeats: Tensor,
-        tables: Tensor,
-        block_size: int,
-        slots: Tensor,
-        contexts: Tensor | None,
-        token_ids: Tensor | None,
-        positions: Tensor | None,
+        self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
         """Write what the next step reads; see batchinfer_kernels.advance_rows."""
 
@@ -52,9 +43,8 @@ class RepeatedReplays:
         rest: tuple[Tensor | None, ...] = (token_ids, positions)
         each = zip(self.plans, self.tables, slots, strict=False)  # adapters lie behind the slots
         for plan, table, own in each:
-            self.ops.advance_rows(
-                tokens, step, self.firsts, self.repeats, table, size.block_size, own, plan.contexts, *rest
-            )
+            kept = StepRows(table, size.block_size, own, plan.contexts, *rest)
+            self.ops.advance_rows(tokens, step, self.firsts, self.repeats, kept)
             rest = (None, None)
         self.captured.replay()
         rows, hidden = len(tokens), self.captured.result

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
-from batchinfer_kernels.advance_rows import advance_rows_reference
+from batchinfer_kernels.advance_rows import StepRows, advance_rows_reference
 from batchinfer_kernels.arithmetic import WeightCodes, WeightForm
 from batchinfer_kernels.copy_parts import copy_parts_reference
 from batchinfer_kernels.experts import Choice, choose_experts, combine_reference
@@ -575,21 +575,10 @@ class Ops(ABC):
             raise TypeError(f"{self.name} operators have no trees of drafts for windows {set(windows)}")
 
     def advance_rows(
-        self,
-        tokens: Tensor,
-        step: int,
-        firsts: Tensor,
-        repeats: Tensor,
-        tables: Tensor,
-        block_size: int,
-        slots: Tensor,
-        contexts: Tensor | None,
-        token_ids: Tensor | None,
-        positions: Tensor | None,
+        self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
         """Move the rows of a decode step on by a token; see batchinfer_kernels.advance_rows."""
-        rows = (firsts, repeats, tables, block_size, slots)
-        advance_rows_reference(tokens, step, *rows, contexts, token_ids, positions)
+        advance_rows_reference(tokens, step, firsts, repeats, kept)
 
     def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
         """Move tokens within the cache; moves are (n, 2) int64. See batchinfer_kernels.move_slots."""

@@ -54,6 +54,7 @@ from batchinfer.models.ops.library_grouped import LibraryGrouped
 from batchinfer.models.ops.product_choice import LibraryChoice
 from batchinfer.models.ops.prompts.prefill import AnyPrefill
 from batchinfer.models.spec.spec import CacheSpec
+from batchinfer_kernels.advance_rows import StepRows
 from batchinfer_kernels.arithmetic import WeightCodes
 from batchinfer_kernels.cost import Peaks
 from batchinfer_kernels.experts import Choice
@@ -311,20 +312,9 @@ class TritonOps(Ops):
         )
 
     def advance_rows(
-        self,
-        tokens: Tensor,
-        step: int,
-        firsts: Tensor,
-        repeats: Tensor,
-        tables: Tensor,
-        block_size: int,
-        slots: Tensor,
-        contexts: Tensor | None,
-        token_ids: Tensor | None,
-        positions: Tensor | None,
+        self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
-        rows = (firsts, repeats, tables, block_size, slots)
-        advance_rows(tokens, step, *rows, contexts, token_ids, positions)
+        advance_rows(tokens, step, firsts, repeats, kept)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
         for k, v in cache.copied:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchinfer.engine.schedule.step_plan import ARGMAX
 from batchinfer.engine.tensors.batch import HostBatch
-from batchinfer_kernels.advance_rows import advance_rows_reference
+from batchinfer_kernels.advance_rows import StepRows, advance_rows_reference
 from batchinfer_kernels.gpu.advance_rows import advance_rows
 from batchinfer_kernels.step_tables import StepTables
 
@@ -71,9 +71,9 @@ def test_rows_are_moved_on_as_the_host_would(rows: Rows, device: str) -> None:
     firsts, repeats, tables = map(torch.from_numpy, (rows.contexts, rows.repeats, rows.tables))
     for step in range(1, 5):
         tokens = torch.from_numpy(rows.draw.integers(-1, 50, rows.count))
-        advance_rows_reference(tokens, step, firsts, repeats, tables, rows.block_size, **wanted)
-        own = [tensor.to(device) for tensor in (firsts, repeats, tables)]
-        advance_rows(tokens.to(device), step, *own, rows.block_size, **got)
+        advance_rows_reference(tokens, step, firsts, repeats, StepRows(tables, rows.block_size, **wanted))
+        *own, blocks = (tensor.to(device) for tensor in (firsts, repeats, tables))
+        advance_rows(tokens.to(device), step, *own, StepRows(blocks, rows.block_size, **got))
         assert all(torch.equal(got[name].cpu(), one) for name, one in wanted.items()), step
         later = host.later(np.minimum(step, rows.repeats - 1), rows.block_size)
         said = {
@@ -93,7 +93,7 @@ def test_a_further_cache_group_has_slots_of_its_own(device: str) -> None:
     parts = (rows.contexts, rows.repeats, rows.tables[::-1].copy())
     firsts, repeats, tables = (torch.from_numpy(part).to(device) for part in parts)
     slots, tokens = rows.tensors(device)["slots"], torch.zeros(9, dtype=torch.int64, device=device)
-    advance_rows(tokens, 2, firsts, repeats, tables, 4, slots)
+    advance_rows(tokens, 2, firsts, repeats, StepRows(tables, 4, slots))
     last = rows.contexts + np.minimum(2, rows.repeats - 1) - 1
     wanted = parts[2][np.arange(9), last // 4] * 4 + last % 4
     assert slots.tolist() == [*wanted.tolist(), PADDING]
@@ -113,6 +113,6 @@ def test_what_does_not_fit_is_refused() -> None:
     for move in (advance_rows, advance_rows_reference):
         for tensors, more in wrong:
             with pytest.raises(ValueError, match="expected"):
-                move(tokens, 1, *tensors, 4, **(kept | more))
+                move(tokens, 1, *tensors[:2], StepRows(tensors[2], 4, **(kept | more)))
     with pytest.raises(ValueError, match="contiguous"):
-        advance_rows(tokens, 1, *own[:2], own[2][:, ::2], 4, **kept)
+        advance_rows(tokens, 1, *own[:2], StepRows(own[2][:, ::2], 4, **kept))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from batchinfer_kernels.advance_rows import StepRows
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gpu.advance_rows import advance_rows
 from batchinfer_kernels.gpu.choose_experts import choose_experts
@@ -78,7 +79,8 @@ def launch_advance_rows(groups: int, reads_contexts: bool) -> None:
     contexts = rows.int() if reads_contexts else None
     for group in range(groups):
         both = (None, None) if group else (rows, rows)
-        advance_rows(rows, 1, rows.int(), rows.int(), torch.zeros(16, 64).int(), 16, rows, contexts, *both)
+        kept = StepRows(torch.zeros(16, 64).int(), 16, rows, contexts, *both)
+        advance_rows(rows, 1, rows.int(), rows.int(), kept)
 
 
 def launch_move_slots(dtype: str, dim: int, places: int) -> None:

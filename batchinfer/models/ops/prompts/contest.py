@@ -129,7 +129,7 @@ class PromptContest:
         return chosen
 
     def winner(self, chosen: str) -> Ops:
-        """The operators of what was chosen, here or in another engine."""
+        """Return the operators of what was chosen, here or in another engine."""
         sound = self._sound
         if sound is None:
             _log.info("prompts are read by %s, which another engine of this run has timed", chosen)

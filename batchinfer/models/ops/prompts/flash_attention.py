@@ -40,7 +40,7 @@ class PromptTables:
     def of(
         cls, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
     ) -> PromptTables | None:
-        """None where there are no PromptRows.
+        """Return the tables; None where there are no PromptRows.
 
         Tables begin with the first block that a query sees. A kernel reads tiles of keys, and multiplies masked ones by
         0: what blocks hold that the windows have left must not be among them, as 0 × NaN is NaN.
@@ -61,7 +61,7 @@ class PromptTables:
 
 
 def _unseen(rows: PromptRows, windows: frozenset[int | None]) -> Longs:
-    """(n,): leading keys of each sequence that none of its queries sees through any of the windows."""
+    """Return how many leading keys of each sequence no query of it sees through any of the windows, (n,)."""
     widest = [window for window in windows if window is not None]
     if None in windows or not widest:
         return np.zeros(len(rows.lens), np.int64)

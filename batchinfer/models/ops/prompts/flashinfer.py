@@ -113,7 +113,7 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
         self._planned(pages, scale).run(q[rows], (cache.k, cache.v), out=out[rows])
 
     def _planned(self, pages: PromptPages, scale: float) -> Any:
-        """A wrapper that holds the plan: made for the first layer, and read by the others."""
+        """Return a wrapper that holds the plan: made for the first layer, and read by the others."""
         newest = self._wrappers[-1]
         if newest.pages is pages and newest.scale == scale:
             return newest.theirs

@@ -43,7 +43,7 @@ class PromptRows:
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> PromptRows | None:
-        """None for a step without chunks of several queries, or whose tables the host cannot read."""
+        """Return the rows; None for a step without chunks of several queries, or whose tables the host cannot read."""
         lens = np.asarray(inputs.query_lens, np.int64)
         several = np.flatnonzero(lens > 1)
         if inputs.host_tables is None or not len(several):
@@ -56,7 +56,7 @@ class PromptRows:
 
 
 def starts(counts: Longs) -> NDArray[np.int32]:
-    """(n + 1,): where each of n pieces of these sizes begins, and where the last ends."""
+    """Return where each of n pieces of these sizes begins, and where the last ends, (n + 1,)."""
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 
@@ -81,7 +81,7 @@ class PromptPrefill(ABC, Generic[Pages]):
 
     @classmethod
     def version(cls) -> str | None:
-        """The installed version; None: it is not installed. Imports nothing: importing it takes seconds."""
+        """Return the installed version; None: it is not installed. Imports nothing, as that takes seconds."""
         try:
             return version(cls.distribution)
         except PackageNotFoundError:
