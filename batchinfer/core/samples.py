@@ -109,6 +109,7 @@ class StepSample:
     # Of model_s, the collectives of the rank that leads, with its waiting for other ranks; None: there are none, or the
     # host does not wait for them, as on a GPU
     collective_s: float | None = None
+    launched_steps: int = 1  # that the host launched at once, of which this is one
 
     @property
     def prompt_tokens(self) -> int:

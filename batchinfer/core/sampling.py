@@ -211,6 +211,14 @@ class SamplingParams:
         """Whether there are tokens that an answer may not have, whatever its constraint says."""
         return bool(self.allowed_token_ids or self.bad_tokens)
 
+    @property
+    def steady(self) -> bool:
+        """Whether all tokens of an answer are chosen alike, whichever came before, and nothing but the tokens is
+        told."""
+        looks_back = self.penalised or self.min_tokens or self.bad_tokens
+        guided = self.constraint is not None or self.reasoning is not None
+        return not looks_back and not guided and not self.asks_logprobs
+
     def canonical(self) -> Self:
         """The same answer, fewer spellings: stops in order, and greedy work ignores what only shapes random draws."""
         stops, ids = tuple(sorted(set(self.stop))), tuple(sorted(set(self.stop_token_ids)))

@@ -195,6 +195,9 @@ def _launched(row: Row) -> str:
     launched = launch_text(row)
     if launched is None:
         return ""
+    times = row.get("host_launches")
+    if times is not None and times < row["steps"]:
+        launched = f"{launched}, {short(row['steps'] / times)} at once in the mean"
     captures = [("loading", row["load_capture_s"]), ("steps", row["capture_s"])]
     took = ", ".join(f"{seconds(spent)} in {what}" for what, spent in captures if spent)
     return f"{launched}; captures took {took}" if took else launched

@@ -38,6 +38,7 @@ def apart(
                 roofline_s=None if peaks is None else roofline_seconds(costs, peaks),
                 pairs=shape.pairs,
                 kv_tokens=shape.kv_tokens,
+                launched_steps=count,
             )
         )
     return found

@@ -159,8 +159,6 @@ class Sequence:
         params, prompt = request.params, array("i", request.prompt.tobytes())
         logprobs = CollectedLogprobs() if params.asks_logprobs else None
         reshaped = params.penalised or params.min_tokens > 0 or params.logit_bias or params.narrowed
-        looks_back = params.penalised or params.min_tokens or params.bad_tokens
-        guided = params.constraint is not None or params.reasoning is not None
         loops = LoopDetector(params.repetition_stop, len(prompt)) if params.repetition_stop else None
         return cls(
             request=request,
@@ -171,7 +169,7 @@ class Sequence:
             pooling=params.pooling,
             scored=scored,
             plain_greedy=params.greedy and logprobs is None and not reshaped,
-            steady=not looks_back and not guided and logprobs is None,
+            steady=params.steady,
             content_root=roots.of(len(prompt), params),
             rope_offset=roots.rope_offset(len(prompt), params),
             classified=params.classified,

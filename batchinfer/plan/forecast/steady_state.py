@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchinfer.core.samples import LaunchMode
+from batchinfer.engine.loop.repeated_steps import RepeatedSteps
 from batchinfer.plan.forecast.engine import ForecastEngine
 from batchinfer.plan.simulation.simulator import SimulatedEngine
 from batchinfer.plan.simulation.stage_schedule import StageWork
@@ -41,7 +42,18 @@ def estimated_s(engine: ForecastEngine) -> float:
 def _decode_s(machine: SimulatedEngine, rows: float, mean: MeanRow) -> float:
     count = round(rows)
     seen = count * machine.cost.seen(round(mean.prompt + mean.output / 2))
-    return _interval_s(machine, StepShape(count, count, seen, seen), count, "full_graph")
+    steps = _at_once(machine, count, seen / machine.cost.layers, mean.output)
+    return _interval_s(machine, StepShape(count, count, seen, seen), count, "full_graph", steps)
+
+
+def _at_once(machine: SimulatedEngine, rows: int, cached: float, output: float) -> int:
+    """Return how many steps the host launches at once, while rows read `cached` tokens in each layer."""
+    costs = machine.scheduler.admission_costs
+    if costs is None or not machine.repeats:
+        return 1
+    chooser = RepeatedSteps(costs)
+    chooser.note(round(output), 1)
+    return chooser.most(rows, round(cached))
 
 
 def _prompt_s(machine: SimulatedEngine, mean: MeanRow) -> float:
@@ -53,13 +65,16 @@ def _prompt_s(machine: SimulatedEngine, mean: MeanRow) -> float:
     return _interval_s(machine, StepShape(tokens, rows, pairs, read), rows, "piecewise_graph")
 
 
-def _interval_s(machine: SimulatedEngine, shape: StepShape, rows: int, mode: LaunchMode) -> float:
-    """Return the seconds from one step of an engine to its next one, while the others that take turns have one each."""
+def _interval_s(
+    machine: SimulatedEngine, shape: StepShape, rows: int, mode: LaunchMode, steps: int = 1
+) -> float:
+    """Return the seconds from one step of an engine to its next one, while the others that take turns have one each.
+    `steps`: that the host launches at once."""
     time, turns, captures = machine.time, machine.turns, machine.captures
     if captures is not None and not captures.rows:
         mode = "eager"
     layers = max((stage.cost.layers for stage in machine.stages), default=machine.cost.layers)
-    host_s = time.host_s(rows) + time.launch_s(layers, None if captures is None else mode)
+    host_s = time.host_s(rows, steps) / steps + time.launch_s(layers, None if captures is None else mode)
     work = [stage.work(shape, rows, time) for stage in machine.stages]
     work = work or [StageWork(time.device_s(shape, machine.cost, rows))]
     slowest, through = max(map(sum, work)), sum(map(sum, work))

@@ -9,12 +9,13 @@ from typing import Literal
 import numpy as np
 
 from batchinfer.core.hub import described
+from batchinfer.engine.loop.repeated_steps import HOST_REPEAT_ROW_S, HOST_REPEAT_S
 from batchinfer.engine.schedule.budget import HOST_ROW_S, HOST_STEP_S, LAUNCH_LAYER_S, REPLAY_LAYER_S
 from batchinfer.job import Job
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.plan.simulation.step_parts import TimedStep
 from batchinfer.plan.simulation.step_time import MeasuredStep, StepTime, measured_step_time, shape_of
-from batchinfer.report.tables.earlier_runs import EarlierSteps
+from batchinfer.report.tables.earlier_runs import LAUNCHED_STEPS, EarlierSteps
 from batchinfer_kernels.cost import ModelCost, Peaks
 
 # What steps are taken to reach of a GPU's peaks while no run tells more: a round figure, declared and not measured,
@@ -70,6 +71,8 @@ def _expected(setting: Setting, peaks: Peaks) -> StepTimes:
         decode_efficiency=DECLARED_EFFICIENCY,
         host_step_s=HOST_STEP_S,
         host_row_s=HOST_ROW_S,
+        host_repeat_s=HOST_REPEAT_S,
+        host_repeat_row_s=HOST_REPEAT_ROW_S,
         launch_layer_s=LAUNCH_LAYER_S,
         replay_layer_s=REPLAY_LAYER_S,
     )
@@ -85,4 +88,6 @@ def _measured(earlier: EarlierSteps, cost: ModelCost) -> Iterator[MeasuredStep]:
         sampled, model_s = int(columns["sampled_tokens"][at]), float(columns["model_s"][at])
         flops, moved = int(columns["flops"][at]), int(columns["bytes"][at])
         shape = shape_of(cost, int(tokens[at]), sampled, flops, moved)
-        yield MeasuredStep(TimedStep(cost, shape, int(rows[at]), model_s), float(wall[at]) - model_s)
+        # What the host took for steps that it launched at once is divided among them
+        host_s = (float(wall[at]) - model_s) * float(columns[LAUNCHED_STEPS][at])
+        yield MeasuredStep(TimedStep(cost, shape, int(rows[at]), model_s), host_s)

@@ -15,7 +15,7 @@ from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import StepLaunch
 from batchinfer.engine.schedule.step_plan import COUNTS, Ints, PlanWants, StepPlan, TokenScores
-from batchinfer.engine.schedule.step_shape import step_shape
+from batchinfer.engine.schedule.step_shape import decode_shape, step_shape
 from batchinfer.plan.simulation.clock import Clock, TimedLaunch
 from batchinfer.plan.simulation.launching import Launching
 from batchinfer.plan.simulation.stage_schedule import StageWork
@@ -28,11 +28,11 @@ END, WORD = 0, 1  # the only tokens there are; END ends an answer
 
 @dataclass(frozen=True, slots=True)
 class CountedStep:
-    """A simulated step, in the place of `batchinfer.engine.runner.runner.Launched`."""
+    """A simulated step, or several that were launched at once, in the place of
+    `batchinfer.engine.runner.runner.Launched`."""
 
-    answers: list[
-        tuple[bytes, int]
-    ]  # of each chunk that samples, its request and how many tokens its answer has
+    # Of each chunk that samples, its request and how many tokens its answer has
+    answers: list[tuple[bytes, int]]
     outputs: Mapping[bytes, int]
     clock: Clock
     timed: TimedLaunch
@@ -40,11 +40,18 @@ class CountedStep:
     scored: int = 0  # tokens that are scored
     padded_tokens: int = 0
     collective_s: float | None = None
+    repeats: list[int] | None = None  # how many tokens each of them decodes; None: one
 
     def tokens(self) -> list[list[int]]:
         """Waits for the simulated device."""
         self.clock.wait(self.timed)
-        return [[END if said + 1 >= self.outputs[key] else WORD] for key, said in self.answers]
+        if self.repeats is None:
+            return [[END if said + 1 >= self.outputs[key] else WORD] for key, said in self.answers]
+        each = zip(self.answers, self.repeats, strict=True)
+        return [
+            [END if at >= self.outputs[key] else WORD for at in range(said + 1, said + 1 + count)]
+            for (key, said), count in each
+        ]
 
     def sampled(self) -> Mapping[int, Sequence[int]]:
         """No row has drafts."""
@@ -106,16 +113,21 @@ class CountingRunner:
         shape = step_shape(
             spans, rows_asked, plan.shared_blocks, self.layout, copied, self.cost.causal, names
         )
-        launch = None
+        launch, steps = None, plan.steps
         if self.launching is not None:
             decodes = shape.tokens == len(answers) == rows and copies is None
-            launch = StepLaunch(self.launching.mode(starts, lengths, decodes, plan.shared_blocks > 0))
-        launch_s = self.time.launch_s(self._layers, launch.mode if launch else None)
+            ends = [start + steps - 1 for start in starts]
+            launch = StepLaunch(self.launching.mode(ends, lengths, decodes, plan.shared_blocks > 0))
+        launch_s = steps * self.time.launch_s(self._layers, launch.mode if launch else None)
         after = self._newest[0] if self._newest else None
-        timed = self.clock.launch(self.time.host_s(rows), launch_s, self._work(shape, rows), after)
+        work = self._work(shape, rows)
+        if plan.repeats is not None:
+            work = [StageWork(work[0].seconds + self._further_s(plan, plan.repeats, names))]
+        timed = self.clock.launch(self.time.host_s(rows, steps), launch_s, work, after)
         self._newest.append(timed)
-        tokens = 0 if scored is None else len(scored.tokens)
-        return CountedStep(answers, self.outputs, self.clock, timed, launch, tokens)
+        tokens, repeats = 0 if scored is None else len(scored.tokens), plan.repeats
+        each = None if repeats is None else repeats.tolist()
+        return CountedStep(answers, self.outputs, self.clock, timed, launch, tokens, repeats=each)
 
     @property
     def _layers(self) -> int:
@@ -129,6 +141,15 @@ class CountingRunner:
             return [StageWork(self.time.device_s(shape, self.cost, rows) + first_use_s)]
         found = (stage.work(shape, rows, self.time) for stage in self.stages)
         return [StageWork(one.seconds + first_use_s, one.hand_on_s) for one in found]
+
+    def _further_s(self, plan: StepPlan, repeats: Ints, names: Sequence[str]) -> float:
+        """Return the seconds of the steps behind the first one of a plan: each row stays in all of them."""
+        seconds, starts = 0.0, plan.starts.astype(np.int64)
+        for step in range(1, plan.steps):
+            at = starts + np.minimum(step, repeats - 1)
+            shape = decode_shape(at, plan.shared_blocks, self.layout, names)
+            seconds += self.time.device_s(shape, self.cost, len(at))
+        return seconds
 
     def _first_use_s(self) -> float:
         """Return the seconds for memory that this step is the first to use. Blocks that were freed are used again

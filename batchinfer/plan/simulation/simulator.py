@@ -13,8 +13,10 @@ from batchinfer.engine.config import most_queued
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits, StepOutput
+from batchinfer.engine.loop.repeated_steps import RepeatedSteps
 from batchinfer.engine.loop.turns import EngineTurns
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from batchinfer.engine.schedule.step_plan import COUNTS
 from batchinfer.plan.simulation.clock import Clock
 from batchinfer.plan.simulation.counting_runner import END, CountingRunner
 from batchinfer.plan.simulation.launching import Captures, Launching
@@ -39,6 +41,7 @@ class SimulatedEngine:
     # Of a model that is divided among ranks, whose peaks `time` has; as many engines take turns, each with its `blocks`
     stages: tuple[SimulatedStage, ...] = ()
     ranks: int = 1  # of all stages
+    repeats: bool = False  # whether several steps that only decode may be launched at once
 
     @property
     def turns(self) -> int:
@@ -160,13 +163,17 @@ def simulated_steps(
         more = more and (room <= 0 or len(fed) == room)
         if machine.cost.adapted:
             adapters.update((request.key, request.params.adapter) for request in fed)
-        engine.add([_counted(request) for request in fed])
+        engine.add([_counted(request, machine.repeats) for request in fed])
         if engine.unfinished:
             yield engine.step()
 
 
-def _counted(request: Request) -> Request:
-    return replace(request, params=request.params.counted)
+def _counted(request: Request, repeats: bool) -> Request:
+    """`repeats`: it matters which rows have to run one step at a time. A penalty stands for whatever is the reason."""
+    counted = request.params.counted
+    if repeats and not request.params.steady:
+        counted = replace(counted, presence_penalty=1.0)
+    return replace(request, params=counted)
 
 
 def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
@@ -194,13 +201,26 @@ def counting_engine(
         adapters=adapters,
         clock=clock,
         stages=machine.stages,
+        wants=COUNTS._replace(repeats=machine.repeats),
     )
     rows = machine.scheduler.max_num_seqs // turns
     config = replace(machine.scheduler, max_num_seqs=rows)
     limits = EngineLimits(machine.roots, frozenset([END]))
     schedulers = (Scheduler(config, pool, windows=windows) for pool in pools)
     engines = [
-        Engine(replace(runner), scheduler, limits, machine.peaks, clock=lambda: clock.host)
+        Engine(
+            replace(runner),
+            scheduler,
+            limits,
+            machine.peaks,
+            clock=lambda: clock.host,
+            repeated=_repeated(machine),
+        )
         for scheduler in schedulers
     ]
     return engines[0] if turns == 1 else EngineTurns(engines)
+
+
+def _repeated(machine: SimulatedEngine) -> RepeatedSteps | None:
+    costs = machine.scheduler.admission_costs
+    return RepeatedSteps(costs) if machine.repeats and costs is not None else None

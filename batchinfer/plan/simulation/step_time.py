@@ -33,6 +33,9 @@ class StepTime:
     # Of a byte of the KV cache that is used for the first time: only then the kernel finds memory for it, and clears it
     first_use_s: float = 0.0
     parts: Mapping[str, float] | None = None
+    # Of each further step that a GPU's host launches at once with one, and of a row of it
+    host_repeat_s: float = 0.0
+    host_repeat_row_s: float = 0.0
 
     @classmethod
     def calibrated(cls, peaks: Peaks, times: Mapping[str, float]) -> StepTime | None:
@@ -49,10 +52,11 @@ class StepTime:
             return roofline_seconds(cost.step(shape), self.peaks) / efficiency
         return predicted(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
-    def host_s(self, rows: int) -> float:
+    def host_s(self, rows: int, steps: int = 1) -> float:
         """Return the seconds for scheduling a step of `rows` rows and taking its tokens; on a GPU for replaying its
-        graph, too."""
-        return self.host_step_s + rows * self.host_row_s
+        graph, too. `steps`: that are launched at once."""
+        further = (steps - 1) * (self.host_repeat_s + rows * self.host_repeat_row_s)
+        return self.host_step_s + rows * self.host_row_s + further
 
     def launch_s(self, layers: int, mode: LaunchMode | None) -> float:
         """Return the seconds for launching layers one after the other; 0 where the step is one graph."""

@@ -44,8 +44,8 @@ from batchinfer.report.tables.formulas import (
 # since 4 steps and requests say which replica it was; since 5 steps say how they were launched; since 6 there are
 # activities; since 7 accuracy, confusion and calibration; since 8 drafts;
 # since 9 those of earlier answers and of models; since 10 what proposals of models and heads take; since 11 ranks;
-# since 12 guesses of lookahead decoding
-TABLE_FORMAT = 12
+# since 12 guesses of lookahead decoding; since 13 steps say how many were launched at once
+TABLE_FORMAT = 13
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"
@@ -354,6 +354,12 @@ RUN_COLUMNS: tuple[Column, ...] = (
     *_drafts(of_run=True),
     count("steps", "steps", "engine steps", sql="count(*)"),
     *_launches(),
+    count(
+        "host_launches",
+        "times",
+        "how often the host launched steps: fewer than `steps` where it launched several at once; null on a CPU",
+        sql="CASE WHEN count(launch) > 0 THEN round(sum(1 / launched_steps)) END",
+    ),
     seconds(
         "capture_s",
         "part of `engine_wall_s`: capturing graphs; null on a CPU",
@@ -712,6 +718,11 @@ STEP_COLUMNS: tuple[Column, ...] = (
         "collective_s",
         "part of `model_s`: sums and gathers over ranks, as rank 0 measured them, its waiting for the others included; "
         "null where no ranks have the same layers, and on GPUs",
+    ),
+    count(
+        "launched_steps",
+        "steps",
+        "the host launched so many steps at once, this one among them, as it does on GPUs where rows only decode",
     ),
 )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ STEP_COLUMNS = (
     "duration_s",
     "interval_s",
 )
+LAUNCHED_STEPS = "launched_steps"  # since format 13; before it was always 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def earlier_lengths(folder: Path) -> EarlierLengths | None:
 
 def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
     """Read the steps of the newest runs whose run table says the same of hardware and arithmetic as `alike`."""
-    found = list(islice(_newest(folder, STEPS, STEP_COLUMNS, alike), NEWEST))
+    found = list(islice(_newest(folder, STEPS, STEP_COLUMNS, alike, {LAUNCHED_STEPS: 1}), NEWEST))
     return EarlierSteps(len(found), _joined(found)) if found else None
 
 
@@ -154,15 +156,20 @@ def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
 
 
 def _newest(
-    folder: Path, table: str, names: Sequence[str], alike: Mapping[str, Any] | None = None
+    folder: Path,
+    table: str,
+    names: Sequence[str],
+    alike: Mapping[str, Any] | None = None,
+    newer: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[dict[str, NDArray[Any]]]:
-    """Read columns of the runs that left rows in a table, newest first; with `alike`, of those that it describes."""
+    """Read columns of the runs that left rows in a table, newest first; with `alike`, of those that it describes.
+    `newer`: columns that older tables lack, and what they would have."""
     for path in reversed(tables(folder, table)):
         if alike is not None:
             told = _columns(path.with_name(path.name.replace(table, RUN, 1)), tuple(alike), 1)
             if told is None or not _says(told, alike):
                 continue
-        read = _columns(path, names, MOST_REQUESTS)
+        read = _columns(path, names, MOST_REQUESTS, newer)
         if read is not None and len(read[names[0]]):
             yield read
 
@@ -173,19 +180,23 @@ def _says(told: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
     return {name: None if value != value else value for name, value in found.items()} == dict(alike)
 
 
-def _columns(path: Path, names: Sequence[str], most: int) -> dict[str, NDArray[Any]] | None:
-    """Read columns of a table.
+def _columns(
+    path: Path, names: Sequence[str], most: int, newer: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, NDArray[Any]] | None:
+    """Read columns of a table, and those that only a `newer` one has.
 
     None for a file that is gone, damaged or older than one of the columns: a forecast can do without it.
     """
     try:
         with pq.ParquetFile(path) as file:
-            batch = next(file.iter_batches(batch_size=most, columns=list(names)), None)
+            batch = next(file.iter_batches(batch_size=most, columns=[*names, *newer]), None)
     except (OSError, ValueError):  # pyarrow's errors are among these
         return None
-    if batch is None or set(batch.schema.names) != set(names):
+    if batch is None or not set(names) <= set(batch.schema.names):
         return None
-    return {name: batch.column(name).to_numpy(zero_copy_only=False) for name in names}
+    filled = {name: np.full(len(batch), value) for name, value in newer.items()}
+    there = {name: batch.column(name).to_numpy(zero_copy_only=False) for name in batch.schema.names}
+    return filled | there
 
 
 def _joined(parts: Sequence[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:

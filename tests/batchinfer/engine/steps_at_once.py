@@ -1,4 +1,5 @@
-"""Prints how many decode steps a GPU's host is expected to launch at once, and what that gives, by estimates alone.
+"""Prints how many decode steps a GPU's host is expected to launch at once, and what that gives, by estimates alone:
+of a step, and of simulated jobs.
 
 python -m tests.batchinfer.engine.steps_at_once [GPU [LENGTH]]
 """
@@ -6,12 +7,14 @@ python -m tests.batchinfer.engine.steps_at_once [GPU [LENGTH]]
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
-from batchinfer.engine.loop.repeated_steps import RepeatedSteps
+from batchinfer.engine.loop.repeated_steps import HOST_REPEAT_ROW_S, HOST_REPEAT_S, RepeatedSteps
 from batchinfer.engine.schedule.budget import admission_costs
 from batchinfer.machine.datasheet import datasheet
 from batchinfer_kernels.cost import ModelCost, Peaks
 from tests.batchinfer.engine.simulation import LLAMA_8B
+from tests.batchinfer.plan.simulation.test_steady_state import H100, machine, run
 from tests.model_costs import llama_cost
 
 MODELS = {
@@ -46,5 +49,29 @@ def main(gpu: str = "NVIDIA H100 80GB HBM3", length: str = "256") -> None:
         )
 
 
+def job_line(rows: int) -> str:
+    """Return the cells of a batch of so many rows: the seconds of a job of eight such batches, one step at a time and
+    several at once, of the two smaller models."""
+    cells = [str(rows)]
+    for cost in (MODELS["0.5B"], MODELS["1B"]):
+        one = machine(cost, admission_costs(cost, H100), seqs=rows)
+        time = replace(one.time, host_repeat_s=HOST_REPEAT_S, host_repeat_row_s=HOST_REPEAT_ROW_S)
+        one = replace(one, time=time)
+        single, several = (
+            run(replace(one, repeats=repeats), CONTEXT, 256, 8 * rows).seconds for repeats in (False, True)
+        )
+        cells += [f"{single:.2f}, {several:.2f}", f"{single / several:.2f} ×"]
+    return f"| {' | '.join(cells)} |"
+
+
+def jobs() -> None:
+    """Print a line of simulated jobs for each number of rows."""
+    print("| rows | 0.5B: single, several, s | gain | 1B: single, several, s | gain |")
+    print("|---|---|---|---|---|")
+    for rows in ROWS[:3]:
+        print(job_line(rows))
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    jobs()

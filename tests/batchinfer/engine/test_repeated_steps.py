@@ -337,6 +337,7 @@ def test_what_is_expected_is_what_the_documentation_says(capsys: pytest.CaptureF
     steps_at_once.main()
     said = (Path(__file__).parents[3] / "docs/gpu.md").read_text()
     assert capsys.readouterr().out in said
+    assert steps_at_once.job_line(8) in said
 
 
 # ---- on a GPU, with Triton's kernels

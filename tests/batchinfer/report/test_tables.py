@@ -98,7 +98,10 @@ def test_steps_are_counted_by_the_way_they_were_launched(
     modes: list[LaunchMode | None] = ["full_graph", "full_graph", "piecewise_graph", "full_graph", "eager"]
     with Meter(tmp_path, "r", Machine(None, None)) as meter:
         for number, mode in enumerate(modes):
-            meter.step(step(number, launch=mode, capture_s=0.125 * (number == 2), graph_bytes=7 * number))
+            several = {"launched_steps": 3 if number < 3 else 1}
+            meter.step(
+                step(number, launch=mode, capture_s=0.125 * (number == 2), graph_bytes=7 * number, **several)
+            )
         loaded = facts | {"load_capture_s": 3.0, "load_graph_bytes": 900, "load_free_bytes": 4000}
         row = run_row(loaded, machine, meter.finish())
     assert [row[f"{mode}_steps"] for mode in LAUNCH_MODES] == [3, 1, 1]
@@ -108,7 +111,9 @@ def test_steps_are_counted_by_the_way_they_were_launched(
         assert shares == pytest.approx([0.6, 0.2, 0.2])
     assert (row["capture_s"], row["load_capture_s"]) == (0.125, 3.0)
     assert (row["graph_bytes"], row["load_graph_bytes"], row["load_free_bytes"]) == (70, 900, 4000)
+    assert row["host_launches"] == 3
     table = pq.read_table(tmp_path / "steps-r.parquet")
+    assert table["launched_steps"].to_pylist() == [3, 3, 3, 1, 1]
     assert table["launch"].to_pylist() == modes
     assert table["graph_bytes"].to_pylist() == [0, 7, 14, 21, 28]
     with Meter(tmp_path, "c", Machine(None, None)) as meter:
@@ -116,7 +121,7 @@ def test_steps_are_counted_by_the_way_they_were_launched(
         row = run_row(facts, machine, meter.finish())
     names = [name for name in row if name.endswith(CAPTURED) or name.startswith(LAUNCH_MODES)]
     assert len(names) == 17
-    assert {row[name] for name in names} == {None}
+    assert {row[name] for name in (*names, "host_launches")} == {None}
 
 
 def test_energy_and_cost(

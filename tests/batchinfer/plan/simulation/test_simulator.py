@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.schedule.step_shape import step_shape
 from batchinfer.engine.tensors.graph_sizes import batch_sizes
+from batchinfer.plan.simulation import simulator
 from batchinfer.plan.simulation.launching import Captures
 from batchinfer.plan.simulation.simulator import SimulatedEngine, block_bytes, simulate, simulated_steps
 from batchinfer.plan.simulation.step_parts import PARTS, TimedStep
@@ -35,7 +38,7 @@ from batchinfer.plan.simulation.step_time import (
 from batchinfer_kernels.cost import ModelCost, Peaks, StepShape, roofline_seconds, step_total
 from tests.batchinfer.engine.hashing_model import EOS, VOCAB, hashing_runner, with_graphs
 from tests.batchinfer.engine.simulation import LLAMA_8B, LLAMA_135M
-from tests.batchinfer.engine.small_engine import MAX_LEN, Limits, drain, make_engine, watcher
+from tests.batchinfer.engine.small_engine import MAX_LEN, Limits, at_once, drain, make_engine, watcher
 from tests.examples import examples
 
 PEAKS = Peaks(1e12, 1e11)
@@ -55,6 +58,7 @@ def rows(draw: Any) -> list[Request]:
             ignore_eos=draw(st.booleans()),
             stop=draw(st.sampled_from([(), (), ("there",)])),
             stop_token_ids=draw(st.sampled_from([(), (), (2,)])),
+            frequency_penalty=draw(st.sampled_from([0.0] * 39 + [0.5])),
         )
         found.append(Request(np.random.default_rng(number).bytes(32), np.array(prompt, np.int32), params))
     return found
@@ -88,16 +92,23 @@ def counts(steps: Sequence[StepSample]) -> list[dict[str, int]]:
 
 
 @settings(max_examples=examples(26, 80), deadline=None, print_blob=True)
-@given(rows(), LIMITS, st.sampled_from([ModelRunner, DeviceRunner]))
-def test_each_step_is_that_of_the_real_engine(work: list[Request], limits: Limits, kind: Any) -> None:
-    """Chunks, batches, sharing, preemption, padding of steps that looked ahead, flops and bytes."""
+@given(rows(), LIMITS, st.sampled_from([ModelRunner, DeviceRunner, DeviceRunner]), st.integers(1, 4))
+def test_each_step_is_that_of_the_real_engine(
+    work: list[Request], limits: Limits, kind: Any, steps: int
+) -> None:
+    """Chunks, batches, sharing, preemption, padding of steps that looked ahead, steps at once, flops and bytes."""
     runner = hashing_runner(kind, limits.blocks, limits.block_size)
-    real = drain(make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher), work)
+    repeated = partial(at_once, steps if kind is DeviceRunner else 1)
+    own = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, repeated=repeated())
+    real = drain(own, work)
     outputs = {key: len(answer.tokens.token_ids) for key, answer in real.completions.items()}
     made = machine(limits, runner, StepTime(PEAKS), looks_ahead=kind is DeviceRunner)
-    found = [output.sample for output in simulated_steps(made, work, outputs) if output.sample]
+    made = replace(made, repeats=True)
+    with patch.object(simulator, "_repeated", lambda _: repeated()):
+        found = [sample for output in simulated_steps(made, work, outputs) for sample in output.samples]
     event(f"preempted: {any(step.preemptions for step in real.steps)}")
     event(f"shared: {any(step.cached_tokens for step in real.steps)}")
+    event(f"steps at once: {max((step.launched_steps for step in real.steps), default=0)}")
     assert counts(found) == counts(real.steps)
 
 
@@ -162,6 +173,29 @@ def test_time_is_the_devices_and_the_hosts() -> None:
     device = expected - 12 * 0.014
     assert ahead.seconds < total.seconds
     assert ahead.seconds >= max(device, 12 * 0.014)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_steps_launched_at_once_take_the_host_once(penalty: float) -> None:
+    """And the device as long as each takes it; a row with a penalty has all others run one step at a time."""
+    limits = Limits(budget=40, seqs=4, blocks=80, block_size=4)
+    runner = hashing_runner(DeviceRunner, limits.blocks, limits.block_size)
+    params = [SamplingParams(max_tokens=41, ignore_eos=True)] * 3
+    params.append(replace(params[0], presence_penalty=penalty))
+    work = [Request(bytes([n]) * 32, np.arange(9, dtype=np.int32) + n, own) for n, own in enumerate(params)]
+    outputs = dict.fromkeys((request.key for request in work), 41)
+    time = StepTime(PEAKS, host_step_s=1.0, host_row_s=0.1, host_repeat_s=0.01, host_repeat_row_s=0.001)
+    made = replace(machine(limits, runner, time, looks_ahead=True), repeats=True)
+    with patch.object(simulator, "_repeated", lambda _: at_once(4)):
+        steps = [sample for one in simulated_steps(made, work, outputs) for sample in one.samples]
+        took = simulate(made, work, outputs).seconds
+    device_s = sum(step.roofline_s or 0.0 for step in steps)
+    launches = 1 + (40 if penalty else 10)
+    further_s = 0.0 if penalty else 3 * (0.01 + 4 * 0.001)
+    assert sum(1 / step.launched_steps for step in steps) == pytest.approx(launches)
+    # the device is so much faster that it waits for the host, all but in the last launch
+    last_s = device_s / len(steps) * steps[-1].launched_steps
+    assert took == pytest.approx(launches * 1.4 + (launches - 1) * further_s + last_s, rel=1e-6)
 
 
 def measured(expected: StepTime, count: int, took: StepTime, seed: int = 5) -> list[MeasuredStep]:

@@ -64,13 +64,15 @@ class Counted(BatchedAdmission):
         return running > 0 and self.ended < min(self._size, waiting) and brought(self.ended) < budget
 
 
-def machine(cost: ModelCost, costs: AdmissionCosts | None, pieces: bool = True) -> SimulatedEngine:
+def machine(
+    cost: ModelCost, costs: AdmissionCosts | None, pieces: bool = True, seqs: int = SEQS
+) -> SimulatedEngine:
     layout = one_group([CacheSpec(1, 64)] * cost.layers, 16)
     host = (HOST_STEP_S, HOST_ROW_S, LAUNCH_LAYER_S, REPLAY_LAYER_S)
     time = StepTime(H100, EFFICIENCY, EFFICIENCY, *host)
-    captures = Captures(SEQS, 100_000, captured_tokens(cost, H100, BUDGET) if pieces else 0)
+    captures = Captures(seqs, 100_000, captured_tokens(cost, H100, BUDGET) if pieces else 0)
     blocks = MEMORY // (16 * cost.kv_bytes(1))
-    limits = SchedulerConfig(SEQS, BUDGET, admission_costs=costs)
+    limits = SchedulerConfig(seqs, BUDGET, admission_costs=costs)
     return SimulatedEngine(
         cost, layout, blocks, limits, ContentRoots(100_000), time, looks_ahead=True, captures=captures
     )
