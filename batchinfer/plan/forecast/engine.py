@@ -22,7 +22,6 @@ from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.policies import OrderChoice
 from batchinfer.plan.order.requests import Prompts, planned_requests
 from batchinfer.plan.setup.job_setup import Setup
-from batchinfer.plan.setup.resolve import Setting
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.extrapolation import simulated_part, simulated_whole
 from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes
@@ -221,6 +220,7 @@ def simulated_engine(
         times = replace(times, time=replace(times.time, peaks=times.time.peaks.part(ranks)))
     elif room.divided is not None and setting.division.stages > 1:
         stages = measured_stages(cost, setting.division.stages)
+    alone = room.divided is None and setting.beside is None and setting.heads is None
     machine = SimulatedEngine(
         cost=cost,
         layout=room.layout,
@@ -232,14 +232,6 @@ def simulated_engine(
         captures=captures,
         stages=stages,
         ranks=ranks,
-        repeats=captures is not None
-        and captures.rows > 0
-        and room.divided is None
-        and not _proposes(job, setting),
+        repeats=alone and captures is not None and captures.rows > 0,
     )
     return machine, times
-
-
-def _proposes(job: Job, setting: Setting) -> bool:
-    """Whether a model beside, or heads, propose drafts: the host then launches steps one by one."""
-    return setting.beside is not None or "heads" in setting.draft_sources(job)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from batchinfer.job import load_job
 from batchinfer.machine.devices import devices_called
 from batchinfer.machine.hardware import hardware_called
 from batchinfer.pipeline.options import RunOptions
+from batchinfer.plan.forecast import engine as engine_module
 from batchinfer.plan.forecast import layouts as module
 from batchinfer.plan.forecast.divided import chooses_among_all, divided_spec
 from batchinfer.plan.forecast.engine import ForecastEngine, simulated_engine
@@ -311,3 +313,20 @@ def test_the_simulation_is_near_published_figures(tmp_path: Path, llama_70b: Pat
 def test_names_say_what_a_layout_is() -> None:
     assert LayoutForecast(4, 2, 4, 3).name == "TP 4 × PP 2 × EP 4, 3 engines"
     assert LayoutForecast(1, 1, 1, 1).name == "1 engine"
+
+
+def test_one_gpus_host_launches_several_steps_at_once(tmp_path: Path, model: Path) -> None:
+    """In a forecast, too: not where heads or a model beside propose drafts, or ranks follow."""
+    job, devices = load_job(write_job(tmp_path, model, people(1))), devices_called("2xh100")
+    found = check_setup(job, state_of(job), hardware=devices.hardware)
+    room = engine_module.engine_room(job, found, 100)
+    cases: list[dict[str, Any]] = [{}, {"division": Division(2)}, {"heads": Mock()}, {"beside": Mock()}]
+    for changes in cases:
+        setup = replace(found, setting=replace(found.setting, **changes))
+        with patch.object(
+            engine_module,
+            "engine_room",
+            engine_module.engine_room if "division" in changes else lambda *_: room,
+        ):
+            machine, _ = simulated_engine(job, setup, 100, devices, learns=False)
+        assert machine.repeats is (not changes), changes
