@@ -16,6 +16,9 @@ def main() -> None:
     gc.set_threshold(_COLLECT_AFTER)
     try:
         _check_limits()
+        from batchinfer.machine.absent_pandas import leave_pandas_out
+
+        leave_pandas_out()
         from batchinfer.cli import main as run
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

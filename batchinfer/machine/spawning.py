@@ -17,6 +17,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from batchinfer.core.errors import known
+from batchinfer.machine.absent_pandas import leave_pandas_out
 from batchinfer.machine.garbage import not_collecting
 
 # A terminal sends these to the whole group, also to a child that is still importing: they are blocked from its first
@@ -193,6 +194,7 @@ def run_child(connection: int, target: str, imports: str) -> None:
     for signum in _DEAF_TO:
         signal.signal(signum, signal.SIG_IGN)  # also should somebody unblock them
     theirs: Connection[Any, Any] = Connection(connection)
+    leave_pandas_out()
     module, _, name = target.partition(":")
     function = getattr(_imported(module, imports), name)
     try:
