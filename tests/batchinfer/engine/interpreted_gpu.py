@@ -35,6 +35,7 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import int4_values, packed_int4, packed_int4_experts
 from tests.batchinfer import costed_engine, dying_rank
+from tests.batchinfer.engine.launched_references import launch_references
 from tests.batchinfer.engine.small_engine import PreemptingAhead
 from tests.batchinfer.engine.taped import Taped, TapedGroup
 
@@ -59,10 +60,11 @@ def _as_on_a_gpu(_: torch.device, *arithmetic: Any, **more: Any) -> Ops:
     return choose_ops(torch.device("cuda"), *arithmetic, **more)
 
 
-def stand_in(replace: Replace, compiles: bool = True) -> None:
+def stand_in(replace: Replace, compiles: bool = True, quick: bool = False) -> None:
     """Put the stand-ins in place, as `replace(module, name, value)` does it; nothing where there is a GPU.
 
-    `compiles`: the warm-up runs the steps that do nothing but compile kernels, too.
+    `compiles`: the warm-up runs the steps that do nothing but compile kernels, too; `quick`: the kernels that take the
+    interpreter the longest are their references, see `launch_references`.
     """
     if DEVICE == "cuda":
         return
@@ -74,6 +76,8 @@ def stand_in(replace: Replace, compiles: bool = True) -> None:
     replace(joining, "TorchGroup", TapedGroup)
     if not compiles:
         replace(dummy_steps, "sizes_between", lambda *_: [])
+    if quick:
+        launch_references(replace)
 
 
 class ReferenceLinear(Head):
@@ -132,15 +136,17 @@ def build(*arguments: Any, **named: Any) -> LoadedWeights:
 
 
 def build_capturing_later(*arguments: Any, **named: Any) -> LoadedWeights:
-    """The same with captures before the first step for contexts of up to 16 tokens alone: longer ones come up later."""
+    """The same with captures before the first step for contexts of up to 16 tokens alone: longer ones come up later. And
+    references are in the place of some kernels, see `launch_references`."""
     for module in (graph_sizes, dummy_steps):
         module.SHORTEST = 16  # type: ignore[attr-defined]
-    return build(*arguments, **named)
+    stand_in(setattr, compiles=False, quick=True)
+    return load_weights(*arguments, **named)
 
 
 def build_drafting(*arguments: Any, **named: Any) -> LoadedWeights:
     """The same, which believes that steps take what they cost: the drafts that are tried are so on every machine."""
-    stand_in(setattr, compiles=False)
+    stand_in(setattr, compiles=False, quick=True)
     for module in (graph_sizes, dummy_steps):
         module.SHORTEST = 16  # type: ignore[attr-defined]
     return costed_engine.build(*arguments, **named)
@@ -172,5 +178,5 @@ def build_uncaptured(*arguments: Any, **named: Any) -> LoadedWeights:
 
 def build_dying(*arguments: Any, **named: Any) -> dying_rank.DyingWeights:
     """The same of a rank that is lost; see `dying_rank`."""
-    stand_in(setattr, compiles=False)
+    stand_in(setattr, compiles=False, quick=True)
     return dying_rank.build(*arguments, **named)

@@ -62,18 +62,18 @@ class TapedGroup(TorchGroup):
     again, on the same tensors, and in which all ranks have to meet."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return _launched(partial(super().all_reduce, x), x)
+        return launched(partial(super().all_reduce, x), x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         found, given = x.new_empty(self.size, *x.shape), x.contiguous()
         gather = super().all_gather
-        return _launched(lambda: found.copy_(gather(given)), found)
+        return launched(lambda: found.copy_(gather(given)), found)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        return _launched(partial(super().broadcast, x, source), x)
+        return launched(partial(super().broadcast, x, source), x)
 
 
-def _launched(call: Callable[[], object], result: Tensor) -> Tensor:
+def launched(call: Callable[[], object], result: Tensor) -> Tensor:
     """Make a call that fills a tensor, also in each replay of what is being recorded."""
     tape: Any = _get_current_dispatch_mode()
     if isinstance(tape, _Tape):

@@ -97,7 +97,7 @@ def loaded_for(monkeypatch: pytest.MonkeyPatch, model: Path, heads: Path | None,
         max_num_seqs=4, max_num_batched_tokens=32, block_size=BLOCK, kv_memory=2**21, drafts=("prompt",),
         peaks=PEAKS, logprobs=2,
     )  # fmt: skip
-    stand_in(monkeypatch.setattr, compiles=False)
+    stand_in(monkeypatch.setattr, compiles=False, quick=True)
     guided = importlib.util.find_spec("llguidance") is not None
     masks = grammar_constraints(guided_rows.tokenizer()) if guided else None
     return build.load_model(config, constraints=masks)
