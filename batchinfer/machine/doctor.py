@@ -17,6 +17,7 @@ PACKAGES = ("batchinfer", "torch", "transformers", "tokenizers", "duckdb", "pyar
 OPTIONAL = {
     "flashinfer-python": "not installed: `pip install batchinfer[flashinfer]`, for prompts on GPUs",
     "flash-attn-4": "not installed: `pip install batchinfer[flash-attn]`, for prompts on GPUs",
+    "quack-kernels": "not installed: `pip install batchinfer[quack]`, for gate and up on GPUs",
 }
 _X86 = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
 _FLAGS = (*_X86, "asimddp", "i8mm", "bf16")

@@ -71,6 +71,7 @@ class TritonExperts(Experts):
     """Sorted on the device, so that the host waits for nothing and a graph can replay it."""
 
     skips = True
+    library_name = "torch"
 
     def __init__(
         self,

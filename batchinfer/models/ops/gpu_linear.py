@@ -212,6 +212,8 @@ class Fp8Linear(KernelLinear):
     """A product of float8_e4m3fn values, by our kernel, or by the library from some number of rows on, if it was found
     to be faster. Each row of x, or each group of a row, is quantised when it comes."""
 
+    library_name = "torch"
+
     def __init__(
         self,
         weight: CodedWeight,

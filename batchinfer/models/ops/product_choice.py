@@ -1,5 +1,5 @@
-"""Chooses who multiplies float8 codes, and experts, on a GPU, for each shape of a weight: our kernel, or the library
-from some number of rows on.
+"""Chooses who multiplies float8 codes, experts, and gate and up, on a GPU, for each shape of a weight: batchinfer, or
+a library from some number of rows on.
 
 Both are timed when a model is loaded, with the weights of one layer of each shape.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.interface import Ops
-from batchinfer.models.ops.prompts.contest import MARGIN
+from batchinfer.models.ops.prompts.contest import BROKEN, MARGIN
 from batchinfer.models.ops.prompts.trial import seconds_of
 
 _log = logging.getLogger(__name__)
@@ -27,14 +27,13 @@ ROWS = (64, 256, 1024, 8192)
 ROUNDS, BUDGET_S = 5, 0.5
 # Of results, both rounded to 16 bits, relative to the largest: sums of float8 keep some 13 bits on Hopper
 TOLERANCE = 2e-2
-# What torch raises where a product is not what it was when this was written
-BROKEN = (AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError)
 Chosen = dict[str, int | None]  # from how many rows on the library multiplies weights of a shape; None: never
 
 
 class LibraryChoice(Protocol):
-    """A layer that our kernel and the library can multiply."""
+    """A layer that batchinfer and a library can compute."""
 
+    library_name: str
     least_library_rows: int | None  # from which on the library does; None: never
 
     @property
@@ -94,13 +93,14 @@ class ProductContest:
         try:
             faster = [self._is_faster(layer, rows) for rows in counts]
         except BROKEN as error:
-            _warn(form, error)
+            _warn(layer, error)
             return None
         slower = [rows for rows, wins in zip(counts, faster, strict=True) if not wins]
         above = [rows for rows in counts if not slower or rows > slower[-1]]
         least = above[0] if above else None
         _log.info(
-            "%s: the library multiplies %s", form, "no rows" if least is None else f"{least} rows and more"
+            "%s: %s multiplies %s",
+            *(form, layer.library_name, "no rows" if least is None else f"{least} rows and more"),
         )
         return least
 
@@ -111,7 +111,8 @@ class ProductContest:
             if layer is not None:
                 self._ways(layer, ROWS[0])
         except BROKEN as error:
-            _warn(form, error)
+            if layer is not None:
+                _warn(layer, error)
             return False
         return True
 
@@ -133,12 +134,12 @@ class ProductContest:
         return median(took[1]) < MARGIN * median(took[0])
 
 
-def _warn(form: str, error: BaseException) -> None:
+def _warn(layer: LibraryChoice, error: BaseException) -> None:
     said = str(error).strip().partition("\n")[0]
     _log.warning(
-        "torch cannot multiply %s (%s: %s); batchinfer's own kernel does, which may be slower; a version "
-        "of torch that docs/gpu.md names may help",
-        *(form, type(error).__name__, said),
+        "%s cannot multiply %s (%s: %s); batchinfer computes it by itself, which may be slower; a version that "
+        "docs/gpu.md names may help",
+        *(layer.library_name, layer.form, type(error).__name__, said),
     )
 
 

@@ -50,6 +50,7 @@ from batchinfer.models.ops.interface import (
     values_of,
 )
 from batchinfer.models.ops.library_fp8 import LibraryFp8
+from batchinfer.models.ops.library_gated import ChosenGated, LibraryGated
 from batchinfer.models.ops.library_grouped import LibraryGrouped
 from batchinfer.models.ops.product_choice import LibraryChoice
 from batchinfer.models.ops.prompts.prefill import AnyPrefill
@@ -206,7 +207,8 @@ class TritonOps(Ops):
         return self._packed(weight, bias, None) or LibraryLinear(values_of(weight, self.name), bias)
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        return self._packed(weight, bias, activation) or super().pack_gated(weight, bias, activation)
+        made = self._packed(weight, bias, activation)
+        return self._gated(weight, bias, activation) if made is None else made
 
     def pack_head(self, weight: Weight) -> Head:
         if isinstance(weight, CodedWeight):
@@ -246,6 +248,15 @@ class TritonOps(Ops):
                 return Int8Linear(weight, bias, activation)
             return self._packed_fp8(weight, bias, activation)
         return InvariantLinear(values_of(weight, self.name), bias, activation) if fixed else None
+
+    def _gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        """Pack a gated weight that the vendor's library multiplies, or quack."""
+        fused = LibraryGated.of(weight, bias, activation) if isinstance(weight, Tensor) else None
+        if fused is None:
+            return super().pack_gated(weight, bias, activation)
+        made = ChosenGated(self, self.pack_linear(weight, bias), activation, fused)
+        self._library_layers.append(weakref.ref(made))
+        return made
 
     def _packed_fp8(
         self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None

@@ -136,8 +136,8 @@ def build(*arguments: Any, **named: Any) -> LoadedWeights:
 
 
 def build_capturing_later(*arguments: Any, **named: Any) -> LoadedWeights:
-    """The same with captures before the first step for contexts of up to 16 tokens alone: longer ones come up later. And
-    references are in the place of some kernels, see `launch_references`."""
+    """The same with captures before the first step for contexts of up to 16 tokens alone: longer ones come up later.
+    References are in the place of some kernels, see `launch_references`."""
     for module in (graph_sizes, dummy_steps):
         module.SHORTEST = 16  # type: ignore[attr-defined]
     stand_in(setattr, compiles=False, quick=True)
