@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 from typing import Any
 
 import torch
@@ -204,11 +205,20 @@ CHAT_TEMPLATE = (
 )
 
 
+KEPT = "batchinfer-tests-"
+
+
 def kept_folder() -> Path:
     """A new folder that lasts as long as this process, for what several tests share."""
-    folder = Path(mkdtemp(prefix="batchinfer-"))
-    atexit.register(shutil.rmtree, folder)
+    folder = Path(mkdtemp(prefix=f"{KEPT}{os.getpid()}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def remove_kept() -> None:
+    """Remove the folders of this process. Those that share the work with pytest's own leave without Python's ends."""
+    for folder in Path(gettempdir()).glob(f"{KEPT}{os.getpid()}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_checkpoint(

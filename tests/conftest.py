@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sampled(items)
 
 
+def pytest_unconfigure() -> None:
+    """Remove models that several tests shared."""
+    if "tests.checkpoints" in sys.modules:
+        sys.modules["tests.checkpoints"].remove_kept()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say that not every case ran, and how others are had."""
     if not everything():

@@ -89,7 +89,7 @@ def job(folder: Path, model: Path, drafts: Any, **sections: Any) -> Path:
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", JOBS)
 def test_rows_are_those_of_a_job_without_drafts(tmp_path: Path, model: Path, kind: str) -> None:
     """Answers of a small random model soon repeat themselves and each other, so that drafts are right."""
@@ -246,7 +246,7 @@ WITH_MODELS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "runs"),
     first_of(
@@ -526,7 +526,7 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
         load_job(path)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "heads"),
     first_of(

@@ -41,7 +41,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch.setattr, compiles=False)
+    stand_in(monkeypatch.setattr, compiles=False, quick=True)
 
 
 def calibrate(

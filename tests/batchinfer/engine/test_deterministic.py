@@ -133,7 +133,7 @@ def test_codes_in_the_cache_change_no_bit_either(dtype, number):
 
 def few_rows() -> tuple[Row, ...]:
     """Return short rows and a part of the tree, for what takes long."""
-    return *rows()[2:9], *rows()[11:14]
+    return *rows()[2:6], *rows()[11:14]
 
 
 @cache
