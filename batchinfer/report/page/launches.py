@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
-from batchinfer.core.wording import seconds, size
+from batchinfer.core.wording import count, seconds, size
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
@@ -40,7 +40,12 @@ def launches(run: ReportedRun) -> Iterator[PageSection]:
     )
     rows = [_figures(run.row, mode) for mode in LAUNCH_MODES]
     yield PageSection(
-        "launches", "How steps were launched", text, chart, Figures(_COLUMNS, rows), _captures(run.row)
+        "launches",
+        "How steps were launched",
+        text,
+        chart,
+        Figures(_COLUMNS, rows),
+        f"{_at_once(run.row)}{_captures(run.row)}",
     )
 
 
@@ -48,6 +53,16 @@ def _figures(row: RunRow, mode: LaunchMode) -> tuple[Any, ...]:
     names = ("steps", "steps_share", "tokens", "tokens_share")
     forecasts = (row[f"forecast_{mode}_{unit}"] for unit in ("steps", "tokens"))
     return _TITLES[mode], *(row[f"{mode}_{name}"] for name in names), *forecasts
+
+
+def _at_once(row: RunRow) -> str:
+    """Say how many steps were launched together, where some were."""
+    times, steps = row.get("host_launches"), row["steps"]
+    if times is None or times >= steps:
+        return ""
+    return (
+        f"The host launched the {count(steps)} steps in {count(times)} goes, as rows only decoded in some. "
+    )
 
 
 def _captures(row: RunRow) -> str:
