@@ -34,6 +34,7 @@ _PENALISED_TOKENS = 1 << 16  # of the texts of a row's drafts together
 _MISSED = 1.1  # tokens that a row gets less where it waits: it misses a step
 _ENOUGH = 6.0  # tokens that are expected to be right: then no further source is asked
 _FADED = 0.002  # of what was measured, with each step
+_NEWEST = 0.05  # the weight of the newest step in a mean
 
 
 _Found = tuple[Sequence, str, Proposal]
@@ -98,6 +99,9 @@ class CostedDrafter:
         self._expected_prompt_tokens = 0  # in the next step: those of the newest one, while sequences wait
         self._pays = False  # whether drafts may pay in the next step
         self._host_s = 0.0  # that the device waits for the host where the next step has drafts
+        self._at_once = (
+            1.0  # steps without drafts that the host launches together, in the mean of the newest ones
+        )
         # Of each source, drafts that were verified since the last sample, and right ones
         self._counts: dict[str, tuple[int, int]] = {}
 
@@ -212,6 +216,8 @@ class CostedDrafter:
             saved_s = sample.drafts_saved_s if sample.drafted_tokens else -spent_s
             sample = replace(sample, proposing_s=spent_s, drafts_saved_s=saved_s)
         waited_s = self._host_s if sample.drafted_tokens else 0.0
+        if not sample.drafted_tokens:
+            self._at_once += _NEWEST * (sample.launched_steps - self._at_once)
         steps_s = max(0.0, sample.duration_s - spent_s)
         if spent_s or waited_s:
             self._times.measured(replace(sample, duration_s=max(steps_s / 2, steps_s - waited_s)))
@@ -259,8 +265,9 @@ class CostedDrafter:
         took = self._times.seconds(decodes, others, drafts)
         if not self._looks_ahead:
             return took
-        host_s = host_seconds(decodes)
-        return took + host_s if drafts and self._together else max(took, host_s)
+        if drafts and self._together:
+            return took + host_seconds(decodes)
+        return max(took, host_seconds(decodes, 1.0 if drafts or others else self._at_once))
 
     def _asked(self, rows: Seq[Sequence]) -> list[Sequence]:
         """Return the rows that are looked at now, in turn, as many as there is time for."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from batchinfer.engine.schedule.budget import HOST_ROW_S, HOST_STEP_S
+from batchinfer.engine.schedule.budget import HOST_ROW_S, HOST_STEP_S, further_host_s
 
 
 class Decoding(NamedTuple):
@@ -20,10 +20,10 @@ class Decoding(NamedTuple):
 NOBODY = Decoding(0, 0, 0.0)
 
 
-def host_seconds(rows: int) -> float:
+def host_seconds(rows: int, steps: float = 1.0) -> float:
     """Return about how long a GPU's host works on a step of so many rows: while the step before runs, or, where it
-    needs the tokens of that one, while the GPU waits."""
-    return HOST_STEP_S + rows * HOST_ROW_S
+    needs the tokens of that one, while the GPU waits. `steps`: how many it launches at once, in the mean."""
+    return (HOST_STEP_S + rows * HOST_ROW_S + further_host_s(steps - 1, rows)) / steps
 
 
 def waiting_pays(seconds: Callable[[int, int], float], behind: Decoding, now: Decoding, plain: int) -> bool:

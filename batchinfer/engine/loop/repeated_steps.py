@@ -6,12 +6,9 @@ No torch: seconds and counts.
 from __future__ import annotations
 
 from batchinfer.engine.schedule.batched_admission import AdmissionCosts
+from batchinfer.engine.schedule.budget import further_host_s
 
 MOST_STEPS = 4
-# What each further step of a launch takes the host, and each row of it: 0.9 ms of 1,024 rows were measured without CUDA
-# calls (docs/measurements/gpu.md). Replaying the graph, and launching the head, the sampler and the kernel that moves
-# rows on, is taken to be 0.4 ms of the first number; not measured.
-HOST_REPEAT_S, HOST_REPEAT_ROW_S = 0.5e-3, 0.8e-6
 # Launches behind one of several steps in which no row waits for its tokens so as to have drafts. A row that waits has
 # all others run one step at a time for two launches, so that those that want to should do so together
 APART_FROM_DRAFTS = 8
@@ -71,8 +68,7 @@ class RepeatedSteps:
 
     def host_s(self, steps: int, rows: int) -> float:
         """Estimate the seconds that the host takes for so many steps that are launched at once."""
-        further = (steps - 1) * (HOST_REPEAT_S + rows * HOST_REPEAT_ROW_S)
-        return self._costs.host_step_s + rows * self._costs.host_row_s + further
+        return self._costs.host_step_s + rows * self._costs.host_row_s + further_host_s(steps - 1, rows)
 
     def _useful(self, steps: int) -> float:
         """Estimate the part of tokens that belongs to answers: a row ends in the middle of a launch, when another one

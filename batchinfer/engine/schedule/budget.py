@@ -18,12 +18,21 @@ AMORTISED = 128
 # What a decode step takes a GPU's host, and each of its rows: 0.9 ms for 256 rows were measured without CUDA calls
 # (docs/measurements/gpu.md), and replaying its graph is taken to be as long again.
 HOST_STEP_S, HOST_ROW_S = 1e-3, 3.5e-6
+# What each further step that is launched at once with one takes the host, and each row of it: 0.9 ms of 1,024 rows were
+# measured without CUDA calls (docs/measurements/gpu.md). Replaying the graph, and launching the head, the sampler and
+# the kernel that moves rows on, is taken to be 0.4 ms of the first number; not measured.
+HOST_REPEAT_S, HOST_REPEAT_ROW_S = 0.5e-3, 0.8e-6
 # What the host takes to launch a layer of a step that no graph covers: 1.1 ms on an H100's host (a prompt of 512 tokens
 # through 32 layers of an 8B Llama took 35.5 ms, a third of which the device worked).
 LAUNCH_LAYER_S = 1.1e-3
 # The same where all but attention is captured. Not measured on such a host: the same share of the time above as our
 # part of launching such a layer took on another machine, 65 of 222 µs (docs/measurements/gpu.md).
 REPLAY_LAYER_S = 0.33e-3
+
+
+def further_host_s(steps: float, rows: int) -> float:
+    """Return about how long a GPU's host takes for so many steps that it launches at once with another one."""
+    return steps * (HOST_REPEAT_S + rows * HOST_REPEAT_ROW_S)
 
 
 def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:

@@ -9,8 +9,14 @@ from typing import Literal
 import numpy as np
 
 from batchinfer.core.hub import described
-from batchinfer.engine.loop.repeated_steps import HOST_REPEAT_ROW_S, HOST_REPEAT_S
-from batchinfer.engine.schedule.budget import HOST_ROW_S, HOST_STEP_S, LAUNCH_LAYER_S, REPLAY_LAYER_S
+from batchinfer.engine.schedule.budget import (
+    HOST_REPEAT_ROW_S,
+    HOST_REPEAT_S,
+    HOST_ROW_S,
+    HOST_STEP_S,
+    LAUNCH_LAYER_S,
+    REPLAY_LAYER_S,
+)
 from batchinfer.job import Job
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.plan.simulation.step_parts import TimedStep

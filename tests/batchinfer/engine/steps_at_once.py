@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from batchinfer.engine.loop.repeated_steps import HOST_REPEAT_ROW_S, HOST_REPEAT_S, RepeatedSteps
-from batchinfer.engine.schedule.budget import admission_costs
+from batchinfer.engine.loop.repeated_steps import RepeatedSteps
+from batchinfer.engine.schedule.budget import HOST_REPEAT_ROW_S, HOST_REPEAT_S, admission_costs
 from batchinfer.machine.datasheet import datasheet
 from batchinfer_kernels.cost import ModelCost, Peaks
 from tests.batchinfer.engine.simulation import LLAMA_8B

@@ -17,7 +17,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.drafts.acceptance import Acceptance
 from batchinfer.engine.drafts.drafter import SHARE, CostedDrafter
 from batchinfer.engine.drafts.given_answer import MOST_GIVEN, goes_on
-from batchinfer.engine.drafts.holding import Decoding, waiting_pays
+from batchinfer.engine.drafts.holding import Decoding, host_seconds, waiting_pays
 from batchinfer.engine.drafts.other_answers import OtherAnswers
 from batchinfer.engine.drafts.own_text import OwnText
 from batchinfer.engine.drafts.patience import Patience
@@ -476,3 +476,21 @@ def test_rows_that_miss_no_step_are_looked_at_more_often(ahead: int, looks: int)
     for _ in range(8):
         drafter.propose([row], ahead, 0)
     assert sum(asked) == looks
+
+
+def test_where_steps_are_launched_together_those_with_drafts_have_to_gain_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host, for which the device waits, then takes less for each step without drafts, and no less for others."""
+    monkeypatch.setattr(DraftedStepTimes, "measured", lambda *_: None)
+    times = DraftedStepTimes(SHAPE, Peaks(1e15, 1e13))
+    drafter, rows, taken = CostedDrafter([OwnText()], times, 64, True, lambda: 0.0), 4, list[float]()
+    sample = run(Way(), looping(rows, 3)).steps[-1]
+    for launched in (1, 4):
+        for _ in range(200):
+            drafter.stepped(replace(sample, launched_steps=launched))
+        taken += [drafter._seconds(rows, 0, drafts) for drafts in (0, 3)]
+        assert drafter._seconds(rows, 50, 0) == pytest.approx(host_seconds(rows))
+    assert taken[0] == taken[1] == taken[3] == pytest.approx(host_seconds(rows))
+    assert taken[2] == pytest.approx(host_seconds(rows, 4), rel=1e-3)
+    assert host_seconds(rows, 4) < 0.7 * host_seconds(rows)
