@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.gpu.row_chunks import CHUNK, best_of, check_logits, chunk_best, is_finite, row_chunk
-from batchinfer_kernels.gpu.sizes import next_power_of_2
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.sample import MIN_TEMPERATURE, NO_TOKEN, RowSampling
 
 # Logits of a pass: each thread has 2 loads of 16 bytes in flight, for float32. 16 warps have but 128 registers a
@@ -26,6 +26,8 @@ TILE = 2048
 WARPS = 8
 # Keys of a bracket that are searched at once: 16 a thread
 HELD = 4096
+# That share the chunks of few rows: about as many as a GPU runs at a time
+PROGRAMS = 1024
 # 2^19 weights of 2^44 do not overflow an int64
 MAX_VOCAB = 1 << 19
 
@@ -204,20 +206,26 @@ def _filter(
 
 
 @triton.jit
-def _weigh_kept(
-    row_ptr, weights_ptr, before_ptr, vocab, best, temperature, low, ties, CHUNK: tl.constexpr
+def _weigh_kept_kernel(
+    logits_ptr, stride, vocab, best_ptr, at_ptr, chunks, temperature_ptr, weights_ptr, equal_ptr, low_ptr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Return each chunk's weight of the tokens that are kept, and how many ties stand before it."""
-    before = tl.zeros((), tl.int32)
-    for start in range(0, vocab, CHUNK):
-        key = _key(row_chunk(row_ptr, start + tl.arange(0, CHUNK), vocab), best, temperature)
-        key = tl.where(start + tl.arange(0, CHUNK) < vocab, key, -2)
-        here = tl.sum((key == low).to(tl.int32), 0)
-        kept = tl.minimum(tl.maximum(ties - before, 0), here)
-        above = tl.sum(tl.where(key > low, _weight(key), 0), 0)
-        tl.store(weights_ptr + start // CHUNK, above + kept * _weight(tl.maximum(low, 0)))
-        tl.store(before_ptr + start // CHUNK, before)
-        before += here
+    """Each chunk's weight of the tokens that are above a row's key, and how many are at it; none, and the weight that
+    is there, where a row has no filter. The programs of a row take its chunks in turn."""
+    row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    low = tl.load(low_ptr + row)
+    if low >= 0:
+        best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
+        temperature = tl.maximum(tl.load(temperature_ptr + row), _MIN_TEMPERATURE)
+        for chunk in range(first, chunks, programs):
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            key = _key(row_chunk(logits_ptr + row * stride, ids, vocab), best, temperature)
+            key = tl.where(ids < vocab, key, -2)
+            tl.store(equal_ptr + row * chunks + chunk, tl.sum((key == low).to(tl.int32), 0))
+            tl.store(weights_ptr + row * chunks + chunk, tl.sum(tl.where(key > low, _weight(key), 0), 0))
+    else:
+        for chunk in range(first, chunks, programs):
+            tl.store(equal_ptr + row * chunks + chunk, 0)
 
 
 @triton.jit
@@ -233,12 +241,15 @@ def _uniform(key_ptr, position):
 
 @triton.jit
 def _draw(
-    row_ptr, weights_ptr, before_ptr, chunks, vocab, best, temperature, low, ties, uniform,
+    row_ptr, weights_ptr, equal_ptr, chunks, vocab, best, temperature, low, ties, uniform,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Find the first token at which the sum of the kept weights exceeds uniform × the sum of all of them."""
     at = tl.arange(0, CHUNKS)
-    masses = tl.load(weights_ptr + at, mask=at < chunks, other=0)
+    equal = tl.load(equal_ptr + at, mask=at < chunks, other=0)
+    ahead = tl.cumsum(equal, 0) - equal  # how many stand before a chunk
+    kept = tl.minimum(tl.maximum(ties - ahead, 0), equal).to(tl.int64)
+    masses = tl.load(weights_ptr + at, mask=at < chunks, other=0) + kept * _weight(tl.maximum(low, 0))
     total = tl.sum(masses, 0)
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
     chunk = tl.sum((tl.cumsum(masses, 0) <= target).to(tl.int32), 0)
@@ -246,7 +257,7 @@ def _draw(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     key = _key(row_chunk(row_ptr, ids, vocab), best, temperature)
     tie = (key == low).to(tl.int32)
-    rank = tl.load(before_ptr + chunk) + tl.cumsum(tie, 0) - tie
+    rank = tl.sum(tl.where(at < chunk, equal, 0), 0) + tl.cumsum(tie, 0) - tie
     kept = (ids < vocab) & ((key > low) | ((tie > 0) & (rank < ties)))
     cumulated = before + tl.cumsum(tl.where(kept, _weight(key), 0), 0)
     return tl.min(tl.where(cumulated > target, ids, 2147483647), 0)
@@ -255,11 +266,11 @@ def _draw(
 @triton.jit
 def _filter_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, chunks,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, weights_ptr, before_ptr, low_ptr, ties_ptr, scratch_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, weights_ptr, low_ptr, ties_ptr, scratch_ptr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Find the tokens that the filters leave of a row, and each chunk's weight of them; all tokens, where there is no
-    filter."""
+    """Find the tokens that the filters leave of a row: those above a key, and the first `ties` of those at it. -1 and 0
+    where there is no filter, or the row is greedy: all of them are above."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
@@ -275,11 +286,6 @@ def _filter_kernel(
             row_ptr, scratch_ptr + row * HELD, vocab, best, temperature, total, top_k, top_p, min_p,
             TILE, CHUNK, HELD,
         )  # fmt: skip
-        tl.debug_barrier()  # all have read the sums before they change
-        _weigh_kept(
-            row_ptr, weights_ptr + row * chunks, before_ptr + row * chunks, vocab, best, temperature, low, ties,
-            CHUNK,
-        )  # fmt: skip
     tl.store(low_ptr + row, low)
     tl.store(ties_ptr + row, ties)
 
@@ -287,7 +293,7 @@ def _filter_kernel(
 @triton.jit
 def _choose_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, chunks,
-    temperature_ptr, keys_ptr, positions_ptr, weights_ptr, before_ptr, low_ptr, ties_ptr, tokens_ptr,
+    temperature_ptr, keys_ptr, positions_ptr, weights_ptr, equal_ptr, low_ptr, ties_ptr, tokens_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -297,7 +303,7 @@ def _choose_kernel(
         temperature = tl.load(temperature_ptr + row)
         if (temperature > 0.0) & is_finite(best):
             token = _draw(
-                logits_ptr + row * stride, weights_ptr + row * chunks, before_ptr + row * chunks, chunks, vocab,
+                logits_ptr + row * stride, weights_ptr + row * chunks, equal_ptr + row * chunks, chunks, vocab,
                 best, tl.maximum(temperature, _MIN_TEMPERATURE), tl.load(low_ptr + row), tl.load(ties_ptr + row),
                 _uniform(keys_ptr + row * 4, tl.load(positions_ptr + row)), CHUNK, CHUNKS,
             )  # fmt: skip
@@ -326,12 +332,26 @@ def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | No
         return out
     weights = torch.empty(best.shape, dtype=torch.int64, device=logits.device)
     _weigh_kernel[best.shape](*places, sampling.temperature, weights, **sizes, num_warps=4)
-    before, scratch = torch.zeros_like(ids), ids.new_empty((rows, HELD))
+    equal, scratch = torch.empty_like(ids), ids.new_empty((rows, HELD))
     low, ties = ids.new_empty(rows), ids.new_empty(rows)
     how = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    kept = (weights, before, low, ties)
     _filter_kernel[(rows,)](
-        *places, best.shape[1], *how, *kept, scratch, **sizes, TILE=TILE, HELD=HELD, num_warps=WARPS
+        *places,
+        best.shape[1],
+        *how,
+        weights,
+        low,
+        ties,
+        scratch,
+        **sizes,
+        TILE=TILE,
+        HELD=HELD,
+        num_warps=WARPS,
+    )
+    kept = (weights, equal, low, ties)
+    programs = min(best.shape[1], cdiv(PROGRAMS, rows))
+    _weigh_kept_kernel[rows, programs](
+        *places, best.shape[1], sampling.temperature, *kept[:3], **sizes, num_warps=8
     )
     drawn = (sampling.temperature, sampling.keys, sampling.positions)
     _choose_kernel[(rows,)](*places, best.shape[1], *drawn, *kept, out, **sizes, num_warps=8)

@@ -50,10 +50,19 @@ def test_equals_the_reference(device, vocab, spread):
     check(some_logits(len(kinds), vocab, spread, device), row_sampling(kinds, device))
 
 
-@pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_rows_of_several_chunks(device, spread):
+@pytest.mark.parametrize(("spread", "programs"), [(0.3, 1), (3.0, 2), (3.0, 1024)])
+def test_rows_of_several_chunks(device, monkeypatch, spread, programs):
+    """So many programs of a row take them in turn."""
     kinds = list(KINDS)
+    monkeypatch.setattr(module, "PROGRAMS", programs * len(kinds))
     check(some_logits(len(kinds), 9001, spread, device), row_sampling(kinds, device))
+
+
+def test_equals_in_several_chunks_rank_by_their_ids(device, monkeypatch):
+    kinds = [{"top_k": 3000}, {"top_p": 0.35}, {"top_k": 5000, "top_p": 0.5}, {"min_p": 0.3}]
+    monkeypatch.setattr(module, "PROGRAMS", 2 * len(kinds))
+    logits = some_logits(1, 9001, 1.0, device).round().repeat(len(kinds), 1)
+    check(logits, row_sampling([{"temperature": 1.0, **kind} for kind in kinds], device))
 
 
 def test_a_bracket_that_is_not_held_at_once_is_narrowed(device, monkeypatch):
