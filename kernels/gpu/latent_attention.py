@@ -155,7 +155,6 @@ def _latent_decode_kernel(
     HEADS: tl.constexpr, TILES: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    SEGMENTED: tl.constexpr,
 ):  # fmt: skip
     item = items_ptr + (tl.program_id(0) // TILES).to(tl.int64) * 4
     index = tl.load(item).to(tl.int64)
@@ -188,17 +187,14 @@ def _latent_decode_kernel(
     value = tl.arange(0, RANK_PADDED)
     cells = real[:, None] & (value < RANK)[None, :]
     if parts_ptr is not None:
-        place = tl.load(item + 3).to(tl.int64) + nth * 0
+        place = tl.load(item + 3).to(tl.int64) + tl.zeros([ROWS], tl.int64)
         if chunks_ptr is not None:  # each query has as many parts
             place += nth * (tl.load(places_ptr + first_query + 1) - tl.load(places_ptr + first_query))
         slot = place * HEADS + head
         tl.store(parts_ptr + slot[:, None] * RANK + value[None, :], part, mask=cells)
         tl.store(lses_ptr + slot, lse, mask=real)
     else:
-        if SEGMENTED:
-            total, top, mass = initial_state(None, head, real, ROWS, RANK_PADDED)
-            total, top, mass = fold(total, top, mass, part, lse)
-            part, lse = as_part(total, top, mass)
+        # Where rows are folded, a single part is what it is folded to
         out_at = (token * HEADS + head)[:, None] * RANK + value[None, :]
         tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cells)
 
@@ -234,7 +230,9 @@ def latent_attention(
         rows = chunk_tokens(q.shape[1]) * q.shape[1]
         named = _arguments(q, cache, block_tables, scale, rank, rows, plan.deterministic)
         grid = (len(plan.items) * named["TILES"],)
-        _latent_prefill_kernel[grid](items_ptr=plan.items, out_ptr=y, segment=SEGMENT, **named)
+        _latent_prefill_kernel[grid](
+            items_ptr=plan.items, out_ptr=y, segment=SEGMENT, SEGMENTED=plan.deterministic, **named
+        )
     if plan.singles:
         _decode(q, cache, block_tables, plan, scale, rank, y)
     return y
@@ -290,7 +288,6 @@ def _arguments(
         "TILE": tiles.keys,
         "BLOCK_SIZE": cache.shape[2],
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",  # matters for float32 only
-        "SEGMENTED": deterministic,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
         # Products and sums are contracted where the code says so, not where a kernel's compilation happens to

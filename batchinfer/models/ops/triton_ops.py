@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.gpu_experts import CodedExperts, TritonExperts, TritonHeads, choose
+from batchinfer.models.ops.gpu_latents import LatentPlan, plain_weights
 from batchinfer.models.ops.gpu_linear import (
     Fp8Head,
     Fp8Linear,
@@ -41,6 +42,7 @@ from batchinfer.models.ops.interface import (
     Head,
     HeadNorms,
     HeadsLinear,
+    LatentHeads,
     LayerCache,
     Linear,
     Ops,
@@ -300,6 +302,8 @@ class TritonOps(Ops):
         beside: AttentionPlan | None = None,
     ) -> AttentionPlan:
         self.check_tree(inputs, windows)
+        if self._shape.latent and not self._shape.deterministic:
+            return LatentPlan(inputs, block_size, self._plan_latents)
         library = None if inputs.tree is not None else self._prefill  # none knows masks of trees
         pages = None if library is None else library.plan(inputs, windows)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
@@ -310,6 +314,11 @@ class TritonOps(Ops):
             queries, contexts, self._shape, device, shared, windows=windows, tree=inputs.tree
         )
         return TritonPlan(plan, inputs, pages)
+
+    def _plan_latents(self, inputs: AttentionInputs) -> TritonPlan:
+        """Plan attention to the latents themselves."""
+        (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
+        return TritonPlan(attention_plan.plan_attention(queries, contexts, self._shape, device), inputs)
 
     def plan_captured(
         self,
@@ -398,13 +407,29 @@ class TritonOps(Ops):
         q: Tensor,
         cache: LayerCache,
         plan: AttentionPlan,
+        heads: LatentHeads,
         scale: float,
-        rank: int,
         out: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(plan, LatentPlan):
+            return super().latent_attention(q, cache, plan, heads, scale, out)
+        work, absorbed = plan.work(q, heads), super().latent_attention
+        if not work.decompressed and work.absorbed is not None:
+            return absorbed(q, cache, work.absorbed, heads, scale, out)
+        out = q.new_empty(*q.shape[:2], plain_weights(heads)[1].shape[1]) if out is None else out
+        for group in work.decompressed:
+            group.attend(q, cache, heads, scale, out)
+        if work.absorbed is not None and work.rows is not None:
+            own = q.index_select(0, work.rows)
+            out.index_copy_(0, work.rows, absorbed(own, cache, work.absorbed, heads, scale))
+        return out
+
+    def absorbed_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return latent_attention(q, cache.k, plan.tables, plan.plan, scale, rank, out)
+        return latent_attention(q, cache.k, plan.tables, plan.plan, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation(gate_up, activation)
