@@ -22,9 +22,9 @@ from batchinfer_kernels.gpu.target import architecture
 from batchinfer_kernels.latent_attention import check_decompressed_attention
 
 LOG2_E = 1.4426950408889634
-# Up to 128 values of a head, of 2 bytes; where tensor cores take their operands from registers keys are fewer. All
+# Up to 128 values of a head, of 2 bytes; where tensor cores take their operands from registers tiles are smaller. All
 # compile without spilling; none was measured.
-_TILES = {"80": KVTiles(128, 32, 8, 3), "90": KVTiles(128, 64, 8, 3), "100": KVTiles(128, 64, 8, 3)}
+_TILES = {"80": KVTiles(64, 32, 4, 3), "90": KVTiles(128, 64, 8, 3), "100": KVTiles(128, 64, 8, 3)}
 _SINGLE = KVTiles(16, 32, 4, 2)
 _AMD = KVTiles(64, 32, 4, 1)
 

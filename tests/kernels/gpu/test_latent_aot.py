@@ -36,7 +36,8 @@ def compiled(work: str, target: str, dtype: str, *sizes: int, deterministic: boo
     assert len(found) == (1 if work == "prefill" else 2), "what is split is merged"
     for kernel in found:
         kernel.check()
-    if target in NVIDIA:
+    _, rank, turned = sizes
+    if target in NVIDIA and (rank + turned) % 16 == 0:  # as models have it
         assert found[0].wide_loads() > 0, found[0].summary()
     return found[0]
 
