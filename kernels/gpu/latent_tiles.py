@@ -12,7 +12,7 @@ from batchinfer_kernels.gpu.target import architecture
 
 # Rows that share what is read of a token. Sums of 64 rows of 512 values are half of a multiprocessor's registers.
 MOST_ROWS = 64
-LARGE = 512  # values of a latent, up to which sums of so many rows fit
+SMALL, MEDIUM, LARGE = 128, 256, 512  # values of a latent, up to which sums of so many rows fit
 FEWEST_ROWS = 16  # a tensor core multiplies no fewer
 
 
@@ -37,6 +37,9 @@ def latent_tiles(dtype: torch.dtype, rank: int, rows: int, deterministic: bool) 
 # memory.
 _HALF = {16: KVTiles(16, 32, 8, 3), 32: KVTiles(32, 32, 8, 3), 64: KVTiles(64, 32, 8, 2)}
 _HOPPER = {**_HALF, 64: KVTiles(64, 64, 8, 3)}
+# Of smaller ones, for which eight warps have too few registers
+_SMALL = {16: KVTiles(16, 16, 4, 3), 32: KVTiles(32, 16, 4, 3), 64: KVTiles(64, 32, 4, 2)}
+_MEDIUM = KVTiles(16, 32, 4, 3)
 _LARGEST = KVTiles(16, 16, 8, 2)  # of larger latents
 _SINGLE = KVTiles(16, 16, 8, 1)
 _AMD = KVTiles(16, 16, 4, 1)  # whose compute units have 64 KiB of shared memory
@@ -50,4 +53,8 @@ def _tiles(arch: str, dtype: torch.dtype, padded: int, rows: int) -> KVTiles:
         return _SINGLE
     if padded > LARGE:
         return _LARGEST
+    if padded <= SMALL and (rows < MOST_ROWS or arch != "80"):
+        return _SMALL[rows]
+    if padded == MEDIUM and rows == FEWEST_ROWS:
+        return _MEDIUM
     return (_HOPPER if arch in ("", "90") else _HALF)[rows]
