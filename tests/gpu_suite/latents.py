@@ -56,7 +56,8 @@ class LatentStep:
     def heads(self, ops: Ops) -> LatentHeads:
         """Pack the weights."""
         rank, plain = self.weights[0].shape[1:]
-        return LatentHeads(*(ops.pack_heads(ExpertWeights(own)) for own in self.weights), rank, plain)
+        k, v = (ops.pack_heads(ExpertWeights(own)) for own in self.weights)
+        return LatentHeads(k, v, rank, plain)
 
     def attend(self, ops: Ops) -> Tensor:
         """Return what these operators make of it."""
