@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from batchinfer_kernels.arithmetic import CacheDtype
 
+_N = TypeVar("_N", int, Any)  # integers, or arrays of them
 # Inputs whose codes are packed together, as batchinfer_kernels.quantized_matmul packs them
 PACKED_TOGETHER = 128
 
@@ -375,6 +376,49 @@ def latent_attention_cost(
     return Cost(2 * pairs * heads * (width + rank), itemsize * moved)
 
 
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """The values of a head of multi-head latent attention: of a latent, which K and V of all heads are made of; of a
+    query without a position, and of its rotated ones; of V."""
+
+    rank: int
+    plain: int
+    turned: int
+    value: int
+
+    @property
+    def saved(self) -> int:
+        """FLOPs that a (query, key) pair of a head takes fewer with K and V than with the latent."""
+        return 2 * (2 * self.rank + self.turned) - self.pair
+
+    @property
+    def pair(self) -> int:
+        """FLOPs of a (query, key) pair of a head with K and V."""
+        return 2 * (self.plain + self.turned + self.value)
+
+    @property
+    def made(self) -> int:
+        """FLOPs that make K and V of a key for a head. As many take a query to the latent and its result out of it."""
+        return 2 * self.rank * (self.plain + self.value)
+
+    def decompressing_pays(self, queries: _N, contexts: _N) -> Any:
+        """Whether K and V of a whole context, made for its last `queries` tokens, take fewer operations than these
+        tokens with the latents; of a sequence, or of many. Those of the queries' own tokens cost nothing: their queries
+        and results are not taken to the latent and out of it."""
+        earlier = contexts - queries
+        pairs = queries * earlier + queries * (queries + 1) // 2
+        return pairs * self.saved > earlier * self.made
+
+
+def decompressed_attention_cost(
+    tokens: int, pairs: int, kv_tokens: int, heads: int, sizes: LatentSizes, itemsize: int
+) -> Cost:
+    """Attention with K and V of each head; `kv_tokens` keys, of which all heads share the rotated values."""
+    moved = tokens * heads * (sizes.plain + sizes.turned + sizes.value)
+    moved += kv_tokens * (heads * (sizes.plain + sizes.value) + sizes.turned)
+    return Cost(pairs * heads * sizes.pair, itemsize * moved)
+
+
 def latent_store_cost(tokens: int, heads: int, rank: int, rotary_dim: int, itemsize: int) -> Cost:
     """Rotate q and the k that all heads share (3 a value), write q back, and k with the latent to the cache; cos and
     sin are read in float32."""
@@ -456,12 +500,28 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Decompressing:
+    """FLOPs of attention over latents where K and V of each head are made of them: of a pair, and of a key that comes
+    before the step's tokens, in a mean one of so many layers."""
+
+    pair: int
+    earlier: int
+    layers: int
+
+    def flops(self, step: StepShape) -> int:
+        """Return the FLOPs of a step, all of whose K and V are made."""
+        return self.pair * step.pairs + self.earlier * max(0, step.kv_tokens - self.layers * step.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class OperatorCost:
     """The cost of an operator in a step, over all its layers: `step` however much it runs (reading weights), and a cost
     for each of the things that a StepShape counts. One that is `only_sampled` does not run in a step that samples
     nothing.
 
-    `expert`: for each expert that has tokens, of `experts` in a layer, of which a token uses `chosen`.
+    `expert`: for each expert that has tokens, of `experts` in a layer, of which a token uses `chosen`. `decompressing`:
+    another way of computing it, which is taken where it has fewer FLOPs. It is chosen for each sequence, so that a step
+    which both reads and answers has fewer FLOPs than what is counted here. Bytes are about as many.
     """
 
     name: str
@@ -477,6 +537,7 @@ class OperatorCost:
     only_sampled: bool = False
     experts: int = 0
     chosen: int = 0
+    decompressing: Decompressing | None = None
 
     def __add__(self, other: OperatorCost) -> OperatorCost:
         """Return the cost of both together, as one operator: `other` says what kind of operator it is."""
@@ -503,6 +564,8 @@ class OperatorCost:
             flops += count * cost.flops
             moved += count * cost.bytes
             coded += count * cost.coded_ops
+        if self.decompressing is not None:
+            flops = min(flops, self.decompressing.flops(step))
         return Cost(flops, moved, coded)
 
 

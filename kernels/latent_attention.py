@@ -50,6 +50,46 @@ def latent_attention_reference(
     return out
 
 
+def check_decompressed_attention(q: Tensor, k: Tensor, v: Tensor, shared: Tensor) -> None:
+    """Raises ValueError when shapes or dtypes do not fit."""
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or shared.dim() != 2:
+        raise ValueError(
+            f"q, k, v and what heads share have {[one.dim() for one in (q, k, v, shared)]} dimensions"
+        )
+    if q.shape[1:] != (len(k), k.shape[2] + shared.shape[1]) or k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if len(shared) != k.shape[1] or {k.dtype, v.dtype, shared.dtype} != {q.dtype}:
+        raise ValueError(f"heads share {tuple(shared.shape)}; q is {q.dtype}, k {k.dtype}, v {v.dtype}")
+
+
+def decompressed_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shared: Tensor,
+    query_lens: list[int],
+    context_lens: list[int],
+    scale: float,
+) -> Tensor:
+    """Attention in float32 with K and V of every head, one sequence after the other.
+
+    q: (T, heads, P + R), the sequences' query chunks one after the other; k: (heads, N, P) and v: (heads, N, V), their
+    keys one after the other; shared: (N, R), the rest of each key, which is that of every head. Lengths as for
+    batchinfer_kernels.paged_attention. Returns (T, heads, V) in q's dtype.
+    """
+    check_decompressed_attention(q, k, v, shared)
+    out, start, first = q.new_empty(*q.shape[:2], v.shape[2]), 0, 0
+    whole = torch.cat((k, shared.expand(len(k), -1, -1)), -1).float()
+    for queries, context in zip(query_lens, context_lens, strict=True):
+        rows, keys = slice(start, start + queries), slice(first, first + context)
+        start, first = rows.stop, keys.stop
+        scores = torch.einsum("qhd,hkd->hqk", q[rows].float(), whole[:, keys]) * scale
+        hidden = torch.ones(queries, context, device=q.device).tril(context - queries) == 0
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[rows] = torch.einsum("hqk,hkd->qhd", weights, v[:, keys].float()).to(q.dtype)
+    return out
+
+
 def latent_store_reference(
     q: Tensor,
     latent: Tensor,

@@ -49,9 +49,9 @@ ROOT = Path(__file__).parents[1]
 MISSING = ("duckdb", "pydantic", "numba", "ruamel", "llguidance", "jsonschema")
 ALIKE = ("model-kv-fp8", "model-kv-int8")  # as `model-fp8`, but for where the codes are
 KERNELS = """decode attention, prefill attention, deterministic decode attention, deterministic prefill attention,
-shared-prefix attention, matmul, deterministic matmul, int8 matmul, int8-weight matmul, int4-weight matmul, fp8 matmul,
-block fp8 matmul, mxfp4 experts, RMSNorm with residual, RoPE with KV write, gated activation, sampling,
-log-probabilities, penalties"""
+shared-prefix attention, latent attention, matmul, deterministic matmul, int8 matmul, int8-weight matmul, int4-weight
+matmul, fp8 matmul, block fp8 matmul, mxfp4 experts, RMSNorm with residual, RoPE with KV write, gated activation,
+sampling, log-probabilities, penalties"""
 no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: make gpu-suite does the same on it"
 )
@@ -98,12 +98,12 @@ def test_a_rehearsal(
 def every_kernel_and_the_engine_ran(results: dict[str, list[dict[str, Any]]]) -> None:
     names = [
         result["name"]
-        for section in ("attention", "matmul", "pointwise", "sampling")
+        for section in ("attention", "latents", "matmul", "pointwise", "sampling")
         for result in results[section]
     ]
     assert {name.split(", ")[0] for name in names} == set(KERNELS.replace("\n", " ").split(", "))
     assert results["tests"][0]["facts"]["passed"] > 0 == results["tests"][0]["facts"]["failed"]
-    for result in results["attention"] + results["matmul"] + results["tiles"]:
+    for result in results["attention"] + results["latents"] + results["matmul"] + results["tiles"]:
         assert result["facts"]["error"] <= result["facts"]["tolerance"]
         assert set(result["targets"]) <= {"share", *result["times"]}
     assert [results[name][0]["facts"]["operators"] for name in ("small-steady", "against")] == ["triton"] * 2

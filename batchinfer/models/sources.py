@@ -150,7 +150,10 @@ class ModelSource:
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
         """Return what its steps cost."""
         device: Device = "cuda" if arithmetic.device.type == "cuda" else "cpu"
-        found, sizes = model_cost(self.spec, arithmetic.dtype.itemsize, device), self._sizes
+        found, sizes = (
+            model_cost(self.spec, arithmetic.dtype.itemsize, device, arithmetic.deterministic),
+            self._sizes,
+        )
         return found if sizes is None else sizes.with_cost(found)
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from batchinfer_kernels.gpu.attention_launch import padded_dim
 from batchinfer_kernels.gpu.attention_splits import Splits
 from batchinfer_kernels.gpu.merge_state import merge_state_kernel
-from batchinfer_kernels.gpu.sizes import next_power_of_2
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,15 @@ class Parts:
 def merge_parts(
     own: Own,
     parts: Parts,
-    kv_heads: int,
+    group: int,
     out: Tensor,
     lse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Every query's shared parts, then its own, folded in this order into its row of `out` and `lse`."""
+    """Every query's shared parts, then its own, folded in this order into its row of `out` and `lse`. `group`: heads
+    that a program has."""
     heads, dim = parts.values.shape[1:]
-    group = heads // kv_heads
-    merge_state_kernel[(len(own.splits.places) - 1, kv_heads)](
+    merge_state_kernel[(len(own.splits.places) - 1, cdiv(heads, group))](
         parts_ptr=parts.values,
         lses_ptr=parts.lses,
         sinks_ptr=sinks,

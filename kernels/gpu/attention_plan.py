@@ -17,6 +17,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_launch import SEGMENT, choose_tiles, prefix_segment
 from batchinfer_kernels.gpu.attention_splits import Splits, Splitter
+from batchinfer_kernels.gpu.latent_tiles import chunk_tokens, head_tiles
 from batchinfer_kernels.gpu.part_room import most_members, most_own, most_segments, most_shared
 from batchinfer_kernels.gpu.prefill_attention import prefill_items, prefill_tokens
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, prefix_members
@@ -44,24 +45,39 @@ class AttentionShape:
     causal: bool = (
         True  # False: an encoder's, whose tokens see later ones, and whose chunks are whole prompts
     )
+    latent: bool = False  # the one KV head is a latent, whose first values are V
 
     @property
     def group(self) -> int:
         return self.q_heads // self.kv_heads
+
+    @property
+    def programs(self) -> int:
+        """Programs that an item of single queries has: for each KV head, or for some heads over latents."""
+        return head_tiles(self.q_heads) if self.latent else self.kv_heads
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a prompt that an item has."""
+        if self.latent:
+            return chunk_tokens(self.q_heads)
+        return prefill_tokens(self.dtype, self.head_dim, self.group, self.deterministic)
 
     def spare_part_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
         """Return the most bytes that parts of `rows` queries of up to `longest` keys take, beyond the bytes of parts
         where every row is that long and shares nothing: then, by default, none may be split. `queries`: the most of a
         sequence.
 
-        At fixed positions these are as many as there can be; graphs round them up, at most to twice as many.
+        At fixed positions these are as many as there can be; graphs round them up, at most to twice as many. Rows share
+        no parts of latents.
         """
         if self.deterministic:
             spare = most_segments(rows, longest) if longest > SEGMENT else 0
         else:
+            spare = most_own(rows, self.programs, device, queries)
+        if not (self.deterministic or self.latent):
             members = prefix_members(self.dtype, self.head_dim, self.group)
-            own = most_own(rows, self.kv_heads, device, queries)
-            spare = own + most_shared(rows, members, self.kv_heads, device)
+            spare += most_shared(rows, members, self.kv_heads, device)
         return spare * self.q_heads * (self.head_dim + 1) * 4
 
     @property
@@ -292,7 +308,7 @@ def plan_attention(
     held = {name: arrays.add(values) for name, values in found.items() if values is not None}
     prefixes, starts = _plan_prefixes(shared, lens, contexts, few, shape, arrays, room)
     most, own = None if room is None else room.longest, lens if several else None
-    splitter = Splitter(shape.kv_heads, device, shape.deterministic, most, queries)
+    splitter = Splitter(shape.programs, device, shape.deterministic, most, queries)
     return LaunchPlan(
         arrays=arrays,
         held=held,
@@ -325,8 +341,7 @@ def _chunks(chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape) -> 
     all or none."""
     if not chunks.any():
         return None
-    most = prefill_tokens(shape.dtype, shape.head_dim, shape.group, shape.deterministic)
-    return prefill_items(chunks, contexts, most, np.cumsum(lens) - lens, shape.causal)
+    return prefill_items(chunks, contexts, shape.chunk_tokens, np.cumsum(lens) - lens, shape.causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +364,11 @@ def _plan_prefixes(
     arrays: StepArrays,
     room: Room | None,
 ) -> tuple[Prefixes | None, Ints]:
-    """Prefixes, which are added to the `arrays`, and how many keys each sequence of `few` queries shares."""
+    """Prefixes, which are added to the `arrays`, and how many keys each sequence of `few` queries shares: none over
+    latents."""
     starts, parts = np.zeros(len(few), np.int64), np.zeros(len(few), np.int64)
+    if shape.latent:
+        return None, starts
     counts = lens[few]  # of queries, each of which is a row of the prefixes
     spans = list(_spans(shared, lens, contexts, few, shape.unit))
     if not shape.deterministic:  # where it is, what rows do not share they keep as many parts of

@@ -222,7 +222,7 @@ def decode_attention(
     arguments = kernel_arguments(*common, work, splits.queries, nearby is not None)
     attend_own(own, arguments, parts, out, lse, sinks)
     if parts is not None:
-        merge_parts(own, parts, k_cache.shape[1], out, lse, sinks)
+        merge_parts(own, parts, q.shape[1] // k_cache.shape[1], out, lse, sinks)
     return out
 
 

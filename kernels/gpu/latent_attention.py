@@ -1,120 +1,297 @@
 """Causal attention over a paged cache of latents. Cost: batchinfer_kernels.cost.latent_attention_cost.
 
-A program has some heads of one query: what it reads of a token serves all of them, as key and as value. A row's sums
-run over tiles of its sequence's tokens in order, so its bits do not depend on other rows.
+All heads read the same values of a token, as key and as value. So the heads of one token, and of the tokens that stand
+next to it in its sequence, are rows of one tile, for which a token is read once. Chunks of a prompt are items of
+`prefill_items`; single queries, and the few of a draft, have their keys split among programs as `attention_splits`
+says, and what a query has of several is put together by log-sum-exp, in order.
+
+Where a plan is deterministic, a row's keys are cut into segments at fixed positions, in tiles of one shape, which are
+folded in order: its bits do not depend on other rows, or on how its prompt was cut.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchinfer_kernels.gpu.checks import check_same_dtype, check_vectors, unit_columns
+from batchinfer_kernels.gpu.attention_core import as_part, fold, initial_state
+from batchinfer_kernels.gpu.attention_launch import SEGMENT, VARYING
+from batchinfer_kernels.gpu.attention_parts import Own, Parts, merge_parts
+from batchinfer_kernels.gpu.attention_plan import LaunchPlan
+from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
+from batchinfer_kernels.gpu.latent_tiles import chunk_tokens, latent_tiles
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
+from batchinfer_kernels.gpu.target import architecture
 from batchinfer_kernels.latent_attention import check_latent_attention
 
 MAX_LATENT = 1024  # values of a token
-HEADS = 16  # the fewest rows that a tensor core multiplies
 LOG2_E = 1.4426950408889634
+MERGED = 4  # heads that a program merges the parts of
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def _latent_attention_kernel(
-    q_ptr, cache_ptr, tables_ptr, sequences_ptr, positions_ptr, y_ptr,
-    scale, heads, q_token_stride, q_head_stride, block_stride, slot_stride, table_stride,
+@triton.jit
+def _rows_of(tile, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Query and head of each row of a tile."""
+    if HEADS % ROWS == 0:  # one query's, which takes fewer registers
+        first = tile * ROWS
+        return tl.full([ROWS], first // HEADS, tl.int32), first % HEADS + tl.arange(0, ROWS)
+    else:
+        row = tile * ROWS + tl.arange(0, ROWS)
+        return row // HEADS, row % HEADS
+
+
+@triton.jit
+def _load_queries(
+    q_ptr, token, head, real, q_stride_token, q_stride_head,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`scale` has log2(e) in it. The first RANK values of a token are its value, too; the rest is only key."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    sequence = tl.load(sequences_ptr + token).to(tl.int64)
-    length = tl.load(positions_ptr + token).to(tl.int32) + 1
+    """Rows of q: what is multiplied with a latent, and the rest."""
     value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
-    q_ptr += token * q_token_stride + head[:, None] * q_head_stride
-    known = head[:, None] < heads
-    q = tl.load(q_ptr + value[None, :], mask=known & (value[None, :] < RANK), other=0.0)
-    q_rest = tl.load(q_ptr + rest[None, :], mask=known & (rest[None, :] < WIDTH), other=0.0)
-    most = tl.full((HEADS,), float("-inf"), tl.float32)
-    mass = tl.zeros((HEADS,), tl.float32)
-    total = tl.zeros((HEADS, RANK_PADDED), tl.float32)
-    for first in range(0, length, TOKENS):
-        at = first + tl.arange(0, TOKENS)
-        seen = at < length
-        block = tl.load(tables_ptr + sequence * table_stride + at // BLOCK_SIZE, mask=seen, other=0).to(
-            tl.int64
-        )
-        places = cache_ptr + block * block_stride + (at % BLOCK_SIZE) * slot_stride
+    row_ptr = q_ptr + token[:, None] * q_stride_token + head[:, None] * q_stride_head
+    q = tl.load(row_ptr + value[None, :], mask=real[:, None] & (value < RANK)[None, :], other=0.0)
+    q_rest = tl.load(row_ptr + rest[None, :], mask=real[:, None] & (rest < WIDTH)[None, :], other=0.0)
+    return q, q_rest
+
+
+@triton.jit
+def _attend_latents(
+    q, q_rest,
+    row_at,  # (ROWS,) int32: positions; -1 for rows that are padding
+    table_ptr, cache_ptr, stride_block, stride_slot,
+    first, end,  # keys [first, end) of the sequence are passed over
+    scale,  # with log2(e) in it
+    WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state, as in `attention_core`, of rows that have seen these keys. The first RANK values of a token are its
+    value, too; the rest is only key."""
+    value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
+    total = tl.zeros([ROWS, RANK_PADDED], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    for start in range(first, end, TILE):
+        key = start + tl.arange(0, TILE)
+        inside = key < end
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        at = cache_ptr + block * stride_block + (key % BLOCK_SIZE) * stride_slot
         latent = tl.load(
-            places[:, None] + value[None, :], mask=seen[:, None] & (value[None, :] < RANK), other=0.0
+            at[:, None] + value[None, :], mask=inside[:, None] & (value < RANK)[None, :], other=0.0
         )
-        keys = tl.load(
-            places[:, None] + rest[None, :], mask=seen[:, None] & (rest[None, :] < WIDTH), other=0.0
+        beside = tl.load(
+            at[:, None] + rest[None, :], mask=inside[:, None] & (rest < WIDTH)[None, :], other=0.0
         )
-        scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
-        scores += tl.dot(q_rest, tl.trans(keys), input_precision=PRECISION)
-        scores = tl.where(seen[None, :], scores * scale, float("-inf"))
-        top = tl.maximum(most, tl.max(scores, 1))
-        weights = tl.exp2(scores - top[:, None])
-        shrink = tl.exp2(most - top)
+        scores = tl.dot(q_rest, tl.trans(beside), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(latent), scores, input_precision=PRECISION)
+        seen = inside[None, :] & (key[None, :] <= row_at[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
+        weights = tl.exp2(scores * scale - base[:, None])
+        shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(weights, 1)
-        total = total * shrink[:, None]
-        total += tl.dot(weights.to(latent.dtype), latent, input_precision=PRECISION)
-        most = top
-    y_ptr += (token * heads + head[:, None]) * RANK
-    found = (total / mass[:, None]).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + value[None, :], found, mask=known & (value[None, :] < RANK))
+        total = tl.dot(weights.to(q.dtype), latent, total * shrink[:, None], input_precision=PRECISION)
+        top = higher
+    return total, top, mass
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _latent_prefill_kernel(
+    q_ptr, cache_ptr, tables_ptr,
+    items_ptr,  # (n, 5) int32, of `prefill_items`
+    out_ptr, q_stride_token, q_stride_head, stride_block, stride_slot, stride_table, scale, segment,
+    HEADS: tl.constexpr,
+    TILES: tl.constexpr,  # programs of an item
+    WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+):  # fmt: skip
+    item = items_ptr + tl.program_id(0) // TILES * 5
+    nth, head = _rows_of(tl.program_id(0) % TILES, HEADS, ROWS)
+    real = nth < tl.load(item + 2)
+    token = tl.load(item + 1).to(tl.int64) + nth
+    row_at = tl.where(real, tl.load(item + 3) + nth, -1)
+    end = tl.max(row_at, 0) + 1
+    q, q_rest = _load_queries(
+        q_ptr, token, head, real, q_stride_token, q_stride_head, WIDTH, RANK, RANK_PADDED, REST_PADDED
+    )
+    table_ptr = tables_ptr + tl.load(item).to(tl.int64) * stride_table
+    if SEGMENTED:
+        total, top, mass = initial_state(None, head, real, ROWS, RANK_PADDED)
+        for first in range(0, end, segment):
+            part, part_top, part_mass = _attend_latents(
+                q, q_rest, row_at, table_ptr, cache_ptr, stride_block, stride_slot,
+                first, tl.minimum(first + segment, end), scale,
+                WIDTH, RANK, RANK_PADDED, REST_PADDED, ROWS, TILE, BLOCK_SIZE, PRECISION,
+            )  # fmt: skip
+            part, lse = as_part(part, part_top, part_mass)
+            total, top, mass = fold(total, top, mass, part, lse)
+    else:
+        total, top, mass = _attend_latents(
+            q, q_rest, row_at, table_ptr, cache_ptr, stride_block, stride_slot, 0, end, scale,
+            WIDTH, RANK, RANK_PADDED, REST_PADDED, ROWS, TILE, BLOCK_SIZE, PRECISION,
+        )  # fmt: skip
+    found, _ = as_part(total, top, mass)
+    value = tl.arange(0, RANK_PADDED)
+    out_at = (token * HEADS + head)[:, None] * RANK + value[None, :]
+    cells = real[:, None] & (value < RANK)[None, :]
+    tl.store(out_ptr + out_at, found.to(out_ptr.dtype.element_ty), mask=cells)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _latent_decode_kernel(
+    q_ptr, cache_ptr, tables_ptr,
+    items_ptr,  # (m, 4) int32, of `Splits`
+    rows_ptr,  # (n, 2) int32: row of q, sequence; None: both are the number of the row
+    chunks_ptr,  # (S, 2) int32: first row of q, queries of each sequence; None: each has one
+    contexts_ptr,  # (S,) int32: keys of each sequence; with chunks (T,): those that each query sees
+    places_ptr,  # of `Splits`; read with chunks only
+    out_ptr,
+    parts_ptr, lses_ptr,  # None: every row is one item, and goes to out
+    q_stride_token, q_stride_head, stride_block, stride_slot, stride_table, scale,
+    HEADS: tl.constexpr, TILES: tl.constexpr,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    item = items_ptr + (tl.program_id(0) // TILES).to(tl.int64) * 4
+    index = tl.load(item).to(tl.int64)
+    if index < 0:
+        return
+    nth, head = _rows_of(tl.program_id(0) % TILES, HEADS, ROWS)
+    sequence, first_query, queries = index, index, 1
+    if chunks_ptr is not None:
+        first_query = tl.load(chunks_ptr + index * 2).to(tl.int64)
+        queries = tl.load(chunks_ptr + index * 2 + 1)
+        if queries * HEADS <= tl.program_id(0) % TILES * ROWS:
+            return
+    elif rows_ptr is not None:
+        first_query = tl.load(rows_ptr + index * 2).to(tl.int64)
+        sequence = tl.load(rows_ptr + index * 2 + 1).to(tl.int64)
+    real = nth < queries
+    token = first_query + nth
+    seen_at = sequence + nth if chunks_ptr is None else token
+    row_at = tl.load(contexts_ptr + seen_at, mask=real, other=0) - 1
+    first = tl.load(item + 1)
+    end = tl.minimum(first + tl.load(item + 2), tl.max(row_at, 0) + 1)
+    q, q_rest = _load_queries(
+        q_ptr, token, head, real, q_stride_token, q_stride_head, WIDTH, RANK, RANK_PADDED, REST_PADDED
+    )
+    total, top, mass = _attend_latents(
+        q, q_rest, row_at, tables_ptr + sequence * stride_table, cache_ptr, stride_block, stride_slot,
+        first, end, scale, WIDTH, RANK, RANK_PADDED, REST_PADDED, ROWS, TILE, BLOCK_SIZE, PRECISION,
+    )  # fmt: skip
+    part, lse = as_part(total, top, mass)
+    value = tl.arange(0, RANK_PADDED)
+    cells = real[:, None] & (value < RANK)[None, :]
+    if parts_ptr is not None:
+        place = tl.load(item + 3).to(tl.int64) + tl.zeros([ROWS], tl.int64)
+        if chunks_ptr is not None:  # each query has as many parts
+            place += nth * (tl.load(places_ptr + first_query + 1) - tl.load(places_ptr + first_query))
+        slot = place * HEADS + head
+        tl.store(parts_ptr + slot[:, None] * RANK + value[None, :], part, mask=cells)
+        tl.store(lses_ptr + slot, lse, mask=real)
+    else:
+        # Where rows are folded, a single part is what it is folded to
+        out_at = (token * HEADS + head)[:, None] * RANK + value[None, :]
+        tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cells)
 
 
 def latent_attention(
     q: Tensor,
     cache: Tensor,
     block_tables: Tensor,
-    sequences: Tensor,
-    positions: Tensor,
+    plan: LaunchPlan,
     scale: float,
     rank: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend as batchinfer_kernels.latent_attention.latent_attention_reference does; `out`, contiguous, is written if
-    given.
+    """Attend as batchinfer_kernels.latent_attention.latent_attention_reference does, with the lengths in `plan`; `out`,
+    contiguous, is written if given.
 
-    `sequences` and `positions`, (T,) int64: each query's row of the block tables, and where it stands in its sequence.
-    Both are read on the device, so that a graph can replay the launch.
+    `plan`: of `plan_attention`, with a shape that is `latent`, and without shared prefixes; block_tables (S, max
+    blocks) int32. Where the plan has no chunks the launch can be captured into a graph, as that of `paged_attention`.
+    Raises ValueError for what does not fit.
     """
     check_latent_attention(q, cache, block_tables, rank)
     check_same_dtype(q=q, cache=cache)
-    check_vectors(len(q), torch.int64, sequences=sequences, positions=positions)
     unit_columns(q=q, cache=cache, block_tables=block_tables)
-    tokens, heads, width = q.shape
-    y = torch.empty((tokens, heads, rank), dtype=q.dtype, device=q.device) if out is None else out
-    if y.shape != (tokens, heads, rank) or not y.is_contiguous():
-        raise ValueError(f"out is {tuple(y.shape)}, not {(tokens, heads, rank)}, or not contiguous")
-    if not tokens:
-        return y
-    rank_padded = max(16, next_power_of_2(rank))
-    strides = (*q.stride()[:2], cache.stride(0), cache.stride(2), block_tables.stride(0))
-    _latent_attention_kernel[(tokens, cdiv(heads, HEADS))](
-        q,
-        cache,
-        block_tables,
-        sequences,
-        positions,
-        y,
-        scale * LOG2_E,
-        heads,
-        *strides,
-        WIDTH=width,
-        RANK=rank,
-        RANK_PADDED=rank_padded,
-        REST_PADDED=max(16, next_power_of_2(max(1, width - rank))),
-        BLOCK_SIZE=cache.shape[2],
-        TOKENS=16 if q.dtype == torch.float32 else 32,
-        HEADS=HEADS,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # matters for float32 only
-        num_warps=8 if rank_padded > 256 else 4,
-        num_stages=2,
-    )
+    if not scale > 0:
+        raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
+    if plan.prefixes is not None:
+        raise ValueError("prefixes of latents are read by each sequence")
+    shape = (*q.shape[:2], rank)
+    y = torch.empty(shape, dtype=q.dtype, device=q.device) if out is None else out
+    if y.shape != shape or not y.is_contiguous():
+        raise ValueError(f"out is {tuple(y.shape)}, not {shape}, or not contiguous")
+    if plan.items is not None:
+        rows = chunk_tokens(q.shape[1]) * q.shape[1]
+        named = _arguments(q, cache, block_tables, scale, rank, rows, plan.deterministic)
+        grid = (len(plan.items) * named["TILES"],)
+        _latent_prefill_kernel[grid](
+            items_ptr=plan.items, out_ptr=y, segment=SEGMENT, SEGMENTED=plan.deterministic, **named
+        )
+    if plan.singles:
+        _decode(q, cache, block_tables, plan, scale, rank, y)
     return y
+
+
+def _decode(
+    q: Tensor, cache: Tensor, block_tables: Tensor, plan: LaunchPlan, scale: float, rank: int, y: Tensor
+) -> None:
+    """Attend with single queries, or the few of each sequence: all that the plan leaves to decode."""
+    splits = plan.splits_of(None)
+    own = Own(plan.contexts, splits, plan.rows, chunks=plan.chunks)
+    own.check(q, block_tables, None)
+    parts = None if splits.whole else Parts.of(q[..., :rank], 0, splits.parts)
+    named = _arguments(q, cache, block_tables, scale, rank, splits.queries * q.shape[1], plan.deterministic)
+    _latent_decode_kernel[(splits.count * named["TILES"],)](
+        items_ptr=splits.items,
+        rows_ptr=own.rows,
+        chunks_ptr=own.chunks,
+        contexts_ptr=own.contexts,
+        places_ptr=splits.places,
+        out_ptr=y,
+        parts_ptr=None if parts is None else parts.values,
+        lses_ptr=None if parts is None else parts.lses,
+        **named,
+    )
+    if parts is not None:
+        merge_parts(own, parts, min(MERGED, q.shape[1]), y, None, None)
+
+
+def _arguments(
+    q: Tensor, cache: Tensor, block_tables: Tensor, scale: float, rank: int, rows: int, deterministic: bool
+) -> dict[str, Any]:
+    """Return the arguments that both kernels are launched with, for items of so many rows."""
+    _, heads, width = q.shape
+    tiles = latent_tiles(q.dtype, rank, rows, deterministic)
+    return {
+        "q_ptr": q,
+        "cache_ptr": cache,
+        "tables_ptr": block_tables,
+        "q_stride_token": q.stride(0),
+        "q_stride_head": q.stride(1),
+        "stride_block": cache.stride(0),
+        "stride_slot": cache.stride(2),
+        "stride_table": block_tables.stride(0),
+        "scale": scale * LOG2_E,
+        "HEADS": heads,
+        "TILES": cdiv(rows, tiles.rows),
+        "WIDTH": width,
+        "RANK": rank,
+        "RANK_PADDED": max(16, next_power_of_2(rank)),
+        "REST_PADDED": max(16, next_power_of_2(max(1, width - rank))),
+        "ROWS": tiles.rows,
+        "TILE": tiles.keys,
+        "BLOCK_SIZE": cache.shape[2],
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",  # matters for float32 only
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        # Products and sums are contracted where the code says so, not where a kernel's compilation happens to
+        "enable_fp_fusion": not deterministic,
+        # Without a bound the assembler aims at a count that lets more warps be resident, and spills
+        **({"maxnreg": 255} if q.dtype == torch.float32 and architecture().isdigit() else {}),
+    }

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,6 +20,7 @@ from batchinfer_kernels.experts import choose_experts, combine_reference, group_
 from batchinfer_kernels.fp8_matmul import fp8_matmul_reference, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import gated_activation_reference
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
+from batchinfer_kernels.latent_attention import decompressed_attention_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
 from batchinfer_kernels.mask import mask_reference
@@ -318,6 +321,32 @@ def test_attention_over_latents_has_both_products():
     found = cost.latent_attention_cost(1, 10, 10, heads=4, width=24, rank=16, itemsize=2)
     assert found.flops == 2 * 10 * 4 * (24 + 16)
     assert found.bytes == 2 * (4 * (24 + 16) + 10 * 24)
+
+
+def test_attention_with_what_is_made_of_latents():
+    heads, sizes, keys = 3, cost.LatentSizes(rank=20, plain=6, turned=4, value=5), 9
+    q, shared = torch.randn(keys, heads, 10), torch.randn(keys, 4)
+    k, v = torch.randn(heads, keys, 6), torch.randn(heads, keys, 5)
+    step = q, k, v, shared, [keys], [keys], 0.3
+    found = cost.decompressed_attention_cost(keys, keys * keys, keys, heads, sizes, 4)
+    with FlopCounterMode(display=False) as counter:
+        out = decompressed_attention_reference(*step)
+    assert found == cost.Cost(counter.get_total_flops(), bytes_of(q, k, v, shared, out))
+    made = cost.linear_cost(1, 20, 6 + 5, 0, 0).flops
+    assert (sizes.made, sizes.pair + sizes.saved) == (made, 2 * (20 + 4 + 20))
+
+
+@given(queries=st.integers(1, 500), earlier=st.integers(0, 5000))
+def test_the_way_with_fewer_operations_is_taken(queries, earlier):
+    """As DeepSeek-V3's heads are; of many sequences at once, too."""
+    sizes = cost.LatentSizes(512, 128, 64, 128)
+    pairs = sum(earlier + n + 1 for n in range(queries))
+    decompressed = sizes.pair * pairs + sizes.made * (earlier + queries)
+    absorbed = (sizes.pair + sizes.saved) * pairs + sizes.made * queries
+    assert sizes.decompressing_pays(queries, queries + earlier) == (decompressed < absorbed)
+    lens = np.array([queries, 1, 1000])
+    found = sizes.decompressing_pays(lens, np.array([queries + earlier, 2, 1000]))
+    assert found.tolist() == [decompressed < absorbed, False, True]
 
 
 def test_merged_parts():

@@ -11,7 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.paged_attention import grouped_latent_attention
-from batchinfer_kernels.latent_attention import latent_attention_reference, latent_store_reference
+from batchinfer_kernels.latent_attention import (
+    decompressed_attention_reference,
+    latent_attention_reference,
+    latent_store_reference,
+)
 from tests.examples import examples
 from tests.kernels.cpu_kit import DTYPES, TOLERANCE, operators
 from tests.kernels.cpu_steps import LatentStep, assert_rows_are_their_own, latent_step, tree_step
@@ -37,6 +41,15 @@ def test_the_reference_is_attention_of_heads_that_are_made():
     table = torch.zeros(1, 1, dtype=torch.int32)
     made = latent_attention_reference(query, cache, table, [context], [context], 0.3, rank)
     torch.testing.assert_close(torch.einsum("qhr,hvr->qhv", made, v_of), wanted, atol=1e-5, rtol=1e-5)
+    lens = [context - 5, 5]  # the rest of it, and another sequence
+    parts = (
+        of.repeat(1, 2, 1)[:, : context + 5] for of in (k[..., :plain].transpose(0, 1), v.transpose(0, 1))
+    )
+    twice = torch.cat((q[5:], q[:5]))
+    found = decompressed_attention_reference(
+        twice, *parts, shared.repeat(2, 1)[: context + 5], lens, [context, 5], 0.3
+    )
+    torch.testing.assert_close(found, torch.cat((wanted[5:], wanted[:5])), atol=1e-5, rtol=1e-5)
 
 
 @given(

@@ -24,6 +24,7 @@ from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.tensors.graph_sizes import DRAFT_QUERIES, SHORTEST
 
 LEAST_TREE = 2  # drafts: one alone is a chain
+FEW = 8  # tokens of a prompt that no operators take for a long one
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
 # Takes the most memory: logits, the sampler's scratch, counts of tokens, and all tokens so far
@@ -132,7 +133,8 @@ class DummySteps:
             self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
         context, adapted = min(self.longest, SHORTEST), replace(GREEDY, adapter=self.adapter)
         for params in (GREEDY, adapted)[: 1 + bool(self.adapter)]:
-            for tokens in sizes_between(self.rows, self.limits.max_num_batched_tokens):
+            most = self.limits.max_num_batched_tokens
+            for tokens in (*sizes_between(self.rows, most), min(FEW, most)):
                 fewest = min(self.rows, -(-tokens // self.longest))
                 self._run(self.chunks(tokens, fewest, self.longest, params))
         if self.adapter:

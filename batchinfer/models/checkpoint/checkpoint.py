@@ -149,9 +149,11 @@ class Checkpoint(WeightFiles):
         quantization: Quantization = "none",
         kv_cache: KvCacheDtype = "auto",
         device: Device = "cpu",
+        deterministic: bool = False,
     ) -> ModelCost:
         """Return the cost of its steps; see model_cost."""
-        return model_cost(self.spec.quantized(quantization).caching(kv_cache), itemsize, device)
+        spec = self.spec.quantized(quantization).caching(kv_cache)
+        return model_cost(spec, itemsize, device, deterministic)
 
 
 def inspect_checkpoint(path: Path) -> Checkpoint:

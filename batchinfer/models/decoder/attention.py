@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from batchinfer.models.checkpoint.weights import LayerWeights
@@ -133,7 +132,8 @@ class HeadsAttention(AttentionHalf):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentAttention(AttentionHalf):
-    """K and V stay latent: what would make them of it is multiplied into the queries and the results instead."""
+    """K and V are made of a latent, or stay one: see `Ops.latent_attention`. That is decided for a step's sequences,
+    not for the number of its tokens, and so it is a part of attention."""
 
     ops: Ops
     spec: LatentAttentionSpec
@@ -144,11 +144,11 @@ class LatentAttention(AttentionHalf):
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
         spec = self.spec
         q = self._queries(x, inputs).view(-1, spec.q_heads, spec.q_dim)
-        plain, turned = q[..., : spec.plain_dim], q[..., spec.plain_dim :]
+        turned = q[..., spec.plain_dim :]
         kv = self.parts.product("kv_a", x, inputs)
         latent = self._normed("kv_a_norm", kv[:, : spec.rank].contiguous())
-        turned = self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.rope, inputs, cache)
-        return torch.cat((self.heads.k(plain), turned), -1)
+        turned.copy_(self.ops.latent_store(turned, latent, kv[:, spec.rank :], self.rope, inputs, cache))
+        return q
 
     def attended(
         self,
@@ -160,15 +160,15 @@ class LatentAttention(AttentionHalf):
     ) -> Tensor:
         if inputs.parts is not None:
             self.ops.copy_parts(cache, inputs.parts)
-        return self.ops.latent_attention(queries, cache, plan, self.spec.scale, self.spec.rank, out)
+        return self.ops.latent_attention(queries, cache, plan, self.heads, self.spec.scale, out)
 
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
-        return self.parts.product("o", self.heads.v(attended).flatten(1), inputs)
+        return self.parts.product("o", attended.flatten(1), inputs)
 
     @property
     def widths(self) -> tuple[int, int]:
         spec = self.spec
-        return spec.q_heads * spec.head_dim, spec.q_heads * spec.rank
+        return spec.q_heads * spec.q_dim, spec.q_heads * spec.v_dim
 
     def _queries(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         product = self.parts.product
@@ -206,4 +206,6 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
     return LatentHeads(
         ops.pack_heads(quantized_heads(ops, k.transpose(1, 2), form)),
         ops.pack_heads(quantized_heads(ops, v, form)),
+        attention.rank,
+        attention.plain_dim,
     )

@@ -79,6 +79,7 @@ class ForeignCheckpoint(WeightFiles):
         quantization: Quantization = "none",
         kv_cache: KvCacheDtype = "auto",
         device: Device = "cpu",
+        deterministic: bool = False,
     ) -> ModelCost:
         """Return what its steps cost; activations, weights and the cache have one size."""
         return foreign_cost(self.spec, itemsize)

@@ -165,8 +165,8 @@ def _triton(
     lacking = _unfit_gpu(forms, dtype)
     if lacking is not None:
         return lacking
-    shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic, causal)
-    return TritonOps(shape, latent, _stated_peaks(dtype))
+    shape = AttentionShape(dtype, group * kv_heads, kv_heads, head_dim, deterministic, causal, latent)
+    return TritonOps(shape, _stated_peaks(dtype))
 
 
 def _stated_peaks(dtype: torch.dtype) -> Peaks:

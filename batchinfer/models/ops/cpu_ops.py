@@ -314,19 +314,13 @@ class CpuOps(TorchOps):
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
         return CompiledHeads(self._compiled, pack(self._compiled, weights, "plain"))
 
-    def latent_attention(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        scale: float,
-        rank: int,
-        out: Tensor | None = None,
+    def absorbed_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         tables = plan.inputs.block_tables
-        return placed(self._compiled.latent_attention(q, cache.k, tables, plan.items, scale, rank), out)
+        return self._compiled.latent_attention(q, cache.k, tables, plan.items, scale, rank)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None

@@ -149,6 +149,11 @@ class TritonHeads(HeadsLinear):
         self._weight, self._scales = weights.weight.contiguous(), weights.scales
         self._deterministic = deterministic
 
+    @property
+    def values(self) -> Tensor | None:
+        """Return the weights (heads, out, in); None: they are quantised."""
+        return self._weight if self._scales is None else None
+
     def __call__(self, x: Tensor) -> Tensor:
         (tokens, heads, _), weight = x.shape, self._weight
         starts = torch.arange(heads + 1, device=x.device) * tokens

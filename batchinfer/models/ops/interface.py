@@ -300,10 +300,13 @@ class HeadsLinear(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentHeads:
-    """The products that take queries to the latent of K, and results from the latent of V, head by head."""
+    """The products that take queries to the latent of K, and results from the latent of V, head by head: of `rank`
+    values, and of the `plain` ones of a query that are not rotated."""
 
     k: HeadsLinear
     v: HeadsLinear
+    rank: int
+    plain: int
 
 
 class Experts(ABC):
@@ -635,18 +638,26 @@ class Ops(ABC):
             q, latent, k, cos, sin, cache.k, inputs.slots, interleaved=rope.interleaved
         )
 
-    @abstractmethod
     def latent_attention(
         self,
         q: Tensor,
         cache: LayerCache,
         plan: AttentionPlan,
+        heads: LatentHeads,
         scale: float,
-        rank: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """(T, heads, rank + R) → (T, heads, rank), which is written to `out` if given. See
-        batchinfer_kernels.latent_attention."""
+        """(T, heads, plain + R) → (T, heads, V), which is written to `out` if given. K and V stay latent: what would
+        make them of it is multiplied into the queries and the results instead, which is called absorbed."""
+        plain, turned = q[..., : heads.plain], q[..., heads.plain :]
+        absorbed = torch.cat((heads.k(plain), turned), -1)
+        return placed(heads.v(self.absorbed_attention(absorbed, cache, plan, scale, heads.rank)), out)
+
+    @abstractmethod
+    def absorbed_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+    ) -> Tensor:
+        """(T, heads, rank + R) → (T, heads, rank). See batchinfer_kernels.latent_attention."""
 
     def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
         """cap × tanh(logits / cap) of (n, vocab) float32, perhaps in place."""

@@ -272,18 +272,12 @@ class TorchOps(Ops):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         return grouped_attention(q, cache.k, cache.v, plan.groups, scale, bias=bias)
 
-    def latent_attention(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        scale: float,
-        rank: int,
-        out: Tensor | None = None,
+    def absorbed_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return placed(grouped_latent_attention(q, cache.k, plan.groups, scale, rank), out)
+        return grouped_latent_attention(q, cache.k, plan.groups, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation_reference(gate_up, activation)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.ops.gpu_experts import CodedExperts, TritonExperts, TritonHeads, choose
+from batchinfer.models.ops.gpu_latents import LatentPlan, plain_weights
 from batchinfer.models.ops.gpu_linear import (
     Fp8Head,
     Fp8Linear,
@@ -41,6 +42,7 @@ from batchinfer.models.ops.interface import (
     Head,
     HeadNorms,
     HeadsLinear,
+    LatentHeads,
     LayerCache,
     Linear,
     Ops,
@@ -62,7 +64,7 @@ from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import attention_plan
 from batchinfer_kernels.gpu.advance_rows import advance_rows
-from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM, moved
+from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, Room
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.copy_parts import copy_parts
@@ -123,41 +125,14 @@ class TritonPlan(FixedPlan):
         self.plan = self.plan.refilled(other.plan)
 
 
-class LatentPlan(FixedPlan):
-    """The reads of latents in a step: each token reads its sequence's block table, up to its own position."""
-
-    padded_tokens = 0
-
-    def __init__(self, inputs: AttentionInputs) -> None:
-        self.tables, self.positions = inputs.block_tables, inputs.positions
-        rows = np.repeat(np.arange(len(inputs.query_lens)), inputs.query_lens)
-        self.sequences = moved(rows, inputs.block_tables.device, np.int64)
-
-    @property
-    def sizes(self) -> tuple[object, ...]:
-        return ()
-
-    def serves(self, context_lens: Sequence[int]) -> bool:
-        """Return True: each query reads as far as its position, wherever that is."""
-        return True
-
-    def refill(self, other: FixedPlan) -> None:
-        """Queries read the tables and positions that who captures a step keeps filled."""
-        if not isinstance(other, LatentPlan):
-            raise TypeError(f"{type(other).__name__} was not made by these operators")
-        if other is not self:
-            self.sequences.copy_(other.sequences, non_blocking=True)
-
-
 class TritonOps(Ops):
-    """`shape`: of the model whose attention is planned; `latent`: whether its cache keeps latents. Where it is
-    deterministic, a row's results depend on that row alone, bit by bit, in linear layers too. `peaks`: of the GPU.
-    """
+    """`shape`: of the model whose attention is planned. Where it is deterministic, a row's results depend on that row
+    alone, bit by bit, in linear layers too. `peaks`: of the GPU."""
 
     name = "triton"
 
-    def __init__(self, shape: AttentionShape, latent: bool = False, peaks: Peaks = USUAL_PEAKS) -> None:
-        self._shape, self._latent, self._peaks = shape, latent, peaks
+    def __init__(self, shape: AttentionShape, peaks: Peaks = USUAL_PEAKS) -> None:
+        self._shape, self._peaks = shape, peaks
         self._panel = WeightPanel()
         self._prefill: AnyPrefill | None = None
         # Layers that are gone, as those of a calibration, take their weights with them
@@ -175,14 +150,9 @@ class TritonOps(Ops):
             return None
         return [layer for known in self._library_layers if (layer := known()) is not None]
 
-    @property
-    def latent(self) -> bool:
-        """Return whether the cache holds latents; see PromptOps."""
-        return self._latent
-
     def with_prefill(self, prefill: AnyPrefill) -> TritonOps:
         """Return these operators with another prefill attention; see PromptOps."""
-        made = TritonOps(self._shape, self._latent, self._peaks)
+        made = TritonOps(self._shape, self._peaks)
         made._prefill, made.name = prefill, f"{self.name}+{prefill.extra}"
         return made
 
@@ -269,7 +239,7 @@ class TritonOps(Ops):
         return made
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        return 0 if self._latent else self._shape.spare_part_bytes(rows, longest, device, queries)
+        return self._shape.spare_part_bytes(rows, longest, device, queries)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)
@@ -333,7 +303,7 @@ class TritonOps(Ops):
 
     @property
     def follows_trees(self) -> bool:
-        return not self._latent
+        return not self._shape.latent
 
     def plan_attention(
         self,
@@ -343,8 +313,8 @@ class TritonOps(Ops):
         beside: AttentionPlan | None = None,
     ) -> AttentionPlan:
         self.check_tree(inputs, windows)
-        if self._latent:
-            return LatentPlan(inputs)
+        if self._shape.latent and not self._shape.deterministic:
+            return LatentPlan(inputs, block_size, self._plan_latents)
         library = None if inputs.tree is not None else self._prefill  # none knows masks of trees
         pages = None if library is None else library.plan(inputs, windows)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
@@ -355,6 +325,11 @@ class TritonOps(Ops):
             queries, contexts, self._shape, device, shared, windows=windows, tree=inputs.tree
         )
         return TritonPlan(plan, inputs, pages)
+
+    def _plan_latents(self, inputs: AttentionInputs) -> TritonPlan:
+        """Plan attention to the latents themselves."""
+        (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
+        return TritonPlan(attention_plan.plan_attention(queries, contexts, self._shape, device), inputs)
 
     def plan_captured(
         self,
@@ -369,8 +344,6 @@ class TritonOps(Ops):
         """The plan of a few queries a sequence for a graph that stays right while contexts grow up to `longest` tokens;
         see GraphOps."""
         self.check_tree(inputs, windows)
-        if self._latent:
-            return before or LatentPlan(inputs)
         alike = beside.plan if isinstance(beside, TritonPlan) else None
         if isinstance(before, TritonPlan):
             return TritonPlan(before.plan.grown(inputs.context_lens, alike), inputs)
@@ -388,11 +361,11 @@ class TritonOps(Ops):
         self, inputs: AttentionInputs, lens: Ints, contexts: Ints, block_size: int, queries: int = 1
     ) -> list[attention_plan.SharedPrefix]:
         """Return the prefixes that sequences of up to so many queries share, if the host can see them. Tables of a
-        window do not show it: entries that it has left are alike in all of them."""
-        tables, unit = inputs.host_tables, self._shape.unit
-        if tables is None or not inputs.whole:
+        window do not show it: entries that it has left are alike in all of them. Latents are read by each sequence."""
+        tables = inputs.host_tables
+        if tables is None or not inputs.whole or self._shape.latent:
             return []
-        return attention_plan.find_shared(lens, contexts, tables, block_size, unit, queries)
+        return attention_plan.find_shared(lens, contexts, tables, block_size, self._shape.unit, queries)
 
     def attention(
         self,
@@ -445,13 +418,29 @@ class TritonOps(Ops):
         q: Tensor,
         cache: LayerCache,
         plan: AttentionPlan,
+        heads: LatentHeads,
         scale: float,
-        rank: int,
         out: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(plan, LatentPlan):
+            return super().latent_attention(q, cache, plan, heads, scale, out)
+        work, absorbed = plan.work(q, heads), super().latent_attention
+        if not work.decompressed and work.absorbed is not None:
+            return absorbed(q, cache, work.absorbed, heads, scale, out)
+        out = q.new_empty(*q.shape[:2], plain_weights(heads)[1].shape[1]) if out is None else out
+        for group in work.decompressed:
+            group.attend(q, cache, heads, scale, out)
+        if work.absorbed is not None and work.rows is not None:
+            own = q.index_select(0, work.rows)
+            out.index_copy_(0, work.rows, absorbed(own, cache, work.absorbed, heads, scale))
+        return out
+
+    def absorbed_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
+    ) -> Tensor:
+        if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
-        return latent_attention(q, cache.k, plan.tables, plan.sequences, plan.positions, scale, rank, out)
+        return latent_attention(q, cache.k, plan.tables, plan.plan, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return gated_activation(gate_up, activation)

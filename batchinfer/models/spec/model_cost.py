@@ -20,6 +20,8 @@ from batchinfer.models.spec.spec import (
 from batchinfer_kernels.arithmetic import Device, WeightForm
 from batchinfer_kernels.cost import (
     Cost,
+    Decompressing,
+    LatentSizes,
     ModelCost,
     OperatorCost,
     activation_cost,
@@ -64,9 +66,12 @@ def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
     return taken + plain * itemsize
 
 
-def model_cost(spec: ModelSpec, itemsize: int, device: Device = "cpu") -> ModelCost:
+def model_cost(
+    spec: ModelSpec, itemsize: int, device: Device = "cpu", deterministic: bool = False
+) -> ModelCost:
     """Return the cost of a model. `itemsize`: bytes of an activation, and of a weight or a cached value that is not
-    quantised; `device`: whose operators compute it, as a GPU does not quantise activations for weights in int4."""
+    quantised; `device`: whose operators compute it, as a GPU does not quantise activations for weights in int4, and
+    makes K and V of latents for prompts, unless it is `deterministic`."""
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
         for operator in _layer_operators(layer, itemsize, device):
@@ -75,7 +80,7 @@ def model_cost(spec: ModelSpec, itemsize: int, device: Device = "cpu") -> ModelC
     embedding = Cost() if not spec.begins else _embedding(spec, itemsize)
     once = (
         OperatorCost("embedding", token=embedding),
-        _attention(spec, itemsize),
+        _attention(spec, itemsize, device == "cuda" and not deterministic),
         OperatorCost("copy_parts", copied=_copying(spec, itemsize)),
         *_behind_layers(spec, itemsize),
     )
@@ -179,13 +184,35 @@ def _heads(attention: LatentAttentionSpec, form: WeightForm | None, itemsize: in
     return lambda n: (into(n) + out(n)) * attention.q_heads
 
 
-def _attention(spec: ModelSpec, itemsize: int) -> OperatorCost:
+def _attention(spec: ModelSpec, itemsize: int, decompresses: bool) -> OperatorCost:
     """Return the cost of attention of all layers together: pairs and cached tokens are counted over all of them
-    already, so that each costs what it does in a mean layer."""
+    already, so that each costs what it does in a mean layer. `decompresses`: where K and V are latent, they may be
+    made."""
     each = [_attention_of(layer.attention, itemsize) for layer in spec.layers if layer.attention is not None]
     whole = sum(each[1:], each[0])
     pair, read = (Cost(c.flops // len(each), c.bytes // len(each)) for c in (whole.pair, whole.kv_token))
-    return replace(whole, pair=pair, kv_token=read)
+    decompressing = _decompressing(spec) if decompresses else None
+    return replace(whole, pair=pair, kv_token=read, decompressing=decompressing)
+
+
+def _decompressing(spec: ModelSpec) -> Decompressing | None:
+    """Return the FLOPs of a mean layer that makes K and V; None: a layer has no latents, or quantised weights, which
+    are multiplied with queries and results alone."""
+    sizes = []
+    for layer in spec.layers:
+        attention = layer.attention
+        if isinstance(attention, LatentAttentionSpec):
+            if any(linear.heads and linear.form is not None for linear in layer.linears):
+                return None
+            turned = attention.rotation.dim
+            own = LatentSizes(attention.rank, attention.plain_dim, turned, attention.v_dim)
+            sizes.append((own, attention.q_heads))
+        elif attention is not None:
+            return None
+    if not sizes:
+        return None
+    pair, made = (sum(heads * getattr(own, of) for own, heads in sizes) for of in ("pair", "made"))
+    return Decompressing(pair // len(sizes), made // len(sizes), len(sizes))
 
 
 def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> OperatorCost:

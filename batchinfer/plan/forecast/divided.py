@@ -86,7 +86,7 @@ def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> 
     placement = None if experts is None else experts.placement
     place = place_of(_fullest(rank, division, placement), division, whole, placement)
     own = sharded(whole, place)
-    cost = model_cost(own, setting.itemsize, setting.device)
+    cost = model_cost(own, setting.itemsize, setting.device, setting.deterministic)
     cost = cost if experts is None else with_imbalance(cost, experts.times)
     weights = loaded_bytes(own, parameter_count(own), setting.itemsize)
     return StagePart(own, cost, weights, place.layers or (0, len(whole.layers)))

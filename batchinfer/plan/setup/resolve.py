@@ -157,7 +157,8 @@ class Setting:
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
         """Return what steps of the model cost, as it will lie in memory."""
-        found = checkpoint.cost(self.itemsize, self.quantization, self.kv_cache, self.device)
+        codes = self.quantization, self.kv_cache
+        found = checkpoint.cost(self.itemsize, *codes, self.device, self.deterministic)
         return found if self.adapter_sizes is None else self.adapter_sizes.with_cost(found)
 
     @property

@@ -125,8 +125,8 @@ def triton_ops(model: Checkpoint, deterministic: bool = False) -> Any:
 
     attention = model.spec.attention
     sizes = (attention.q_heads, attention.kv_heads, attention.head_dim)
-    shape = AttentionShape(torch.float32, *sizes, deterministic)
-    return TritonOps(shape, attention.cache.latent)
+    shape = AttentionShape(torch.float32, *sizes, deterministic, latent=attention.cache.latent)
+    return TritonOps(shape)
 
 
 def build(*arguments: Any, **named: Any) -> LoadedWeights:

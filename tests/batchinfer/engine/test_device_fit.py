@@ -349,7 +349,7 @@ def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
 
 
 def test_the_warm_up_runs_steps_with_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many sizes as without, once; and the step whose memory is measured has one, too."""
+    """Of as many sizes as without, once, of a short prompt, too; and the step whose memory is measured has one, too."""
     checked = checkpoint("llama")
     runner = make_runner(
         checked, cpu_ops(checked), Limits(blocks=61, block_size=SIZE), adapters=adapters("llama")
@@ -366,5 +366,5 @@ def test_the_warm_up_runs_steps_with_an_adapter(monkeypatch: pytest.MonkeyPatch)
     steps.warm_up()
     sizes = sizes_between(steps.rows, STEPS.max_num_batched_tokens)
     assert {size for size, adapted in seen if adapted} >= {*sizes, steps.rows}
-    assert {size for size, adapted in seen if not adapted} >= {*sizes, steps.rows}
+    assert {size for size, adapted in seen if not adapted} >= {*sizes, steps.rows, 8}
     assert steps.costly.adapter == "one"

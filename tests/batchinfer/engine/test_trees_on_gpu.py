@@ -89,4 +89,7 @@ def test_models_with_windows_or_latents_have_chains(monkeypatch: pytest.MonkeyPa
     loaded = loaded_for(monkeypatch, "window")
     assert not loaded.runner.follows_trees
     shape = AttentionShape(torch.float32, 4, 1, 24)
-    assert [TritonOps(shape, latent).follows_trees for latent in (False, True)] == [True, False]
+    assert [TritonOps(replace(shape, latent=latent)).follows_trees for latent in (False, True)] == [
+        True,
+        False,
+    ]

@@ -180,6 +180,29 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
         assert any(s.prefill_tokens and s.decode_tokens for s in got.steps), "no step mixed both"
 
 
+@pytest.mark.parametrize("setting", ["whole", "chunked"])
+def test_prompts_are_decompressed_where_the_cache_keeps_latents(monkeypatch, setting):
+    """With as few tokens as here that would not be worth it."""
+    from batchinfer.models.ops import gpu_latents
+
+    lens: list[int] = []
+    attend = gpu_latents.Decompressed.attend
+
+    def watched(group, *arguments):
+        lens.append(len(group.slots))
+        attend(group, *arguments)
+
+    monkeypatch.setattr(gpu_latents, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(gpu_latents.Decompressed, "attend", watched)
+    limits, rows = SETTINGS[setting], prompts(2)
+    model = model_of("deepseek-v3")
+    got = ran("deepseek-v3", limits, triton_ops(model), DEVICE, rows)
+    assert got.answers == on_the_cpu("deepseek-v3", limits, rows).answers
+    layers = len(model.spec.caches)
+    read = layers * sum(map(len, rows))
+    assert sum(lens) == read if setting == "whole" else 0 < sum(lens) < read
+
+
 class ReferenceOps(TorchOps):
     """torch's operators, with linear layers that are quantised as the references of products say."""
 

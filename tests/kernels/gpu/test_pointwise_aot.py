@@ -1,4 +1,4 @@
-"""Kernels around the matrix products, and attention over latents, compiled for GPUs: nothing spills, loads are wide."""
+"""Kernels around the matrix products, compiled for GPUs: nothing spills, loads are wide."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from batchinfer_kernels.gpu.choose_experts import choose_experts
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.copy_parts import copy_parts
 from batchinfer_kernels.gpu.gated_activation import gated_activation
-from batchinfer_kernels.gpu.latent_attention import latent_attention
 from batchinfer_kernels.gpu.log_probabilities import log_probabilities
 from batchinfer_kernels.gpu.mask import mask
 from batchinfer_kernels.gpu.move_slots import move_slots
@@ -117,12 +116,6 @@ def launch_sort_by_expert(experts: int, counted: bool) -> None:
     sort_by_expert(choice, torch.zeros(experts).long(), torch.zeros(1024).bool() if counted else None)
 
 
-def launch_latent_attention(dtype: str, heads: int, rank: int, turned: int) -> None:
-    q, cache = zeros(dtype, 8, heads, rank + turned), zeros(dtype, 4, 1, 16, rank + turned)
-    rows = torch.arange(8)
-    latent_attention(q, cache, torch.zeros(8, 64, dtype=torch.int32), rows, rows, 0.3, rank)
-
-
 def launch_rope_store(
     dtype: str, codes: str | None, dim: int, pairs: int, normed: bool, interleaved: bool
 ) -> None:
@@ -170,10 +163,6 @@ KINDS = {
     "choose_experts": [Kind((number,)) for number in range(len(ROUTINGS))],
     "sort_by_expert": [Kind((128, True)), Kind((256, False)), Kind((8, True))],
     "combine": [Kind(("bfloat16", 64, 8, 2048), loads=1, stores=1)],
-    "latent_attention": [  # at the sizes of DeepSeek-V3
-        Kind(("bfloat16", 128, 512, 64)),
-        Kind(("float32", 128, 512, 64)),
-    ],
     "rope_store": [  # halves of q, of k, and v
         Kind(("bfloat16", None, 128, 64, True, False), loads=5, stores=5),
         Kind(("float32", "int8", 128, 64, False, False), loads=5),

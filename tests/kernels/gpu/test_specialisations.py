@@ -55,11 +55,13 @@ def test_attention_of_steps_of_all_sizes() -> None:
 
 
 def test_latents_of_tables_of_all_widths() -> None:
+    shape = AttentionShape(torch.float32, 4, 1, 80, latent=True)
     with recorded(runs=False) as found:
         for width in (1, 2, 16, 17):
-            tables, at = torch.zeros(2, width, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-            latent_attention(torch.zeros(2, 4, 80), torch.zeros(3, 1, BLOCK, 80), tables, at, at, 0.1, 64)
-    assert kernels(found) == ["_latent_attention_kernel"]
+            tables = torch.zeros(2, width, dtype=torch.int32)
+            plan = plan_attention([1, 3], [width, 3 * width], shape, "cpu")
+            latent_attention(torch.zeros(4, 4, 80), torch.zeros(3, 1, BLOCK, 80), tables, plan, 0.1, 64)
+    assert kernels(found) == ["_latent_decode_kernel", "_latent_prefill_kernel"]
 
 
 @pytest.mark.parametrize("name", ["plain", "block_fp8", "int4_64_zeros"])

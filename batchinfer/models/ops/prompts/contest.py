@@ -78,7 +78,7 @@ def _is_able(
 ) -> bool:
     if library.version() is None:
         return False
-    reason = library.why_not(ops.shape, ops.latent, sizes.block_size, device)
+    reason = library.why_not(ops.shape, sizes.block_size, device)
     if reason is None and not any(map(library.knows, layers)):
         reason = "every layer has an attention that it does not compute, or codes in its cache"
     if reason is not None:

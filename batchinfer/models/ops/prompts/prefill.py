@@ -88,13 +88,11 @@ class PromptPrefill(ABC, Generic[Pages]):
             return None
 
     @classmethod
-    def why_not(
-        cls, shape: AttentionShape, latent: bool, block_size: int, device: torch.device
-    ) -> str | None:
+    def why_not(cls, shape: AttentionShape, block_size: int, device: torch.device) -> str | None:
         """Return the reason why a model cannot use it; None if it can."""
         if shape.deterministic:
             return "engine.deterministic is true"
-        if latent:
+        if shape.latent:
             return "the model's cache keeps latents"
         if not shape.causal:
             return "the model is an encoder, whose tokens see later ones, too"

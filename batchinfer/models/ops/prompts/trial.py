@@ -38,10 +38,6 @@ class PromptOps(Protocol):
     def shape(self) -> AttentionShape:
         """The sizes of attention in the model that they are made for."""
 
-    @property
-    def latent(self) -> bool:
-        """Whether its cache keeps latents."""
-
     def with_prefill(self, prefill: AnyPrefill) -> Ops:
         """Return the same operators, with prompts read by `prefill`."""
 

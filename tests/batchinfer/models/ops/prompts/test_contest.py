@@ -201,7 +201,7 @@ def test_what_rules_a_library_out_is_logged(both, speeds, caplog, reason):
 
 def test_models_that_no_library_covers_are_not_timed(both, speeds, caplog):
     caplog.set_level(logging.INFO)
-    assert speeds.chosen(NEVER, ops=TritonOps(SHAPE, latent=True)) == OURS
+    assert speeds.chosen(NEVER, ops=TritonOps(replace(SHAPE, latent=True))) == OURS
     assert "keeps latents" in caplog.text
     encoder = TritonOps(AttentionShape(torch.float16, 4, 2, DIM, causal=False))
     assert speeds.chosen(NEVER, ops=encoder) == OURS

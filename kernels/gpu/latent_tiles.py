@@ -1,0 +1,60 @@
+"""How attention over latents is cut: rows are the heads of one token after the other, of one sequence."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from batchinfer_kernels.gpu.attention_launch import KVTiles
+from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
+from batchinfer_kernels.gpu.target import architecture
+
+# Rows that share what is read of a token. Sums of 64 rows of 512 values are half of a multiprocessor's registers.
+MOST_ROWS = 64
+SMALL, MEDIUM, LARGE = 128, 256, 512  # values of a latent, up to which sums of so many rows fit
+FEWEST_ROWS = 16  # a tensor core multiplies no fewer
+
+
+def chunk_tokens(heads: int) -> int:
+    """Return how many tokens of a prompt an item of `prefill_items` has."""
+    return max(1, MOST_ROWS // heads)
+
+
+def head_tiles(heads: int) -> int:
+    """Return how many programs share a token's heads."""
+    return cdiv(heads, MOST_ROWS)
+
+
+def latent_tiles(dtype: torch.dtype, rank: int, rows: int, deterministic: bool) -> KVTiles:
+    """Return the tiles for items of so many rows; where it is deterministic the same ones for any number."""
+    rows = FEWEST_ROWS if deterministic else min(MOST_ROWS, max(FEWEST_ROWS, next_power_of_2(rows)))
+    return _tiles(architecture(), dtype, max(16, next_power_of_2(rank)), rows)
+
+
+# By the most rows, for values of 2 bytes and latents of up to 512. All compile without spilling; none was measured.
+# With three stages the block table is looked up one tile before its latents are fetched, of which two tiles are in
+# memory.
+_HALF = {16: KVTiles(16, 32, 8, 3), 32: KVTiles(32, 32, 8, 3), 64: KVTiles(64, 32, 8, 2)}
+_HOPPER = {**_HALF, 64: KVTiles(64, 64, 8, 3)}
+# Of smaller ones, for which eight warps have too few registers
+_SMALL = {16: KVTiles(16, 16, 4, 3), 32: KVTiles(32, 16, 4, 3), 64: KVTiles(64, 32, 4, 2)}
+_MEDIUM = KVTiles(16, 32, 4, 3)
+_LARGEST = KVTiles(16, 16, 8, 2)  # of larger latents
+_SINGLE = KVTiles(16, 16, 8, 1)
+_AMD = KVTiles(16, 16, 4, 1)  # whose compute units have 64 KiB of shared memory
+
+
+@cache
+def _tiles(arch: str, dtype: torch.dtype, padded: int, rows: int) -> KVTiles:
+    if arch.startswith("gfx"):
+        return _AMD
+    if dtype == torch.float32:
+        return _SINGLE
+    if padded > LARGE:
+        return _LARGEST
+    if padded <= SMALL and (rows < MOST_ROWS or arch != "80"):
+        return _SMALL[rows]
+    if padded == MEDIUM and rows == FEWEST_ROWS:
+        return _MEDIUM
+    return (_HOPPER if arch in ("", "90") else _HALF)[rows]
