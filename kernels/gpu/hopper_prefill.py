@@ -95,19 +95,25 @@ def load_tiles(
 
 
 @gluon.jit
-def _key_product(q_rows, k_ring, i, blank, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Wait for tile i of the keys, and begin to multiply it."""
-    tiles, full, _empty = k_ring
+def _await(ring, i, STAGES: gl.constexpr):
+    """Wait until tile i is there."""
+    _tiles, full, _empty = ring
     mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+
+
+@gluon.jit
+def _key_product(q_rows, k_ring, i, blank, TILE: gl.constexpr, STAGES: gl.constexpr):
+    """Begin to multiply tile i of the keys, once it is there."""
+    _await(k_ring, i, STAGES)
+    tiles, _full, _empty = k_ring
     k = tiles.index(i % STAGES).reshape([TILE, q_rows.shape[1]])
     return warpgroup_mma(q_rows, k.permute([1, 0]), blank, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _value_product(weights, v_ring, i, total, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Wait for tile i of the values, and begin to add it to the total."""
-    tiles, full, _empty = v_ring
-    mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+    """Begin to add tile i of the values, which is there, to the total."""
+    tiles, _full, _empty = v_ring
     v = tiles.index(i % STAGES).reshape([TILE, total.type.shape[1]])
     return warpgroup_mma(weights, v, total, is_async=True)
 
@@ -223,6 +229,7 @@ def multiply_tiles(
     if (whole <= 0) | (left > 0):
         scores = visible(scores, row_at, begin, least, end, window, TILE, SIZE, WINDOW, SCORES)
     weights, top, mass, shrink = fold_scores(scores, top, mass, unit, WINDOW)
+    _await(v_ring, 0, STAGES)
     p = gl.convert_layout(weights.to(q_tiles.dtype), WEIGHTS)
     for i in range(1, tiles):
         scores = _key_product(q_rows, k_ring, i, blank, TILE, STAGES)
@@ -235,6 +242,9 @@ def multiply_tiles(
             first = begin + i * TILE
             scores = visible(scores, row_at, first, least, end, window, TILE, SIZE, WINDOW, SCORES)
         weights, top, mass, shrink = fold_scores(scores, top, mass, unit, WINDOW)
+        # Between the softmax and where its product's end is waited for: NVIDIA's assembler would put the wait first, but
+        # moves none across a branch
+        _await(v_ring, i, STAGES)
         total, p = warpgroup_mma_wait(0, deps=(total, p))
         _empty(v_ring, i - 1, STAGES)
         total = total * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, TOTAL)), 1)
@@ -244,12 +254,21 @@ def multiply_tiles(
 
     total = total / gl.expand_dims(gl.convert_layout(mass, gl.SliceLayout(1, TOTAL)), 1)
     q_rows.store(total.to(q_tiles.dtype))  # from where threads read whole rows
-    at, real = row_places(item_ptr, kv_head, out_stride_token, out_stride_head, PART, ROWS, D, D_PAD, GROUP, WIDE)
+    at, real = row_places(
+        item_ptr, kv_head, out_stride_token, out_stride_head, PART, ROWS, D, D_PAD, GROUP, WIDE
+    )
     gl.store(out_ptr + at, q_rows.load(WIDE), mask=real)
 
 
 @gluon.jit
-def _ring(desc, TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr, STAGES: gl.constexpr, READERS: gl.constexpr):
+def _ring(
+    desc,
+    TILE: gl.constexpr,
+    SIZE: gl.constexpr,
+    D_PAD: gl.constexpr,
+    STAGES: gl.constexpr,
+    READERS: gl.constexpr,
+):
     """Return buffers for tiles, and for each a barrier that says that it is full, and one that it is empty."""
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, TILE // SIZE, 1, SIZE, D_PAD], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
