@@ -29,17 +29,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from batchinfer_kernels.gpu.attention_core import LOG2E
-from batchinfer_kernels.gpu.attention_launch import MAX_GROUP, MAX_HEAD_DIM, check_attention, padded_dim
+from batchinfer_kernels.gpu.attention_launch import check_attention, padded_dim
+from batchinfer_kernels.gpu.hopper_tiles import (
+    LAUNCH_REGISTERS,
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    ROWS,
+    STAGES,
+    TILE,
+    why_not,
+)
 
-GROUPS = 2  # warp groups that multiply
-ROWS = 64  # of each
-TILE = {64: 128, 128: 128, 256: 64}  # keys of a tile, by the padded head size
-STAGES = 2  # tiles of keys in flight, and of values
-# Of the threads of each partition. Warp groups take registers from what a launch of 3 × 128 threads begins with
-MULTIPLIER_REGISTERS, LOADER_REGISTERS, LAUNCH_REGISTERS = 232, 40, 168
 DTYPES = (torch.bfloat16, torch.float16)
-ALIGNED_VALUES = 8  # of a head: the hardware copies rows that lie multiples of 16 bytes apart
-LEAST_BLOCK = 8  # the rows after which its pattern of banks repeats
 VARYING = ["stride_table"]
 
 
@@ -242,8 +243,8 @@ def multiply_tiles(
             first = begin + i * TILE
             scores = visible(scores, row_at, first, least, end, window, TILE, SIZE, WINDOW, SCORES)
         weights, top, mass, shrink = fold_scores(scores, top, mass, unit, WINDOW)
-        # Between the softmax and where its product's end is waited for: NVIDIA's assembler would put the wait first, but
-        # moves none across a branch
+        # It stands between the softmax and the wait for the product beside it: NVIDIA's assembler would wait first, but
+        # moves no wait across a branch
         _await(v_ring, i, STAGES)
         total, p = warpgroup_mma_wait(0, deps=(total, p))
         _empty(v_ring, i - 1, STAGES)
@@ -310,25 +311,6 @@ def _hopper_prefill_kernel(
     )  # fmt: skip
 
 
-def why_not(head_dim: int, group: int, block_size: int, window: int | None = None) -> str | None:
-    """Return the reason why the kernel does not read such a cache; None if it does."""
-    if group > MAX_GROUP:
-        return f"{group} heads share a KV head, and at most {MAX_GROUP} may"
-    if head_dim % ALIGNED_VALUES or head_dim > MAX_HEAD_DIM:
-        return f"heads of {head_dim} are not a multiple of {ALIGNED_VALUES} up to {MAX_HEAD_DIM}"
-    most = TILE[padded_dim(head_dim)]
-    if block_size & (block_size - 1) or not LEAST_BLOCK <= block_size <= most:
-        return f"blocks of {block_size} are not a power of 2 from {LEAST_BLOCK} to {most}"
-    if window is not None and window < block_size:
-        return f"a window of {window} is shorter than a block of {block_size}"
-    return None
-
-
-def hopper_tokens(group: int) -> int:
-    """How many tokens an item may have: `prefill_items`' `tokens_per_item`."""
-    return GROUPS * ROWS // group
-
-
 def hopper_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -342,11 +324,11 @@ def hopper_prefill(
     sinks: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """As `prefill_attention` with items of up to `hopper_tokens` and `out`. Raises ValueError for what it does not
-    cover, as `why_not` says."""
+    """Write to `out` what `prefill_attention` does, with items of up to `hopper_tokens`. Raises ValueError for what it
+    does not cover, as `why_not` says."""
     check_attention(q, k_cache, v_cache, block_tables, sinks, None, None)
     kv_heads, size, dim = k_cache.shape[1:]
-    reason = why_not(dim, q.shape[1] // kv_heads, size, window)
+    reason = why_not(dim, size, window)
     if reason is not None or q.dtype not in DTYPES or k_cache.dtype != q.dtype:
         raise ValueError(reason or f"q of {q.dtype} and caches of {k_cache.dtype}")
     if not scale > 0:

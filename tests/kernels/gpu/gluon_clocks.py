@@ -1,5 +1,5 @@
-"""What has happened before what, among the partitions of a program: vector clocks (Mattern, 1989), and shared memory that
-knows by them who may read and write it (as FastTrack, Flanagan and Freund, 2009).
+"""What has happened before what, among the partitions of a program: vector clocks (Mattern, 1989), and shared memory
+that knows by them who may read and write it (as FastTrack, Flanagan and Freund, 2009).
 
 An order that only the schedule of one run gives is no order: what is not waited for is found in each run, whichever
 comes first in it.
@@ -79,7 +79,7 @@ class Allocation:
             raise RaceError(f"{agent.name} meets what threads read or wrote without a fence")
 
     def fence(self, agent: Agent) -> None:
-        """What threads did, as far as `agent` knows of it, is seen from here on by hardware that copies and multiplies."""
+        """What threads did, as far as `agent` knows of it, is from here on seen by who copies and multiplies."""
         for thread in np.unique(self.threads[self.threads > 0]):
             known = agent.known.get(int(thread), 0)
             done = self.written * (self.writer == thread)

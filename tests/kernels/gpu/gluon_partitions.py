@@ -1,6 +1,5 @@
-"""The partitions of a program of Gluon, run in an order that is drawn: one at a time, each up to its next action on what
-others see, with copies that arrive at any time between.
-"""
+"""The partitions of a program of Gluon, run in an order that is drawn: one at a time, each up to its next action on
+what others see, with copies that arrive at any time between."""
 
 from __future__ import annotations
 

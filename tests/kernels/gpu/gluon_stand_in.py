@@ -85,7 +85,8 @@ class Shared:
 
     def multiplied(self, cores: Agent) -> Callable[[], Any]:
         """Let tensor cores read this; the function that is returned reads."""
-        assert isinstance(self.layout, gl.NVMMASharedLayout) and len(self.shape) == 2
+        assert isinstance(self.layout, gl.NVMMASharedLayout)
+        assert len(self.shape) == 2
         self._memory.check_fenced(cores, self._cells.ravel())
         self._memory.note_read(cores, self._cells.ravel())
         return lambda: self._memory.values[self._cells]
@@ -249,12 +250,16 @@ def _check_product(a: Any, b: Shared, acc: Tensor) -> None:
     """What the instruction takes."""
     assert isinstance(acc, Tensor), "the sum is there"
     layout = acc.layout
-    assert isinstance(layout, gl.NVMMADistributedLayout) and layout.version == [3, 0]
+    assert isinstance(layout, gl.NVMMADistributedLayout)
     (rows, inner), (second, columns) = a.shape, b.shape
-    assert inner == second and acc.shape == [rows, columns] and rows % 64 == 0
-    assert a.dtype == b.dtype and a.dtype in (gl.bfloat16, gl.float16) and acc.dtype == gl.float32
+    assert (inner, acc.shape) == (second, [rows, columns])
+    assert a.dtype == b.dtype
+    assert a.dtype in (gl.bfloat16, gl.float16)
+    assert (acc.dtype, layout.version) == (gl.float32, [3, 0])
     sixteen, n, k = layout.instr_shape
-    assert (sixteen, k) == (16, 16) and columns % n == 0 and n % 8 == 0 and n <= 256 and inner % 16 == 0
+    assert (sixteen, k, n % 8) == (16, 16, 0)
+    assert n <= 256
+    assert (rows % 64, columns % n, inner % k) == (0, 0, 0)
     assert isinstance(a, Shared) or a.layout == gl.DotOperandLayout(0, layout, 2)
 
 

@@ -1,4 +1,5 @@
-"""Tensors of Gluon as arrays: their layouts have to fit, integers must not overflow, and only float32 is calculated with."""
+"""Tensors of Gluon as arrays: their layouts have to fit, integers must not overflow, and only float32 is calculated
+with."""
 
 from __future__ import annotations
 
@@ -51,14 +52,15 @@ class Tensor:
         return bool(self.values)
 
     def __index__(self) -> int:
-        assert self.layout is None and self.dtype in INTEGERS
+        assert self.layout is None
+        assert self.dtype in INTEGERS
         return int(self.values)
 
     def to(self, dtype: Any) -> Tensor:
         if dtype in TORCH:
             rounded = torch.from_numpy(np.asarray(self.values, np.float32)).to(TORCH[dtype]).float().numpy()
             return Tensor(rounded, dtype, self.layout)
-        assert dtype in INTEGERS and self.dtype in INTEGERS
+        assert {dtype, self.dtype} <= set(INTEGERS)
         return Tensor(self.values, dtype, self.layout)
 
     def _with(self, other: Any, by: Callable[[Any, Any], Any], *, turned: bool = False) -> Tensor:
@@ -105,8 +107,8 @@ _BINARY = {
 for _name, _by in _BINARY.items():
     setattr(Tensor, f"__{_name}__", lambda self, other, by=_by: self._with(other, by))
     setattr(Tensor, f"__r{_name}__", lambda self, other, by=_by: self._with(other, by, turned=True))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Tensor, f"__{_name}__", lambda self, other, by=getattr(operator, _name): self._with(other, by))
+for _by in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
+    setattr(Tensor, f"__{_by.__name__}__", lambda self, other, by=_by: self._with(other, by))
 
 
 class Pointer:
@@ -148,8 +150,10 @@ class Pages:
 
     def __init__(self, name: str, told: Any) -> None:
         strides = [stride * told.base.element_size() for stride in told.strides[:-1]]
-        assert told.strides[-1] == 1 and not any(stride % 16 for stride in strides), "rows of 16 bytes"
-        assert all(0 < n < 2**32 for n in told.shape) and all(n <= 256 for n in told.block_shape)
+        assert told.strides[-1] == 1
+        assert not any(stride % 16 for stride in strides), "rows lie multiples of 16 bytes apart"
+        assert all(0 < n < 2**32 for n in told.shape)
+        assert all(n <= 256 for n in told.block_shape)
         self.name, self.layout, self.dtype = name, told.layout, OF_TORCH[told.base.dtype]
         kind = torch.float32 if told.base.is_floating_point() else torch.int64
         self.values = told.base.as_strided(told.shape, told.strides).to(kind).numpy()
@@ -205,7 +209,8 @@ def to_tensor(value: int) -> Tensor:
 
 
 def expand_dims(value: Tensor, axis: int) -> Tensor:
-    assert isinstance(value.layout, gl.SliceLayout) and value.layout.dim == axis
+    assert isinstance(value.layout, gl.SliceLayout)
+    assert value.layout.dim == axis
     return Tensor(np.expand_dims(value.values, axis), value.dtype, value.layout.parent)
 
 

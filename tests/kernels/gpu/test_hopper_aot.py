@@ -1,5 +1,5 @@
-"""Prompts' attention for compute capability 9.0, compiled: it loads by tensor copies, moves registers to who multiplies,
-and computes softmax beside products. Nothing spills."""
+"""Prompts' attention for compute capability 9.0, compiled: it loads by tensor copies, gives registers to who
+multiplies, and computes softmax beside products. Nothing spills."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from batchinfer_kernels.gpu.attention_launch import padded_dim
-from batchinfer_kernels.gpu.hopper_prefill import GROUPS, TILE, hopper_prefill, hopper_tokens
+from batchinfer_kernels.gpu.hopper_prefill import hopper_prefill
+from batchinfer_kernels.gpu.hopper_tiles import GROUPS, TILE, hopper_tokens
 from batchinfer_kernels.gpu.prefill_attention import prefill_items
 from tests.examples import first_of
 from tests.kernels.gpu.aot import Compiled, compile_launch
