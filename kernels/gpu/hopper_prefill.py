@@ -4,7 +4,8 @@ trees. It computes what `prefill_attention` does, and is compiled for this hardw
 One program takes a tile of query rows of one sequence, the heads of one KV head packed into it. A warp loads tiles of
 keys and values by the hardware's tensor copies (TMA), page by page; two warp groups, of 64 rows each, multiply them.
 Each keeps two products in flight: the scores of a tile are multiplied beside the values of the tile before, and the
-softmax of a tile runs beside that product (FlashAttention-3, Shah et al., 2024).
+softmax of a tile runs beside that product (FlashAttention-3, Shah et al., 2024). Where the cache holds codes of a byte,
+another warp group makes values of them in between.
 
 The copies have no masks, and blocks may hold NaN behind a sequence's end, or before its window: 0 × NaN is NaN. What
 the hardware puts beside a tensor's edges is 0, so that the first and the last page of a sequence are read shifted: the
@@ -31,9 +32,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from batchinfer_kernels.gpu.attention_core import LOG2E
 from batchinfer_kernels.gpu.attention_launch import check_attention, padded_dim
 from batchinfer_kernels.gpu.hopper_tiles import (
-    LAUNCH_REGISTERS,
-    LOADER_REGISTERS,
-    MULTIPLIER_REGISTERS,
+    REGISTERS,
+    REGISTERS_OF_CODES,
     ROWS,
     STAGES,
     TILE,
@@ -62,16 +62,18 @@ def page_shift(page, least, end, SIZE: gl.constexpr):
 
 @gluon.jit
 def _load_tile(
-    desc, ring, i, table_ptr, kv_head, begin, least, end, TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr
+    desc, ring, slot, first, table_ptr, kv_head, least, end,
+    TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Wait until tile i's place is empty, and begin to load it."""
+    """Wait until a place in the ring, which is filled the `slot`-th time, is empty, and begin to load the tile whose
+    first key is `first`."""
     tiles, full, empty = ring
-    stage = i % STAGES
+    stage = slot % STAGES
     PAGES: gl.constexpr = TILE // SIZE
-    mbarrier.wait(empty.index(stage), (i // STAGES) & 1 ^ 1)
+    mbarrier.wait(empty.index(stage), (slot // STAGES) & 1 ^ 1)
     mbarrier.expect(full.index(stage), desc.block_type.nbytes * PAGES)
     for number in gl.static_range(PAGES):
-        page = begin + i * TILE + number * SIZE
+        page = first + number * SIZE
         block = gl.load(table_ptr + page // SIZE, mask=page < end, other=0)
         shift = page_shift(page, least, end, SIZE)
         place = tiles.index(stage).slice(number, 1)
@@ -81,9 +83,9 @@ def _load_tile(
 @gluon.jit
 def load_tiles(
     k_desc, v_desc,  # (blocks, kv_heads, SIZE, D)
-    k_ring, v_ring,  # (tiles, full, empty): STAGES buffers, and barriers of each
+    k_ring, v_ring,  # (tiles, full, empty): STAGES buffers, and barriers of each; the same one where there are CODES
     tables_ptr, stride_table, item_ptr, kv_head, window,
-    TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: fills the rings, tile by tile, as they are emptied."""
     table_ptr = tables_ptr + gl.load(item_ptr).to(gl.int64) * stride_table
@@ -91,8 +93,65 @@ def load_tiles(
     least = first_key(gl.load(item_ptr + 3), window, WINDOW)
     begin = least // SIZE * SIZE
     for i in range((end - begin + TILE - 1) // TILE):
-        _load_tile(k_desc, k_ring, i, table_ptr, kv_head, begin, least, end, TILE, SIZE, STAGES)
-        _load_tile(v_desc, v_ring, i, table_ptr, kv_head, begin, least, end, TILE, SIZE, STAGES)
+        k_slot, v_slot = i, i
+        if CODES:
+            k_slot, v_slot = 2 * i, 2 * i + 1
+        first = begin + i * TILE
+        _load_tile(k_desc, k_ring, k_slot, first, table_ptr, kv_head, least, end, TILE, SIZE, STAGES)
+        _load_tile(v_desc, v_ring, v_slot, first, table_ptr, kv_head, least, end, TILE, SIZE, STAGES)
+
+
+@gluon.jit
+def _widen_tile(
+    codes, slot, ring, i, scale_ptr, stride_scale, table_ptr, kv_head, first, least, end,
+    TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Wait for a tile of codes, and for its place in a ring of values; fill that with code × scale."""
+    ROWS: gl.constexpr = 32  # at a time: as many as there are registers for
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D_PAD, D_PAD // 16], [4, 1], [1, 0])
+    tiles, full, empty = ring
+    code_tiles, _code_full, code_empty = codes
+    _await(codes, slot, STAGES)
+    mbarrier.wait(empty.index(i % STAGES), (i // STAGES) & 1 ^ 1)
+    source = code_tiles.index(slot % STAGES).reshape([TILE, D_PAD])
+    target = tiles.index(i % STAGES).reshape([TILE, D_PAD])
+    for number in gl.static_range(TILE // ROWS):
+        column = first + number * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        page = column // SIZE * SIZE
+        key = column + page_shift(page, least, end, SIZE)
+        # The copies left 0 where there is no key of the sequence, whose scale may be anything
+        real = (key >= page) & (key < page + SIZE)
+        block = gl.load(table_ptr + page // SIZE, mask=real, other=0).to(gl.int64)
+        scale_at = block * stride_scale + kv_head * SIZE + (key - page)
+        scale = gl.load(scale_ptr + scale_at, mask=real, other=0.0)
+        values = source.slice(number * ROWS, ROWS).load(LAYOUT).to(gl.float32)
+        target.slice(number * ROWS, ROWS).store((values * gl.expand_dims(scale, 1)).to(DTYPE))
+    fence_async_shared()  # the tensor cores read what was written here, and copies overwrite what was read
+    mbarrier.arrive(full.index(i % STAGES))
+    mbarrier.arrive(code_empty.index(slot % STAGES))
+
+
+@gluon.jit
+def widen_tiles(
+    codes, k_ring, v_ring, k_scale_ptr, v_scale_ptr, stride_scale, tables_ptr, stride_table, item_ptr, kv_head,
+    window, TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """A warp group that makes values of codes, tile by tile. They are rounded as values that are cached as they are."""
+    table_ptr = tables_ptr + gl.load(item_ptr).to(gl.int64) * stride_table
+    end = gl.load(item_ptr + 4)
+    least = first_key(gl.load(item_ptr + 3), window, WINDOW)
+    begin = least // SIZE * SIZE
+    for i in range((end - begin + TILE - 1) // TILE):
+        first = begin + i * TILE
+        _widen_tile(
+            codes, 2 * i, k_ring, i, k_scale_ptr, stride_scale, table_ptr, kv_head, first, least, end,
+            TILE, SIZE, D_PAD, STAGES, DTYPE,
+        )  # fmt: skip
+        _widen_tile(
+            codes, 2 * i + 1, v_ring, i, v_scale_ptr, stride_scale, table_ptr, kv_head, first, least, end,
+            TILE, SIZE, D_PAD, STAGES, DTYPE,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -139,11 +198,13 @@ def visible(
     TILE: gl.constexpr, SIZE: gl.constexpr, WINDOW: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return scores, -inf for keys that are not the sequence's, or that a row does not see."""
-    column = first + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
+    # A thread computes one column, and is told the others: for all of its own it would not have the registers
+    column = first + gl.arange(0, TILE, gl.BlockedLayout([1], [32], [4], [0]))
     page = column // SIZE * SIZE
     key = column + page_shift(page, least, end, SIZE)
     # What fell off its block's edge is far behind every row
     key = gl.where((key >= page) & (key < page + SIZE), key, 2147483647)
+    key = gl.convert_layout(key, gl.SliceLayout(0, LAYOUT))
     key, row_at = gl.expand_dims(key, 0), gl.expand_dims(row_at, 1)
     seen = key <= row_at
     if WINDOW:
@@ -263,15 +324,11 @@ def multiply_tiles(
 
 @gluon.jit
 def _ring(
-    desc,
-    TILE: gl.constexpr,
-    SIZE: gl.constexpr,
-    D_PAD: gl.constexpr,
-    STAGES: gl.constexpr,
-    READERS: gl.constexpr,
-):
+    dtype: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr,
+    STAGES: gl.constexpr, READERS: gl.constexpr,
+):  # fmt: skip
     """Return buffers for tiles, and for each a barrier that says that it is full, and one that it is empty."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, TILE // SIZE, 1, SIZE, D_PAD], desc.layout)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE // SIZE, 1, SIZE, D_PAD], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -283,32 +340,52 @@ def _ring(
 @gluon.jit(do_not_specialize=VARYING)
 def _hopper_prefill_kernel(
     q_ptr, k_desc, v_desc, tables_ptr, sinks_ptr,
+    k_scale_ptr, v_scale_ptr,  # (blocks, kv_heads, SIZE) float32, where the cache holds CODES; else None
     items_ptr,  # (n, 5) int32, as `prefill_attention` has them
-    out_ptr, q_stride_token, q_stride_head, out_stride_token, out_stride_head, stride_table,
+    out_ptr, q_stride_token, q_stride_head, out_stride_token, out_stride_head, stride_table, stride_scale,
     unit, rate, window,
     D: gl.constexpr, D_PAD: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, TILE: gl.constexpr,
-    SIZE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
-    MULTIPLIER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    SIZE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, CODES: gl.constexpr,
+    MULTIPLIER_REGISTERS: gl.constexpr, WIDENER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     item_ptr = items_ptr + gl.program_id(0) * 5
     kv_head = gl.program_id(1)
+    DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     Q: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, ROWS, D_PAD], Q)
-    k_ring = _ring(k_desc, TILE, SIZE, D_PAD, STAGES, 2)
-    v_ring = _ring(v_desc, TILE, SIZE, D_PAD, STAGES, 2)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [2, ROWS, D_PAD], Q)
+    k_ring = _ring(DTYPE, VALUES, TILE, SIZE, D_PAD, STAGES, 2)
+    v_ring = _ring(DTYPE, VALUES, TILE, SIZE, D_PAD, STAGES, 2)
     strides = (q_stride_token, q_stride_head, out_stride_token, out_stride_head)
-    gl.warp_specialize(
-        [
-            (multiply_tiles, (q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head, strides, q_tiles, k_ring, v_ring,
-                              unit, rate, window, 0, D, GROUP, TILE, SIZE, STAGES, WINDOW, CAP)),
-            (multiply_tiles, (q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head, strides, q_tiles, k_ring, v_ring,
-                              unit, rate, window, 1, D, GROUP, TILE, SIZE, STAGES, WINDOW, CAP)),
-            (load_tiles, (k_desc, v_desc, k_ring, v_ring, tables_ptr, stride_table, item_ptr, kv_head, window,
-                          TILE, SIZE, STAGES, WINDOW)),
-        ],
-        [4, 1],
-        [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
-    )  # fmt: skip
+    if CODES:
+        codes = _ring(k_desc.dtype, k_desc.layout, TILE, SIZE, D_PAD, STAGES, 1)
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head, strides, q_tiles, k_ring, v_ring,
+                                  unit, rate, window, 0, D, GROUP, TILE, SIZE, STAGES, WINDOW, CAP)),
+                (multiply_tiles, (q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head, strides, q_tiles, k_ring, v_ring,
+                                  unit, rate, window, 1, D, GROUP, TILE, SIZE, STAGES, WINDOW, CAP)),
+                (widen_tiles, (codes, k_ring, v_ring, k_scale_ptr, v_scale_ptr, stride_scale, tables_ptr, stride_table,
+                               item_ptr, kv_head, window, TILE, SIZE, D_PAD, STAGES, WINDOW, DTYPE)),
+                (load_tiles, (k_desc, v_desc, codes, codes, tables_ptr, stride_table, item_ptr, kv_head, window,
+                              TILE, SIZE, STAGES, WINDOW, CODES)),
+            ],
+            [4, 4, 1],
+            [MULTIPLIER_REGISTERS, WIDENER_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply_tiles, (q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head, strides, q_tiles, k_ring, v_ring,
+                                  unit, rate, window, 0, D, GROUP, TILE, SIZE, STAGES, WINDOW, CAP)),
+                (multiply_tiles, (q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head, strides, q_tiles, k_ring, v_ring,
+                                  unit, rate, window, 1, D, GROUP, TILE, SIZE, STAGES, WINDOW, CAP)),
+                (load_tiles, (k_desc, v_desc, k_ring, v_ring, tables_ptr, stride_table, item_ptr, kv_head, window,
+                              TILE, SIZE, STAGES, WINDOW, CODES)),
+            ],
+            [4, 1],
+            [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
 
 
 def hopper_prefill(
@@ -322,15 +399,17 @@ def hopper_prefill(
     *,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor,
 ) -> None:
     """Write to `out` what `prefill_attention` does, with items of up to `hopper_tokens`. Raises ValueError for what it
     does not cover, as `why_not` says."""
-    check_attention(q, k_cache, v_cache, block_tables, sinks, None, None)
+    check_attention(q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale)
     kv_heads, size, dim = k_cache.shape[1:]
-    reason = why_not(dim, size, window)
-    if reason is not None or q.dtype not in DTYPES or k_cache.dtype != q.dtype:
-        raise ValueError(reason or f"q of {q.dtype} and caches of {k_cache.dtype}")
+    reason = why_not(dim, size, window, k_cache.element_size())
+    if reason is not None or q.dtype not in DTYPES:
+        raise ValueError(reason or f"q is {q.dtype}")
     if not scale > 0:
         raise ValueError(f"scores are multiplied by {scale}, which is not greater than 0")
     if len(items):
@@ -340,6 +419,9 @@ def hopper_prefill(
             v_desc=_pages(v_cache),
             tables_ptr=block_tables,
             sinks_ptr=sinks,
+            k_scale_ptr=k_scale,
+            v_scale_ptr=v_scale,
+            stride_scale=0 if k_scale is None else k_scale.stride(0),
             items_ptr=items,
             out_ptr=out,
             q_stride_token=q.stride(0),
@@ -352,13 +434,13 @@ def hopper_prefill(
             window=window or 0,
             WINDOW=window is not None,
             CAP=soft_cap is not None,
-            **_options(dim, q.shape[1] // kv_heads, size),
+            **_options(dim, q.shape[1] // kv_heads, size, k_scale is not None),
         )
 
 
-def _options(dim: int, group: int, size: int) -> dict[str, Any]:
+def _options(dim: int, group: int, size: int, coded: bool) -> dict[str, Any]:
     """Return the constants and options that the kernel is compiled for."""
-    padded = padded_dim(dim)
+    padded, registers = padded_dim(dim), REGISTERS_OF_CODES if coded else REGISTERS
     return {
         "D": dim,
         "D_PAD": padded,
@@ -367,10 +449,12 @@ def _options(dim: int, group: int, size: int) -> dict[str, Any]:
         "TILE": TILE[padded],
         "SIZE": size,
         "STAGES": STAGES,
-        "MULTIPLIER_REGISTERS": MULTIPLIER_REGISTERS,
-        "LOADER_REGISTERS": LOADER_REGISTERS,
+        "CODES": coded,
+        "MULTIPLIER_REGISTERS": registers.multiplier,
+        "WIDENER_REGISTERS": registers.widener,
+        "LOADER_REGISTERS": registers.loader,
         "num_warps": 4,
-        "maxnreg": LAUNCH_REGISTERS,
+        "maxnreg": registers.launched,
     }
 
 
@@ -378,5 +462,6 @@ def _pages(cache: Tensor) -> TensorDescriptor:
     """Return what the hardware is told of a cache: it copies a page of one KV head, with zeros up to the padded head
     size."""
     page = [1, 1, cache.shape[2], padded_dim(cache.shape[3])]
-    layout = gl.NVMMASharedLayout(128, 8 * cache.element_size(), 4)
+    size = cache.element_size()
+    layout = gl.NVMMASharedLayout(min(128, page[3] * size), 8 * size, 4)
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), page, layout)

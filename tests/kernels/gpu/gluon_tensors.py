@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,10 @@ class Pointer:
 
     def __init__(self, memory: Memory, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.memory.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, offset + self.offset)

@@ -106,7 +106,7 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
 
     @classmethod
     def knows(cls, rules: AttentionRules) -> bool:
-        return True
+        return rules.codes is None
 
     def reads(self, cache: LayerCache) -> bool:
         # What is not aligned it would copy, the whole cache, before it is read

@@ -39,7 +39,7 @@ def has_gluon() -> bool:
 
 
 class GluonPrefill(PromptPrefill[PromptItems]):
-    """The kernel of `hopper_prefill`, for layers with windows, soft caps and sinks, too."""
+    """The kernel of `hopper_prefill`, for layers with windows, soft caps, sinks and codes in the cache, too."""
 
     name = "batchinfer's kernel in triton's Gluon"
     distribution = "triton"
@@ -70,7 +70,12 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return True
 
     def reads(self, cache: LayerCache) -> bool:
-        return cache.k.dtype == self._shape.dtype and is_aligned(cache.k) and is_aligned(cache.v)
+        values = cache.k
+        if values.dtype not in (self._shape.dtype, torch.int8, torch.float8_e4m3fn):
+            return False
+        sizes = (self._shape.head_dim, self._block_size, None, values.element_size())
+        fits = _tiles().why_not(*sizes) is None
+        return fits and is_aligned(values) and is_aligned(cache.v)
 
     def covers(
         self, cache: LayerCache, window: int | None, soft_cap: float | None, sinks: Tensor | None
@@ -100,8 +105,14 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        places = (q, cache.k, cache.v, pages.tables, pages.items)
-        self._attend(*places, scale, window, soft_cap=soft_cap, sinks=sinks, out=out)
+        self._attend(
+            *(q, cache.k, cache.v, pages.tables, pages.items, scale, window),
+            soft_cap=soft_cap,
+            sinks=sinks,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=out,
+        )
 
 
 def _tiles() -> Any:

@@ -20,7 +20,7 @@ from batchinfer.models.ops.interface import LayerCache
 from batchinfer.models.ops.prompts import gluon
 from batchinfer.models.ops.prompts.contest import prefill_contest
 from batchinfer.models.ops.prompts.gluon import GluonPrefill
-from batchinfer.models.ops.prompts.trial import PromptSizes
+from batchinfer.models.ops.prompts.trial import LAYERS, PromptSizes, Trial
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer.models.spec.spec import AttentionRules
 from batchinfer_kernels.gpu import hopper_prefill
@@ -83,6 +83,15 @@ def test_a_step_s_results_are_those_of_the_reference(kernel, rules, lens, contex
     got = ops.attention(q, cache, plan, 0.2, rules.window, rules.soft_cap, sinks)
     torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
     assert kernel.launches == 1
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+def test_codes_are_read_as_by_the_other(kernel, codes):
+    trial = Trial.timed(TritonOps(SHAPE), SIZES, 1, DEVICE)
+    rules = AttentionRules(9, codes=codes)
+    got, wanted = (trial.run(ops, rules) for ops in (with_kernel(), TritonOps(SHAPE)))
+    torch.testing.assert_close(got, wanted, atol=4e-3, rtol=4e-3)
+    assert kernel.launches == LAYERS
 
 
 def test_items_are_those_of_chunks_of_several_queries():
@@ -163,7 +172,7 @@ def test_it_is_taken_where_it_is_faster(kernel, monkeypatch, caplog, faster, cho
 
 def test_another_result_is_a_warning(kernel, monkeypatch, caplog):
     monkeypatch.setattr(GluonPrefill, "run", lambda *args: args[5].zero_())
-    made = prefill_contest(TritonOps(SHAPE), SIZES, DEVICE, {PLAIN: 1})
+    made = prefill_contest(TritonOps(SHAPE), SIZES, DEVICE, {AttentionRules(codes="fp8"): 1})
     assert made is not None
     assert made.winner(made.decide()).name == "triton"
     assert "another version of triton may help" in caplog.text
