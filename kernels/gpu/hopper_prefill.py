@@ -358,7 +358,9 @@ def _hopper_prefill_kernel(
     v_ring = _ring(DTYPE, VALUES, TILE, SIZE, D_PAD, STAGES, 2)
     strides = (q_stride_token, q_stride_head, out_stride_token, out_stride_head)
     if CODES:
-        codes = _ring(k_desc.dtype, k_desc.layout, TILE, SIZE, D_PAD, STAGES, 1)
+        CODE: gl.constexpr = k_desc.dtype
+        CODE_LAYOUT: gl.constexpr = k_desc.layout
+        codes = _ring(CODE, CODE_LAYOUT, TILE, SIZE, D_PAD, STAGES, 1)
         gl.warp_specialize(
             [
                 (multiply_tiles, (q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head, strides, q_tiles, k_ring, v_ring,
