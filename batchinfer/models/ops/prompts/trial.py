@@ -115,7 +115,7 @@ class Trial:
             else:
                 values.copy_(torch.randn(values.shape, device=values.device).clamp(-3, 3) / CODE_SCALE[codes])
         for scales in made.scales or ():
-            scales.fill_(CODE_SCALE[codes or "int8"])
+            scales.uniform_(0.5, 1.5).mul_(CODE_SCALE[codes or "int8"])
         end = (self.inputs.context_lens[0] - 1) % self.block_size + 1
         for values in made.scales or (made.k, made.v):
             values[width - 1 :: width, :, end:] = torch.nan

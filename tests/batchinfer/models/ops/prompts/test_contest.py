@@ -216,6 +216,13 @@ def test_models_that_no_library_covers_are_not_timed(both, speeds, caplog):
     assert speeds.calls == []
 
 
+def test_codes_are_for_none_of_the_libraries(both, speeds, caplog):
+    caplog.set_level(logging.INFO)
+    assert speeds.chosen(NEVER, {AttentionRules(codes="int8"): 3}) == OURS
+    assert caplog.text.count("or codes in its cache") == 2
+    assert speeds.calls == []
+
+
 def test_windows_alone_are_for_flash_attention(both, speeds, caplog):
     caplog.set_level(logging.INFO)
     assert speeds.chosen(NEVER, {LOCAL: 3}) == ATTENTION

@@ -22,7 +22,7 @@ from batchinfer.models.ops.prompts.contest import prefill_contest
 from batchinfer.models.ops.prompts.gluon import GluonPrefill
 from batchinfer.models.ops.prompts.trial import LAYERS, PromptSizes, Trial
 from batchinfer.models.ops.triton_ops import TritonOps
-from batchinfer.models.spec.spec import AttentionRules
+from batchinfer.models.spec.spec import AttentionRules, CacheSpec
 from batchinfer_kernels.gpu import hopper_prefill
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from batchinfer_kernels.paged_attention import paged_attention_reference
@@ -120,6 +120,13 @@ def test_what_the_kernel_does_not_read_stays_with_the_other(kernel, kind):
     )
     assert torch.equal(got, wanted)
     assert kernel.launches == 0
+
+
+@pytest.mark.parametrize(("dim", "codes", "reads"), [(64, "int8", True), (72, None, True), (72, "int8", False)])
+def test_which_caches_it_reads(dim, codes, reads):
+    shape = replace(SHAPE, head_dim=dim)
+    cache = TritonOps(shape).allocate_cache(CacheSpec(2, dim, dtype=codes), 2, BLOCK, shape.dtype, DEVICE)
+    assert GluonPrefill(shape, BLOCK, DEVICE).reads(cache) == reads
 
 
 def test_steps_with_trees_stay_with_the_other(kernel):
