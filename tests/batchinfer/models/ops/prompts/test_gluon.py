@@ -122,7 +122,9 @@ def test_what_the_kernel_does_not_read_stays_with_the_other(kernel, kind):
     assert kernel.launches == 0
 
 
-@pytest.mark.parametrize(("dim", "codes", "reads"), [(64, "int8", True), (72, None, True), (72, "int8", False)])
+@pytest.mark.parametrize(
+    ("dim", "codes", "reads"), [(64, "int8", True), (72, None, True), (72, "int8", False)]
+)
 def test_which_caches_it_reads(dim, codes, reads):
     shape = replace(SHAPE, head_dim=dim)
     cache = TritonOps(shape).allocate_cache(CacheSpec(2, dim, dtype=codes), 2, BLOCK, shape.dtype, DEVICE)
