@@ -123,7 +123,7 @@ def test_what_the_kernel_does_not_read_stays_with_the_other(kernel, kind):
 
 
 @pytest.mark.parametrize(
-    ("dim", "codes", "reads"), [(64, "int8", True), (72, None, True), (72, "int8", False)]
+    ("dim", "codes", "reads"), [(64, "int8", True), (256, None, True), (256, "int8", False)]
 )
 def test_which_caches_it_reads(dim, codes, reads):
     shape = replace(SHAPE, head_dim=dim)
