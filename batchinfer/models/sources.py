@@ -83,13 +83,9 @@ class ModelSource:
 
     @property
     def prompt_layers(self) -> Mapping[AttentionRules, int]:
-        """How many layers have attention with such rules, over a cache without codes."""
+        """How many layers have attention with such rules."""
         found = (layer.attention for layer in self.spec.layers)
-        return Counter(
-            attention.rules
-            for attention in found
-            if isinstance(attention, AttentionSpec) and attention.cache_dtype is None
-        )
+        return Counter(attention.rules for attention in found if isinstance(attention, AttentionSpec))
 
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
         """Choose the operators that it runs with. Raises Unavailable if none here have the arithmetic."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchinfer.bench.suite.clock import Call
 from batchinfer.bench.suite.section import BenchSection, Part, WrongResult
 from batchinfer_kernels.gpu.attention_plan import Room
-from tests.gpu_suite import flash_attention, flashinfer, sdpa
+from tests.gpu_suite import flash_attention, flashinfer, gluon, sdpa
 from tests.gpu_suite.case import TOLERANCE, Case, Worst, measured, worst
 from tests.gpu_suite.paged import Heads, Paged
 from tests.gpu_suite.step import DTYPE, AttentionStep, planned
@@ -123,6 +123,7 @@ def prefill_case(section: BenchSection, heads: Heads, count: int, queries: int, 
             sdpa.NAME: theirs,
             **flashinfer.prefill(step.paged, step.q, queries),
             **flash_attention.prefill(step.paged, step.q, queries),
+            **gluon.prefill(step.paged, step.q, queries),
         },
         {"share": PREFILL_TARGET} if context >= 4096 else {},
     )

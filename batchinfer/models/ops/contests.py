@@ -25,7 +25,7 @@ def fastest_operators(
     """Return the operators with prompts read, and float8 products computed, by who is fastest; see `prompts.contest`
     and `product_choice`.
 
-    `layers`: how many layers over a cache without codes have such attention. `agreed`: makes one choice that all
+    `layers`: how many layers have such attention. `agreed`: makes one choice that all
     engines of a run share, as operators round differently; what another engine had nothing to choose of stays as it is.
     """
     prompts = prefill_contest(ops, sizes, device, layers)

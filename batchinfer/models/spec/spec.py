@@ -183,11 +183,12 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
-    """The rules by which a layer's scores are masked and changed; see AttentionSpec."""
+    """The rules by which a layer's scores are masked and changed, and the codes of its cache; see AttentionSpec."""
 
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    codes: CacheDtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,7 @@ class AttentionSpec:
 
     @property
     def rules(self) -> AttentionRules:
-        return AttentionRules(self.window, self.soft_cap, self.sinks)
+        return AttentionRules(self.window, self.soft_cap, self.sinks, self.cache_dtype)
 
     @property
     def q_width(self) -> int:

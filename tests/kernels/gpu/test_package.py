@@ -18,7 +18,9 @@ OTHERS = sorted(set(Path(batchinfer_kernels.__file__).parent.rglob("*.py")) - se
 
 def is_kernel(function: ast.FunctionDef) -> bool:
     """Whether it is Triton's to compile: its arguments have no types that Python knows."""
-    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    return any(
+        kind in ast.unparse(one) for one in function.decorator_list for kind in ("triton.jit", "gluon.jit")
+    )
 
 
 def unannotated(source: str) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
 from batchinfer.models.ops.prompts.flashinfer import FlashInferPrefill
+from batchinfer.models.ops.prompts.gluon import GluonPrefill
 from batchinfer.models.ops.prompts.prefill import AnyPrefill
 from batchinfer.models.ops.prompts.trial import (
     FEW,
@@ -35,7 +36,7 @@ from batchinfer.models.spec.spec import AttentionRules
 
 _log = logging.getLogger(__name__)
 
-LIBRARIES: tuple[type[AnyPrefill], ...] = (FlashInferPrefill, FlashAttentionPrefill)
+LIBRARIES: tuple[type[AnyPrefill], ...] = (FlashInferPrefill, FlashAttentionPrefill, GluonPrefill)
 # Each is timed so often, in turns, while the time lasts; the first calls, which compile, do not count
 ROUNDS, BUDGET_S = 5, 2.0
 # One replaces our kernel where it takes less than this share of its time: less may be noise
@@ -60,7 +61,7 @@ def prefill_contest(
     """Return what chooses between our kernel and the libraries that are installed and can read prompts; None if none
     can.
 
-    `layers`: how many layers over a cache without codes have such attention. What keeps an installed library from being
+    `layers`: how many layers have such attention. What keeps an installed library from being
     used is logged: as a warning where it is broken, or not as batchinfer knows it.
     """
     if not isinstance(ops, PromptOps):
@@ -81,7 +82,7 @@ def _is_able(
     reason = library.why_not(ops.shape, sizes.block_size, device)
     if reason is None and not any(map(library.knows, layers)):
         reason = "every layer has an attention that it does not compute, or codes in its cache"
-    if reason is not None:
+    if reason is not None and library.is_installed:
         _log.info("%s is installed and not used: %s", library.name, reason)
     return reason is None
 
@@ -200,10 +201,9 @@ def _run_all(ops: Ops, rules: AttentionRules, steps: list[Trial]) -> None:
 
 def _warn(library: type[AnyPrefill], error: BaseException) -> None:
     _log.warning(
-        "%s %s is installed and cannot be used (%s: %s); batchinfer's own kernel reads prompts; install a "
-        "version that batchinfer[%s] names, or uninstall it",
+        "%s %s is installed and cannot be used (%s: %s); batchinfer's own kernel reads prompts; %s",
         *(library.name, library.version(), type(error).__name__, str(error).strip().partition("\n")[0]),
-        library.extra,
+        library.remedy(),
     )
 
 

@@ -16,13 +16,19 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.interface import AttentionInputs, LayerCache
-from batchinfer.models.ops.prompts.prefill import Longs, PromptPrefill, PromptRows, starts, uploaded
+from batchinfer.models.ops.prompts.prefill import (
+    Longs,
+    PromptPrefill,
+    PromptRows,
+    capability,
+    is_aligned,
+    starts,
+    uploaded,
+)
 from batchinfer.models.spec.spec import AttentionRules
 
 if TYPE_CHECKING:
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
-
-ALIGNED_BYTES = 16  # what else it would copy, the whole cache, before it is read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,11 +75,6 @@ def _unseen(rows: PromptRows, windows: frozenset[int | None]) -> Longs:
     return unseen
 
 
-def capability(device: torch.device) -> int | None:
-    """Return the major compute capability of a GPU; None for another device."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
-
-
 class FlashAttentionPrefill(PromptPrefill[PromptTables]):
     """FlashAttention-4's kernels, for layers with windows, soft caps and sinks, too."""
 
@@ -105,10 +106,11 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
 
     @classmethod
     def knows(cls, rules: AttentionRules) -> bool:
-        return True
+        return rules.codes is None
 
     def reads(self, cache: LayerCache) -> bool:
-        return cache.k.dtype == self._shape.dtype and _is_aligned(cache.k) and _is_aligned(cache.v)
+        # What is not aligned it would copy, the whole cache, before it is read
+        return cache.k.dtype == self._shape.dtype and is_aligned(cache.k) and is_aligned(cache.v)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptTables | None:
         return PromptTables.of(inputs, self._block_size, windows)
@@ -140,9 +142,3 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
             learnable_sink=sinks,
             out=out[rows],
         )
-
-
-def _is_aligned(cache: Tensor) -> bool:
-    """Whether all rows of values begin at multiples of what it loads at once."""
-    at = (cache.data_ptr(), *(stride * cache.element_size() for stride in cache.stride()[:-1]))
-    return cache.stride(-1) == 1 and all(place % ALIGNED_BYTES == 0 for place in at)

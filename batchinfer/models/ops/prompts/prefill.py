@@ -1,4 +1,4 @@
-"""The interface of libraries that read prompts over our blocks.
+"""The interface of libraries, and of kernels for one GPU's kind, that read prompts over our blocks.
 
 They are given the chunks of several queries alone; single queries, and what these share, stay with our kernels.
 """
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Pages = TypeVar("Pages")
 Longs = NDArray[np.int64]
+ALIGNED_BYTES = 16  # that GPUs load at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,14 +67,26 @@ def uploaded(values: NDArray[np.int32], device: torch.device) -> Tensor:
     return staged.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else staged
 
 
+def capability(device: torch.device) -> int | None:
+    """Return the major compute capability of a GPU; None for another device."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
+
+
+def is_aligned(cache: Tensor) -> bool:
+    """Whether all rows of values begin at multiples of what GPUs load at once."""
+    at = (cache.data_ptr(), *(stride * cache.element_size() for stride in cache.stride()[:-1]))
+    return cache.stride(-1) == 1 and all(place % ALIGNED_BYTES == 0 for place in at)
+
+
 class PromptPrefill(ABC, Generic[Pages]):
-    """A library's kernels for a model of one shape. Its constructor raises what importing the package, or a version of
+    """Kernels for a model of one shape. Its constructor raises what importing the package, or a version of
     it that lacks something, raises.
     """
 
     name: ClassVar[str]  # that people know it by
-    distribution: ClassVar[str]  # what pip calls it
-    extra: ClassVar[str]  # of batchinfer, which installs it; in `ops`, too
+    distribution: ClassVar[str]  # what pip calls it, or what it comes with
+    extra: ClassVar[str]  # in `ops`; of a library also the extra of batchinfer that installs it
+    is_installed: ClassVar[bool] = True  # somebody did install it, and is told why it is not used
     DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
 
     @abstractmethod
@@ -86,6 +99,11 @@ class PromptPrefill(ABC, Generic[Pages]):
             return version(cls.distribution)
         except PackageNotFoundError:
             return None
+
+    @classmethod
+    def remedy(cls) -> str:
+        """Return what helps where it is broken."""
+        return f"install a version that batchinfer[{cls.extra}] names, or uninstall it"
 
     @classmethod
     def why_not(cls, shape: AttentionShape, block_size: int, device: torch.device) -> str | None:

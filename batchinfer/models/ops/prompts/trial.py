@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from batchinfer.models.ops.interface import AttentionInputs, LayerCache, Ops
 from batchinfer.models.ops.prompts.prefill import AnyPrefill
 from batchinfer.models.spec.spec import AttentionRules, CacheSpec
+from batchinfer_kernels.arithmetic import CacheDtype
 from batchinfer_kernels.step_tables import StepTables
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ PARTS = (1, 8)
 # Sequences of the shortest chunks, of 2 tokens: one, and more than FlashAttention-4 looks up by its simplest means.
 # What either is compiled for is compiled before the job begins.
 FEW, MANY = 1, 257
+# Of random codes: what a code of 1 is worth
+CODE_SCALE: dict[CacheDtype, float] = {"int8": 1 / 32, "fp8": 1.0}
 Clock = Callable[[], float]
 
 
@@ -57,8 +60,11 @@ class Trial:
 
     inputs: AttentionInputs
     q: Tensor
-    cache: LayerCache
+    block_size: int
     sinks: Tensor  # of layers that have some
+    caches: dict[CacheDtype | None, LayerCache] = field(
+        default_factory=dict
+    )  # that were read, by their codes
 
     @classmethod
     def timed(cls, ops: PromptOps, sizes: PromptSizes, part: int, device: torch.device) -> Trial:
@@ -79,29 +85,46 @@ class Trial:
     def _random(
         cls, ops: PromptOps, lens: list[int], contexts: list[int], block: int, device: torch.device
     ) -> Trial:
-        """The cache holds NaN behind the end of each sequence: in a job, a block may hold such values of an earlier
-        owner, and they must not reach the result."""
         shape, count, width = ops.shape, len(lens), -(-contexts[0] // block)
         tables = torch.arange(count * width, dtype=torch.int32).reshape(count, width)
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         step_tables = StepTables.of(tables.numpy())
         inputs = AttentionInputs(nothing, nothing, tables.to(device), lens, contexts, step_tables)
-        assert isinstance(ops, Ops)
-        kept = CacheSpec(shape.kv_heads, shape.head_dim)
-        cache = ops.allocate_cache(kept, count * width, block, shape.dtype, device)
-        for values in (cache.k, cache.v):
-            values.normal_()
-            values[width - 1 :: width, :, (contexts[0] - 1) % block + 1 :] = torch.nan
         q = torch.randn(sum(lens), shape.q_heads, shape.head_dim, dtype=shape.dtype, device=device)
-        return cls(inputs, q, cache, torch.randn(shape.q_heads, device=device))
+        return cls(inputs, q, block, torch.randn(shape.q_heads, device=device))
+
+    def cache(self, ops: Ops, codes: CacheDtype | None) -> LayerCache:
+        """Return a cache of values, or of codes. Behind the end of each sequence it holds NaN, or scales that are NaN:
+        in a job, a block may hold such values of an earlier owner, and they must not reach the result."""
+        if codes not in self.caches:
+            self.caches[codes] = self._filled(ops, codes)
+        return self.caches[codes]
+
+    def _filled(self, ops: Ops, codes: CacheDtype | None) -> LayerCache:
+        assert isinstance(ops, PromptOps)
+        shape, (count, width) = ops.shape, self.inputs.block_tables.shape
+        kept = CacheSpec(shape.kv_heads, shape.head_dim, dtype=codes)
+        made = ops.allocate_cache(kept, count * width, self.block_size, shape.dtype, self.q.device)
+        for values in (made.k, made.v):
+            if codes is None:
+                values.normal_()
+            else:
+                values.copy_(torch.randn(values.shape, device=values.device).clamp(-3, 3) / CODE_SCALE[codes])
+        for scales in made.scales or ():
+            scales.uniform_(0.5, 1.5).mul_(CODE_SCALE[codes or "int8"])
+        end = (self.inputs.context_lens[0] - 1) % self.block_size + 1
+        for values in made.scales or (made.k, made.v):
+            values[width - 1 :: width, :, end:] = torch.nan
+        return made
 
     def run(self, ops: Ops, rules: AttentionRules) -> Tensor:
         """All that a step takes of its attention: a plan, and some layers; the result of the last."""
-        plan = ops.plan_attention(self.inputs, self.cache.block_size, frozenset([rules.window]))
+        cache = self.cache(ops, rules.codes)
+        plan = ops.plan_attention(self.inputs, self.block_size, frozenset([rules.window]))
         sinks = self.sinks if rules.sinks else None
         scale = self.q.shape[2] ** -0.5
         for _ in range(LAYERS):
-            result = ops.attention(self.q, self.cache, plan, scale, rules.window, rules.soft_cap, sinks)
+            result = ops.attention(self.q, cache, plan, scale, rules.window, rules.soft_cap, sinks)
         return result
 
 

@@ -69,7 +69,7 @@ class Speeds:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.calls = 0.0, []  # type: float, list[str]
         self.seconds: Callable[[str, int | None], float] = lambda name, window: 0.0
-        attention, made = TritonOps.attention, {}  # type: Any, dict[object, tuple[torch.Tensor, torch.Tensor]]
+        attention, made = TritonOps.attention, {}  # type: Any, dict[object, tuple[Any, torch.Tensor]]
 
         def slowed(ops: TritonOps, q: torch.Tensor, *args: Any) -> torch.Tensor:
             window = args[3]
@@ -77,7 +77,10 @@ class Speeds:
             self.now += self.seconds(ops.name, window)
             place = (id(ops), id(q), window)  # the same again is not computed again
             if place not in made:
-                made[place] = (q, attention(ops, q, *args))
+                made[place] = (
+                    (ops, q),
+                    attention(ops, q, *args),
+                )  # kept, so that nothing else gets their ids
             return made[place][1]
 
         monkeypatch.setattr(TritonOps, "attention", slowed)
@@ -210,6 +213,13 @@ def test_models_that_no_library_covers_are_not_timed(both, speeds, caplog):
         caplog.text.count("every layer has an attention that it does not compute, or codes in its cache") == 2
     )
     assert speeds.chosen(NEVER, ops=TorchOps()) == "torch"
+    assert speeds.calls == []
+
+
+def test_codes_are_for_none_of_the_libraries(both, speeds, caplog):
+    caplog.set_level(logging.INFO)
+    assert speeds.chosen(NEVER, {AttentionRules(codes="int8"): 3}) == OURS
+    assert caplog.text.count("or codes in its cache") == 2
     assert speeds.calls == []
 
 

@@ -1,0 +1,119 @@
+"""Attention of prompts by batchinfer's kernel for GPUs of compute capability 9.0, which is written in Gluon, a language
+that comes with triton and may change with it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchinfer.models.ops.interface import AttentionInputs, LayerCache
+from batchinfer.models.ops.prompts.prefill import PromptPrefill, capability, is_aligned, uploaded
+from batchinfer.models.spec.spec import AttentionRules
+
+if TYPE_CHECKING:
+    from batchinfer_kernels.gpu.attention_plan import AttentionShape
+
+HOPPER = 9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptItems:
+    """The chunks of a step, cut for the kernel."""
+
+    items: Tensor  # (n, 5) int32 on the device, of `prefill_items`
+    tables: Tensor  # the step's block tables
+
+
+def has_gluon() -> bool:
+    """Whether triton has the part of Gluon that the kernel is written in."""
+    try:
+        return find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class GluonPrefill(PromptPrefill[PromptItems]):
+    """The kernel of `hopper_prefill`, for layers with windows, soft caps, sinks and codes in the cache, too."""
+
+    name = "batchinfer's kernel in triton's Gluon"
+    distribution = "triton"
+    extra = "gluon"
+    is_installed = False
+
+    def __init__(self, shape: AttentionShape, block_size: int, device: torch.device) -> None:
+        self._attend: Any = importlib.import_module("batchinfer_kernels.gpu.hopper_prefill").hopper_prefill
+        self._items: Any = importlib.import_module("batchinfer_kernels.gpu.prefill_attention").prefill_items
+        self._tokens = _tiles().hopper_tokens(shape.q_heads // shape.kv_heads)
+        self._shape, self._block_size = shape, block_size
+
+    @classmethod
+    def remedy(cls) -> str:
+        return "another version of triton may help"
+
+    @classmethod
+    def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
+        if capability(device) != HOPPER:
+            return "it is for GPUs of compute capability 9"
+        if not has_gluon():
+            return "this version of triton has no Gluon"
+        reason: str | None = _tiles().why_not(head_dim, block_size)
+        return reason
+
+    @classmethod
+    def knows(cls, rules: AttentionRules) -> bool:
+        return True
+
+    def reads(self, cache: LayerCache) -> bool:
+        values = cache.k
+        if values.dtype not in (self._shape.dtype, torch.int8, torch.float8_e4m3fn):
+            return False
+        sizes = (self._shape.head_dim, self._block_size, None, values.element_size())
+        fits = _tiles().why_not(*sizes) is None
+        return fits and is_aligned(values) and is_aligned(cache.v)
+
+    def covers(
+        self, cache: LayerCache, window: int | None, soft_cap: float | None, sinks: Tensor | None
+    ) -> bool:
+        short = window is not None and window < self._block_size
+        return not short and super().covers(cache, window, soft_cap, sinks)
+
+    def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptItems | None:
+        lens = np.asarray(inputs.query_lens, np.int64)
+        several = np.flatnonzero(lens > 1)
+        if not len(several):
+            return None
+        contexts = np.asarray(inputs.context_lens, np.int64)[several]
+        first_rows = (np.cumsum(lens) - lens)[several]
+        items = self._items(lens[several], contexts, self._tokens, first_rows)
+        items[:, 0] = several[items[:, 0]]
+        return PromptItems(uploaded(items, inputs.block_tables.device), inputs.block_tables)
+
+    def run(
+        self,
+        pages: PromptItems,
+        q: Tensor,
+        cache: LayerCache,
+        scale: float,
+        out: Tensor,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self._attend(
+            *(q, cache.k, cache.v, pages.tables, pages.items, scale, window),
+            soft_cap=soft_cap,
+            sinks=sinks,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            out=out,
+        )
+
+
+def _tiles() -> Any:
+    return importlib.import_module("batchinfer_kernels.gpu.hopper_tiles")

@@ -1,0 +1,122 @@
+"""What has happened before what, among the partitions of a program: vector clocks (Mattern, 1989), and shared memory
+that knows by them who may read and write it (as FastTrack, Flanagan and Freund, 2009).
+
+An order that only the schedule of one run gives is no order: what is not waited for is found in each run, whichever
+comes first in it.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+Clock = dict[int, int]  # up to which moment of whom something is known to have happened
+
+
+class RaceError(AssertionError):
+    """Something is read or written that another may still be writing or reading."""
+
+
+class Agent:
+    """Whose actions come one after the other: a partition, the tensor cores that it has told to multiply, or a copy."""
+
+    _numbers = count(1)
+
+    def __init__(self, name: str, known: Clock | None = None) -> None:
+        self.name, self.number = name, next(Agent._numbers)
+        self.known: Clock = {**(known or {}), self.number: 1}
+
+    @property
+    def now(self) -> int:
+        return self.known[self.number]
+
+    def learn(self, clock: Clock) -> None:
+        for number, moment in clock.items():
+            self.known[number] = max(moment, self.known.get(number, 0))
+
+    def tell(self) -> Clock:
+        """What has happened so far; what follows is not part of it."""
+        told = dict(self.known)
+        self.known[self.number] += 1
+        return told
+
+
+class Allocation:
+    """Shared memory: of each value, who wrote it, and when each agent last read it. It begins as NaN."""
+
+    def __init__(self, shape: list[int]) -> None:
+        size = math.prod(shape)
+        self.values = np.full(size, np.nan, np.float32)
+        self.writer, self.written = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        self.read: dict[int, NDArray[np.int64]] = {}
+        # Who touched it by threads' own instructions, which the hardware that copies and multiplies does not see yet
+        self.threads = np.zeros(size, np.int64)
+
+    def check_written(self, agent: Agent, cells: NDArray[np.int64], what: str) -> None:
+        writers, moments = self.writer[cells], self.written[cells]
+        if not writers.all() and what == "reads":
+            raise RaceError(f"{agent.name} reads what nobody wrote")
+        for writer in np.unique(writers[writers > 0]):
+            if moments[writers == writer].max() > agent.known.get(int(writer), 0):
+                raise RaceError(f"{agent.name} {what} what may not be there yet")
+
+    def note_read(self, agent: Agent, cells: NDArray[np.int64]) -> None:
+        self.check_written(agent, cells, "reads")
+        self.read.setdefault(agent.number, np.zeros(len(self.values), np.int64))[cells] = agent.now
+
+    def note_write(self, agent: Agent, cells: NDArray[np.int64]) -> None:
+        self.check_written(agent, cells, "overwrites")
+        for reader, moments in self.read.items():
+            if moments[cells].max() > agent.known.get(reader, 0):
+                raise RaceError(f"{agent.name} overwrites what may still be read")
+        self.writer[cells], self.written[cells] = agent.number, agent.now
+
+    def check_fenced(self, agent: Agent, cells: NDArray[np.int64]) -> None:
+        if self.threads[cells].any():
+            raise RaceError(f"{agent.name} meets what threads read or wrote without a fence")
+
+    def fence(self, agent: Agent) -> None:
+        """What threads did, as far as `agent` knows of it, is from here on seen by who copies and multiplies."""
+        for thread in np.unique(self.threads[self.threads > 0]):
+            known = agent.known.get(int(thread), 0)
+            done = self.written * (self.writer == thread)
+            if thread in self.read:
+                done = np.maximum(done, self.read[int(thread)])
+            self.threads[(self.threads == thread) & (done <= known)] = 0
+
+
+class Barrier:
+    """An mbarrier: phases that end when all have arrived and all bytes are there."""
+
+    def __init__(self) -> None:
+        self.count, self.left, self.bytes, self.phase = 0, 0, 0, 0
+        self._told: Clock = {}
+        self.done: Clock = {}  # what had happened when the last phase ended
+
+    def init(self, arrivals: int) -> None:
+        self.count = self.left = arrivals
+
+    def arrive(self, told: Clock, arrivals: int, expected: int = 0) -> None:
+        if self.count == 0 or arrivals > self.left:
+            raise RaceError("more arrive than the barrier was made for")
+        self.left, self.bytes = self.left - arrivals, self.bytes + expected
+        self._hear(told)
+
+    def deliver(self, told: Clock, size: int) -> None:
+        if size > self.bytes:
+            raise RaceError("more bytes arrive than are expected")
+        self.bytes -= size
+        self._hear(told)
+
+    def passed(self, parity: int) -> bool:
+        """Whether the phase of this parity has ended, as the hardware takes it."""
+        return self.phase & 1 != parity
+
+    def _hear(self, told: Clock) -> None:
+        for number, moment in told.items():
+            self._told[number] = max(moment, self._told.get(number, 0))
+        if self.left == 0 and self.bytes == 0:
+            self.left, self.phase, self.done = self.count, self.phase + 1, dict(self._told)

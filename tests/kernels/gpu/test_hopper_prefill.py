@@ -1,0 +1,211 @@
+"""Prompts' attention for compute capability 9.0 equals the reference: on such a GPU if there is one, and else where a
+stand-in for Gluon runs the kernel's own code. What the kernel does wrongly on purpose is found there, too."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer_kernels.gpu import hopper_prefill
+from batchinfer_kernels.gpu.hopper_tiles import hopper_tokens, why_not
+from batchinfer_kernels.gpu.prefill_attention import prefill_items
+from tests.examples import examples
+from tests.kernels.gpu.attention_cases import SCALE, Case, assert_near, paged_case
+from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.gluon_stand_in import Launcher
+
+KERNEL = "_hopper_prefill_kernel"
+ON_GPU = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+WINDOWS = (None, 16, 40, 150)
+# Whole prompts, chunks behind a cached part, and a first row just before the end of a tile
+CHUNKS = ((3, 5), (40, 620), (10, 136), (128, 300))
+
+
+def hidden(case: Case, window: int | None) -> Case:
+    """The case with NaN in all keys that no query sees through the window."""
+    for row, (queries, context) in enumerate(case.chunks):
+        size = case.k.shape[2]
+        least = 0 if window is None else max(0, context - queries - window + 1)
+        for key in range(least):
+            for values in (case.k, case.v, *(case.scales or ())):
+                nothing = torch.nan if values.is_floating_point() else 127
+                values[case.table[row, key // size], :, key % size] = nothing
+    return case
+
+
+def attend(
+    case: Case, module: ModuleType, seed: int | None, window: int | None, **rules: Any
+) -> torch.Tensor:
+    """`seed`: of the stand-in's schedule; None: a GPU runs the kernel."""
+    group = case.q.shape[1] // case.k.shape[1]
+    items = torch.from_numpy(prefill_items(case.queries, case.contexts, hopper_tokens(group)))
+    out = torch.full_like(case.q, torch.nan)
+    with pytest.MonkeyPatch.context() as patch:
+        if seed is not None:
+            patch.setattr(module, KERNEL, Launcher(module, KERNEL, seed))
+        places = (*case.tensors, items.to(case.q.device))
+        module.hopper_prefill(*places, SCALE, window, out=out, **rules, **case.scaling)
+    return out
+
+
+def check(case: Case, module: ModuleType, seed: int | None, window: int | None, **rules: Any) -> None:
+    wanted, _ = case.reference(window, **rules)
+    assert_near(attend(hidden(case, window), module, seed, window, **rules), wanted, case.q.dtype)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, dict[str, Any]]:
+    """(case, seed, window, rules)."""
+    seed, heads = draw(st.integers(0, 2**16)), draw(st.sampled_from([(1, 1), (2, 2), (1, 3), (1, 5), (1, 8)]))
+    dim, size = draw(st.sampled_from([(64, 16), (128, 16), (80, 32), (128, 128), (256, 16), (48, 8)]))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    codes = draw(st.sampled_from([None, torch.int8, torch.float8_e4m3fn] if dim <= 128 else [None]))
+    chunk = st.tuples(st.integers(1, 70), st.integers(0, 300)).map(lambda told: (told[0], sum(told)))
+    chunks = draw(st.lists(chunk, min_size=1, max_size=3))
+    codes = draw(st.sampled_from([None, torch.int8, torch.float8_e4m3fn] if dim <= 128 else [None]))
+    device = DEVICE if ON_GPU else "cpu"
+    case = paged_case(chunks, heads[0], heads[1], dim, size, dtype, codes, seed, device)
+    window = draw(st.sampled_from([window for window in WINDOWS if window is None or window >= size]))
+    sinks = torch.linspace(-2.0, 3.0, case.q.shape[1], device=case.q.device)
+    rules = {"soft_cap": draw(st.sampled_from([None, 1.5])), "sinks": draw(st.sampled_from([None, sinks]))}
+    return case, seed, window, rules
+
+
+@settings(max_examples=examples(6, 150), deadline=None, print_blob=True)
+@given(cases())
+def test_equals_the_reference(drawn: tuple[Case, int, int | None, dict[str, Any]]) -> None:
+    case, seed, window, rules = drawn
+    check(case, hopper_prefill, None if ON_GPU else seed, window, **rules)
+
+
+Kind = tuple[int, torch.dtype | None, dict[str, Any]]  # heads that share a KV head, codes, rules
+PLAIN: Kind = (2, None, {"window": None})
+LIMITED: Kind = (2, None, {"window": 150, "sinks": torch.tensor([0.5, 3.0])})
+NARROW: Kind = (1, None, {"window": 20})  # some rows see nothing of an item's first tile
+CODED: Kind = (2, torch.int8, {"window": None})
+# What a kernel could do wrongly: (what it says, what it would say)
+WRONG = {
+    "keys are not waited for": ("    _await(k_ring, i, STAGES)\n    tiles", "    tiles"),
+    "values are not waited for": ("        _await(v_ring, i, STAGES)\n", ""),
+    "the first values are not waited for": ("    _await(v_ring, 0, STAGES)\n", ""),
+    "a place is not waited for": ("    mbarrier.wait(empty.index(stage), (slot // STAGES) & 1 ^ 1)\n", ""),
+    "scores are read early": ("warpgroup_mma_wait(1, deps=(scores,))", "warpgroup_mma_wait(2, deps=(scores,))"),
+    "the total is read early": (
+        "total, p = warpgroup_mma_wait(0, deps=(total, p))\n        _empty",
+        "total, p = warpgroup_mma_wait(1, deps=(total, p))\n        _empty",
+    ),
+    "registers are reused": (
+        "total, p = warpgroup_mma_wait(0, deps=(total, p))\n        _empty",
+        "total = warpgroup_mma_wait(0, deps=(total,))\n        _empty",
+    ),
+    "the loader's phase": ("(slot // STAGES) & 1 ^ 1", "(slot // STAGES) & 1"),
+    "the reader's phase": ("full.index(i % STAGES), (i // STAGES) & 1)", "full.index(i % STAGES), i & 1)"),
+    "values are given back early": (
+        "total, p = warpgroup_mma_wait(0, deps=(total, p))\n        _empty(v_ring, i - 1, STAGES)",
+        "_empty(v_ring, i - 1, STAGES)\n        total, p = warpgroup_mma_wait(0, deps=(total, p))",
+    ),
+    "no keys are given back": ("        _empty(k_ring, i, STAGES)\n", ""),
+    "a barrier for one reader": ("count=READERS", "count=1"),
+    "too few bytes are expected": ("desc.block_type.nbytes * PAGES", "desc.block_type.nbytes"),
+    "queries without a fence": ("    fence_async_shared()", "    pass"),
+    "a row does not see itself": ("seen = key <= row_at", "seen = key < row_at"),
+    "masks begin too late": ("whole = (first_at + 1 - begin)", "whole = (first_at + 2 - begin)"),
+    "the last page is not shifted": ("SIZE) - SIZE + gl.maximum", "0) + gl.maximum"),
+    "what fell off is seen": ("(key >= page) & (key < page + SIZE)", "key == key"),
+    "another row's head": ("kv_head * GROUP + row % GROUP", "kv_head * GROUP + row % 1"),
+    "a mass that does not shrink": ("mass * shrink", "mass"),
+    "a total that does not shrink": ("total = total * gl.expand_dims", "total = total + 0 * gl.expand_dims"),
+}  # fmt: skip
+WRONG_WITH_WINDOWS = {
+    "the first page is not shifted": ("+ gl.maximum(least - page, 0)", ""),
+    "a window of one more": ("key > row_at - window", "key >= row_at - window"),
+    "windows end too early": ("(first_at + tokens - window - begin + TILE - 1)", "(first_at - window - begin)"),
+    "sinks of base e": (".to(gl.float32) * LOG2E", ".to(gl.float32)"),
+}  # fmt: skip
+WRONG_WITH_NARROW_ONES = {"no maximum": ('gl.where(higher == float("-inf"), 0.0, higher)', "higher")}
+WRONG_WITH_CODES = {
+    "codes are not waited for": ("    _await(codes, slot, STAGES)\n", ""),
+    "a place for values is not waited for": (
+        "    mbarrier.wait(empty.index(i % STAGES), (i // STAGES) & 1 ^ 1)\n    source",
+        "    source",
+    ),
+    "values without a fence": ("fence_async_shared()  # the tensor cores read what was written here", "pass  #"),
+    "no codes are given back": ("    mbarrier.arrive(code_empty.index(slot % STAGES))\n", ""),
+    "another key's scale": ("SIZE + (key - page)", "SIZE + (column - page)"),
+    "scales of keys for values": ("v_ring, i, v_scale_ptr", "v_ring, i, k_scale_ptr"),
+    "scales of what is no key": ("scale_at, mask=real, other=0.0", "scale_at"),
+}  # fmt: skip
+ALL_WRONG = {
+    **{what: (change, PLAIN) for what, change in WRONG.items()},
+    **{what: (change, LIMITED) for what, change in WRONG_WITH_WINDOWS.items()},
+    **{what: (change, NARROW) for what, change in WRONG_WITH_NARROW_ONES.items()},
+    **{what: (change, CODED) for what, change in WRONG_WITH_CODES.items()},
+}
+
+
+def fixed(group: int, codes: torch.dtype | None) -> Case:
+    return paged_case(CHUNKS, 1, group, 64, 16, torch.float16, codes)
+
+
+def module_with(path: Path, change: tuple[str, str]) -> ModuleType:
+    source = Path(hopper_prefill.__file__).read_text()
+    assert change[0] in source
+    path.write_text(source.replace(*change))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("what", ALL_WRONG)
+def test_what_is_wrong_is_found(what: str, tmp_path: Path) -> None:
+    change, (group, codes, rules) = ALL_WRONG[what]
+    module = module_with(tmp_path / "hopper_prefill_changed.py", change)
+    seed = random.randrange(2**16)
+    print(f"seed {seed}")
+    with pytest.raises((AssertionError, IndexError)):
+        check(fixed(group, codes), module, seed, **rules)
+
+
+def test_without_a_change_nothing_is_found() -> None:
+    for group, codes, rules in (PLAIN, LIMITED, NARROW, CODED):
+        check(fixed(group, codes), hopper_prefill, 0, **rules)
+
+
+@pytest.mark.parametrize(
+    ("dim", "size", "window", "codes", "reason"),
+    [
+        (128, 16, None, None, None),
+        (80, 128, 128, torch.int8, None),
+        (100, 16, None, None, "heads of 100"),
+        (72, 16, None, torch.int8, "heads of 72"),
+        (256, 16, None, torch.float8_e4m3fn, "heads of 256"),
+        (128, 48, None, None, "blocks of 48"),
+        (256, 128, None, None, "blocks of 128"),
+        (128, 16, 15, None, "a window of 15"),
+    ],
+)
+def test_what_it_does_not_read(
+    dim: int, size: int, window: int | None, codes: torch.dtype | None, reason: str | None
+) -> None:
+    found = why_not(dim, size, window, 2 if codes is None else 1)
+    if reason is None:
+        assert found is None
+        return
+    assert found is not None
+    assert reason in found
+    with pytest.raises(ValueError, match=reason):
+        attend(paged_case(((3, 20),), 1, 1, dim, size, torch.float16, codes), hopper_prefill, 0, window)
