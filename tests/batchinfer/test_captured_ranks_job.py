@@ -76,14 +76,19 @@ def test_captured_steps_verify_drafts(
     monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
     make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=1)
-    rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(5)]
+    rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(5 if ranks > 1 else 9)]
     asked = kind if kind == "auto" else {"heads": str(repeating(tmp_path / "model", tmp_path / "heads"))}
     # Heads know of no bias
     biased = {"logit_bias": {"97": 40.0}} if kind == "auto" else {}
     found = []
     for name, engine, options, drafts in (
         ("alone", {"device": "cpu"}, REAL, "off"),
-        ("ranks", {"device": "cuda", TENSOR.removeprefix("engine."): ranks}, DRAFTING, asked),
+        (
+            "ranks",
+            {"device": "cuda", TENSOR.removeprefix("engine."): ranks, "data_parallel": 1},
+            DRAFTING,
+            asked,
+        ),
     ):
         (tmp_path / name).mkdir()
         path = write_job(

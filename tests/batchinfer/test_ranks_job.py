@@ -230,16 +230,16 @@ def test_ranks_make_the_logits_that_are_asked_for(tmp_path: Path, model: Path, d
             folder.mkdir(parents=True)
             path = write_job(folder, model, rows, on_error={"max_error_rate": 1.0}, **sections)
             assert run(path, REAL, FLOAT32, (division, size)).exit_code == 0
-            found.append([_rounded(row) for row in table(path)])
+            found.append([rounded(row) for row in table(path)])
         assert found[0] == found[1], name
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Sums over ranks differ in their last bits."""
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
+        return {key: rounded(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
+        return [rounded(one) for one in value]
     return round(value, 3) if isinstance(value, float) else value
 
 
