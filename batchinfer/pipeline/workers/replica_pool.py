@@ -349,18 +349,17 @@ class ReplicaPool:
         if crash is not None and not (again or vacant or others):
             raise crash.error(self._told(death)) from error
         what = str(error) if crash is None else f"{crash.what}; {self._told(death)}"
-        if crash is not None and (crash.silent or vacant):
+        if crash is not None and crash.silent and not vacant:
             self._take_back_silent(replica, death)
         else:
-            self._take_back(replica, death, blamed=crash is not None)
-        if vacant and self._has_work:
+            self._take_back(replica, death, blamed=crash is not None and not vacant)
+        if vacant:
             self._leave_vacant(replica, what)
         else:
             self._go_on(replica, what, again)
 
     def _take_back_silent(self, replica: Replica, death: Death) -> None:
-        """Take back the rows of an engine that fell silent, or has lost its node: those in work are not blamed for the
-        first time."""
+        """Take back the rows of an engine that fell silent: those in work are not blamed for the first time."""
         again = [request for request in death.in_work if request.key in self._silent]
         first = [request for request in death.in_work if request.key not in self._silent]
         self._silent.update(request.key for request in first)
@@ -396,7 +395,7 @@ class ReplicaPool:
     def _go_on(self, replica: Replica, what: str, again: bool) -> None:
         if not again or not self._has_work:
             replica.close()
-            rest = "the other engines go on" if self._has_work and not again else "no rows are left to run"
+            rest = "no rows are left to run" if again else "the other engines go on"
             self._notice(f"{self._who(replica)}{what}; {rest}")
             return
         self._notice(f"{self._who(replica)}{what}; starting a new one")
@@ -435,7 +434,7 @@ class ReplicaPool:
     def _fill_vacancies(self) -> None:
         """Start engines whose nodes have joined. Raises Unavailable when none did for too long, and no engine is
         left."""
-        if self._may_start and self._has_work:
+        if self._may_start:
             for replica in self._vacancies.take_filled():
                 self._notice(
                     f"{self._who(replica)}a node has joined in place of the lost one; starting a new engine"

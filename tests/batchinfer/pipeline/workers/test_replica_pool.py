@@ -315,6 +315,13 @@ def test_engines_whose_nodes_are_lost_come_back_with_others(
     )
 
 
+def test_a_row_is_not_to_blame_for_lost_nodes_nor_is_a_new_engine() -> None:
+    """The same row is in work each time. The last but one dies by itself, on a node that stays."""
+    engines = OnNodes([Fate(dies_after=0)] * 8, [2] * 7 + [1])
+    ended = whole_run(engines, 1, rows((1, 0, 10)))
+    assert (len(engines.workers), ended.sink.errors) == (9, {})
+
+
 def test_others_go_on_without_a_node_until_another_one_joins() -> None:
     """Nobody waits for it. It then gets rows of its own."""
     engines = OnNodes([Fate(), Fate(dies_after=4)], [20])
