@@ -20,7 +20,7 @@ class Vacancies:
     def __init__(self, transport: Transport, notice: Callable[[str], None]) -> None:
         self._transport, self._notice = transport, notice
         self._waiting: list[Replica] = []
-        self._alone = Waited()  # the time for which no engine has been left
+        self._alone = Waited()  # for which no engine has been left since the last one was lost
         self._told_s = 0.0
 
     def __len__(self) -> int:
@@ -30,7 +30,8 @@ class Vacancies:
     def add(self, replica: Replica) -> None:
         """Have an engine wait, whose process is closed."""
         self._waiting.append(replica)
-        self._reset()
+        self._alone.again()
+        self._told_s = 0.0
 
     def clear(self) -> None:
         """Let all of them wait no longer: they are not needed."""
@@ -46,7 +47,6 @@ class Vacancies:
         """Note that time has passed. alone: no other engine is left. Raises Unavailable when that has lasted too
         long."""
         if not (alone and self._waiting):
-            self._reset()
             return
         limit_s, waited_s = self._transport.patience_s, self._alone.look()
         if waited_s >= limit_s:
@@ -58,10 +58,6 @@ class Vacancies:
             self._told_s += TELL_S
             left_s = limit_s - waited_s
             self._notice(f"{self._all_missing()}: waiting up to {left_s:.0f} s for another one to join")
-
-    def _reset(self) -> None:
-        self._alone.again()
-        self._told_s = 0.0
 
     def _missing(self, replica: Replica) -> str:
         return self._transport.missing(replica.spec)

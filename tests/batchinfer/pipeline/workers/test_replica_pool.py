@@ -347,6 +347,9 @@ def test_a_lost_node_is_not_waited_for_when_no_rows_are_left_or_the_run_ends() -
         )  # type: ignore[method-assign]
         run(pool, requests, sink, interrupts)
         assert (sink.answers.total(), pool.left) == (4, False)
+        engines.workers[0].looked = 1  # from now on there is a node
+        pool.receive(0)
+        assert len(engines.workers) == 1, "after a signal none is started"
         pool.finish(1.0)
         assert pool.left
 
