@@ -220,13 +220,13 @@ def test_a_process_that_is_lost_on_a_node_is_started_again(
     assert table(path) == alone
 
 
-def lost_while_computing(node: Node, kind: bytes) -> AbstractContextManager[None]:
-    """Kill a node with all its processes, a second after it has one of that kind."""
+def lost_while_computing(node: Node, kind: bytes, after_s: float = 1.0) -> AbstractContextManager[None]:
+    """Kill a node with all its processes, so long after it has one of that kind."""
 
     def found() -> list[int]:
         return [node.process.pid] if node.computing(kind) else []
 
-    return striking(found, 1.0, signal.SIGKILL, os.killpg)
+    return striking(found, after_s, signal.SIGKILL, os.killpg)
 
 
 MANY = 400
@@ -235,10 +235,12 @@ ONE_BY_ONE = ("engine.max_num_seqs", "1")  # a row at a time, so that nothing is
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [STAGES, DATA])
+@pytest.mark.parametrize("seed", range(4))
 def test_a_node_that_waits_takes_the_place_of_a_lost_one(
-    tmp_path: Path, model: Path, meeting: Meeting, kind: str
+    tmp_path: Path, model: Path, meeting: Meeting, kind: str, seed: int
 ) -> None:
     """Where another engine computes, too, rows enough are left for the new one."""
+    after_s = random.Random(f"{kind} {seed}").uniform(0, 5.0 if kind == STAGES else 2.5)
     paths = [job(tmp_path / name, model, MANY if kind == DATA else ROWS) for name in ("alone", "job")]
     run(paths[0], REAL, FLOAT32)
     with meeting.nodes(1) as nodes, ExitStack() as stack:
@@ -247,7 +249,7 @@ def test_a_node_that_waits_takes_the_place_of_a_lost_one(
             if "has joined" in line and len(nodes) == 1:
                 nodes.extend(stack.enter_context(meeting.nodes(1)))
             if "waits for one to be lost" in line:
-                stack.enter_context(lost_while_computing(nodes[0], KINDS[kind]))
+                stack.enter_context(lost_while_computing(nodes[0], KINDS[kind], after_s))
 
         row = run_with(meeting, paths[1], 1, (kind, "2"), ONE_BY_ONE, told=told)
         assert [node.ended() for node in nodes] == [-9, 0]
