@@ -120,6 +120,13 @@ class MemoryTransport:
             time.sleep(min(timeout_s, LOOK_S))
         return said
 
+    def missing(self, spec: WorkerSpec) -> str:
+        return ""
+
+    @property
+    def patience_s(self) -> float:
+        return 0.0
+
 
 class FakeWorker:
     """The fake engine without a process: it takes each step of loading in a turn after it was told to."""

@@ -22,7 +22,8 @@ def worker(
         Path, typer.Option(metavar="FILE", help="File with the secret that the run has, too.")
     ],
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="How long to wait for the run to listen.")
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="How long to wait for the run, or for a place in it."),
     ] = 300.0,
     quiet: Quiet = False,
 ) -> int:

@@ -237,7 +237,10 @@ class NodesSection(Section):
     )
     count: Annotated[int, Field(ge=1, le=255)] = Field(description="How many join, this machine not counted.")
     wait_s: float = Field(
-        default=300.0, gt=0, le=86_400, description="Seconds that the run waits for them before it gives up."
+        default=300.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that the run waits for them, or for one in place of a lost one.",
     )
 
     @property

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from batchinfer.plan.setup import job_setup, resolve
+from batchinfer.plan.setup import expert_places, job_setup, resolve
 from batchinfer_kernels.cost import Peaks
 from tests.batchinfer.engine.interpreted_gpu import DEVICE
 from tests.batchinfer.medusa_heads import heads_of, save_heads
 from tests.batchinfer.pipeline.test_pipeline import run, table, write_job
 from tests.batchinfer.test_drafts_job import WEIGHTS, echoing, repeating
+from tests.batchinfer.test_placed_experts_job import skewed_model
 from tests.batchinfer.test_ranks_job import EXPERTS, FLOAT32, REAL, TENSOR
 from tests.batchinfer.test_replicas import report
 from tests.checkpoints import edit_json, make_model_folder
@@ -67,6 +68,41 @@ def test_captured_steps_of_ranks_answer_as_one_process_does(
     assert {step["collective_s"] for step in steps} == {None}, "no host waits for them"
 
 
+@pytest.mark.slow
+def test_captured_ranks_have_experts_by_how_often_each_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of one process measures; then each rank's graphs are of the experts that it has, copies included."""
+    monkeypatch.setattr(job_setup, "check_device", lambda _: None)
+    monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: None))  # tokens alone count
+    monkeypatch.setattr(expert_places, "_free_bytes", lambda *_: 1 << 24)  # of no GPU
+    model, found = skewed_model(tmp_path / "model", "mixtral"), []
+    for name, first, device, options, sets in (
+        ("placed", 0, "cpu", REAL, ()),
+        ("placed", 12, "cuda", ON_GPUS, ((EXPERTS, "2"),)),
+        ("alone", 12, "cpu", REAL, ()),
+    ):
+        (tmp_path / name).mkdir(exist_ok=True)
+        path = write_job(
+            tmp_path / name, model, [{"text": f"of all rows {n}"} for n in range(first, first + 12)],
+            prompt={"text": "text", "system": None, "user": None}, sampling={"max_tokens": 6, "ignore_eos": True},
+            engine=ENGINE | {"device": device}, model={"path": str(model), "max_model_len": 64},
+        )  # fmt: skip
+        row = run(path, options, FLOAT32, *sets).row
+        found.append((table(path), row))
+    placed, alone = found[1:]
+    assert placed[0] == alone[0]
+    assert (placed[1]["device"], placed[1]["expert_placement"], placed[1]["worker_restarts"]) == (
+        "cuda",
+        "loads",
+        0,
+    )
+    assert placed[1]["expert_copies"] > 0
+    assert placed[1]["full_graph_steps"] > 0
+    assert placed[1]["eager_steps"] == 0
+
+
 @pytest.mark.parametrize(("ranks", "kind"), first_of(((2, "auto"), (1, "heads"), (1, "auto")), 1))
 def test_captured_steps_verify_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
@@ -76,14 +112,19 @@ def test_captured_steps_verify_drafts(
     monkeypatch.setattr(resolve, "usable_gpus", lambda: ["0", "1"])
     monkeypatch.setattr(resolve.Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
     make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=1)
-    rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(5)]
+    rows = [{"text": f"row {n} has some words, and row {n} has"} for n in range(5 if ranks > 1 else 9)]
     asked = kind if kind == "auto" else {"heads": str(repeating(tmp_path / "model", tmp_path / "heads"))}
     # Heads know of no bias
     biased = {"logit_bias": {"97": 40.0}} if kind == "auto" else {}
     found = []
     for name, engine, options, drafts in (
         ("alone", {"device": "cpu"}, REAL, "off"),
-        ("ranks", {"device": "cuda", TENSOR.removeprefix("engine."): ranks}, DRAFTING, asked),
+        (
+            "ranks",
+            {"device": "cuda", TENSOR.removeprefix("engine."): ranks, "data_parallel": 1},
+            DRAFTING,
+            asked,
+        ),
     ):
         (tmp_path / name).mkdir()
         path = write_job(

@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchinfer.core.errors import Unavailable
+from batchinfer.core.errors import Interrupted, Unavailable
 from batchinfer.job import load_job
 from batchinfer.pipeline.run import run_job
 from batchinfer.pipeline.workers import replica
@@ -28,7 +28,8 @@ from batchinfer.pipeline.workers.nodes import lobby, node_transport
 from batchinfer.report.progress import Progress
 from tests.batchinfer.pipeline.test_orphans import MARK, marked
 from tests.batchinfer.pipeline.test_pipeline import run, table
-from tests.batchinfer.test_ranks_job import FLOAT32, REAL, SILENT_S, STAGES, TENSOR, job
+from tests.batchinfer.test_ranks_job import FLOAT32, REAL, ROWS, SILENT_S, STAGES, TENSOR, job
+from tests.batchinfer.test_replicas import report
 from tests.batchinfer.wrong_jobs import environment
 from tests.examples import first_of
 from tests.node_processes import ENGINE, RANK, Meeting, Node
@@ -53,15 +54,25 @@ def meeting(tmp_path: Path) -> Meeting:
     return Meeting(tmp_path)
 
 
-def run_with(meeting: Meeting, path: Path, count: int, *settings: tuple[str, str]) -> dict[str, Any]:
-    """Run a job with so many nodes."""
-    loaded = load_job(path, (FLOAT32, meeting.settings(count), *settings))
+def run_with(
+    meeting: Meeting, path: Path, count: int, *settings: tuple[str, str],
+    wait_s: float = PATIENCE_S, told: Callable[[str], None] = lambda _: None, interrupts: Interrupts | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run a job with so many nodes. told: gets each line for the user."""
+
+    def notice(line: str) -> None:
+        meeting.notices.append(line)
+        told(line)
+
+    loaded = load_job(path, (FLOAT32, meeting.settings(count, wait_s), *settings))
     progress = Progress(io.StringIO(), quiet=True)
-    return run_job(loaded, REAL, progress, Interrupts(), meeting.notices.append).row
+    return run_job(loaded, REAL, progress, interrupts or Interrupts(), notice).row
 
 
 @contextmanager
-def striking(find: Callable[[], list[int]], after_s: float, signum: int) -> Iterator[None]:
+def striking(
+    find: Callable[[], list[int]], after_s: float, signum: int, send: Callable[[int, int], None] = os.kill
+) -> Iterator[None]:
     """Send a signal to the first process that is found, so long after it was."""
     over = threading.Event()
 
@@ -70,7 +81,7 @@ def striking(find: Callable[[], list[int]], after_s: float, signum: int) -> Iter
             with suppress(FileNotFoundError, ProcessLookupError):
                 if found := find():
                     over.wait(after_s)
-                    os.kill(found[0], signum)
+                    send(found[0], signum)
                     return
             time.sleep(0.02)
 
@@ -209,19 +220,93 @@ def test_a_process_that_is_lost_on_a_node_is_started_again(
     assert table(path) == alone
 
 
-def test_an_engine_that_lost_a_node_ends_and_the_same_command_goes_on(
+def lost_while_computing(node: Node, kind: bytes, after_s: float = 1.0) -> AbstractContextManager[None]:
+    """Kill a node with all its processes, so long after it has one of that kind."""
+
+    def found() -> list[int]:
+        return [node.process.pid] if node.computing(kind) else []
+
+    return striking(found, after_s, signal.SIGKILL, os.killpg)
+
+
+MANY = 400
+ONE_BY_ONE = ("engine.max_num_seqs", "1")  # a row at a time, so that nothing is done before a node is lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [STAGES, DATA])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_node_that_waits_takes_the_place_of_a_lost_one(
+    tmp_path: Path, model: Path, meeting: Meeting, kind: str, seed: int
+) -> None:
+    """Where another engine computes, too, rows enough are left for the new one."""
+    after_s = random.Random(f"{kind} {seed}").uniform(0, 5.0 if kind == STAGES else 2.5)
+    paths = [job(tmp_path / name, model, MANY if kind == DATA else ROWS) for name in ("alone", "job")]
+    run(paths[0], REAL, FLOAT32)
+    with meeting.nodes(1) as nodes, ExitStack() as stack:
+
+        def told(line: str) -> None:
+            if "has joined" in line and len(nodes) == 1:
+                nodes.extend(stack.enter_context(meeting.nodes(1)))
+            if "waits for one to be lost" in line:
+                stack.enter_context(lost_while_computing(nodes[0], KINDS[kind], after_s))
+
+        row = run_with(meeting, paths[1], 1, (kind, "2"), ONE_BY_ONE, told=told)
+        assert [node.ended() for node in nodes] == [-9, 0]
+        wait_until(lambda: not nodes[0].left and not nodes[1].left)
+    assert table(paths[1]) == table(paths[0])
+    assert (row["exit_code"], row["worker_restarts"]) == (0, 1)
+    engines = {one["engine"] for one in report(paths[1], "steps")}
+    assert row["replicas"] in engines, "the new one computed nothing"
+    assert "this one waits for one to be lost" in nodes[1].text
+    assert "joined the run" in nodes[1].text
+
+
+def test_a_node_that_joins_later_has_to_have_the_token(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting
 ) -> None:
-    path = job(tmp_path / "job", model)
-    with meeting.nodes(1) as nodes:
-        lost = nodes[0]
+    """One without it is refused while the run waits; then comes one that has it."""
+    path, other, nodes = job(tmp_path / "job", model), tmp_path / "other", list[Node]()
+    other.touch(0o600)
+    other.write_text("f" * 48)
+    with ExitStack() as stack:
 
-        def found() -> list[int]:
-            return [lost.process.pid] if lost.computing(RANK) else []
+        def waits(line: str) -> None:
+            if "waiting up to" in line and len(nodes) == 1:
+                nodes.extend(stack.enter_context(meeting.nodes(1, other)))
+            if "was refused" in line:
+                nodes.extend(stack.enter_context(meeting.nodes(1)))
 
-        with striking(found, 1.0, signal.SIGKILL), pytest.raises(Unavailable, match=r"node 1 .* is gone"):
-            run_with(meeting, path, 1, (STAGES, "2"))
-        wait_until(lambda: not lost.left)
+        nodes.extend(stack.enter_context(meeting.nodes(1)))
+        with lost_while_computing(nodes[0], RANK):
+            row = run_with(meeting, path, 1, (STAGES, "2"), told=waits)
+        assert [node.ended() for node in nodes] == [-9, 77, 0]
+    assert table(path) == alone
+    assert (row["exit_code"], row["worker_restarts"]) == (0, 1)
+
+
+@pytest.mark.parametrize("ends", first_of(("signal", "limit"), 1))
+def test_a_run_without_an_engine_waits_for_so_long_or_until_it_is_interrupted(
+    tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, ends: str
+) -> None:
+    """What was answered is stored, and the same command goes on."""
+    path, interrupts, limit_s = job(tmp_path / "job", model), Interrupts(), 8.0
+
+    def told(line: str) -> None:
+        if ends == "signal" and "waiting up to" in line:
+            interrupts.pending = signal.SIGINT
+
+    error, said = (
+        (Interrupted, "answers are stored") if ends == "signal" else (Unavailable, r"node 1 .* is gone, and")
+    )
+    with (
+        meeting.nodes(1) as nodes,
+        lost_while_computing(nodes[0], RANK),
+        pytest.raises(error, match=said) as ended,
+    ):
+        run_with(meeting, path, 1, (STAGES, "2"), wait_s=limit_s, told=told, interrupts=interrupts)
+    assert ended.value.exit_code == (130 if ends == "signal" else 69)
+    assert [line for line in meeting.notices if f"waiting up to {limit_s:.0f} s" in line]
     with meeting.nodes(1):
         assert run_with(meeting, path, 1, (STAGES, "2"))["exit_code"] == 0
     assert table(path) == alone
@@ -232,8 +317,7 @@ def test_nothing_is_left_of_a_command_that_is_killed(
     tmp_path: Path, model: Path, alone: list[dict[str, Any]], meeting: Meeting, kind: str
 ) -> None:
     path, mark = job(tmp_path / "job", model), "killed-" + meeting.folder.name
-    # a row at a time, so that it is killed before it is done
-    settings = [FLOAT32, (kind, "2"), ("engine.max_num_seqs", "1"), meeting.settings(1)]
+    settings = [FLOAT32, (kind, "2"), ONE_BY_ONE, meeting.settings(1)]
     command = [sys.executable, "-m", "batchinfer", "run", str(path), "-q"]
     command += [word for name, value in settings for word in ("--set", f"{name}={value}")]
     with meeting.nodes(1) as nodes:

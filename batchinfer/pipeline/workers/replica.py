@@ -60,7 +60,7 @@ class Replica:
         early: WorkerHandle | None = None,
     ) -> None:
         """early: the worker, if it was started before the plan was known."""
-        self.number, self._spec, self._transport = number, spec, transport
+        self.number, self.spec, self._transport = number, spec, transport
         self._config = replace(config, load=spec.load)
         self._engine = number  # how many were started in the run before the present process
         self.unfinished: dict[bytes, Request] = {}  # in the order in which they were submitted
@@ -208,15 +208,19 @@ class Replica:
         """Start another process, the `engine`-th of the run; with smaller steps where ranks that share a model had no
         memory for them: none can run a step in parts by itself."""
         crash = self.worker.crash
-        if self._spec.others and crash is not None and crash.kind is OutOfMemory:
+        if self.spec.others and crash is not None and crash.kind is OutOfMemory:
             self._config = smaller(self._config, self.info)
         self._past = self.activities
         self.restarts += 1
         self._engine = engine
         self.worker.close()
-        self.worker = WorkerHandle(self._spec, self._transport)
+        self.worker = WorkerHandle(self.spec, self._transport)
         self.worker.configure(self._config)
         self._silence.again()
+
+    def reopen(self) -> None:
+        """Take note that another process may work in its place: what ended the last one has nothing to do with it."""
+        self.gone, self.fruitless = False, 0
 
     def close(self) -> None:
         """End the process."""

@@ -20,6 +20,7 @@ from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.replica import CODE, Death, Replica, WorkerActivity
 from batchinfer.pipeline.workers.suspects import RowGroup, Suspects, proof_of
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
+from batchinfer.pipeline.workers.vacancies import Vacancies
 from batchinfer.pipeline.workers.worker_handle import OF_ONE, WorkerHandle
 from batchinfer.plan.order.backlog import Backlog, piece_rows
 from batchinfer.report.tables.ranks import EngineRank
@@ -43,7 +44,7 @@ class ReplicaPool:
     `rows`: how many there are in the plan. `name_rows` says in words which rows some keys stand for, `notice` tells a
     user of a death, and the time inside `loading` is that in which no engine can work yet. `longest_step_s` forecasts
     the longest step of an engine: one that is silent for far longer is ended and replaced. `transport` starts
-    workers.
+    workers. An engine that has lost the node on which it ran, or a part of it did, waits for another node.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ReplicaPool:
         self._ready_at: tuple[float, float] | None = None  # seconds: of the clock, and of this process's work
         self.restarts = 0
         self._agreement = Agreement()
+        self._vacancies = Vacancies(transport, notice)
         self._shares_answers = "answers" in config.drafts
         self._replicas: list[Replica] = []
         try:
@@ -111,7 +113,7 @@ class ReplicaPool:
     @property
     def left(self) -> bool:
         """Whether nothing more is to be heard."""
-        return all(replica.gone or replica.worker.left for replica in self._replicas)
+        return not self._vacancies and all(replica.gone or replica.worker.left for replica in self._replicas)
 
     @property
     def wants_more(self) -> bool:
@@ -149,6 +151,7 @@ class ReplicaPool:
     def receive(self, timeout_s: float) -> list[WorkDone]:
         """Return the work that has come, waiting for at most `timeout_s` when there is nothing. Raises the error that
         ended the last engine."""
+        self._fill_vacancies()
         with self._loading() if self.info is None else nullcontext():
             heard = [done for replica in self._speaking(timeout_s) for done in self._told_others(replica)]
         self._agreement.settle(replica.worker for replica in self._live)
@@ -162,6 +165,7 @@ class ReplicaPool:
         """Tell all engines to drop what waits, finish what runs within `within_s` seconds, and leave."""
         self._finishing = True
         self._backlog.take_all()
+        self._vacancies.clear()
         for replica in self._live:
             if replica.info is None:
                 replica.close()
@@ -340,15 +344,19 @@ class ReplicaPool:
             return
         death = replica.died()
         self._deaths_apart += death.apart is not None
-        again = crash is not None and self._may_restart(replica)
-        if crash is not None and not again and not others:
+        vacant = crash is not None and self._may_wait(replica)
+        again = crash is not None and not vacant and self._may_restart(replica)
+        if crash is not None and not (again or vacant or others):
             raise crash.error(self._told(death)) from error
         what = str(error) if crash is None else f"{crash.what}; {self._told(death)}"
-        if crash is not None and crash.silent:
+        if crash is not None and crash.silent and not vacant:
             self._take_back_silent(replica, death)
         else:
-            self._take_back(replica, death, blamed=crash is not None)
-        self._go_on(replica, what, again)
+            self._take_back(replica, death, blamed=crash is not None and not vacant)
+        if vacant:
+            self._leave_vacant(replica, what)
+        else:
+            self._go_on(replica, what, again)
 
     def _take_back_silent(self, replica: Replica, death: Death) -> None:
         """Take back the rows of an engine that fell silent: those in work are not blamed for the first time."""
@@ -385,20 +393,55 @@ class ReplicaPool:
         return again or (death.fresh and len(self._live) == 1)
 
     def _go_on(self, replica: Replica, what: str, again: bool) -> None:
-        who = f"engine {replica.number}: " if len(self._replicas) > 1 else ""
         if not again or not self._has_work:
             replica.close()
-            self._notice(f"{who}{what}; {'no rows are left to run' if again else 'the other engines go on'}")
+            rest = "no rows are left to run" if again else "the other engines go on"
+            self._notice(f"{self._who(replica)}{what}; {rest}")
             return
-        self._notice(f"{who}{what}; starting a new one")
+        self._notice(f"{self._who(replica)}{what}; starting a new one")
+        self._restart(replica)
+
+    def _restart(self, replica: Replica) -> None:
         self.restarts += 1
         with self._loading() if self.info is None else nullcontext():
             replica.restart(len(self._replicas) + self.restarts - 1)
 
+    def _who(self, replica: Replica) -> str:
+        return f"engine {replica.number}: " if len(self._replicas) > 1 else ""
+
     def _may_restart(self, replica: Replica) -> bool:
+        return self._may_start and replica.may_restart
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether any process may still be started in the place of one that died."""
         if self._interrupts.pending is not None or self._finishing:
             return False
-        return replica.may_restart and self._deaths_apart < MOST_APART
+        return self._deaths_apart < MOST_APART
+
+    # Lost nodes
+
+    def _may_wait(self, replica: Replica) -> bool:
+        """Whether it can be started once a node has joined, and not before."""
+        return self._may_start and bool(self._transport.missing(replica.spec))
+
+    def _leave_vacant(self, replica: Replica, what: str) -> None:
+        replica.close()
+        self._vacancies.add(replica)
+        others = "; the other engines go on" if self._live else ""
+        self._notice(f"{self._who(replica)}{what}{others}; a node that joins takes the place of the lost one")
+
+    def _fill_vacancies(self) -> None:
+        """Start engines whose nodes have joined. Raises Unavailable when none did for too long, and no engine is
+        left."""
+        if self._may_start:
+            for replica in self._vacancies.take_filled():
+                self._notice(
+                    f"{self._who(replica)}a node has joined in place of the lost one; starting a new engine"
+                )
+                replica.reopen()
+                self._restart(replica)
+        self._vacancies.look(alone=not self._live)
 
     def _named(self, death: Death) -> str:
         """Say in words which rows were in work."""

@@ -44,6 +44,13 @@ class Transport(Protocol):
     def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
         """Return the links that can be received from; waits for the first one for so long."""
 
+    def missing(self, spec: WorkerSpec) -> str:
+        """Say what has been lost without which a worker cannot be started, and which may come back; "": nothing."""
+
+    @property
+    def patience_s(self) -> float:
+        """Return for how many seconds a run without any engine waits for what is missing."""
+
 
 class ProcessLink:
     """A pipe to a worker that is a process of its own."""
@@ -76,6 +83,15 @@ class ProcessTransport:
         """Return the links whose pipes have something, an end included."""
         by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
+
+    def missing(self, spec: WorkerSpec) -> str:
+        """Return that nothing is: processes are started on this machine."""
+        return ""
+
+    @property
+    def patience_s(self) -> float:
+        """Return that a run waits for nothing."""
+        return 0.0
 
 
 PROCESSES = ProcessTransport()

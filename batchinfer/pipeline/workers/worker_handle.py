@@ -193,6 +193,8 @@ class WorkerHandle:
 
     def close(self) -> None:
         """End the worker, gently when it has left already."""
+        if self._moments[-1][0] is not None:
+            self._begins(None)
         if self.left:
             self.link.wait(LEAVE_S)
         self.link.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -23,7 +24,8 @@ class Lobby:
     """Listens for nodes until it is left as a context manager, which tells them that the run is over.
 
     Whoever connects has to prove that it has the token before anything is read of what it sends. `count`: nodes that
-    the job has; later ones are sent away. `notice` gets a line for each that joins, is refused, or is lost.
+    the job has; while all are there, others wait. The number of a node that is lost goes to one of these, or to the
+    next that joins. `notice` gets a line for each that joins, is refused, or is lost.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Lobby:
         self.address, self._token, self._count, self._notice = address, token, count, notice
         self.host = address[0]
         self._nodes: dict[int, JoinedNode] = {}
+        self._spares: deque[tuple[Wire, str]] = deque()
         self._changed = threading.Condition()
         self._strangers = threading.Semaphore(_STRANGERS)
         self._told = 0
@@ -63,10 +66,14 @@ class Lobby:
         self._listener.close()
         for node in self.joined:
             node.over()
+        for wire, _ in self._spares:  # nobody adds to them any more
+            with suppress(OSError):
+                wire.say({"welcome": False, "over": True})
+            wire.close()
 
     @property
     def joined(self) -> list[JoinedNode]:
-        """Return all nodes that have joined, also those that are gone."""
+        """Return the last node of each number that has joined, also if it is gone."""
         with self._changed:
             return [*self._nodes.values()]
 
@@ -120,26 +127,34 @@ class Lobby:
             if not any(node.arrived(channel, wire) for node in self.joined):
                 wire.close()
             return
-        why = differing(about_this(), said) or self._no_room()
+        why = differing(about_this(), said)
         if why:
             wire.say({"welcome": False, "why": why})
             wire.close()
             self._refused(f"a node at {peer} ({str(said.get('host'))[:80]}) was sent away: {why}")
             return
         with self._changed:
-            number = len(self._nodes) + 1
-            wire.say({"welcome": True, "number": number, "count": self._count})
-            node = JoinedNode(number, f"{str(said['host'])[:80]}, {peer}", wire, self._lost)
-            self._nodes[number] = node
-            self._changed.notify_all()
-        self._notice(f"{node} of {self._count} has joined")
+            told = self._take_in(wire, f"{str(said['host'])[:80]}, {peer}")
+        if told:
+            self._notice(told)
 
-    def _no_room(self) -> str:
-        with self._changed:
-            if self._over:
-                return "the run is over"
-            full = len(self._nodes) >= self._count
-            return f"the run has all its nodes (engine.nodes.count: {self._count})" if full else ""
+    def _take_in(self, wire: Wire, name: str) -> str:
+        """Give a node the first number that is free, or let it wait for one, and return the line for the user; to be
+        called with the lock. Raises OSError when the node has left."""
+        if self._over:
+            wire.say({"welcome": False, "why": "the run is over"})
+            wire.close()
+            return ""
+        free = (n for n in range(1, self._count + 1) if n not in self._nodes or self._nodes[n].gone)
+        number = next(free, None)
+        if number is None:
+            wire.say({"welcome": False, "full": True})
+            self._spares.append((wire, name))
+            return f"another node ({name}) waits for one to be lost: engine.nodes.count is {self._count}"
+        wire.say({"welcome": True, "number": number, "count": self._count})
+        node = self._nodes[number] = JoinedNode(number, name, wire, self._lost)
+        self._changed.notify_all()
+        return f"{node} of {self._count} has joined"
 
     def _refused(self, text: str) -> None:
         with self._changed:
@@ -153,3 +168,19 @@ class Lobby:
             over = self._over
         if not over:
             self._notice(f"{node} is gone")
+            self._call_spare()
+
+    def _call_spare(self) -> None:
+        """Give the number of a lost node to one that waits, if there is one that is still there."""
+        while True:
+            with self._changed:
+                if not self._spares or self._over:
+                    return
+                wire, name = self._spares.popleft()
+                try:
+                    told = self._take_in(wire, name)
+                except OSError:
+                    wire.close()
+                    continue
+            self._notice(told)
+            return

@@ -23,13 +23,17 @@ Address = tuple[str, int]
 def serve(
     address: Address, token: bytes, offer: NodeOffer, tell: Callable[[str], None], wait_s: float
 ) -> None:
-    """Join the run that listens at the address, waiting for it for so long, and start what it orders until it is over.
-    `tell` gets a line for what a user should know.
+    """Join the run that listens at the address, and start what it orders until it is over. `wait_s`: for so many
+    seconds it waits for a run, and, where that has all its nodes, for the loss of one. `tell` gets a line for what a
+    user should know.
 
     Raises WrongToken where the run has another one, and Unavailable where no run listens, where it does not take this
     node, and when it is gone before it has said that it is over.
     """
     wire = _joined(address, token, tell, wait_s)
+    if wire is None:
+        tell("the run is over, and had no need of this node")
+        return
     relays: list[Relay] = []
     known: dict[str, str] = {}
     try:
@@ -65,12 +69,13 @@ def _channel(address: Address, token: bytes, channel: str) -> Wire:
         raise Unavailable(f"the run at {_shown(address)} is gone: {error}") from error
 
 
-def _joined(address: Address, token: bytes, tell: Callable[[str], None], wait_s: float) -> Wire:
+def _joined(address: Address, token: bytes, tell: Callable[[str], None], wait_s: float) -> Wire | None:
+    """Return the connection to a run that has taken this node; None: that run is over, and had no need of it."""
     deadline, told = time.monotonic() + wait_s, False
     while True:
         try:
             wire = _opened(address, token, about_this())
-            answer = wire.hear(WITHIN_S)
+            answer = _answer(wire, address, tell, deadline)
             break
         except WrongToken:
             raise
@@ -82,10 +87,27 @@ def _joined(address: Address, token: bytes, tell: Callable[[str], None], wait_s:
             tell(f"waiting for a run at {_shown(address)}")
             told = True
         time.sleep(_AGAIN_S)
-    if answer.get("welcome") is not True:
-        raise Unavailable(f"the run at {_shown(address)} does not take this node: {answer.get('why')}")
-    tell(f"joined the run at {_shown(address)} as node {answer.get('number')} of {answer.get('count')}")
-    return wire
+    if answer.get("welcome") is True:
+        tell(f"joined the run at {_shown(address)} as node {answer.get('number')} of {answer.get('count')}")
+        return wire
+    wire.close()
+    if answer.get("over") is True:
+        return None
+    raise Unavailable(f"the run at {_shown(address)} does not take this node: {answer.get('why')}")
+
+
+def _answer(wire: Wire, address: Address, tell: Callable[[str], None], deadline: float) -> dict[str, Any]:
+    """Return what the run says to this node, which may have to wait until another one is lost. Raises EOFError when it
+    says nothing until the deadline, or is gone."""
+    try:
+        answer = wire.hear(WITHIN_S)
+        if answer.get("full") is True:
+            tell(f"the run at {_shown(address)} has all its nodes; this one waits for one to be lost")
+            answer = wire.hear(max(0.0, deadline - time.monotonic()))
+    except EOFError:
+        wire.close()
+        raise
+    return answer
 
 
 def _opened(address: Address, token: bytes, said: dict[str, str]) -> Wire:

@@ -30,7 +30,8 @@ class JoinedNode:
         self._lock = threading.Lock()
         self._awaited: dict[str, SimpleQueue[Wire | None]] = {}
         self.gone = False
-        threading.Thread(target=self._watch, daemon=True, name=f"node {number}").start()
+        self._watching = threading.Thread(target=self._watch, daemon=True, name=f"node {number}")
+        self._watching.start()
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.name})"
@@ -48,6 +49,7 @@ class JoinedNode:
             wire = arrived.get(timeout=START_S)
         except Empty:
             self.leave()
+            self._watching.join()  # from now on it is gone
             raise Unavailable(f"{self} does not answer") from None
         finally:
             with self._lock:

@@ -81,16 +81,16 @@ class NodeTransport:
         waiting: Callable[[], None],
         known: Callable[[], MutableMapping[str, str]],
     ) -> None:
-        """wait_s: for nodes to join, during which `waiting` is called now and then; known: digests of files by their
-        identity, see `file_sha256`."""
-        self._lobby, self._wait_s, self._waiting, self._known = lobby, wait_s, waiting, known
+        """wait_s: for nodes to join, during which `waiting` is called now and then, and for others in the place of lost
+        ones; known: digests of files by their identity, see `file_sha256`."""
+        self._lobby, self.patience_s, self._waiting, self._known = lobby, wait_s, waiting, known
 
     def start(self, spec: WorkerSpec) -> Link:
         """Start a worker. Raises Unavailable where too few nodes join, and OSError where no process can be started."""
-        numbers = {one.place.node for one in (spec, *spec.others)} - {0}
+        numbers = _nodes_of(spec)
         if not numbers:
             return PROCESSES.start(spec)
-        nodes = {one: self._lobby.node(one, self._wait_s, self._waiting) for one in sorted(numbers)}
+        nodes = {one: self._lobby.node(one, self.patience_s, self._waiting) for one in numbers}
         files = self._files(spec)
         try:
             if spec.place.node:
@@ -108,6 +108,12 @@ class NodeTransport:
         by_end |= {link.connection: link for link in links if isinstance(link, ProcessLink)}
         found = wait(list(by_end), 0 if ready else timeout_s)  # type: ignore[arg-type]
         return ready + [by_end[one] for one in found]
+
+    def missing(self, spec: WorkerSpec) -> str:
+        """Name the nodes that are gone."""
+        joined = {node.number: node for node in self._lobby.joined}
+        lost = [joined[one] for one in _nodes_of(spec) if one in joined and joined[one].gone]
+        return " and ".join(f"{node} is gone" for node in lost)
 
     def _leading(self, spec: WorkerSpec, nodes: dict[int, JoinedNode], files: Files) -> Link:
         """Start an engine's leading rank here, which gets the ways to its ranks on nodes."""
@@ -128,3 +134,7 @@ class NodeTransport:
         cache = self._known()
         folders: list[Path] = folders_of(spec)
         return {str(folder): digests(folder, cache) for folder in folders}
+
+
+def _nodes_of(spec: WorkerSpec) -> list[int]:
+    return sorted({one.place.node for one in (spec, *spec.others)} - {0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,17 +12,18 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, Unavailable
 from batchinfer.core.request import Completion, Request, RowError, Tokens
 from batchinfer.core.samples import DraftName, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
-from batchinfer.pipeline.workers import feed
+from batchinfer.pipeline.workers import feed, vacancies
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import (
     Add,
+    EnginePlace,
     Failed,
     Finish,
     Learn,
@@ -74,6 +76,38 @@ class Engines(MemoryTransport):
         return self.workers[-1]
 
 
+class OnNodes(Engines):
+    """Engines on a node each, which is lost when its engine dies. Another one takes its place once it was looked for as
+    often as `looks` says of each in turn; None, or none that is said: never."""
+
+    patience_s = 0.2
+
+    def __init__(self, fates: Sequence[Fate], looks: Sequence[int | None]) -> None:
+        super().__init__(fates)
+        self._of: dict[int, Started] = {}
+        self._looks = [*looks]
+        self.lost = 0  # nodes
+
+    def start(self, spec: WorkerSpec) -> Link:
+        assert not self.missing(spec), "it cannot be started"
+        link = super().start(spec)
+        self._of[spec.place.node] = self.workers[-1]
+        return link
+
+    def missing(self, spec: WorkerSpec) -> str:
+        node = self._of.get(spec.place.node)
+        if node is None or not node.died:
+            return ""
+        if node.looked is None:
+            self.lost += 1
+            node.looked = self._looks.pop(0) if self._looks else NEVER
+        node.looked -= 1
+        return f"node {spec.place.node} is gone" if node.looked > 0 else ""
+
+
+NEVER = 1 << 30
+
+
 class Started:
     """A worker whose fate is known. It heard so many times that it was its turn."""
 
@@ -84,6 +118,7 @@ class Started:
         self.pieces: list[list[Request]] = []
         self.most, self.finished, self.heard = 0, 0, 0
         self.learned: list[list[int]] = []
+        self.looked: int | None = None  # for a node in the place of its own
 
     def hear(self, message: object) -> None:
         if isinstance(message, Add):
@@ -163,7 +198,7 @@ def pool_of(
     drafts: tuple[DraftName, ...] = (),
 ) -> Iterator[tuple[ReplicaPool, list[str]]]:
     notices: list[str] = []
-    specs = [WorkerSpec(LOAD, None)] * replicas
+    specs = [WorkerSpec(LOAD, None, place=EnginePlace(node=number)) for number in range(1, 1 + replicas)]
     named = "rows {}".format
     with ReplicaPool(
         specs, replace(CONFIG, drafts=drafts), len(requests), interrupts or Interrupts(),
@@ -247,6 +282,83 @@ def test_every_row_is_answered_once_or_all_engines_are_dead(
         assert not any(not one.died for one in engines.workers)
     assert set(sink.answers.values()) <= {1}
     assert all(link.closed for link in engines.started)
+
+
+@settings(max_examples=examples(30, 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    count=st.integers(0, 200),
+    fates=st.lists(st.builds(Fate, st.integers(1, 20), dies_after=st.integers(0, 40)), max_size=6),
+    looks=st.lists(st.one_of(st.none(), st.integers(1, 30)), max_size=8),
+    replicas=st.integers(1, 3),
+)
+def test_engines_whose_nodes_are_lost_come_back_with_others(
+    count: int, fates: list[Fate], looks: list[int | None], replicas: int
+) -> None:
+    """Every row is answered once and none is given up, unless no engine is left and no node comes in time."""
+    requests = rows(*[(1, 0, 10)] * count)
+    engines = OnNodes(fates, [NEVER if look is None else look for look in looks])
+    ended = run_of(engines, replicas, requests)
+    assert ended.pool.restarts == len(engines.workers) - replicas
+    assert set(ended.sink.answers.values()) <= {1}
+    if ended.failed is None:
+        assert set(ended.sink.answers) == {request.key for request in requests}
+    else:
+        assert re.search(
+            r"node \d is gone.*, and no other has joined in its place within 0 s", str(ended.failed)
+        )
+        assert ended.failed.exit_code == 69
+        assert all(one.died for one in engines.workers)
+    assert not ended.sink.errors
+    assert all(link.closed for link in engines.started)
+    event(
+        f"nodes lost: {min(engines.lost, 3)}, restarts: {min(ended.pool.restarts, 3)}, {ended.failed is None}"
+    )
+
+
+def test_a_row_is_not_to_blame_for_lost_nodes_nor_is_a_new_engine() -> None:
+    """The same row is in work each time. The last but one dies by itself, on a node that stays."""
+    engines = OnNodes([Fate(dies_after=0)] * 8, [2] * 7 + [1])
+    ended = whole_run(engines, 1, rows((1, 0, 10)))
+    assert (len(engines.workers), ended.sink.errors) == (9, {})
+
+
+def test_others_go_on_without_a_node_until_another_one_joins() -> None:
+    """Nobody waits for it. It then gets rows of its own."""
+    engines = OnNodes([Fate(), Fate(dies_after=4)], [20])
+    ended = whole_run(engines, 2, rows(*[(1, 0, 10)] * 2000))
+    assert [one.died for one in engines.workers] == [False, True, False]
+    assert engines.workers[2].finished > 40
+    assert any("the other engines go on; a node that joins takes the place" in line for line in ended.notices)
+    assert not any("waiting up to" in line for line in ended.notices)
+
+
+def test_a_lost_node_is_not_waited_for_when_no_rows_are_left_or_the_run_ends() -> None:
+    engines = OnNodes([Fate(), Fate(dies_after=4)], [NEVER])
+    whole_run(engines, 2, rows(*[(1, 0, 10)] * 40))
+    engines, interrupts, requests = (
+        OnNodes([Fate(dies_after=4)], [NEVER]),
+        Interrupts(),
+        rows(*[(1, 0, 10)] * 40),
+    )
+    with pool_of(engines, 1, requests, interrupts) as (pool, notices):
+        sink = Kept()
+        sink.tick = lambda: setattr(
+            interrupts, "pending", 2 if any("waiting" in n for n in notices) else None
+        )  # type: ignore[method-assign]
+        run(pool, requests, sink, interrupts)
+        assert (sink.answers.total(), pool.left) == (4, False)
+        engines.workers[0].looked = 1  # from now on there is a node
+        pool.receive(0)
+        assert len(engines.workers) == 1, "after a signal none is started"
+        pool.finish(1.0)
+        assert pool.left
+
+
+def test_a_run_without_an_engine_says_now_and_then_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vacancies, "TELL_S", 0.05)
+    ended = run_of(OnNodes([Fate(dies_after=0)], []), 1, rows((1, 0, 10)))
+    assert ended.failed is not None
+    assert 2 <= sum("node 1 is gone: waiting up to" in line for line in ended.notices) <= 4
 
 
 @pytest.mark.parametrize("speeds", [(1, 1), (1, 4), (4, 1, 1)])

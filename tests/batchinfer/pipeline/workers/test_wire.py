@@ -26,8 +26,12 @@ from batchinfer.core.request import Output, Tokens
 from batchinfer.engine.ranks.seat import Exchange
 from batchinfer.pipeline.workers.messages import Add, Failed, Finish, Loaded
 from batchinfer.pipeline.workers.nodes import packing
+from batchinfer.pipeline.workers.nodes.about import about_this
 from batchinfer.pipeline.workers.nodes.handshake import MAGIC, SECRET, WrongToken, prove
 from batchinfer.pipeline.workers.nodes.lobby import Lobby
+from batchinfer.pipeline.workers.nodes.member import serve
+from batchinfer.pipeline.workers.nodes.offer import NodeOffer
+from batchinfer.pipeline.workers.nodes.orders import RunOver
 from batchinfer.pipeline.workers.nodes.packing import packed, unpacked
 from batchinfer.pipeline.workers.nodes.token import read_token
 from batchinfer.pipeline.workers.nodes.wire import Tampered, Wire
@@ -264,6 +268,76 @@ def test_strangers_are_refused_and_none_keeps_nodes_from_joining() -> None:
         assert not lobby.joined
         assert all("was refused" in line or "was sent away" in line for line in said)
         assert max(map(len, said)) < 500
+
+
+def asking(lobby: Lobby) -> Wire:
+    """Ask to join as a node of this version, and return the connection."""
+    link = socket.create_connection(lobby._listener.getsockname())
+    wire = Wire(link, *prove(link, TOKEN, "node"))
+    wire.say(about_this())
+    return wire
+
+
+@settings(max_examples=examples(10, 100), deadline=None)
+@given(st.lists(st.sampled_from(["joins", "leaves", "spare leaves"]), max_size=12), st.integers(1, 3))
+def test_the_place_of_a_lost_node_is_the_next_one_s(events: list[str], count: int) -> None:
+    """Those that came first are first; one that is no longer there is passed over."""
+    seats: dict[int, Wire] = {}
+    every: list[Wire] = []
+    spares: list[Wire] = []
+    with Lobby(("127.0.0.1", 0), TOKEN, count, lambda _: None) as lobby:
+
+        def seated(wire: Wire, answer: dict[str, Any]) -> None:
+            number = min({*range(1, count + 1)} - {*seats})
+            assert answer == {"welcome": True, "number": number, "count": count}
+            seats[number] = wire
+
+        for event in [*["joins"] * count, *events]:
+            if event == "joins":
+                every.append(wire := asking(lobby))
+                answer = wire.hear(5.0)
+                if answer.get("full"):
+                    assert len(seats) == count
+                    spares.append(wire)
+                else:
+                    seated(wire, answer)
+            elif event == "spare leaves" and spares:
+                spares.pop(0).hang_up()
+            elif event == "leaves" and seats:
+                lost = max(seats)
+                seats.pop(lost).hang_up()
+                if spares:
+                    seated(spares[0], spares[0].hear(5.0))
+                    del spares[0]
+                else:
+                    wait_until(lambda: lost in {node.number for node in lobby.joined if node.gone})  # noqa: B023
+        wait_until(lambda: {node.number for node in lobby.joined if not node.gone} == {*seats})
+    for spare in spares:
+        assert spare.hear(5.0) == {"welcome": False, "over": True}
+    for wire in seats.values():
+        assert isinstance(wire.recv(), RunOver)
+    for wire in every:
+        wire.close()
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_node_that_is_not_needed_ends_with_the_run_or_when_it_has_waited(over: bool) -> None:
+    said: list[str] = []
+    with ThreadPoolExecutor() as pool, Lobby(("127.0.0.1", 0), TOKEN, 1, lambda _: None) as lobby:
+        taken, address = asking(lobby), lobby._listener.getsockname()
+        assert taken.hear(5.0)["welcome"] is True
+        node = pool.submit(
+            serve, address, TOKEN, NodeOffer("here", 1 << 30), said.append, 60.0 if over else 0.5
+        )
+        wait_until(lambda: any("waits for one to be lost" in line for line in said))
+        if over:
+            lobby.close()
+            node.result(5.0)
+            assert said[-1] == "the run is over, and had no need of this node"
+        else:
+            with pytest.raises(Unavailable, match="within 0 s"):
+                node.result(5.0)
+        taken.close()
 
 
 def test_two_threads_may_send_at_a_time() -> None:

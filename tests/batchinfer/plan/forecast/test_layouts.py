@@ -37,9 +37,11 @@ from tests.batchinfer.test_replicas import pytestmark as two_cores
 from tests.batchinfer.wrong_jobs import command
 from tests.examples import first_of
 from tests.large_models import hollow_checkpoint
+from tests.layout_table import LAYOUTS, LENGTHS, name_of, tokens_per_s
 from tests.model_costs import llama_spec
 
 REAL = RunOptions(waves_from_s=float("inf"))
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +310,18 @@ def test_the_simulation_is_near_published_figures(tmp_path: Path, llama_70b: Pat
     requests = [Request(row.to_bytes(32, "big"), prompt, params) for row, prompt in enumerate(tokens)]
     run = simulate(machine, requests, {request.key: figure.output for request in requests})
     assert figure.rows * figure.output / run.seconds == pytest.approx(figure.tokens_per_s, rel=0.3)
+
+
+@pytest.mark.parametrize("layout", first_of([(one,) for one in LAYOUTS], 0))
+def test_the_page_s_table_is_what_is_simulated(
+    tmp_path: Path, llama_70b: Path, layout: tuple[int, int]
+) -> None:
+    """Of its columns the one of many answer tokens, launched as graphs."""
+    page, division = (ROOT / "docs/large-models.md").read_text(), Division(*layout)
+    row = next(line for line in page.splitlines() if line.startswith(f"| {name_of(division)} | "))
+    told = float(row.split("|")[4].strip(" *").replace(",", ""))
+    path = write_job(tmp_path, llama_70b, people(1))
+    assert tokens_per_s(path, division, *LENGTHS[1], captured=True)[0] == pytest.approx(told, rel=0.005)
 
 
 def test_names_say_what_a_layout_is() -> None:
