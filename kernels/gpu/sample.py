@@ -6,7 +6,8 @@ exact, the same in any order, however a row is cut into tiles. Less than 2^-44 o
 
 What top-k, top-p and min-p leave is all above some key, and so many of those at it, by their ids. The key is found by
 narrowing a bracket, four parts a pass, until what lies within is few enough to be held at once and searched on the
-spot: after one pass where few tokens are large enough to be in the nucleus. A draw is a token's place in the sum.
+spot: after one pass where few tokens are large enough to be in the nucleus. Several programs make that pass, and the
+two behind it, where rows are few; all others are one program's. A draw is a token's place in the sum.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _enough(count, mass, wanted, BY_MASS: tl.constexpr):
 def _gather(
     row_ptr, scratch_ptr, vocab, best, temperature, low, high, CHUNK: tl.constexpr, HELD: tl.constexpr
 ):
-    """Keys in [low, high), at most HELD, in a vector that ends in -1."""
+    """Write the keys in [low, high), at most HELD, to scratch; how many there are."""
     found = tl.zeros((), tl.int32)
     for start in range(0, vocab, CHUNK):
         ids = start + tl.arange(0, CHUNK)
@@ -115,35 +116,52 @@ def _gather(
         tl.store(scratch_ptr + found + tl.cumsum(within, 0) - 1, key, mask=within > 0)
         found += tl.sum(within, 0)
     tl.debug_barrier()  # what other threads of this program wrote is read
-    at = tl.arange(0, HELD)
-    return tl.load(scratch_ptr + at, mask=at < found, other=-1)
+    return found
+
+
+@triton.jit
+def _pivots(low, high, tokens):
+    """Return three keys between low and high, the first one low itself where the tokens above it are not counted."""
+    quarter, half = (high - low) // 4, (high - low) // 2
+    return low + tl.where(tokens < 0, 0, quarter), low + half, low + half + quarter
+
+
+@triton.jit
+def _narrowed(low, high, tokens, count, mass, c1, m1, c2, m2, c3, m3, wanted, BY_MASS: tl.constexpr):
+    """Return the bracket's part, with its counts, that the key is in, by what is at and above its pivots."""
+    p1, p2, p3 = _pivots(low, high, tokens)
+    e1 = _enough(c1, m1, wanted, BY_MASS)
+    e2 = _enough(c2, m2, wanted, BY_MASS)
+    e3 = _enough(c3, m3, wanted, BY_MASS)
+    count = tl.where(e3, count, tl.where(e2, c3, tl.where(e1, c2, c1)))
+    mass = tl.where(e3, mass, tl.where(e2, m3, tl.where(e1, m2, m1)))
+    high = tl.where(e3, high, tl.where(e2, p3, tl.where(e1, p2, p1)))
+    tokens = tl.where(e3, c3, tl.where(e2, c2, tl.where(e1, c1, tokens)))
+    low = tl.where(e3, p3, tl.where(e2, p2, tl.where(e1, p1, low)))
+    return low, high, tokens, count, mass
 
 
 @triton.jit
 def _search(
-    row_ptr, scratch_ptr, vocab, best, temperature, low, tokens, wanted,
+    row_ptr, scratch_ptr, vocab, best, temperature, low, high, tokens, count, mass, found, wanted,
     BY_MASS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """(key, count, mass): the greatest key at and above which there is enough, and what is above it.
+    """(key, count, mass): the greatest key in [low, high) at and above which there is enough, and what is above it.
 
-    There is enough at `low`, with so many `tokens` at and above it (-1: not known), and nothing above the key of 1.
+    There is enough at `low`, with so many `tokens` at and above it (-1: not known); `count` and `mass` are at and above
+    `high`. found: keys of the bracket that are in scratch already, all of them; -1: they are not.
     """
-    high = tl.full((), _KEY_OF_ONE + 1, tl.int32)
-    count, mass = tl.zeros((), tl.int32), tl.zeros((), tl.int64)  # at and above high
     while (high - low > 1) & ((tokens < 0) | (tokens - count > HELD)):
-        quarter, half = (high - low) // 4, (high - low) // 2
-        p1, p2, p3 = low + tl.where(tokens < 0, 0, quarter), low + half, low + half + quarter
+        p1, p2, p3 = _pivots(low, high, tokens)
         c1, m1, c2, m2, c3, m3 = _measure(row_ptr, vocab, best, temperature, p1, p2, p3, TILE)
-        e1 = _enough(c1, m1, wanted, BY_MASS)
-        e2 = _enough(c2, m2, wanted, BY_MASS)
-        e3 = _enough(c3, m3, wanted, BY_MASS)
-        count = tl.where(e3, count, tl.where(e2, c3, tl.where(e1, c2, c1)))
-        mass = tl.where(e3, mass, tl.where(e2, m3, tl.where(e1, m2, m1)))
-        high = tl.where(e3, high, tl.where(e2, p3, tl.where(e1, p2, p1)))
-        tokens = tl.where(e3, c3, tl.where(e2, c2, tl.where(e1, c1, tokens)))
-        low = tl.where(e3, p3, tl.where(e2, p2, tl.where(e1, p1, low)))
+        low, high, tokens, count, mass = _narrowed(
+            low, high, tokens, count, mass, c1, m1, c2, m2, c3, m3, wanted, BY_MASS
+        )
     if high - low > 1:
-        keys = _gather(row_ptr, scratch_ptr, vocab, best, temperature, low, high, CHUNK, HELD)
+        if found < 0:
+            found = _gather(row_ptr, scratch_ptr, vocab, best, temperature, low, high, CHUNK, HELD)
+        at = tl.arange(0, HELD)
+        keys = tl.load(scratch_ptr + at, mask=at < found, other=-1)
         weights = _weight(tl.maximum(keys, 0))
         count_beyond, mass_beyond = count, mass
         while high - low > 1:
@@ -171,27 +189,144 @@ def _times(wanted, weight, most):
 
 
 @triton.jit
+def _nucleus(total, top_p, members, low):
+    """Return the weight that top-p wants of a `total` of so many members, all above `low`; and a key that is no greater
+    than the one at which they reach it."""
+    wanted = tl.minimum(tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1), total)
+    # all tokens below this together weigh less than half of what may be left out
+    least = ((1.0 - top_p) * total.to(tl.float64)).to(tl.float32) / (2.0 * _UNIT * members)
+    return wanted, tl.maximum(tl.maximum(low, 0), least.to(tl.int32, bitcast=True) - 1)
+
+
+@triton.jit
+def _total(weights_ptr, chunks, CHUNKS: tl.constexpr):
+    """Return the weight of all of a row's tokens."""
+    at = tl.arange(0, CHUNKS)
+    return tl.sum(tl.load(weights_ptr + at, mask=at < chunks, other=0), 0)
+
+
+@triton.jit
+def _is_shared(temperature, best, top_k, top_p, vocab):
+    """Whether several programs make the first pass over a row for its top-p."""
+    return (temperature > 0.0) & is_finite(best) & (top_p < 1.0) & ~((top_k > 0) & (top_k < vocab))
+
+
+@triton.jit
+def _tally_kernel(
+    logits_ptr, stride, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, weights_ptr,
+    counts_ptr, masses_ptr,  # (rows, 3, chunks)
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Each chunk's tokens, and their weights, at and above the first three pivots of top-p."""
+    row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
+    top_p = tl.load(top_p_ptr + row)
+    if _is_shared(temperature, best, tl.load(top_k_ptr + row), top_p, vocab):
+        total = _total(weights_ptr + row * chunks, chunks, CHUNKS)
+        _wanted, low = _nucleus(total, top_p, vocab, -1)
+        p1, p2, p3 = _pivots(low, _KEY_OF_ONE + 1, -1)
+        counts_ptr += row * 3 * chunks
+        masses_ptr += row * 3 * chunks
+        for chunk in range(first, chunks, programs):
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            key = _key(
+                row_chunk(logits_ptr + row * stride, ids, vocab),
+                best,
+                tl.maximum(temperature, _MIN_TEMPERATURE),
+            )
+            weight = _weight(key)
+            key = tl.where(ids < vocab, key, -1)
+            for number in tl.static_range(3):
+                within = key >= (p1 if number == 0 else (p2 if number == 1 else p3))
+                tl.store(counts_ptr + number * chunks + chunk, tl.sum(within.to(tl.int32), 0))
+                tl.store(masses_ptr + number * chunks + chunk, tl.sum(tl.where(within, weight, 0), 0))
+
+
+@triton.jit
+def _first_bracket(counts_ptr, masses_ptr, chunks, wanted, low, CHUNKS: tl.constexpr):
+    """Return what is left of all keys from `low` on, after the pass that `_tally_kernel` made."""
+    at = tl.arange(0, CHUNKS)
+    inside = at < chunks
+    c1 = tl.sum(tl.load(counts_ptr + at, mask=inside, other=0), 0)
+    c2 = tl.sum(tl.load(counts_ptr + chunks + at, mask=inside, other=0), 0)
+    c3 = tl.sum(tl.load(counts_ptr + 2 * chunks + at, mask=inside, other=0), 0)
+    m1 = tl.sum(tl.load(masses_ptr + at, mask=inside, other=0), 0)
+    m2 = tl.sum(tl.load(masses_ptr + chunks + at, mask=inside, other=0), 0)
+    m3 = tl.sum(tl.load(masses_ptr + 2 * chunks + at, mask=inside, other=0), 0)
+    high = tl.full((), _KEY_OF_ONE + 1, tl.int32)
+    none, nothing = tl.full((), -1, tl.int32), tl.zeros((), tl.int64)
+    zero = tl.zeros((), tl.int32)
+    return _narrowed(low, high, none, zero, nothing, c1, m1, c2, m2, c3, m3, wanted, True)
+
+
+@triton.jit
+def _collect_kernel(
+    logits_ptr, stride, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, weights_ptr,
+    counts_ptr, masses_ptr, scratch_ptr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Write the keys of the bracket that the first pass has left to scratch, if they are few enough; each chunk's are
+    behind those of the chunks before."""
+    row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
+    top_p = tl.load(top_p_ptr + row)
+    if _is_shared(temperature, best, tl.load(top_k_ptr + row), top_p, vocab):
+        total = _total(weights_ptr + row * chunks, chunks, CHUNKS)
+        wanted, start = _nucleus(total, top_p, vocab, -1)
+        counts_ptr += row * 3 * chunks
+        low, high, tokens, count, _mass = _first_bracket(
+            counts_ptr, masses_ptr + row * 3 * chunks, chunks, wanted, start, CHUNKS
+        )
+        if (high - low > 1) & (tokens - count <= HELD):
+            _lowest, p2, p3 = _pivots(start, _KEY_OF_ONE + 1, -1)
+            at = tl.arange(0, CHUNKS)
+            # At and above low, and at and above high, of each chunk
+            lower = tl.where(low == p3, 2, tl.where(low == p2, 1, 0))
+            within = tl.load(counts_ptr + lower * chunks + at, mask=at < chunks, other=0)
+            within -= tl.load(
+                counts_ptr + (lower + 1) * chunks + at, mask=(at < chunks) & (lower < 2), other=0
+            )
+            for chunk in range(first, chunks, programs):
+                place = scratch_ptr + row * HELD + tl.sum(tl.where(at < chunk, within, 0), 0)
+                ids = chunk * CHUNK + tl.arange(0, CHUNK)
+                key = _key(
+                    row_chunk(logits_ptr + row * stride, ids, vocab),
+                    best, tl.maximum(temperature, _MIN_TEMPERATURE),
+                )  # fmt: skip
+                taken = ((key >= low) & (key < high) & (ids < vocab)).to(tl.int32)
+                tl.store(place + tl.cumsum(taken, 0) - 1, key, mask=taken > 0)
+
+
+@triton.jit
 def _filter(
-    row_ptr, scratch_ptr, vocab, best, temperature, total, top_k, top_p, min_p,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
+    row_ptr, scratch_ptr, vocab, best, temperature, total, top_k, top_p, min_p, counts_ptr, masses_ptr, chunks,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Return (key, ties): tokens above the key are kept, and the first `ties` tokens at it. total: of all weights."""
     low, ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32) + vocab
     members = ties
-    if (top_k > 0) & (top_k < vocab):
+    high, none = tl.full((), _KEY_OF_ONE + 1, tl.int32), tl.full((), -1, tl.int32)
+    zero, nothing = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
+    by_rank = (top_k > 0) & (top_k < vocab)
+    if by_rank:
         low, count, mass = _search(
-            row_ptr, scratch_ptr, vocab, best, temperature, tl.zeros((), tl.int32), members, top_k,
+            row_ptr, scratch_ptr, vocab, best, temperature, zero, high, members, zero, nothing, none, top_k,
             False, TILE, CHUNK, HELD,
         )  # fmt: skip
         ties, members = top_k - count, top_k
         total = mass + ties * _weight(low)
     if top_p < 1.0:
-        wanted = tl.minimum(tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1), total)
-        # all tokens below this together weigh less than half of what may be left out
-        least = ((1.0 - top_p) * total.to(tl.float64)).to(tl.float32) / (2.0 * _UNIT * members)
-        start = tl.maximum(tl.maximum(low, 0), least.to(tl.int32, bitcast=True) - 1)
+        wanted, start = _nucleus(total, top_p, members, low)
+        tokens, count, mass, found = none, zero, nothing, none
+        if not by_rank:
+            start, high, tokens, count, mass = _first_bracket(
+                counts_ptr, masses_ptr, chunks, wanted, start, CHUNKS
+            )
+            found = tl.where(tokens - count <= HELD, tokens - count, -1)
         key, _, mass = _search(
-            row_ptr, scratch_ptr, vocab, best, temperature, start, tl.full((), -1, tl.int32), wanted,
+            row_ptr, scratch_ptr, vocab, best, temperature, start, high, tokens, count, mass, found, wanted,
             True, TILE, CHUNK, HELD,
         )  # fmt: skip
         fitting = _times(wanted - mass, tl.maximum(_weight(key), 1), vocab)
@@ -210,8 +345,8 @@ def _weigh_kept_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, chunks, temperature_ptr, weights_ptr, equal_ptr, low_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's weight of the tokens that are above a row's key, and how many are at it; none, and the weight that
-    is there, where a row has no filter. The programs of a row take its chunks in turn."""
+    """Each chunk's weight of the tokens that are above a row's key, and how many are at it. Where a row has no filter
+    its weights stay, and whatever count is there has no weight. The programs of a row take its chunks in turn."""
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     low = tl.load(low_ptr + row)
     if low >= 0:
@@ -223,9 +358,6 @@ def _weigh_kept_kernel(
             key = tl.where(ids < vocab, key, -2)
             tl.store(equal_ptr + row * chunks + chunk, tl.sum((key == low).to(tl.int32), 0))
             tl.store(weights_ptr + row * chunks + chunk, tl.sum(tl.where(key > low, _weight(key), 0), 0))
-    else:
-        for chunk in range(first, chunks, programs):
-            tl.store(equal_ptr + row * chunks + chunk, 0)
 
 
 @triton.jit
@@ -266,7 +398,8 @@ def _draw(
 @triton.jit
 def _filter_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, chunks,
-    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, weights_ptr, low_ptr, ties_ptr, scratch_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, weights_ptr, counts_ptr, masses_ptr, low_ptr, ties_ptr,
+    scratch_ptr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Find the tokens that the filters leave of a row: those above a key, and the first `ties` of those at it. -1 and 0
@@ -280,11 +413,10 @@ def _filter_kernel(
     if (temperature > 0.0) & is_finite(best) & filtered:
         temperature = tl.maximum(temperature, _MIN_TEMPERATURE)
         row_ptr = logits_ptr + row * stride
-        at = tl.arange(0, CHUNKS)
-        total = tl.sum(tl.load(weights_ptr + row * chunks + at, mask=at < chunks, other=0), 0)
+        total = _total(weights_ptr + row * chunks, chunks, CHUNKS)
         low, ties = _filter(
             row_ptr, scratch_ptr + row * HELD, vocab, best, temperature, total, top_k, top_p, min_p,
-            TILE, CHUNK, HELD,
+            counts_ptr + row * 3 * chunks, masses_ptr + row * 3 * chunks, chunks, TILE, CHUNK, CHUNKS, HELD,
         )  # fmt: skip
     tl.store(low_ptr + row, low)
     tl.store(ties_ptr + row, ties)
@@ -334,25 +466,19 @@ def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | No
     _weigh_kernel[best.shape](*places, sampling.temperature, weights, **sizes, num_warps=4)
     equal, scratch = torch.empty_like(ids), ids.new_empty((rows, HELD))
     low, ties = ids.new_empty(rows), ids.new_empty(rows)
-    how = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    chunks = best.shape[1]
+    counts, masses = ids.new_empty((rows, 3, chunks)), weights.new_empty((rows, 3, chunks))
+    shared = (rows, min(chunks, cdiv(PROGRAMS, rows)))
+    nucleus = (sampling.temperature, sampling.top_k, sampling.top_p)
+    tallies = (*places, chunks, *nucleus, weights, counts, masses)
+    _tally_kernel[shared](*tallies, **sizes, num_warps=8)
+    _collect_kernel[shared](*tallies, scratch, **sizes, HELD=HELD, num_warps=8)
     _filter_kernel[(rows,)](
-        *places,
-        best.shape[1],
-        *how,
-        weights,
-        low,
-        ties,
-        scratch,
-        **sizes,
-        TILE=TILE,
-        HELD=HELD,
-        num_warps=WARPS,
-    )
+        *places, chunks, *nucleus, sampling.min_p, weights, counts, masses, low, ties, scratch,
+        **sizes, TILE=TILE, HELD=HELD, num_warps=WARPS,
+    )  # fmt: skip
     kept = (weights, equal, low, ties)
-    programs = min(best.shape[1], cdiv(PROGRAMS, rows))
-    _weigh_kept_kernel[rows, programs](
-        *places, best.shape[1], sampling.temperature, *kept[:3], **sizes, num_warps=8
-    )
+    _weigh_kept_kernel[shared](*places, chunks, sampling.temperature, *kept[:3], **sizes, num_warps=8)
     drawn = (sampling.temperature, sampling.keys, sampling.positions)
     _choose_kernel[(rows,)](*places, best.shape[1], *drawn, *kept, out, **sizes, num_warps=8)
     return out

@@ -159,7 +159,7 @@ KINDS = {
     "move_slots": [Kind(("bfloat16", 128, 8)), Kind(("float32", 4096, 32)), Kind(("int8", 1, 7))],
     "log_probabilities": [Kind(("float32",), 2, loads=1), Kind(("bfloat16",), 2, loads=1)],
     "penalise": [Kind(("float32",)), Kind(("bfloat16",))],
-    "sample": [Kind(("float32", VOCAB, True), 5, loads=1)],
+    "sample": [Kind(("float32", VOCAB, True), 7, loads=1)],
     "choose_experts": [Kind((number,)) for number in range(len(ROUTINGS))],
     "sort_by_expert": [Kind((128, True)), Kind((256, False)), Kind((8, True))],
     "combine": [Kind(("bfloat16", 64, 8, 2048), loads=1, stores=1)],

@@ -50,10 +50,10 @@ def test_equals_the_reference(device, vocab, spread):
     check(some_logits(len(kinds), vocab, spread, device), row_sampling(kinds, device))
 
 
-@pytest.mark.parametrize(("spread", "programs"), [(0.3, 1), (3.0, 2), (3.0, 1024)])
+@pytest.mark.parametrize(("spread", "programs"), [(0.3, 1), (3.0, 2), (3.0, 1024), (6.0, 2)])
 def test_rows_of_several_chunks(device, monkeypatch, spread, programs):
     """So many programs of a row take them in turn."""
-    kinds = list(KINDS)
+    kinds = [*KINDS, *({"temperature": 0.8, "top_p": share, "top_k": 9001} for share in (0.05, 0.3, 0.6))]
     monkeypatch.setattr(module, "PROGRAMS", programs * len(kinds))
     check(some_logits(len(kinds), 9001, spread, device), row_sampling(kinds, device))
 
