@@ -120,6 +120,9 @@ class MemoryTransport:
             time.sleep(min(timeout_s, LOOK_S))
         return said
 
+    def lost(self, link: Link) -> bool:
+        return False
+
     def missing(self, spec: WorkerSpec) -> str:
         return ""
 

@@ -422,8 +422,8 @@ class ReplicaPool:
     # Lost nodes
 
     def _may_wait(self, replica: Replica) -> bool:
-        """Whether it can be started once a node has joined, and not before."""
-        return self._may_start and bool(self._transport.missing(replica.spec))
+        """Whether it has lost its node, and can be started once another one has its place; perhaps one has already."""
+        return self._may_start and self._transport.lost(replica.worker.link)
 
     def _leave_vacant(self, replica: Replica, what: str) -> None:
         replica.close()

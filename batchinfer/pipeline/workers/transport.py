@@ -44,6 +44,9 @@ class Transport(Protocol):
     def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
         """Return the links that can be received from; waits for the first one for so long."""
 
+    def lost(self, link: Link) -> bool:
+        """Whether a worker that has died has lost what it ran on, and did not die by itself."""
+
     def missing(self, spec: WorkerSpec) -> str:
         """Say what has been lost without which a worker cannot be started, and which may come back; "": nothing."""
 
@@ -83,6 +86,10 @@ class ProcessTransport:
         """Return the links whose pipes have something, an end included."""
         by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
+
+    def lost(self, link: Link) -> bool:
+        """Return that it has not: it ran on this machine."""
+        return False
 
     def missing(self, spec: WorkerSpec) -> str:
         """Return that nothing is: processes are started on this machine."""

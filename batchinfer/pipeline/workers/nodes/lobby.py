@@ -145,16 +145,32 @@ class Lobby:
             wire.say({"welcome": False, "why": "the run is over"})
             wire.close()
             return ""
-        free = (n for n in range(1, self._count + 1) if n not in self._nodes or self._nodes[n].gone)
-        number = next(free, None)
+        self._drop_left()
+        number = self._free
         if number is None:
             wire.say({"welcome": False, "full": True})
             self._spares.append((wire, name))
             return f"another node ({name}) waits for one to be lost: engine.nodes.count is {self._count}"
+        return self._seat(number, wire, name)
+
+    @property
+    def _free(self) -> int | None:
+        """Return the first number that no node has, or one that is gone."""
+        free = (n for n in range(1, self._count + 1) if n not in self._nodes or self._nodes[n].gone)
+        return next(free, None)
+
+    def _seat(self, number: int, wire: Wire, name: str) -> str:
+        """Give a node this number, and return the line for the user. Raises OSError when the node has left."""
         wire.say({"welcome": True, "number": number, "count": self._count})
         node = self._nodes[number] = JoinedNode(number, name, wire, self._lost)
         self._changed.notify_all()
         return f"{node} of {self._count} has joined"
+
+    def _drop_left(self) -> None:
+        """Forget nodes that waited and have left: they say nothing, so that what is to be received is their end."""
+        for one in [one for one in self._spares if one[0].poll(0)]:
+            self._spares.remove(one)
+            one[0].close()
 
     def _refused(self, text: str) -> None:
         with self._changed:
@@ -166,21 +182,19 @@ class Lobby:
     def _lost(self, node: JoinedNode) -> None:
         with self._changed:
             over = self._over
-        if not over:
-            self._notice(f"{node} is gone")
-            self._call_spare()
+            told = "" if over else self._call_spare()
+        for text in (f"{node} is gone", told):
+            if text and not over:
+                self._notice(text)
 
-    def _call_spare(self) -> None:
-        """Give the number of a lost node to one that waits, if there is one that is still there."""
-        while True:
-            with self._changed:
-                if not self._spares or self._over:
-                    return
-                wire, name = self._spares.popleft()
-                try:
-                    told = self._take_in(wire, name)
-                except OSError:
-                    wire.close()
-                    continue
-            self._notice(told)
-            return
+    def _call_spare(self) -> str:
+        """Give the number of a lost node to one that waits, if there is one, and return the line for the user; to be
+        called with the lock."""
+        self._drop_left()
+        while self._spares and (number := self._free) is not None:
+            wire, name = self._spares.popleft()
+            try:
+                return self._seat(number, wire, name)
+            except OSError:
+                wire.close()
+        return ""

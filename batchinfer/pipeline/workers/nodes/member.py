@@ -98,14 +98,18 @@ def _joined(address: Address, token: bytes, tell: Callable[[str], None], wait_s:
 
 def _answer(wire: Wire, address: Address, tell: Callable[[str], None], deadline: float) -> dict[str, Any]:
     """Return what the run says to this node, which may have to wait until another one is lost. Raises EOFError when it
-    says nothing until the deadline, or is gone."""
+    says nothing, or is gone, and Unavailable when it has all its nodes until the deadline."""
+    full = False
     try:
         answer = wire.hear(WITHIN_S)
-        if answer.get("full") is True:
+        full = answer.get("full") is True
+        if full:
             tell(f"the run at {_shown(address)} has all its nodes; this one waits for one to be lost")
             answer = wire.hear(max(0.0, deadline - time.monotonic()))
-    except EOFError:
+    except EOFError as error:
         wire.close()
+        if full and time.monotonic() >= deadline:
+            raise Unavailable("it has all its nodes") from error
         raise
     return answer
 

@@ -29,12 +29,21 @@ class JoinedNode:
         self._wire, self._lost = wire, lost
         self._lock = threading.Lock()
         self._awaited: dict[str, SimpleQueue[Wire | None]] = {}
-        self.gone = False
+        self._end = threading.Event()
         self._watching = threading.Thread(target=self._watch, daemon=True, name=f"node {number}")
         self._watching.start()
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.name})"
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is."""
+        return self._end.is_set()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it is gone, or is found to be within so many seconds."""
+        return self._end.wait(seconds)
 
     def start(self, spec: WorkerSpec, files: Files, seat: Seat | None = None) -> RemoteProcess:
         """Start an engine, or a rank of one. Raises Unavailable when the node is gone, or does not answer."""
@@ -81,7 +90,7 @@ class JoinedNode:
         with suppress(EOFError), receiving():
             self._wire.recv()  # nodes say nothing here: this is the end
         with self._lock:
-            self.gone = True
+            self._end.set()
             for awaited in self._awaited.values():
                 awaited.put(None)
         self._wire.close()

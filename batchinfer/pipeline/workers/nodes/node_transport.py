@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from batchinfer.core.errors import Unavailable
 from batchinfer.engine.ranks.seat import Seat
@@ -19,6 +20,8 @@ from batchinfer.pipeline.workers.nodes.model_files import digests, folders_of
 from batchinfer.pipeline.workers.nodes.node import Files, JoinedNode
 from batchinfer.pipeline.workers.nodes.remote_process import RemoteProcess
 from batchinfer.pipeline.workers.transport import PROCESSES, Link, ProcessLink
+
+SEEN_S = 0.25  # between the end of a process on a node and that of the node, as they are seen here
 
 
 class NodeLink:
@@ -84,6 +87,8 @@ class NodeTransport:
         """wait_s: for nodes to join, during which `waiting` is called now and then, and for others in the place of lost
         ones; known: digests of files by their identity, see `file_sha256`."""
         self._lobby, self.patience_s, self._waiting, self._known = lobby, wait_s, waiting, known
+        # The nodes that a worker was started on: another node may have the number of a lost one by now
+        self._nodes = WeakKeyDictionary[Link, list[JoinedNode]]()
 
     def start(self, spec: WorkerSpec) -> Link:
         """Start a worker. Raises Unavailable where too few nodes join, and OSError where no process can be started."""
@@ -91,6 +96,11 @@ class NodeTransport:
         if not numbers:
             return PROCESSES.start(spec)
         nodes = {one: self._lobby.node(one, self.patience_s, self._waiting) for one in numbers}
+        link = self._started(spec, nodes)
+        self._nodes[link] = [*nodes.values()]
+        return link
+
+    def _started(self, spec: WorkerSpec, nodes: dict[int, JoinedNode]) -> Link:
         files = self._files(spec)
         try:
             if spec.place.node:
@@ -108,6 +118,10 @@ class NodeTransport:
         by_end |= {link.connection: link for link in links if isinstance(link, ProcessLink)}
         found = wait(list(by_end), 0 if ready else timeout_s)  # type: ignore[arg-type]
         return ready + [by_end[one] for one in found]
+
+    def lost(self, link: Link) -> bool:
+        """Whether one of the worker's nodes is gone. The worker's end may be seen before that of its node."""
+        return any(node.ends_within(SEEN_S) for node in self._nodes.get(link, ()))
 
     def missing(self, spec: WorkerSpec) -> str:
         """Name the nodes that are gone."""

@@ -23,13 +23,15 @@ from hypothesis import strategies as st
 
 from batchinfer.core.errors import BatchInferError, InputMissing, SecurityRefusal, Unavailable
 from batchinfer.core.request import Output, Tokens
+from batchinfer.engine.config import LoadConfig
 from batchinfer.engine.ranks.seat import Exchange
-from batchinfer.pipeline.workers.messages import Add, Failed, Finish, Loaded
+from batchinfer.pipeline.workers.messages import Add, EnginePlace, Failed, Finish, Loaded, WorkerSpec
 from batchinfer.pipeline.workers.nodes import packing
 from batchinfer.pipeline.workers.nodes.about import about_this
 from batchinfer.pipeline.workers.nodes.handshake import MAGIC, SECRET, WrongToken, prove
 from batchinfer.pipeline.workers.nodes.lobby import Lobby
 from batchinfer.pipeline.workers.nodes.member import serve
+from batchinfer.pipeline.workers.nodes.node_transport import FailedLink, NodeTransport
 from batchinfer.pipeline.workers.nodes.offer import NodeOffer
 from batchinfer.pipeline.workers.nodes.orders import RunOver
 from batchinfer.pipeline.workers.nodes.packing import packed, unpacked
@@ -37,6 +39,8 @@ from batchinfer.pipeline.workers.nodes.token import read_token
 from batchinfer.pipeline.workers.nodes.wire import Tampered, Wire
 from tests.examples import examples
 from tests.patience import wait_until
+
+LOAD = LoadConfig(Path("m"), "float32", "cpu")
 
 TOKEN = b"a secret of thirty-two bytes, or more"
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=5)  # with lone surrogates, as paths have
@@ -335,9 +339,30 @@ def test_a_node_that_is_not_needed_ends_with_the_run_or_when_it_has_waited(over:
             node.result(5.0)
             assert said[-1] == "the run is over, and had no need of this node"
         else:
-            with pytest.raises(Unavailable, match="within 0 s"):
+            with pytest.raises(Unavailable, match=r"within 0 s: it has all its nodes"):
                 node.result(5.0)
         taken.close()
+
+
+def test_a_worker_has_lost_its_node_also_when_another_one_has_its_number_already() -> None:
+    """Its rows would be blamed else, and the start of another worker be one try too many."""
+    lines, worker = list[str](), WorkerSpec(LOAD, None, place=EnginePlace(node=1))
+    with Lobby(("127.0.0.1", 0), TOKEN, 1, lines.append) as lobby:
+        transport = NodeTransport(lobby, 5.0, lambda: None, dict)
+        first, left, spare = asking(lobby), asking(lobby), asking(lobby)
+        assert [one.hear(5.0)["welcome"] for one in (first, left, spare)] == [True, False, False]
+        link: Any = FailedLink("")
+        transport._nodes[link] = lobby.joined
+        assert not transport.lost(link)
+        left.close()  # it is not called
+        first.close()
+        assert spare.hear(5.0)["welcome"] is True
+        assert transport.lost(link)
+        assert transport.missing(worker) == ""
+        wait_until(lambda: len(lines) == 5)
+    assert lines[3].endswith("is gone")
+    assert lines[4].endswith("of 1 has joined")
+    spare.close()
 
 
 def test_two_threads_may_send_at_a_time() -> None:
