@@ -388,17 +388,17 @@ class LatentSizes:
 
     @property
     def saved(self) -> int:
-        """FLOPs that a (query, key) pair of a head takes fewer with K and V than with the latent."""
+        """Return how many FLOPs fewer a (query, key) pair of a head takes with K and V than with the latent."""
         return 2 * (2 * self.rank + self.turned) - self.pair
 
     @property
     def pair(self) -> int:
-        """FLOPs of a (query, key) pair of a head with K and V."""
+        """Return the FLOPs of a (query, key) pair of a head with K and V."""
         return 2 * (self.plain + self.turned + self.value)
 
     @property
     def made(self) -> int:
-        """FLOPs that make K and V of a key for a head. As many take a query to the latent and its result out of it."""
+        """Return the FLOPs that make K and V of a key for a head. As many take a query to the latent and its result out of it."""
         return 2 * self.rank * (self.plain + self.value)
 
     def decompressing_pays(self, queries: _N, contexts: _N) -> Any:
@@ -539,6 +539,13 @@ class OperatorCost:
     chosen: int = 0
     decompressing: Decompressing | None = None
 
+    @property
+    def useful_pair(self) -> int:
+        """Return the FLOPs of a (query, key) pair, in whichever way has fewer."""
+        return (
+            self.pair.flops if self.decompressing is None else min(self.pair.flops, self.decompressing.pair)
+        )
+
     def __add__(self, other: OperatorCost) -> OperatorCost:
         """Return the cost of both together, as one operator: `other` says what kind of operator it is."""
         parts = [getattr(self, part) + getattr(other, part) for part in _PARTS]
@@ -648,9 +655,15 @@ class ModelCost:
 
     def model_flops(self, step: StepShape) -> int:
         """Useful FLOPs as MFU counts them: 2 × active parameters × tokens, the head for sampled rows, and the products
-        of attention."""
+        of attention; over latents those with K and V of each head, where a device makes them of prompts, whichever way
+        a step takes."""
         dense = self.active_parameters * step.tokens + self.head_parameters * step.sampled
-        return 2 * dense + sum(operator.pair.flops for operator in self.operators) * step.pairs
+        return 2 * dense + self.pair_flops * step.pairs
+
+    @property
+    def pair_flops(self) -> int:
+        """Useful FLOPs of a (query, key) pair."""
+        return sum(operator.useful_pair for operator in self.operators)
 
 
 def step_total(costs: dict[str, Cost]) -> Cost:

@@ -53,12 +53,12 @@ class AttentionShape:
 
     @property
     def programs(self) -> int:
-        """Programs that an item of single queries has: for each KV head, or for some heads over latents."""
+        """Return how many programs an item of single queries has: one for each KV head, or for some heads over latents."""
         return head_tiles(self.q_heads) if self.latent else self.kv_heads
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a prompt that an item has."""
+        """Return how many tokens of a prompt an item has."""
         if self.latent:
             return chunk_tokens(self.q_heads)
         return prefill_tokens(self.dtype, self.head_dim, self.group, self.deterministic)

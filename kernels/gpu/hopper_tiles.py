@@ -47,5 +47,5 @@ def why_not(head_dim: int, block_size: int, window: int | None = None, value_byt
 
 
 def hopper_tokens(group: int) -> int:
-    """How many tokens an item may have: `prefill_items`' `tokens_per_item`."""
+    """Return how many tokens an item may have: `prefill_items`' `tokens_per_item`."""
     return GROUPS * ROWS // group

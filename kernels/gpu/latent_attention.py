@@ -35,7 +35,7 @@ MERGED = 4  # heads that a program merges the parts of
 
 @triton.jit
 def _rows_of(tile, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Query and head of each row of a tile."""
+    """Return the query and the head of each row of a tile."""
     if HEADS % ROWS == 0:  # one query's, which takes fewer registers
         first = tile * ROWS
         return tl.full([ROWS], first // HEADS, tl.int32), first % HEADS + tl.arange(0, ROWS)
@@ -49,7 +49,7 @@ def _load_queries(
     q_ptr, token, head, real, q_stride_token, q_stride_head,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of q: what is multiplied with a latent, and the rest."""
+    """Return rows of q: what is multiplied with a latent, and the rest."""
     value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
     row_ptr = q_ptr + token[:, None] * q_stride_token + head[:, None] * q_stride_head
     q = tl.load(row_ptr + value[None, :], mask=real[:, None] & (value < RANK)[None, :], other=0.0)

@@ -120,12 +120,19 @@ class DummySteps:
         """Measure the bytes that the largest step takes in addition to the weights and the cache, plus those of the
         largest decode step, which its graph keeps, and of the largest one that is captured in pieces, of `mixed`
         tokens. A step for which there is no memory is measured in the micro-batches that it is then run in."""
-        total = 0
-        for tokens in (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows)):
+        sizes = (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows))
+        return sum(self._most_bytes(meter, tokens) for tokens in sizes)
+
+    def _most_bytes(self, meter: MemoryMeter, tokens: int) -> int:
+        """Measure the bytes that a step of so many tokens takes, of whole prompts or, if that may be more, of parts."""
+        found = list[int]()
+        parts = self.runner.ops.parts_take_more and self.longest > tokens > self.rows
+        for behind in (False, True)[: 1 + parts]:
             meter.restart()
-            self._run(self.chunks(tokens, self.rows, self.longest, self.costly), masked=True)
-            total += meter.peak()
-        return total
+            chunks = self.chunks(tokens, self.rows, self.longest, self.costly, behind=behind)
+            self._run(chunks, masked=True)
+            found.append(meter.peak())
+        return max(found)
 
     def warm_up(self) -> None:
         """Run steps of every kind, the largest first, so that the later ones reuse its memory."""
@@ -174,18 +181,24 @@ class DummySteps:
         launched.logprobs()
 
     def chunks(
-        self, tokens: int, rows: int, longest: int, params: SamplingParams, shared: bool = False
+        self,
+        tokens: int,
+        rows: int,
+        longest: int,
+        params: SamplingParams,
+        shared: bool = False,
+        behind: bool = False,
     ) -> list[Chunk]:
         """Make a step of `tokens` tokens, or of as many as `rows` sequences have room for; every row samples.
 
-        The first rows are whole prompts, as long as allowed; the others run one token behind `longest` - 1, in blocks
-        that the rows share or not.
+        The first rows are whole prompts, as long as allowed, or the ends of longer ones, `behind` what is cached of
+        these; the others run one token behind `longest` - 1, in blocks that the rows share or not.
         """
         left, chunks = tokens - rows, []
         for row in range(rows):
             length = 1 + min(left, longest - 1)
             left -= length - 1
-            context = length if length > 1 else longest
+            context = length if length > 1 and not behind else longest
             sequence = self._sequence(row, context, params)
             if length == 1 and len(sequence.tables[0]) > 1 and not shared and self.scratch:
                 for table in sequence.tables:

@@ -22,11 +22,11 @@ def fastest_operators(
     layers: Mapping[AttentionRules, int],
     agreed: Callable[[Callable[[], str]], str],
 ) -> Ops:
-    """Return the operators with prompts read, and float8 products computed, by who is fastest; see `prompts.contest`
-    and `product_choice`.
+    """Return the operators with prompts read, and some products computed, by who is fastest; see `prompts.contest` and
+    `product_choice`.
 
-    `layers`: how many layers have such attention. `agreed`: makes one choice that all
-    engines of a run share, as operators round differently; what another engine had nothing to choose of stays as it is.
+    `layers`: how many layers have such attention. `agreed`: makes one choice that all engines of a run share, as
+    operators round differently; what another engine had nothing to choose of stays as it is.
     """
     prompts = prefill_contest(ops, sizes, device, layers)
     products = product_contest(ops, sizes.tokens, device)

@@ -567,6 +567,12 @@ class Ops(ABC):
             copy_parts_reference(k, v, parts)
 
     @property
+    def parts_take_more(self) -> bool:
+        """Whether a part of a long prompt, behind what is cached of it, may take more memory than a whole prompt of as
+        many tokens."""
+        return False
+
+    @property
     def follows_trees(self) -> bool:
         """Whether a step's tokens may be trees of drafts, where no layer has a window, and be moved behind that."""
         return False

@@ -302,6 +302,11 @@ class TritonOps(Ops):
             copy_parts(k, v, parts)
 
     @property
+    def parts_take_more(self) -> bool:
+        """Return whether whole prompts attend to K and V of each head, and parts of prompts to the latents."""
+        return self._shape.latent and not self._shape.deterministic
+
+    @property
     def follows_trees(self) -> bool:
         return not self._shape.latent
 

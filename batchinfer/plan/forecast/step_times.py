@@ -16,6 +16,7 @@ from batchinfer.engine.schedule.budget import (
     HOST_STEP_S,
     LAUNCH_LAYER_S,
     REPLAY_LAYER_S,
+    further_host_s,
 )
 from batchinfer.job import Job
 from batchinfer.plan.setup.resolve import Setting
@@ -94,6 +95,7 @@ def _measured(earlier: EarlierSteps, cost: ModelCost) -> Iterator[MeasuredStep]:
         sampled, model_s = int(columns["sampled_tokens"][at]), float(columns["model_s"][at])
         flops, moved = int(columns["flops"][at]), int(columns["bytes"][at])
         shape = shape_of(cost, int(tokens[at]), sampled, flops, moved)
-        # What the host took for steps that it launched at once is divided among them
-        host_s = (float(wall[at]) - model_s) * float(columns[LAUNCHED_STEPS][at])
-        yield MeasuredStep(TimedStep(cost, shape, int(rows[at]), model_s), host_s)
+        # What the host took for steps that it launched at once is divided among them, and further ones took a part
+        launched = float(columns[LAUNCHED_STEPS][at])
+        host_s = (float(wall[at]) - model_s) * launched - further_host_s(launched - 1, int(rows[at]))
+        yield MeasuredStep(TimedStep(cost, shape, int(rows[at]), model_s), max(0.0, host_s))

@@ -84,10 +84,9 @@ def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int)
     """The shape of a step of which only its tokens, FLOPs (`model_flops`) and bytes were kept. Attention's part of
     these is what the rest of the model leaves."""
     bare = StepShape(tokens, sampled, 0, 0)
-    pair = sum(operator.pair.flops for operator in cost.operators)
     read = sum(operator.kv_token.bytes for operator in cost.operators)
     moved -= step_total(cost.step(bare)).bytes
-    pairs = max(0, flops - cost.model_flops(bare)) // max(1, pair)
+    pairs = max(0, flops - cost.model_flops(bare)) // max(1, cost.pair_flops)
     rest = moved - sum(operator.pair.bytes for operator in cost.operators) * pairs
     return StepShape(tokens, sampled, pairs, max(0, rest) // max(1, read))
 

@@ -196,8 +196,7 @@ def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np
         pairs = 2 * pairs - end * cost.layers
     sampled = np.where(ran > 0, requests["completion_tokens"] - requests["forced_tokens"], 0)
     dense = 2 * (cost.active_parameters * (ran + answered) + cost.head_parameters * sampled)
-    pair = sum(operator.pair.flops for operator in cost.operators)
-    return np.asarray(np.round(dense + np.where(ran > 0, pair * pairs, 0)), np.int64)
+    return np.asarray(np.round(dense + np.where(ran > 0, cost.pair_flops * pairs, 0)), np.int64)
 
 
 def _pairs(tokens: Floats, window: int | None) -> Floats:

@@ -124,6 +124,27 @@ def test_the_largest_step_and_the_largest_decode_step_are_measured():
     assert [tokens for tokens in device.steps if tokens in between] == between
 
 
+@pytest.mark.parametrize("more", [False, True])
+def test_parts_of_long_prompts_are_measured_where_they_may_take_more(monkeypatch, more):
+    device, run, seen = Device(), DummySteps._run, []
+    monkeypatch.setattr(type(device.runner.ops), "parts_take_more", more)
+
+    def noted(self, chunks, *args, **kwargs):
+        seen.append([(chunk.start, chunk.length) for chunk in chunks])
+        run(self, chunks, *args, **kwargs)
+
+    def peak(self):
+        """As if what stands in the cache took memory, too."""
+        return max(length * (1 + start) for start, length in seen[-1])
+
+    monkeypatch.setattr(DummySteps, "_run", noted)
+    monkeypatch.setattr(Device, "peak", peak)
+    device.fit(limits=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=40))
+    whole, part, decode = [(0, 39), (99, 1)], [(61, 39), (99, 1)], [(99, 1), (99, 1)]
+    assert seen[: 2 + more] == [whole, *[part] * more, decode]
+    assert device.needed == (39 * 62 if more else 100) + 100
+
+
 class Replayed(GroupedPlan):
     """Of single queries, for a graph that nobody replays with other contexts."""
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchinfer.models.checkpoint.config import parse_config
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ModelSpec
-from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds
+from batchinfer.plan.simulation.step_time import shape_of
+from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds, step_total
 
 H100 = Peaks(989e12, 3.35e12)  # NVIDIA's datasheet, bfloat16
 LITE = {  # the sizes of DeepSeek-V2-Lite
@@ -49,6 +51,18 @@ def test_a_prompt_takes_what_the_docs_expect(lite: ModelSpec, tokens: int) -> No
         found += [step["attention"].seconds(H100) * 1e3, roofline_seconds(step, H100) * 1e3]
     row = f"| {tokens:,} | {found[0]:.1f}, {found[1]:.1f} | {found[2]:.1f}, {found[3]:.1f} |"
     assert f"{row} {found[1] / found[3]:.2f} × |" in Path("docs/gpu.md").read_text()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_flops_are_useful_that_are_not_computed(lite: ModelSpec, device: Any) -> None:
+    """Else MFU could exceed 1. A step's shape is found again from what is kept of it."""
+    cost = model_cost(lite, 2, device)
+    for tokens, context in ((512, 512), (8192, 8192), (32_768, 32_768), (512, 8192), (1, 3000)):
+        pairs = cost.pairs(context) - cost.pairs(context - tokens)
+        step = StepShape(tokens, 1, pairs, cost.seen(context))
+        done = step_total(cost.step(step))
+        assert cost.model_flops(step) <= done.flops
+        assert shape_of(cost, tokens, 1, cost.model_flops(step), done.bytes).pairs == pairs
 
 
 def test_steps_that_decode_and_steps_on_a_cpu_cost_the_same_as_ever(lite: ModelSpec) -> None:

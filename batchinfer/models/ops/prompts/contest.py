@@ -61,8 +61,8 @@ def prefill_contest(
     """Return what chooses between our kernel and the libraries that are installed and can read prompts; None if none
     can.
 
-    `layers`: how many layers have such attention. What keeps an installed library from being
-    used is logged: as a warning where it is broken, or not as batchinfer knows it.
+    `layers`: how many layers have such attention. What keeps an installed library from being used is logged: as a
+    warning where it is broken, or not as batchinfer knows it.
     """
     if not isinstance(ops, PromptOps):
         return None

@@ -49,6 +49,8 @@ class GluonPrefill(PromptPrefill[PromptItems]):
     def __init__(self, shape: AttentionShape, block_size: int, device: torch.device) -> None:
         self._attend: Any = importlib.import_module("batchinfer_kernels.gpu.hopper_prefill").hopper_prefill
         self._items: Any = importlib.import_module("batchinfer_kernels.gpu.prefill_attention").prefill_items
+        # What triton raises where it cannot compile the kernel, which is no RuntimeError
+        self._errors: Any = importlib.import_module("triton.errors").TritonError
         self._tokens = _tiles().hopper_tokens(shape.q_heads // shape.kv_heads)
         self._shape, self._block_size = shape, block_size
 
@@ -105,14 +107,17 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        self._attend(
-            *(q, cache.k, cache.v, pages.tables, pages.items, scale, window),
-            soft_cap=soft_cap,
-            sinks=sinks,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            out=out,
-        )
+        try:
+            self._attend(
+                *(q, cache.k, cache.v, pages.tables, pages.items, scale, window),
+                soft_cap=soft_cap,
+                sinks=sinks,
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
+                out=out,
+            )
+        except self._errors as error:
+            raise RuntimeError(f"the kernel does not compile: {error}") from error
 
 
 def _tiles() -> Any:

@@ -15,6 +15,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 import torch
+from triton.compiler.errors import CompilationError
 
 from batchinfer.models.ops.interface import LayerCache
 from batchinfer.models.ops.prompts import gluon
@@ -185,6 +186,19 @@ def test_another_result_is_a_warning(kernel, monkeypatch, caplog):
     assert made is not None
     assert made.winner(made.decide()).name == "triton"
     assert "another version of triton may help" in caplog.text
+
+
+def test_a_kernel_that_triton_cannot_compile_is_a_warning(kernel, monkeypatch, caplog):
+    """Another version's Gluon may be another language. The error is no RuntimeError."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise CompilationError("def kernel(): ...", None, "no such layout")
+
+    monkeypatch.setattr(hopper_prefill, "hopper_prefill", broken)
+    made = prefill_contest(TritonOps(SHAPE), SIZES, DEVICE, {PLAIN: 1})
+    assert made is not None
+    assert made.winner(made.decide()).name == "triton"
+    assert "the kernel does not compile" in caplog.text
 
 
 def test_deterministic_rows_do_not_depend_on_it(kernel):
