@@ -398,7 +398,8 @@ class LatentSizes:
 
     @property
     def made(self) -> int:
-        """Return the FLOPs that make K and V of a key for a head. As many take a query to the latent and its result out of it."""
+        """Return the FLOPs that make K and V of a key for a head. As many take a query to the latent and its result out
+        of it."""
         return 2 * self.rank * (self.plain + self.value)
 
     def decompressing_pays(self, queries: _N, contexts: _N) -> Any:

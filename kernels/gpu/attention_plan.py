@@ -53,7 +53,8 @@ class AttentionShape:
 
     @property
     def programs(self) -> int:
-        """Return how many programs an item of single queries has: one for each KV head, or for some heads over latents."""
+        """Return how many programs an item of single queries has: one for each KV head; over latents, for some
+        heads."""
         return head_tiles(self.q_heads) if self.latent else self.kv_heads
 
     @property
