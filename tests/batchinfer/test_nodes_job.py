@@ -229,7 +229,7 @@ def lost_while_computing(node: Node, kind: bytes, after_s: float = 1.0) -> Abstr
     return striking(found, after_s, signal.SIGKILL, os.killpg)
 
 
-MANY = 400
+MANY = {STAGES: 400, DATA: 2000}  # rows that outlast a loss on a quiet machine
 ONE_BY_ONE = ("engine.max_num_seqs", "1")  # a row at a time, so that nothing is done before a node is lost
 
 
@@ -240,8 +240,8 @@ def test_a_node_that_waits_takes_the_place_of_a_lost_one(
     tmp_path: Path, model: Path, meeting: Meeting, kind: str, seed: int
 ) -> None:
     """Where another engine computes, too, rows enough are left for the new one."""
-    after_s = random.Random(f"{kind} {seed}").uniform(0, 5.0 if kind == STAGES else 2.5)
-    paths = [job(tmp_path / name, model, MANY if kind == DATA else ROWS) for name in ("alone", "job")]
+    after_s = random.Random(f"{kind} {seed}").uniform(0, 2.5)
+    paths = [job(tmp_path / name, model, MANY[kind]) for name in ("alone", "job")]
     run(paths[0], REAL, FLOAT32)
     with meeting.nodes(1) as nodes, ExitStack() as stack:
 
