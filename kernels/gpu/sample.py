@@ -206,9 +206,16 @@ def _total(weights_ptr, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _is_shared(temperature, best, top_k, top_p, vocab):
-    """Whether several programs make the first pass over a row for its top-p."""
-    return (temperature > 0.0) & is_finite(best) & (top_p < 1.0) & ~((top_k > 0) & (top_k < vocab))
+def _shared_row(
+    row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Return whether several programs make the first pass over a row for its top-p; its greatest logit, its temperature
+    and its top-p."""
+    temperature = tl.load(temperature_ptr + row)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
+    shared = (temperature > 0.0) & is_finite(best) & (top_p < 1.0) & ~((top_k > 0) & (top_k < vocab))
+    return shared, best, tl.maximum(temperature, _MIN_TEMPERATURE), top_p
 
 
 @triton.jit
@@ -219,10 +226,10 @@ def _tally_kernel(
 ):  # fmt: skip
     """Each chunk's tokens, and their weights, at and above the first three pivots of top-p."""
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
-    best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
-    top_p = tl.load(top_p_ptr + row)
-    if _is_shared(temperature, best, tl.load(top_k_ptr + row), top_p, vocab):
+    shared, best, temperature, top_p = _shared_row(
+        row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS
+    )
+    if shared:
         total = _total(weights_ptr + row * chunks, chunks, CHUNKS)
         _wanted, low = _nucleus(total, top_p, vocab, -1)
         p1, p2, p3 = _pivots(low, _KEY_OF_ONE + 1, -1)
@@ -230,11 +237,7 @@ def _tally_kernel(
         masses_ptr += row * 3 * chunks
         for chunk in range(first, chunks, programs):
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
-            key = _key(
-                row_chunk(logits_ptr + row * stride, ids, vocab),
-                best,
-                tl.maximum(temperature, _MIN_TEMPERATURE),
-            )
+            key = _key(row_chunk(logits_ptr + row * stride, ids, vocab), best, temperature)
             weight = _weight(key)
             key = tl.where(ids < vocab, key, -1)
             for number in tl.static_range(3):
@@ -269,10 +272,10 @@ def _collect_kernel(
     """Write the keys of the bracket that the first pass has left to scratch, if they are few enough; each chunk's are
     behind those of the chunks before."""
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
-    best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
-    top_p = tl.load(top_p_ptr + row)
-    if _is_shared(temperature, best, tl.load(top_k_ptr + row), top_p, vocab):
+    shared, best, temperature, top_p = _shared_row(
+        row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS
+    )
+    if shared:
         total = _total(weights_ptr + row * chunks, chunks, CHUNKS)
         wanted, start = _nucleus(total, top_p, vocab, -1)
         counts_ptr += row * 3 * chunks
@@ -293,7 +296,7 @@ def _collect_kernel(
                 ids = chunk * CHUNK + tl.arange(0, CHUNK)
                 key = _key(
                     row_chunk(logits_ptr + row * stride, ids, vocab),
-                    best, tl.maximum(temperature, _MIN_TEMPERATURE),
+                    best, temperature,
                 )  # fmt: skip
                 taken = ((key >= low) & (key < high) & (ids < vocab)).to(tl.int32)
                 tl.store(place + tl.cumsum(taken, 0) - 1, key, mask=taken > 0)

@@ -28,7 +28,7 @@ from batchinfer.pipeline.workers.nodes import lobby, node_transport
 from batchinfer.report.progress import Progress
 from tests.batchinfer.pipeline.test_orphans import MARK, marked
 from tests.batchinfer.pipeline.test_pipeline import run, table
-from tests.batchinfer.test_ranks_job import FLOAT32, REAL, ROWS, SILENT_S, STAGES, TENSOR, job
+from tests.batchinfer.test_ranks_job import FLOAT32, REAL, SILENT_S, STAGES, TENSOR, job
 from tests.batchinfer.test_replicas import report
 from tests.batchinfer.wrong_jobs import environment
 from tests.examples import first_of
