@@ -189,7 +189,9 @@ def test_steps_launched_at_once_take_the_host_once(penalty: float) -> None:
     with patch.object(simulator, "_repeated", lambda _: at_once(4)):
         steps = [sample for one in simulated_steps(made, work, outputs) for sample in one.samples]
         took = simulate(made, work, outputs).seconds
+        device_alone_s = simulate(replace(made, time=StepTime(PEAKS)), work, outputs).seconds
     device_s = sum(step.roofline_s or 0.0 for step in steps)
+    assert device_alone_s == pytest.approx(device_s), "each step takes the device what it takes alone"
     launches = 1 + (40 if penalty else 10)
     further_s = 0.0 if penalty else 3 * (0.01 + 4 * 0.001)
     assert sum(1 / step.launched_steps for step in steps) == pytest.approx(launches)
