@@ -51,7 +51,7 @@ ALIKE = ("model-kv-fp8", "model-kv-int8")  # as `model-fp8`, but for where the c
 KERNELS = """decode attention, prefill attention, deterministic decode attention, deterministic prefill attention,
 shared-prefix attention, latent attention, matmul, deterministic matmul, int8 matmul, int8-weight matmul, int4-weight
 matmul, fp8 matmul, block fp8 matmul, mxfp4 experts, RMSNorm with residual, RoPE with KV write, gated activation,
-sampling, log-probabilities, penalties"""
+sampling, log-probabilities, penalties, decode layers"""
 no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: make gpu-suite does the same on it"
 )

@@ -36,6 +36,7 @@ ENTRIES = (
     _entry("kernels", "matmul", 120),
     _entry("kernels", "pointwise", 30),
     _entry("kernels", "sampling", 45),
+    _entry("kernels", "overlap", 40),
     _entry("models", "small-steady", 50, "steady", SMALL),
     _entry("models", "small-profile", 10, "profile", SMALL),
     _entry("models", "small-launching", 20, "launching", SMALL),
