@@ -31,7 +31,7 @@ from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.setup.resolve import Setting
 from batchinfer.report.stopwatch import OTHER, STARTUP, Stopwatch
 from batchinfer.report.tables.activities import Activity, write_activities
-from batchinfer.report.tables.columns import RUN, SCHEMAS
+from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.expert_tokens import write_experts
 from batchinfer.report.tables.folder import LAST_RUN, new_run_id, report_folder, table_path

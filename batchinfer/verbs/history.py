@@ -24,7 +24,7 @@ from batchinfer.report.history import (
     trends,
     verdict,
 )
-from batchinfer.report.tables.columns import RUN, SCHEMAS
+from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.folder import report_folder, tables
 
 SLOWER = 65  # the exit code: the runs do not meet the limit that the command line sets

@@ -24,7 +24,7 @@ from batchinfer.data.storage.remembered import read_strings
 from batchinfer.data.storage.state import StateFolder
 from batchinfer.data.storage.temporary import temporary_folder
 from batchinfer.report.history import HISTORY, history_sql
-from batchinfer.report.tables.columns import ROWS, RUN, SCHEMAS
+from batchinfer.report.tables.columns.declared import ROWS, RUN, SCHEMAS
 from batchinfer.report.tables.folder import report_folder, tables
 from batchinfer.verbs.answer import check_format, format_for, shown
 from batchinfer.verbs.history import add_report_view

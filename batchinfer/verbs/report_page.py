@@ -14,7 +14,7 @@ from batchinfer.data.storage.duck import naming_errors
 from batchinfer.data.storage.durable import FileOps, replace_bytes, storage
 from batchinfer.report.page.document import MARK, page
 from batchinfer.report.page.reported import ReportedRun, find_run, is_in_place
-from batchinfer.report.tables.columns import RUN
+from batchinfer.report.tables.columns.declared import RUN
 from batchinfer.report.tables.folder import report_folder, tables
 from batchinfer.report.tables.tables import RunRow
 from batchinfer.verbs.query import RESULTS, ResultPlace, add_views, opened_database

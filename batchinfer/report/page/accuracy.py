@@ -9,7 +9,7 @@ from batchinfer.core.wording import count, counted
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import ACCURACY, CALIBRATION, CONFUSION
+from batchinfer.report.tables.columns.declared import ACCURACY, CALIBRATION, CONFUSION
 from batchinfer.report.tables.tables import RunRow
 
 MOST_LABELS = 20  # of a field, the most frequent ones; the report's table has all

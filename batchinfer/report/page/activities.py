@@ -6,7 +6,7 @@ from batchinfer.core.wording import seconds
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import ACTIVITIES
+from batchinfer.report.tables.columns.declared import ACTIVITIES
 from batchinfer.report.tables.tables import RunRow
 
 MOST_SHOWN = 200  # spans; a lane of more is no picture any more

@@ -8,7 +8,7 @@ from typing import Any
 from batchinfer.report.page.figures import Amount, Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import PageSection
-from batchinfer.report.tables.columns import RUN_COLUMNS
+from batchinfer.report.tables.columns.run import RUN_COLUMNS
 
 _COLUMNS = (
     Figure("column", "column"),

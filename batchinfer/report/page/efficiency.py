@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import BUCKETS, PHASES
+from batchinfer.report.tables.columns.declared import BUCKETS, PHASES
 
 _SHARES = (
     Figure("roofline", "of the roofline", "0…1"),

@@ -6,7 +6,7 @@ from batchinfer.core.wording import percent
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import REQUESTS, ROWS
+from batchinfer.report.tables.columns.declared import REQUESTS, ROWS
 
 MOST_REQUESTS = 12
 

@@ -8,7 +8,7 @@ from batchinfer.core.wording import count
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import EXPERTS
+from batchinfer.report.tables.columns.declared import EXPERTS
 
 _LAYERS = """
 SELECT layer::VARCHAR, count(*), sum(tokens)::BIGINT, min(load), median(load), max(load) FROM {experts}

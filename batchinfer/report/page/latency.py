@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import REQUESTS, STEPS
+from batchinfer.report.tables.columns.declared import REQUESTS, STEPS
 from batchinfer.report.tables.percentiles import percentiles
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)

@@ -11,7 +11,7 @@ from batchinfer.core.wording import count
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import REQUESTS
+from batchinfer.report.tables.columns.declared import REQUESTS
 
 MOST_BARS = 32
 _SKEWED = 8  # times the median: from there on, bars of equal width would leave nearly all requests in one

@@ -8,7 +8,7 @@ from batchinfer.core.wording import count
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import PREFIXES
+from batchinfer.report.tables.columns.declared import PREFIXES
 
 MOST_NODES = 120
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.report.tables.columns import RUN, SCHEMAS
+from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.exit_status import is_published
 from batchinfer.report.tables.tables import RunRow
 

@@ -8,7 +8,7 @@ from batchinfer.core.wording import percent, prefixed
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import STEPS
+from batchinfer.report.tables.columns.declared import STEPS
 
 MOST_POINTS = 320
 _FINEST = 24  # cells a decade, in both directions; halved until there are few enough

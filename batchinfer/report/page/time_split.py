@@ -11,7 +11,7 @@ from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.summary import PHASES
-from batchinfer.report.tables.columns import RUN_COLUMNS
+from batchinfer.report.tables.columns.run import RUN_COLUMNS
 from batchinfer.report.tables.tables import RunRow
 
 _COLUMNS = (

@@ -8,7 +8,7 @@ from typing import Any
 from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
-from batchinfer.report.tables.columns import PROMPT_TOKENS, STEPS
+from batchinfer.report.tables.columns.declared import PROMPT_TOKENS, STEPS
 
 MOST_STRETCHES = 240  # each a pixel or two of a phone's screen
 

@@ -6,7 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.report.tables.columns import ACCURACY, CALIBRATION, COLUMNS, CONFUSION, SCHEMAS, completed
+from batchinfer.report.tables.columns.declared import (
+    ACCURACY,
+    CALIBRATION,
+    COLUMNS,
+    CONFUSION,
+    SCHEMAS,
+    completed,
+)
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from batchinfer.report.tables.columns import ACTIVITIES, SCHEMAS
+from batchinfer.report.tables.columns.declared import ACTIVITIES, SCHEMAS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool
 

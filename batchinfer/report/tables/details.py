@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.report.tables.apportion import Apportionment, Share, answered_tokens, ran_tokens
-from batchinfer.report.tables.columns import (
+from batchinfer.report.tables.columns.declared import (
     BUCKETS,
     COLUMNS,
     PHASES,

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from batchinfer.report.tables.columns import EXPERTS, REQUESTS, RUN, STEPS
+from batchinfer.report.tables.columns.declared import EXPERTS, REQUESTS, RUN, STEPS
 from batchinfer.report.tables.folder import tables
 
 NEWEST = 3  # runs that are looked at: an older one may have had other rows, other templates or other code

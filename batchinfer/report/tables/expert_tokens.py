@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.core.samples import ExpertTokens
-from batchinfer.report.tables.columns import EXPERTS, SCHEMAS
+from batchinfer.report.tables.columns.declared import EXPERTS, SCHEMAS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool
 

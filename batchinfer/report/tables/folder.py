@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from batchinfer.report.tables.columns import RUN, SCHEMAS
+from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.spool import TEMPORARY
 
 # Other tables can have millions of rows a run: those of the newest runs are kept. Run rows are one row

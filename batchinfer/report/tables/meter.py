@@ -14,7 +14,7 @@ import pyarrow as pa
 from batchinfer.core.request import Request
 from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.machine.energy import EnergyMeter, EnergyUse
-from batchinfer.report.tables.columns import COLUMNS, REQUESTS, SCHEMAS, STEPS, sampled
+from batchinfer.report.tables.columns.declared import COLUMNS, REQUESTS, SCHEMAS, STEPS, sampled
 from batchinfer.report.tables.details import Details, Machine, opened
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.prefixes import PrefixTree

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from batchinfer.core.prefix_forest import ROOT, PrefixForest, prefix_forest
 from batchinfer.core.request import Request
-from batchinfer.report.tables.columns import PREFIXES, SCHEMAS
+from batchinfer.report.tables.columns.declared import PREFIXES, SCHEMAS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.row_keys import KEY_BYTES, hexadecimal
 from batchinfer.report.tables.spool import Spool

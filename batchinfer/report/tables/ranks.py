@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from batchinfer.core.samples import RankUse
-from batchinfer.report.tables.columns import COLUMNS, RANKS, SCHEMAS
+from batchinfer.report.tables.columns.declared import COLUMNS, RANKS, SCHEMAS
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool
 

@@ -9,7 +9,7 @@ from typing import Any
 from batchinfer.machine.datasheet import datasheet
 from batchinfer.machine.doctor import installed_version
 from batchinfer.machine.hardware import Hardware, codes_of
-from batchinfer.report.tables.columns import COLUMNS, RUN, SCHEMAS, completed
+from batchinfer.report.tables.columns.declared import COLUMNS, RUN, SCHEMAS, completed
 from batchinfer.report.tables.folder import prune, table_path
 from batchinfer.report.tables.meter import Measured
 from batchinfer.report.tables.spool import write_row

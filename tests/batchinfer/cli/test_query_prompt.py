@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.cli.query_prompt import PROMPT, ROWS, is_whole
 from batchinfer.report.history import HISTORY
-from batchinfer.report.tables.columns import SCHEMAS
+from batchinfer.report.tables.columns.declared import SCHEMAS
 from tests.batchinfer.cli.screen import lines_on, on_terminal
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Ended, Place, command
 from tests.patience import PATIENCE_S, wait_until

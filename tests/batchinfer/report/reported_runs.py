@@ -16,7 +16,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.machine.hardware import Hardware
 from batchinfer.report.history import HISTORY, history_sql
 from batchinfer.report.page.reported import ReportedRun, find_run
-from batchinfer.report.tables.columns import RUN, SCHEMAS
+from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.folder import tables
 from batchinfer.report.tables.meter import Meter

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.report.tables.columns import COLUMNS, TABLE_FORMAT, markdown
+from batchinfer.report.tables.columns.declared import COLUMNS, TABLE_FORMAT, markdown
 from batchinfer.report.tables.folder import KEPT_DETAILS
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "report.md").read_text(encoding="utf-8")

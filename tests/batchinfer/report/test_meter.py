@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.samples import RequestSample, StepSample
-from batchinfer.report.tables.columns import BUCKETS, PHASES, PREFIXES, REQUESTS, SCHEMAS, STEPS
+from batchinfer.report.tables.columns.declared import BUCKETS, PHASES, PREFIXES, REQUESTS, SCHEMAS, STEPS
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.meter import Measured, Meter

@@ -26,7 +26,7 @@ from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.roofline import MOST_POINTS
 from batchinfer.report.page.timeline import MOST_STRETCHES
 from batchinfer.report.tables.activities import Activity, write_activities
-from batchinfer.report.tables.columns import EXPERTS, ROWS, SCHEMAS
+from batchinfer.report.tables.columns.declared import EXPERTS, ROWS, SCHEMAS
 from tests.batchinfer.report.parsed_page import ParsedPage
 from tests.batchinfer.report.reported_runs import RUN_ID, error_rows, read_run, write_tables
 

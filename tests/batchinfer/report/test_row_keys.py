@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.report.tables import row_keys
-from batchinfer.report.tables.columns import ROWS, SCHEMAS
+from batchinfer.report.tables.columns.declared import ROWS, SCHEMAS
 from batchinfer.report.tables.row_keys import RowsBeside, hexadecimal, write_rows
 
 KEYS = [bytes([n]) * 32 for n in range(10)]

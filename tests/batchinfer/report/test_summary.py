@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batchinfer.core import wording
 from batchinfer.core.text import json_line
 from batchinfer.report.summary import summary
-from batchinfer.report.tables.columns import RUN, SCHEMAS
+from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.tables import run_row
 
 START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)

@@ -14,7 +14,7 @@ import pytest
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.machine.hardware import Hardware
 from batchinfer.report.tables import folder, spool
-from batchinfer.report.tables.columns import RUN, SCHEMAS, TABLE_FORMAT
+from batchinfer.report.tables.columns.declared import RUN, SCHEMAS, TABLE_FORMAT
 from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.meter import Measured, Meter
 from batchinfer.report.tables.spool import Spool, write_row

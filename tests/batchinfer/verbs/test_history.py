@@ -19,7 +19,7 @@ from batchinfer.machine.hardware import Hardware
 from batchinfer.pipeline import options
 from batchinfer.report import history as report_history
 from batchinfer.report.history import LEAST_S, Comparison
-from batchinfer.report.tables.columns import RUN
+from batchinfer.report.tables.columns.declared import RUN
 from batchinfer.report.tables.folder import new_run_id, table_path, tables
 from batchinfer.report.tables.meter import Measured
 from batchinfer.report.tables.tables import run_row, write_run

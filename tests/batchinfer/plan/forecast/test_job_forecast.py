@@ -33,7 +33,7 @@ from batchinfer.plan.simulation.step_parts import PARTS
 from batchinfer.plan.simulation.step_time import HOST_ROW, HOST_STEP, StepTime
 from batchinfer.report.progress import Progress
 from batchinfer.report.summary import summary
-from batchinfer.report.tables.columns import REQUESTS, RUN, STEPS
+from batchinfer.report.tables.columns.declared import REQUESTS, RUN, STEPS
 from batchinfer.report.tables.earlier_runs import (
     LAUNCHED_STEPS,
     STEP_COLUMNS,

@@ -1,0 +1,71 @@
+"""The columns of rows, experts, activities, accuracy, confusion and calibration."""
+
+from __future__ import annotations
+
+from batchinfer.report.column import Column, count, ratio, real, seconds, text
+from batchinfer.report.tables.columns.formulas import over
+from batchinfer.report.tables.columns.shared import LABELLED, RUN_ID
+
+ROW_COLUMNS: tuple[Column, ...] = (
+    text("run_id", "the run that published the row"),
+    count("row_id", "", "the row, as in the results"),
+    text("key", "the work key of the row's answer in hexadecimal, as in `requests`"),
+)
+
+
+EXPERT_COLUMNS: tuple[Column, ...] = (
+    RUN_ID,
+    count("layer", "", "number of the layer, from 0; layers without experts have no rows"),
+    count("expert", "", "number of the expert, from 0"),
+    count(
+        "tokens",
+        "tokens",
+        "tokens that the expert got, recomputed ones included, without padding; since "
+        "the engine last started, if `worker_restarts` of `run` is above 0",
+    ),
+    real("load", "", "`tokens` ÷ the mean over the layer's experts; 1: an even share"),
+)
+
+
+ACTIVITY_COLUMNS: tuple[Column, ...] = (
+    RUN_ID,
+    text(
+        "process", "`command`; `engine` and the number of its process, as in `steps`; `reader` and its number"
+    ),
+    text("activity", "what the process did"),
+    seconds("from_s", "since the command was started"),
+    seconds("until_s", "since the command was started"),
+)
+
+
+ACCURACY_COLUMNS: tuple[Column, ...] = (
+    RUN_ID,
+    text(
+        "field", "a field of answers that are objects; null: the answer as a whole, right if all fields are"
+    ),
+    *LABELLED,
+)
+
+
+CONFUSION_COLUMNS: tuple[Column, ...] = (
+    RUN_ID,
+    text("field", "as in `accuracy`; only fields of few labels are here"),
+    text("expected", "the label that was expected, as it was first written"),
+    text(
+        "outcome",
+        "`label`: the answer is a label; `other`: it is none; `error`: the row is an error row",
+    ),
+    text("answer", "the label that was answered; null for the other outcomes"),
+    count("rows", "rows", "how many rows"),
+)
+
+
+CALIBRATION_COLUMNS: tuple[Column, ...] = (
+    RUN_ID,
+    ratio("from_probability", "answers whose probability is at least so much"),
+    ratio("to_probability", "and less than so much, or 1"),
+    count("rows", "rows", "labelled rows with such an answer"),
+    count("right_rows", "rows", "part of `rows`: the answer is the expected one, once both are normalised"),
+    ratio("mean_probability", "of these answers"),
+    ratio("accuracy", "`right_rows` ÷ `rows`", formula=over("right_rows", "rows")),
+)

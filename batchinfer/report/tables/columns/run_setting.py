@@ -1,0 +1,80 @@
+"""The columns of the run table that say what ran, on what, and against which peaks."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from batchinfer.report.column import TEXTS, TIME, Column, count, ratio, real, seconds, text
+from batchinfer.report.tables.columns.formulas import wall_s
+
+SETTING: tuple[Column, ...] = (
+    text("run_id", "names the run; starts with its UTC start time, so that names sort by time"),
+    text("job", "`name` of the job file"),
+    text("output", "folder of the results"),
+    text("model", "`org/name@commit` if the job names the model so, else the checkpoint's folder"),
+    Column("started_at", TIME, "", "when the command's process started"),
+    Column("finished_at", TIME, "", "when the tables were written"),
+    seconds(
+        "wall_s",
+        "`finished_at` − `started_at`; the sum of the phases, `startup_s` to `other_s`",
+        formula=wall_s,
+    ),
+    count("exit_code", "", "exit code of the command"),
+    text("exit_status", "how the run ended, in one of the words above"),
+    Column("trial", pa.bool_(), "", "whether `--limit` ran only the first rows"),
+    Column("versions", TEXTS, "", "versions of Python and of the packages that decide the results"),
+    text("device", "`cpu` or `cuda`"),
+    text("hardware", "model name of the CPU or GPU"),
+    count("cores", "cores", "CPU cores that the process may use; null on a GPU"),
+    text("dtype", "data type of activations, and of weights that are not quantised"),
+    text(
+        "quantization",
+        "type to which weights of linear layers were quantised, or `none`; `stored`, `stored-int8`, `stored-int4`, "
+        "`stored-mxfp4`: fp8, int8, int4 or MXFP4 as the checkpoint stores it; "
+        "`stored-sparse`: without the zeros of 2:4 sparse weights",
+    ),
+    real(
+        "int4_kl",
+        "nats",
+        "what calibrated int4 weights change: mean KL(unquantised ‖ int4) of the next token, at tokens of answers that "
+        "the calibration has not seen; null without one",
+    ),
+    ratio("int4_same_token", "the share of these tokens at which both models find the same one most likely"),
+    count("int4_tokens", "tokens", "how many these are"),
+    seconds(
+        "calibration_s", "part of `other_s`: calibrating int4 weights; null if they were calibrated already"
+    ),
+    seconds(
+        "draft_model_s",
+        "the answers of the model of `drafts.model`, part of `load_s` and `other_s`; null where none answers first",
+    ),
+    text("draft_model_runs", "where the model of `drafts.model` ran: `first` or `beside`; null without one"),
+    text("kv_cache_dtype", "`auto`: the KV cache kept values in `dtype`; `int8`, `fp8`: such codes"),
+    Column(
+        "deterministic",
+        pa.bool_(),
+        "",
+        "whether `engine.deterministic` made answers independent of other rows",
+    ),
+    Column("ops", TEXTS, "", "operators that were chosen, for the `decoder` and for its `linear` layers"),
+    count("replicas", "engines", "engines that shared the work; times of the run are means over them"),
+    count("ranks", "ranks", "processes, each with a part of the model, that were one engine together"),
+    count(
+        "machines", "machines", "machines on which the engines ran: this one, and its nodes (`engine.nodes`)"
+    ),
+    count("threads", "threads", "CPU threads of the operators, of all engines together"),
+    real("other_cores", "cores", "CPU cores that other processes used while the engine ran, on average"),
+    real(
+        "peak_flops_per_s",
+        "FLOP/s",
+        "peak of linear layers that MFU is measured against, of all devices used",
+    ),
+    real(
+        "peak_bytes_per_s",
+        "bytes/s",
+        "memory bandwidth that MBU is measured against, of all devices used",
+    ),
+    text("peak_source", "`measured` on this machine, `datasheet`, or `unknown`"),
+    real("datasheet_flops_per_s", "FLOP/s", "the maker's figure for linear layers, without sparsity"),
+    real("datasheet_bytes_per_s", "bytes/s", "the maker's figure for memory bandwidth"),
+)

@@ -1,0 +1,82 @@
+"""Columns that several tables have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batchinfer.report.column import Column, count, ratio, seconds, text, total
+from batchinfer.report.tables.columns.formulas import over
+
+LAUNCHED = {
+    "full_graph": "replayed as one graph",
+    "piecewise_graph": "replayed as graphs of their pieces, with attention launched between the pieces",
+    "eager": "launched one operator at a time",
+}
+_DRAFTED = {
+    "prompt": "the row's own prompt and answer",
+    "answers": "other answers of the job",
+    "earlier": "the row's answer in the job's last result",
+    "model": "the model of `drafts.model`",
+    "heads": "the heads of `drafts.heads`",
+    "lookahead": "what the model said behind drafts that were wrong",
+}
+
+
+def drafts(of_run: bool) -> Iterator[Column]:
+    """Yield the columns of what drafts came to, in a step or in a run."""
+
+    def summed(column: str) -> str:
+        return total(column) if of_run else ""
+
+    yield count("drafted_tokens", "tokens", "drafts that steps verified", sql=summed("drafted_tokens"))
+    yield count(
+        "accepted_tokens",
+        "tokens",
+        "drafts that were what was sampled in their place; part of `sampled_tokens`",
+        sql=summed("accepted_tokens"),
+    )
+    for source, where in _DRAFTED.items():
+        for what in ("drafted", "accepted"):
+            name = f"{source}_{what}"
+            yield count(name, "tokens", f"part of `{what}_tokens`: from {where}", sql=summed(name))
+    yield seconds(
+        "proposing_s",
+        "part of `duration_s`: proposals of a draft model beside, or of heads"
+        if not of_run
+        else "proposals of a draft model beside, or of heads, part of the engines' time",
+        sql=mean_of_engines("proposing_s") if of_run else "",
+    )
+    yield seconds(
+        "drafts_saved_s",
+        "what the same tokens would have taken without drafts, by the times of such steps, less what they took",
+        sql=mean_of_engines("drafts_saved_s") if of_run else "",
+    )
+
+
+def mean_of_engines(column: str) -> str:
+    """Return the SQL of a column's sum over all steps ÷ the number of engines."""
+    return f"{total(column)} / $engines"
+
+
+RUN_ID = text("run_id", "the run, as in the table `run`")
+WHICH_ENGINE: tuple[Column, ...] = (
+    count("engine", "", "number of the engine's process in this run, from 0; a restart gets the next number"),
+    count("replica", "", "number of the replica, from 0; an engine started in place of a dead one keeps it"),
+)
+
+LABELLED: tuple[Column, ...] = (
+    count("labelled_rows", "rows", "rows with an expected answer (`input.expected`)"),
+    count("labelled_errors", "rows", "part of `labelled_rows`: error rows, which count as wrong"),
+    count("exact_rows", "rows", "part of `labelled_rows`: the answer is the expected one"),
+    count(
+        "normalised_rows",
+        "rows",
+        "`exact_rows`, and rows whose answer is the expected one once both are normalised",
+    ),
+    ratio("accuracy", "`exact_rows` ÷ `labelled_rows`", formula=over("exact_rows", "labelled_rows")),
+    ratio(
+        "normalised_accuracy",
+        "`normalised_rows` ÷ `labelled_rows`",
+        formula=over("normalised_rows", "labelled_rows"),
+    ),
+)
