@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator
 
 # Before torch and OpenMP are imported anywhere: two test processes run beside each other, and threads of tiny
 # operators that wait for one another cost ten times what they gain.
@@ -15,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.cpu_seconds import NAME, cpu_s, lines
 from tests.examples import SEED, everything, examples, sampled, seed
 from tests.kernels.gpu import interpreter
 
@@ -40,6 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sampled(items)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Note the CPU time of each test."""
+    before = cpu_s()
+    try:
+        yield
+    finally:
+        item.user_properties.append((NAME, cpu_s() - before))
+
+
 def pytest_unconfigure() -> None:
     """Remove models that several tests shared."""
     if "tests.checkpoints" in sys.modules:
@@ -47,7 +59,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say that not every case ran, and how others are had."""
+    """Say what CPU time tests took, that not every case ran, and how others are had."""
+    reports = [one for of in ("passed", "failed") for one in terminalreporter.stats.get(of, [])]
+    for line in lines(reports):
+        terminalreporter.write_line(line)
     if not everything():
         terminalreporter.write_line(
             f"Of sweeps, sample {seed()!r}; {SEED}=… draws another, and make test-all runs every case."
