@@ -107,7 +107,8 @@ class LayerWeights:
 
 
 def _normal(inputs: int, outputs: int, device: torch.device) -> Tensor:
-    return (torch.randn(inputs, outputs, device=device) / inputs**0.5).to(DTYPE)
+    weight: Tensor = torch.randn(inputs, outputs, device=device) / float(inputs) ** 0.5
+    return weight.to(DTYPE)
 
 
 class DecodeRows:
