@@ -240,7 +240,7 @@ def make_checkpoint(
     `shards` is the least number of weight files.
     """
     config_class, model_class = FAMILIES[family]
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": 48,
         "intermediate_size": 64,

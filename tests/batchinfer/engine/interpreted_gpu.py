@@ -172,7 +172,7 @@ def build_preempting(*arguments: Any, **named: Any) -> LoadedWeights:
 
 def build_uncaptured(*arguments: Any, **named: Any) -> LoadedWeights:
     """The same of a model whose steps cannot be captured."""
-    sources.ModelSource.can_be_captured = False  # type: ignore[misc]
+    sources.ModelSource.can_be_captured = False
     return build_preempting(*arguments, **named)
 
 

@@ -129,7 +129,9 @@ def greedy(prompts: Sequence[list[int]], most: int, **params: Any) -> list[Reque
 @cache
 def folder(family: str, **options: Any) -> Path:
     made = kept_folder()
-    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    lists: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in options.items()
+    }
     make_checkpoint(made, family, seed=5, **lists)
     return made
 
@@ -386,7 +388,7 @@ def drain(
     `arrivals`: the number of the step before which each request comes, ascending; all come before the first one else.
     """
     ran, number = Ran(), 0
-    waiting = deque(zip_longest(requests, arrivals, fillvalue=0))
+    waiting: deque[tuple[Any, int]] = deque(zip_longest(requests, arrivals, fillvalue=0))
     while waiting or engine.unfinished:
         while waiting and (waiting[0][1] <= number or not engine.unfinished):
             engine.add([waiting.popleft()[0]])

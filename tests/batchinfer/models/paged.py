@@ -112,7 +112,7 @@ def _step(
     token_ids = torch.tensor([s.tokens[p] for s, span in zip(batch, spans, strict=True) for p in span])
     plan = ops.plan_attention(inputs, block_size, frozenset(decoder.spec.windows))
     logits = decoder.logits(decoder.forward(token_ids, [inputs], caches, [plan]))
-    for sequence, span, part in zip(batch, spans, logits.split(inputs.query_lens), strict=True):
+    for sequence, span, part in zip(batch, spans, torch.split(logits, inputs.query_lens), strict=True):
         sequence.logits.append(part)
         sequence.done = span.stop
 
