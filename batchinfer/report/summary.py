@@ -255,9 +255,14 @@ def _forecast(row: Row) -> str:
         return ""
     tokens, ran = row["forecast_output_tokens"], row["output_tokens"]
     return (
-        f"engine {seconds(row['forecast_s'])}, took {seconds(row['engine_wall_s'])} ({row['forecast_error']:+.1%}); "
+        f"engine {seconds(row['forecast_s'])}, took {seconds(row['engine_wall_s'])} ({off(row['forecast_error'])}); "
         f"output {short(tokens)} tokens, were {short(ran)}"
     )
+
+
+def off(error: float) -> str:
+    """Write how far a time is from its forecast: in percent, and from twice the forecast on as a multiple of it."""
+    return f"{error:+.1%}" if error < 1 else f"{1 + error:.3g} times the forecast"
 
 
 def _deadline(row: Row) -> str:

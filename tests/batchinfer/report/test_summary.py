@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchinfer.core import wording
 from batchinfer.core.text import json_line
-from batchinfer.report.summary import summary
+from batchinfer.report.summary import off, summary
 from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.tables import run_row
 
@@ -197,6 +197,10 @@ def test_json_refuses_what_is_no_number() -> None:
         (wording.about(3599), "59 min 59 s"),
         (wording.about(7200), "2 h 0 min"),
         (wording.count(2388), "2,388"),
+        (off(-0.053), "-5.3%"),
+        (off(0.42), "+42.0%"),
+        (off(2.124), "3.12 times the forecast"),
+        (off(89.967), "91 times the forecast"),
     ],
 )
 def test_units(shown: str, expected: str) -> None:
