@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from itertools import combinations, product
 from typing import Any
 
@@ -21,8 +22,15 @@ def every_pair(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     left = {at: _pairs(at, bits) for at in product(*(range(len(axis)) for axis in axes))}
     missing = (1 << len(bits)) - 1
     chosen = []
+    # What a combination had missing is the most that it has now, so that few of them are looked at again
+    most = [(-pairs.bit_count(), at) for at, pairs in left.items()]
+    heapify(most)
     while missing:
-        best = max(left, key=lambda at: (left[at] & missing).bit_count())
+        had, best = heappop(most)
+        has = -(left[best] & missing).bit_count()
+        if has > had:
+            heappush(most, (has, best))
+            continue
         missing &= ~left[best]
         chosen.append(best)
     return [tuple(axis[at] for axis, at in zip(axes, place, strict=True)) for place in sorted(chosen)]
@@ -44,6 +52,6 @@ def _others_slow(axes: Sequence[Sequence[Any]], few: list[tuple[Any, ...]]) -> l
 
 
 def _pairs(at: tuple[int, ...], bits: dict[tuple[int, int, int, int], int]) -> int:
-    """A bit for each pair: sets are compared a million times."""
+    """Return a bit for each pair: such sets are compared fast."""
     pairs = ((i, j, at[i], at[j]) for i, j in combinations(range(len(at)), 2))
     return sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs)
