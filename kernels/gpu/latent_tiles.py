@@ -8,7 +8,7 @@ import torch
 
 from batchinfer_kernels.gpu.attention_launch import KVTiles
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
-from batchinfer_kernels.gpu.target import architecture
+from batchinfer_kernels.gpu.target import SMALL_MEMORY, architecture
 
 # Rows that share what is read of a token. Sums of 64 rows of 512 values are half of a multiprocessor's registers.
 MOST_ROWS = 64
@@ -53,8 +53,12 @@ def _tiles(arch: str, dtype: torch.dtype, padded: int, rows: int) -> KVTiles:
         return _SINGLE
     if padded > LARGE:
         return _LARGEST
-    if padded <= SMALL and (rows < MOST_ROWS or arch != "80"):
+    if padded <= SMALL and (rows < MOST_ROWS or arch not in ("80", *SMALL_MEMORY)):
         return _SMALL[rows]
     if padded == MEDIUM and rows == FEWEST_ROWS:
         return _MEDIUM
+    if (
+        padded > MEDIUM and arch in SMALL_MEMORY
+    ):  # 64 rows of 512 values and two tiles of latents take 112 KiB
+        return _HALF[min(rows, 32)]
     return (_HOPPER if arch in ("", "90") else _HALF)[rows]

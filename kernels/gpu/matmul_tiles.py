@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchinfer_kernels.gpu.sizes import cdiv
-from batchinfer_kernels.gpu.target import architecture
+from batchinfer_kernels.gpu.target import SMALL_MEMORY, architecture
 
 # half: both of 16 bits; wide: x float32; coded: x of 16 bits and a weight of packed codes; fp8, int8: codes of both;
 # block_fp8: fp8 with scales of blocks
@@ -24,9 +24,6 @@ LEAST_SEGMENT = 512
 # Programs a multiprocessor that a split aims at
 PROGRAMS_PER_PROCESSOR = 2
 MANY = 1 << 30
-# Bytes of shared memory that a block may have where it is less than on 8.0 (CUDA programming guide, compute
-# capabilities), without 1 KiB that no tile may have
-SMALL_MEMORY = dict.fromkeys(("86", "89", "120", "121"), 98 * 1024)
 
 
 @dataclass(frozen=True, slots=True)

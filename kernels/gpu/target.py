@@ -8,6 +8,10 @@ from typing import Any
 import torch
 import triton
 
+# Bytes of shared memory that a block may have where it is less than on 8.0 (CUDA programming guide, compute
+# capabilities), without 1 KiB that no tile may have
+SMALL_MEMORY = dict.fromkeys(("86", "89", "120", "121"), 98 * 1024)
+
 
 def architecture() -> str:
     """Return the target as Triton names it: "80", "90", "gfx942"; "" in the interpreter, which has none."""

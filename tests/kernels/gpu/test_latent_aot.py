@@ -81,3 +81,10 @@ def test_nothing_spills(
     work: str, target: str, dtype: str, sizes: tuple[int, int, int], deterministic: bool
 ) -> None:
     compiled(work, target, dtype, *sizes, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    ("work", "sizes"), first_of([("prefill", LARGE), *product(WORKS, (LARGE, (64, 200, 40), ODD))], 1)
+)
+def test_little_shared_memory(work: str, sizes: tuple[int, int, int]) -> None:
+    compiled(work, "sm_89", "bfloat16", *sizes)
