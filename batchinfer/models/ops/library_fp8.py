@@ -4,6 +4,8 @@ numbers of rows.
 What it wants of layouts is what torch 2.11 to 2.13 check (aten/src/ATen/native/cuda/ScaledBlas.cpp): x by rows and the
 weight by columns, both of a multiple of 16 values; float32 scales, of rows (T, 1) and (1, N), or of groups of 128
 inputs, (T, groups) by columns, and of blocks, (groups rounded up to 4, N / 128) by columns, on compute capability 9.
+What cuBLAS wants beyond that torch does not check: with scales of groups as many rows as a multiple of 8 (its manual
+says 4; NVIDIA's TransformerEngine has found 8), so that they are filled up to 16.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from batchinfer_kernels.gpu.target import architecture
 FIRST_WITH_ROWS = 89
 WITH_BLOCKS = range(90, 100)
 DTYPES = (torch.bfloat16, torch.float16)
-UNIT = 16  # values that both sides of a weight are multiples of
+UNIT = 16  # values that both sides of a weight are multiples of, and rows where groups of inputs have scales
 SCALE_UNIT = 4  # groups that columns of scales of blocks are multiples of
 
 
@@ -61,7 +63,7 @@ class LibraryFp8:
         """(T, K) → (T, N) in x's dtype. Rows, or groups of them, are quantised by our kernel."""
         kinds: Any = F.ScalingType
         if self._blocks:
-            codes, scales = quantize_groups_fp8(x)
+            codes, scales = quantize_groups_fp8(F.pad(x, (0, 0, 0, -len(x) % UNIT)))
             given, recipes = scales.t(), (kinds.BlockWise1x128, kinds.BlockWise128x128)
         else:
             codes, scales = quantize_rows_fp8(x)
@@ -77,7 +79,7 @@ class LibraryFp8:
             bias=self._bias,
             output_dtype=x.dtype,
         )
-        return y
+        return y[: len(x)]
 
 
 def _by_columns(scales: Tensor) -> Tensor:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.prompts.contest import BROKEN, MARGIN
-from batchinfer.models.ops.prompts.trial import seconds_of
+from batchinfer.models.ops.queued_time import QueuedTime
 
 _log = logging.getLogger(__name__)
 
 # Rows of a step: few and many that decode, and prompts
 ROWS = (64, 256, 1024, 8192)
+ODD_ROWS = 7  # which the library has to take, too, before any are timed
 # Each is timed so often, in turns, while the time of its shape lasts; the first calls do not count
 ROUNDS, BUDGET_S = 5, 0.5
 # Of results, both rounded to 16 bits, relative to the largest: sums of float8 keep some 13 bits on Hopper
@@ -72,6 +73,7 @@ class ProductContest:
     ) -> None:
         """`layers`: that the library can multiply, too; `most_rows`: tokens of the largest step."""
         self._layers, self._most, self._device, self._clock = layers, most_rows, device, clock
+        self._timer = QueuedTime(device, clock)
         self._samples = {layer.form: layer for layer in layers}
         self._tried = False
 
@@ -91,6 +93,7 @@ class ProductContest:
     def _least_rows(self, form: str, layer: LibraryChoice) -> int | None:
         counts = sorted({min(rows, self._most) for rows in ROWS})
         try:
+            self._ways(layer, min(ODD_ROWS, self._most))
             faster = [self._is_faster(layer, rows) for rows in counts]
         except BROKEN as error:
             _warn(layer, error)
@@ -109,7 +112,8 @@ class ProductContest:
         layer = self._samples.get(form)
         try:
             if layer is not None:
-                self._ways(layer, ROWS[0])
+                for rows in (ODD_ROWS, ROWS[0]):
+                    self._ways(layer, rows)
         except BROKEN as error:
             if layer is not None:
                 _warn(layer, error)
@@ -128,7 +132,7 @@ class ProductContest:
         began, took = self._clock(), ([], [])  # type: tuple[float, tuple[list[float], list[float]]]
         for _ in range(ROUNDS):
             for way, times in zip(ways, took, strict=True):
-                times.append(seconds_of(way, self._device, self._clock))
+                times.append(self._timer.seconds_of(way))
             if self._clock() - began > BUDGET_S / len(ROWS):
                 break
         return median(took[1]) < MARGIN * median(took[0])

@@ -1,5 +1,5 @@
 """A function in the place of torch's `scaled_mm`, as strict about shapes, dtypes, strides and layouts as torch is on a
-GPU (aten/src/ATen/native/cuda/ScaledBlas.cpp), computed in float32."""
+GPU (aten/src/ATen/native/cuda/ScaledBlas.cpp), and about numbers of rows as cuBLAS is, computed in float32."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class ScaledMM:
             raise NotImplementedError(
                 "DeepSeek style (1x128, 128x128) scaling only supported in CUDA for SM90"
             )
+        _demand(rows % 8 == 0, "rows are a multiple of 8, or cuBLAS has no algorithm")
         groups, blocks = -(-inputs // 128), -(-outputs // 128)
         padded = -(-groups // 4) * 4
         _demand(scale_a.shape == (rows, groups), "scales of groups have a shape")

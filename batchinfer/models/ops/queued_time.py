@@ -1,0 +1,63 @@
+"""Times calls by what the device takes once all of a call is queued, as where a captured graph is replayed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from batchinfer.models.ops.prompts.trial import Clock, seconds_of
+
+QUEUE_MARGIN = 2.0  # times the host's time for a call
+CYCLES_PER_S = 2.1e9  # of the fastest GPU: slower ones wait longer than they need
+FLUSHED = 2  # times the device's cache, which what is read before a call fills
+
+
+class QueuedTime:
+    """Times calls on a device. On a GPU the host's time for launches, which a replay does not have, does not count, and
+    weights come from memory, as in a model that is larger than the cache."""
+
+    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
+        self._device, self._clock = device, clock
+        self._cold: torch.Tensor | None = None
+
+    def seconds_of(self, run: Callable[[], object]) -> float:
+        """Return how long a call takes that has run before, so that nothing is compiled. Raises what it raises."""
+        if self._device.type != "cuda":
+            return seconds_of(run, self._device, self._clock)
+        host_s = self._host_s(run)
+        self._flush()
+        _keep_busy(round((QUEUE_MARGIN * host_s + 1e-4) * CYCLES_PER_S))
+        start, end = _event(), _event()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def _host_s(self, run: Callable[[], object]) -> float:
+        """Return how long the host takes to queue the call."""
+        torch.cuda.synchronize(self._device)
+        began = self._clock()
+        run()
+        return self._clock() - began
+
+    def _flush(self) -> None:
+        """Read what fills the cache: written lines would have to be written back while the call is timed."""
+        if self._cold is None:
+            size = FLUSHED * int(torch.cuda.get_device_properties(self._device).L2_cache_size)
+            self._cold = torch.zeros(max(size // 4, 1), dtype=torch.int32, device=self._device)
+        self._cold.sum()
+
+
+def _event() -> Any:
+    event: Callable[..., Any] = torch.cuda.Event
+    return event(enable_timing=True)
+
+
+def _keep_busy(cycles: int) -> None:
+    """Run a kernel that does nothing for so long; what torch's own tests use."""
+    sleep: Callable[[int], None] = torch.cuda._sleep
+    sleep(cycles)
