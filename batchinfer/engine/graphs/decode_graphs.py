@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.engine.graphs.graph_capture import Capture, Captured
+from batchinfer.engine.graphs.graph_capture import Capture, Captured, NotCaptured
 from batchinfer.engine.graphs.repeated_replays import AdvancingOps, RepeatedReplays
 from batchinfer.engine.kv.cache_layout import CacheGroup
 from batchinfer.engine.schedule.step_plan import Ints
@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 512  # each keeps a few MiB, and none is ever freed
 MOST_DRAFTED = 128  # of them, those of steps with drafts
+# From so many rows on graphs share the memory of their results: of fewer, it is less than what the copy takes is worth
+SETTLED_ROWS = 64
 
 Forward = Callable[[Tensor, Seq[AttentionInputs], Seq[AttentionPlan]], Tensor]
 
@@ -100,8 +102,8 @@ class DecodeGraphs:
     """Captures graphs of `forward` when a step first needs one, and replays them.
 
     `largest`: the largest step that is captured; `drafted`: the same of steps with drafts, None where there are none;
-    `tables`: room for both; `groups`: of the KV cache. After a capture that ran out of memory nothing more is captured;
-    what was, is replayed.
+    `tables`: room for both; `groups`: of the KV cache. After a capture that ran out of memory, or failed, nothing more
+    is captured; what was, is replayed.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class DecodeGraphs:
         capture: Capture,
         drafted: GraphSize | None = None,
     ) -> None:
+        self._results = _Results(max(largest.rows, drafted.rows if drafted else 0))
         self._forward, self._ops, self._largest, self._groups = forward, ops, largest, groups
         self._drafted = drafted
         self._drafted_sizes = batch_sizes(drafted.rows, DRAFT_PARTS) if drafted else []
@@ -179,7 +182,8 @@ class DecodeGraphs:
         be run in another way (`or_else`), None is returned.
 
         `tables`: brought up to date. `fill_in` writes token ids that only the device knows.
-        Raises torch.OutOfMemoryError when the step's graph cannot be captured; nothing is from then on.
+        Raises torch.OutOfMemoryError when there is no memory for the step's graph, and NotCaptured when it cannot be
+        captured for another reason; nothing is from then on.
         """
         rows, last = len(batch.token_ids), self._replayed
         size = self._size(batch)
@@ -276,7 +280,9 @@ class DecodeGraphs:
                 plan.place()  # in the stream in which steps overwrite it, which is not the one of captures
             began = time.perf_counter()
             try:
-                captured = self._capture(lambda: self._forward(token_ids, inputs, plans))
+                captured = self._capture(
+                    lambda: self._results.settled(self._forward(token_ids, inputs, plans))
+                )
             except torch.OutOfMemoryError:
                 self._refused = True
                 _log.warning(
@@ -285,11 +291,31 @@ class DecodeGraphs:
                     size.rows,
                 )
                 raise
+            except NotCaptured as error:
+                self._refused = True
+                _log.warning("decode steps cannot be captured as graphs, and run slower: %s", error)
+                raise
             finally:
                 self.capture_s += time.perf_counter() - began
             self._graphs[key] = _Graph(plans, captured)
             self._drafted_graphs += size.queries > 1
         return self._graphs[key]
+
+
+class _Results:
+    """Where graphs of many rows leave their results, which are read before the next one runs. Each would otherwise keep
+    memory of its own for as long as it can be replayed: hundreds of MiB, of all sizes together."""
+
+    def __init__(self, most_rows: int) -> None:
+        self._most, self._held = most_rows, None  # type: int, Tensor | None
+
+    def settled(self, hidden: Tensor) -> Tensor:
+        """Return hidden states, (rows, hidden), moved to where those of all graphs lie if they are of many rows."""
+        if len(hidden) < SETTLED_ROWS:
+            return hidden
+        if self._held is None:  # in the run before the first capture
+            self._held = hidden.new_empty(self._most, hidden.shape[1])
+        return self._held[: len(hidden)].copy_(hidden)
 
 
 def _ran(hidden: Tensor, batch: HostBatch, padded: int) -> RanStep:

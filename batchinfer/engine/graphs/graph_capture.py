@@ -11,11 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from batchinfer.engine.tensors.device_memory import lack_of_memory
+from batchinfer.engine.tensors.device_memory import lack_of_memory, lacks_memory
 from batchinfer.machine.garbage import not_collecting
 
 R = TypeVar("R")
 Replay = Callable[[], None]
+CAPTURE = "captur"  # in what CUDA (errors 900 to 908) and torch say of work that no capture may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,11 @@ class Captured:
     replay: Replay
 
 
-# Runs a function and captures what it launches. Raises torch.OutOfMemoryError.
+class NotCaptured(RuntimeError):
+    """A function cannot be captured, although it runs: an operator of a library does what no graph can repeat."""
+
+
+# Runs a function and captures what it launches. Raises torch.OutOfMemoryError, and NotCaptured.
 Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
@@ -47,7 +52,7 @@ class GraphRecorder(ABC):
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
         """Return (what the function returned, how to launch again what it launched). The function may have been
         launched by now, once everything that was recorded before was. Memory that it took and gave back is used again
-        by what is recorded later, and must be replayed later. Raises torch.OutOfMemoryError."""
+        by what is recorded later, and must be replayed later. Raises torch.OutOfMemoryError, and NotCaptured."""
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
         """Warm up, then capture, as `Capture` says."""
@@ -74,12 +79,15 @@ class GpuRecorder(GraphRecorder):
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Counts what the device has less of afterwards. Another program on the same device may disturb that."""
-        before, _ = torch.cuda.mem_get_info()
+        """Counts what the device has less of afterwards. Another program on the same device may disturb that.
+
+        Memory that torch keeps although nothing uses it is given back before each look at the device: the beginning of
+        a capture does that, too, and would be taken for what the capture gave back."""
+        before = _free_bytes()
         try:
             yield
         finally:
-            self._taken += before - torch.cuda.mem_get_info()[0]
+            self._taken += before - _free_bytes()
 
     def warm_up(self, run: Callable[[], object]) -> None:
         current = torch.cuda.current_stream()
@@ -96,7 +104,28 @@ class GpuRecorder(GraphRecorder):
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # `torch.cuda.graph` stays in its stream where the end of a capture fails
         with self._measured(), lack_of_memory(), not_collecting(), torch.cuda.stream(current):
-            with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
+            recording = torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local")
+            with self._usable_pool(), recording:
                 made = run()
             graph.replay()
         return made, graph.replay
+
+    @contextmanager
+    def _usable_pool(self) -> Iterator[None]:
+        """Takes another pool of memory for later captures where one fails for anything but the allocator's lack of
+        memory: torch up to 2.12 then takes the pool for one that a capture still records to."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._pool = torch.cuda.graph_pool_handle()
+            if lacks_memory(error) or CAPTURE not in str(error):
+                raise
+            raise NotCaptured(str(error)) from error
+
+
+def _free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.engine.graphs.graph_capture import GraphRecorder, Replay
+from batchinfer.engine.graphs.graph_capture import GraphRecorder, NotCaptured, Replay
 from batchinfer.engine.tensors.batch import HostBatch, RanStep
 from batchinfer.engine.tensors.device_tables import DeviceTables
 from batchinfer.engine.tensors.graph_inputs import grown
@@ -133,7 +133,7 @@ class PiecewiseGraphs:
     def capture(self) -> None:
         """Capture all sizes, the largest first: the smaller ones find room in what it has taken. Sizes for which there
         is no memory are left out; what the attempt has taken is there for the smaller ones. In a group other ranks
-        would not know: torch.OutOfMemoryError is raised."""
+        would not know: torch.OutOfMemoryError is raised. The same is so of NotCaptured, after which none are tried."""
         began = time.perf_counter()
         refused: list[int] = []
         for size in reversed(token_sizes(self._buffers.tokens)):
@@ -143,6 +143,13 @@ class PiecewiseGraphs:
                 if self._in_group:
                     raise
                 refused.insert(0, size)
+            except NotCaptured as error:
+                if self._in_group:
+                    raise
+                _log.warning(
+                    "steps that read prompts cannot be captured as graphs, and run slower: %s", error
+                )
+                break
             else:
                 self.sizes.insert(0, size)
         self.capture_s += time.perf_counter() - began

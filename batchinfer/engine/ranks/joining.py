@@ -92,7 +92,7 @@ def _nccl(store: c10d.Store, rank: int, size: int) -> Any:
     """Return what speaks on GPUs of one machine, and listens on the loopback unless the user says otherwise."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     made: Any = distributed.ProcessGroupNCCL
-    return made(store, rank, size)
+    return made(store, rank, size, _ENDLESS)
 
 
 def fewest(count: int, group: Group, device: torch.device) -> int:

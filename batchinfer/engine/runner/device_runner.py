@@ -15,7 +15,7 @@ from torch import Tensor
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
-from batchinfer.engine.graphs.graph_capture import GraphRecorder
+from batchinfer.engine.graphs.graph_capture import GraphRecorder, NotCaptured
 from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from batchinfer.engine.graphs.repeated_replays import RepeatedReplays
 from batchinfer.engine.runner.micro_batches import MicroBatches
@@ -266,13 +266,24 @@ class DeviceRunner(ModelRunner):
 
     def _further_steps(self, first: HostBatch, plan: StepPlan, repeats: Ints) -> Iterator[_Ran]:
         """Run the steps behind the first one of a plan, each with the tokens that the one before has sampled."""
-        size, replays = self.layout.block_size, None if self.graphs is None else self.graphs.replays(repeats)
+        size, replays = self.layout.block_size, self._replays(repeats)
         for step in range(1, plan.steps):
             ahead = np.minimum(step, repeats - 1)
             ran = None if replays is None else self._replay(replays, step, first.sampling.later(ahead))
             if ran is None:
                 replays, ran = None, self._step(first.later(ahead, size), plan)
             yield ran
+
+    def _replays(self, repeats: Ints) -> RepeatedReplays | None:
+        """Return what replays the steps behind the first one; None where nothing does, or there is no memory for it."""
+        if self.graphs is None:
+            return None
+        try:
+            with lack_of_memory():
+                return self.graphs.replays(repeats)
+        except torch.OutOfMemoryError:
+            self.graphs.interrupt()
+            return None
 
     def _replay(self, replays: RepeatedReplays, step: int, sampling: SamplingPlan) -> _Ran | None:
         """Run a further step as the first one was; None if there was no memory for it."""
@@ -367,7 +378,7 @@ class DeviceRunner(ModelRunner):
                 ran = self.graphs.run(host, self.tables, partial(self._fill_in, host), in_pieces)
                 if ran is not None:
                     return ran, "full_graph" if self.graphs.replayed else "eager"
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, NotCaptured):
                 if self.in_group:  # other ranks have captured it, or wait for this one
                     raise
                 _log.debug("a step that could not be captured is launched as it is")

@@ -17,9 +17,14 @@ def lack_of_memory() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        if not any(map(_lacks_memory, _chain(error))):
+        if not lacks_memory(error):
             raise
         raise torch.OutOfMemoryError(str(error)) from error
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error comes of a lack of memory, be it by those in whose handling it came up."""
+    return any(map(_says_so, _chain(error)))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -29,7 +34,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _lacks_memory(error: BaseException) -> bool:
+def _says_so(error: BaseException) -> bool:
     """Whether the error says that memory is out: cuBLAS by CUBLAS_STATUS_ALLOC_FAILED, the others in words."""
     known = isinstance(error, torch.OutOfMemoryError)
     return known or "out of memory" in str(error) or "ALLOC_FAILED" in str(error)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchinfer.engine.graphs import decode_graphs
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
-from batchinfer.engine.graphs.graph_capture import Capture, Captured
+from batchinfer.engine.graphs.graph_capture import Capture, Captured, NotCaptured
 from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.plan_writer import PlanWriter
@@ -91,17 +91,19 @@ def test_padding_has_no_context_and_writes_where_nobody_reads():
 class Counting:
     """Captures, and counts captures and replays. There is memory for so many captures as `room` says."""
 
-    def __init__(self, room: int = 1 << 30) -> None:
+    def __init__(self, room: int = 1 << 30, lacks: Exception | None = None) -> None:
         self.captured: list[int] = []
+        self.places: dict[int, set[int]] = {}  # where results of so many rows lie
         self.tried = self.replays = 0
-        self.room = room
+        self.room, self.lacks = room, lacks or torch.OutOfMemoryError("none left")
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
         self.tried += 1
         if self.tried > self.room:
-            raise torch.OutOfMemoryError("none left")
+            raise self.lacks
         inner = captured_eagerly(run)
         self.captured.append(len(inner.result))
+        self.places.setdefault(len(inner.result), set()).add(inner.result.data_ptr())
 
         def replay() -> None:
             self.replays += 1
@@ -142,6 +144,15 @@ def test_steps_of_single_tokens_are_replayed_and_captured_once():
     assert got.total("padded_tokens") > ran().total("padded_tokens"), "rows up to the size of the graph"
 
 
+def test_graphs_of_many_rows_share_the_memory_of_their_results(monkeypatch):
+    monkeypatch.setattr(decode_graphs, "SETTLED_ROWS", 4)
+    capture = Counting()
+    assert ran(capture).answers == ran().answers
+    many = [places for rows, places in capture.places.items() if rows >= 4]
+    assert len(many) > 1
+    assert len(set().union(*many)) == 1
+
+
 def test_steps_that_verify_drafts_are_replayed_and_captured_once():
     """Whatever rows share them: their tokens are padded together."""
     wanted, capture = ran(drafter=Drafts(lambda _: [])), Counting()
@@ -176,9 +187,17 @@ def test_what_no_graph_covers_runs_without(rows, longest):
 
 
 @pytest.mark.parametrize("room", [0, 1])
-def test_what_was_captured_is_replayed_once_memory_is_out(caplog, room):
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        (torch.OutOfMemoryError("none left"), "too little GPU memory to capture"),
+        (NotCaptured("operation not permitted"), "and run slower: operation not permitted"),
+    ],
+    ids=["no memory", "an operator refuses"],
+)
+def test_what_was_captured_is_replayed_once_nothing_more_is(caplog, room, lacks, said):
     """Nothing more is tried, and other steps are launched without a graph."""
-    capture, enough = Counting(room), Counting()
+    capture, enough = Counting(room, lacks), Counting()
     got, wanted = ran(capture), ran(enough)
     assert got.answers == wanted.answers == ran().answers
     assert (capture.tried, len(capture.captured)) == (room + 1, room)
@@ -186,7 +205,7 @@ def test_what_was_captured_is_replayed_once_memory_is_out(caplog, room):
     assert launched == capture.replays < enough.replays
     assert (launched > 1) == (room > 0)
     assert [r.levelname for r in caplog.records].count("WARNING") == 1
-    assert caplog.text.count("too little GPU memory to capture") == 1
+    assert caplog.text.count(said) == 1
 
 
 def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():

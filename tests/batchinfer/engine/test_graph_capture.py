@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batchinfer.engine.graphs import graph_capture
-from batchinfer.engine.graphs.graph_capture import GpuRecorder
+from batchinfer.engine.graphs.graph_capture import GpuRecorder, NotCaptured
 
 MAIN = "the current stream"
 
@@ -33,13 +33,20 @@ class Cuda:
     def __init__(self) -> None:
         self.main = self.stream_now = Stream(MAIN)
         self.called_elsewhere = False
-        self.free_bytes = 10 << 30
+        self.free_bytes, self.cached_bytes = 10 << 30, 0  # what torch keeps although nothing uses it
+        self.pools: list[object] = []  # that were recorded to
         self.ends_with: Exception | None = None
         self.starts_with: Exception | None = None
         self.launched_in: list[str] = []
 
     def mem_get_info(self) -> tuple[int, int]:
         return self.free_bytes, 80 << 30
+
+    def synchronize(self) -> None:
+        """Everything has run by then."""
+
+    def empty_cache(self) -> None:
+        self.free_bytes, self.cached_bytes = self.free_bytes + self.cached_bytes, 0
 
     def graph_pool_handle(self) -> object:
         return object()
@@ -62,7 +69,9 @@ class Cuda:
     def graph(
         self, graph: Any, pool: object, stream: Stream, capture_error_mode: str = "global"
     ) -> Iterator[None]:
-        """As torch's own: where the end fails, the stream is not left."""
+        """As torch's own: it empties the cache, and where the end fails, the stream is not left."""
+        self.empty_cache()
+        self.pools.append(pool)
         before, self.stream_now, self.called_elsewhere = self.stream_now, stream, False
         try:
             yield
@@ -133,6 +142,40 @@ def test_what_captures_take_is_counted(cuda):
     with pytest.raises(torch.OutOfMemoryError):
         recorder.record(allocate)
     assert recorder.taken_bytes == 305
+
+
+def test_what_torch_keeps_for_steps_is_not_counted(cuda):
+    """A capture gives it back to the device before it begins."""
+
+    def keep() -> None:
+        cuda.free_bytes, cuda.cached_bytes = cuda.free_bytes - 7000, 7000
+
+    recorder = GpuRecorder()
+    keep()
+    recorder.warm_up(keep)
+    assert recorder.taken_bytes == 0
+    keep()
+    recorder.record(int)
+    assert recorder.taken_bytes == 5, "the graph's own"
+
+
+def test_a_failed_capture_leaves_its_pool_to_itself(cuda):
+    """torch up to 2.12 takes the pool for one that a capture still records to. Where the allocator had no memory, the
+    capture ends well, and what it took is there for smaller ones."""
+    recorder = GpuRecorder()
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.record(raising(torch.OutOfMemoryError("tried to allocate")))
+    cuda.ends_with = torch.AcceleratorError(
+        "CUDA error: operation failed due to a previous error during capture"
+    )
+    with pytest.raises(NotCaptured, match="previous error during capture"):
+        recorder.record(int)
+    cuda.ends_with = None
+    recorder.record(int)
+    assert cuda.pools[0] is cuda.pools[1] is not cuda.pools[2]
+    with pytest.raises(NotCaptured, match="not permitted"):
+        recorder.record(raising(RuntimeError("operation not permitted when stream is capturing")))
+    assert cuda.stream_now is cuda.main
 
 
 def test_nothing_is_collected_inside_a_capture(cuda):

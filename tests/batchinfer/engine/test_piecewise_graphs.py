@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchinfer.engine.graphs.graph_capture import R, Replay
+from batchinfer.engine.graphs.graph_capture import NotCaptured, R, Replay
 from batchinfer.engine.graphs.piecewise_graphs import EVEN, PiecewiseGraphs, token_sizes
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.decoder.attention import HeadsAttention
@@ -152,6 +152,8 @@ class Full(Taped):
     """A device that has memory for so many recordings, and on which a warm-up of steps of more than `most` tokens
     fails, which leaves less."""
 
+    lacks: Exception = torch.OutOfMemoryError("none left")
+
     def __init__(self, room: int = 1 << 30, most: int = 64) -> None:
         super().__init__()
         self.room, self.most, self.tried = room, most, 80
@@ -164,8 +166,14 @@ class Full(Taped):
 
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
         if len(self.launches) == self.room:
-            raise torch.OutOfMemoryError("none left")
+            raise self.lacks
         return super().record(run)
+
+
+class Stubborn(Full):
+    """A device on which an operator can be run, and not be captured."""
+
+    lacks = NotCaptured("operation not permitted when stream is capturing")
 
 
 @pytest.mark.parametrize(
@@ -173,16 +181,19 @@ class Full(Taped):
     [
         (Full(room=0, most=80), 80, []),
         (Full(room=4, most=80), 80, [80]),  # two layers are three pieces
+        (Stubborn(room=4, most=80), 80, [80]),
         (Full(), 80, [64]),
         (Taped(), 20, [20]),
     ],
-    ids=["no memory", "memory for the first", "memory for smaller ones", "larger steps"],
+    ids=["no memory", "memory for the first", "a piece fails", "memory for smaller ones", "larger steps"],
 )
 def test_steps_that_are_not_captured_are_launched(caplog, recorder, most, sizes):
     model = checkpoint("llama")
     runner = runner_for(model, recorder, most=most)
     assert runner.mixed.sizes == sizes
-    assert ("too little GPU memory to capture steps of" in caplog.text) == isinstance(recorder, Full)
+    full = type(recorder) is Full
+    assert ("too little GPU memory to capture steps of" in caplog.text) == full
+    assert ("and run slower: operation not permitted" in caplog.text) == isinstance(recorder, Stubborn)
     got = ran(runner, model)
     assert got.answers == ran(runner_for(model, None), model).answers
     tokens = [step.prefill_tokens + step.decode_tokens for step in got.steps]
