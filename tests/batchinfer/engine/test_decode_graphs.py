@@ -101,9 +101,14 @@ class Counting:
         self.tried += 1
         if self.tried > self.room:
             raise self.lacks
-        inner = captured_eagerly(run)
+
+        def noted() -> Tensor:
+            result = run()
+            self.places.setdefault(len(result), set()).add(result.data_ptr())
+            return result
+
+        inner = captured_eagerly(noted)
         self.captured.append(len(inner.result))
-        self.places.setdefault(len(inner.result), set()).add(inner.result.data_ptr())
 
         def replay() -> None:
             self.replays += 1
