@@ -63,7 +63,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def pytest_unconfigure() -> None:
-    """Remove models that several tests shared."""
+    """Remove models that several tests shared, and let the end of Python find garbage as usual."""
+    gc.unfreeze()
     if "tests.checkpoints" in sys.modules:
         sys.modules["tests.checkpoints"].remove_kept()
 

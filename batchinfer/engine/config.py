@@ -25,6 +25,7 @@ Untimed = Callable[[], AbstractContextManager[object]]
 
 # Makes a choice that all engines of a run share: calls the function in one of them, and returns what it chose in all.
 Agreed = Callable[[Callable[[], str]], str]
+NOTHING = "{}"  # a choice of nothing: an engine died while it chose
 
 
 def alone(choose: Callable[[], str]) -> str:

@@ -38,7 +38,7 @@ class ExpertRows:
     ends: Tensor  # (HEIGHTS, experts) int64: tiles of each height that an expert and those before it have
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one a token and expert of a step
 def _sort_kernel(
     experts_ptr, counts_ptr, counted_ptr, loads_ptr,  # counted: whether a token's rows count; None: all do
     tokens_ptr, places_ptr, starts_ptr, ends_ptr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from batchinfer.models.ops.product_choice import product_contest
 from batchinfer.models.ops.prompts.contest import prefill_contest
 from batchinfer.models.ops.prompts.trial import PromptSizes
 from batchinfer.models.spec.spec import AttentionRules
+
+_log = logging.getLogger(__name__)
 
 
 def fastest_operators(
@@ -42,6 +45,8 @@ def fastest_operators(
         return json.dumps(chosen)
 
     chosen = json.loads(agreed(decide))
+    if not chosen:
+        _log.warning("an engine died while kernels were compared; in this run batchinfer's own are used")
     if products is not None:
         products.settle(chosen.get("products", {}))
     return ops if prompts is None or "prompts" not in chosen else prompts.winner(chosen["prompts"])

@@ -18,7 +18,7 @@ from batchinfer.models.ops.interface import GatedLinear, Linear, Ops
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.target import architecture
 
-CAPABILITIES = ("90", "100", "103")
+CAPABILITIES = ("90", "100")
 DTYPES = (torch.bfloat16, torch.float16)
 UNIT = 8  # values of 16 bytes, of which rows of all three matrices are multiples
 # quack's names of activations that it computes as batchinfer does: its swiglu_oai clamps nothing

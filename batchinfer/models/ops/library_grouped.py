@@ -16,7 +16,7 @@ from batchinfer_kernels.gpu.gated_activation import gated_activation
 from batchinfer_kernels.gpu.sort_by_expert import ExpertRows
 from batchinfer_kernels.gpu.target import architecture
 
-CAPABILITIES = ("90", "100", "103")
+CAPABILITIES = ("90", "100")
 UNIT = 8  # values of 16 bytes, of which rows are multiples
 
 

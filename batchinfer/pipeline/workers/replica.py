@@ -29,6 +29,8 @@ CODE = "engine_died"
 SILENT_STEPS, SILENT_S = 10, 60.0
 # One that loads says so every second, from when it has imported what it needs, and takes as long as it takes.
 LOADING_SILENT_S = 60.0
+# Except for what it compares while it loads: kernels of libraries, one of which may hang on a GPU. Some are compiled.
+CHOOSING_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Replica:
         self.load = 0  # tokens of what is unfinished, prompts and answers as long as they may be
         self._running = self._waiting = 0  # rows, after its last step
         self._longest_step_s = 0.0
-        self._silence = Waited()
+        self._silence, self._choosing = Waited(), Waited()
         self._past: list[WorkerActivity] = []  # of the processes before the present one
         self.worker = early or WorkerHandle(spec, transport)
         self.worker.configure(self._config)
@@ -129,6 +131,11 @@ class Replica:
         """Note that it has said nothing, once more. Ends a process that has work, or loads, and has said nothing for
         too long while this process ran: a step is forecast to take `longest_step_s` at the most."""
         loads = self.info is None
+        if not self.worker.decides:
+            self._choosing.again()
+        elif self._choosing.look() > CHOOSING_S:
+            self.worker.give_up(CHOOSING_S)
+            return
         if (self.worker.untimed and not self.worker.waits_for) or not (loads or self.unfinished):
             self._silence.again()
             return

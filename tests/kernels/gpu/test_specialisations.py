@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.block_fp8_matmul import quantize_blocks_fp8
+from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.gpu.attention_plan import AttentionShape, SharedPrefix, plan_attention
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from batchinfer_kernels.gpu.latent_attention import latent_attention
 from batchinfer_kernels.gpu.paged_attention import paged_attention
 from batchinfer_kernels.gpu.penalties import penalise
+from batchinfer_kernels.gpu.sort_by_expert import sort_by_expert
 from batchinfer_kernels.penalties import Penalties
 from tests.kernels.gpu.matmul_cases import way
 from tests.kernels.gpu.specialisations import recorded
@@ -105,3 +107,12 @@ def test_a_number_that_is_not_said_to_vary_is_told_apart() -> None:
         for stride in (64, 72):
             paged_attention(torch.zeros(2, stride)[:, None, :64], cache, cache, tables, plan, 0.1)
     assert kernels(found) == ["_decode_attention_kernel"] * 2
+
+
+def test_experts_of_any_number_of_tokens() -> None:
+    counts = torch.zeros(4, dtype=torch.int32)
+    with recorded(runs=False) as found:
+        for tokens in (1, 3, 8, 40):
+            experts = torch.zeros(tokens, 2, dtype=torch.int64)
+            sort_by_expert(Choice(experts, torch.ones(tokens, 2), counts), torch.zeros(4, dtype=torch.int64))
+    assert kernels(found) == ["_sort_kernel"]

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from batchinfer.engine.config import NOTHING
 from batchinfer.models.ops import library_fp8, product_choice
 from batchinfer.models.ops.contests import fastest_operators
 from batchinfer.models.ops.gpu_linear import Fp8Linear
@@ -203,6 +204,14 @@ def test_all_engines_take_what_the_first_one_chose(library, monkeypatch) -> None
     monkeypatch.setattr(product_choice, "MARGIN", float("inf"))
     fastest_operators(ops, SIZES, CPU, {}, lambda choose: choose())
     assert (rows.least_library_rows, blocks.least_library_rows) == (4, 4), "it wins for all"
+
+
+def test_where_an_engine_died_of_a_choice_nothing_is_tried(library, caplog) -> None:
+    ops = TritonOps(AttentionShape(DTYPE, 4, 2, 64))
+    rows = packed(ops)
+    assert fastest_operators(ops, SIZES, CPU, {}, lambda _: NOTHING) is ops
+    assert (rows.least_library_rows, library.calls) == (None, 0)
+    assert "an engine died while kernels were compared" in caplog.text
 
 
 def test_a_library_that_works_in_another_engine_alone_is_not_taken(monkeypatch, caplog) -> None:

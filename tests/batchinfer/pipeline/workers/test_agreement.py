@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.config import Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed
+from batchinfer.engine.config import NOTHING, Agreed, EngineConfig, EngineInfo, LoadConfig, Untimed
+from batchinfer.pipeline.workers import replica
 from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkerSpec
@@ -73,17 +74,20 @@ def test_all_engines_use_one_choice(count: int, events: list[tuple[str, int]]) -
 
 
 class Asking(fake_engine.FakeWeights):
-    """Chooses the number of its process; the first one that is to choose dies of it."""
+    """Chooses the number of its process; the first one that is to choose may die of it, or hang."""
 
     def engine(self, config: EngineConfig, streams: object, agreed: Agreed) -> fake_engine.BuiltFake:
         built = super().engine(config)
         return fake_engine.BuiltFake(built.engine, replace(built.info, ops=agreed(self._choose)))
 
     def _choose(self) -> str:
-        died = Path(os.environ["DIED"])
-        if not died.exists():
-            died.touch()
+        tried, how = Path(os.environ["TRIED"]), os.environ["HOW"]
+        first = not tried.exists()
+        tried.touch()
+        if first and how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        if first and how == "hangs":
+            time.sleep(600)
         return str(os.getpid())
 
 
@@ -91,10 +95,14 @@ def asking(load: LoadConfig, constraints: None, untimed: Untimed) -> Asking:
     return Asking(load, untimed, fake_engine.end_process, mortal=False)
 
 
-def test_processes_agree_although_the_first_that_chooses_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["chooses", "dies", "hangs"])
+def test_processes_agree_whatever_becomes_of_the_first_that_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setenv("DIED", str(tmp_path / "died"))
+    """What it died of is not tried again."""
+    monkeypatch.setattr(replica, "CHOOSING_S", 1.0)
+    monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
+    monkeypatch.setenv("HOW", how)
     spec = WorkerSpec(LOAD, None, "tests.batchinfer.pipeline.workers.test_agreement:asking")
     with ReplicaPool([spec] * 3, CONFIG, 1, Interrupts(), str, lambda _: None, nullcontext) as pool:
         infos: list[EngineInfo] = []
@@ -102,7 +110,7 @@ def test_processes_agree_although_the_first_that_chooses_dies(
         while len(infos) < 3 and time.monotonic() < until:
             pool.receive(0.2)
             infos = pool.infos
-        assert (tmp_path / "died").exists()
+        assert (tmp_path / "tried").exists()
         assert len(infos) >= 2
         assert len({info.ops for info in infos}) == 1
-        assert infos[0].ops.isdigit()
+        assert infos[0].ops.isdigit() if how == "chooses" else infos[0].ops == NOTHING
