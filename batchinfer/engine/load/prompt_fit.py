@@ -22,21 +22,30 @@ def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, m
 
     Halves the largest step until there is memory for it. Raises OutOfMemory when there is none for the longest prompt.
     """
-    measured = _on_device(runner, room.allocate(limits.max_num_seqs + 1), MicroBatches(whole=True))
+    step_bytes, batches = _measured(runner, limits, room, meter)
+    if batches.most_tokens is not None:
+        limits = replace(limits, max_num_batched_tokens=max(batches.most_tokens, room.longest))
+    meter.restart()
+    spare = runner.ops.spare_bytes(limits.max_num_seqs, 1, runner.device)  # of prompts of one token
+    blocks, caches = allocated(room, room.blocks(step_bytes + spare))
+    fitted = _on_device(runner, caches, batches)
+    DummyPrompts(fitted, limits, room.longest, blocks).warm_up()
+    return Fitted(fitted, limits, blocks, meter.free())
+
+
+def _measured(
+    runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter
+) -> tuple[int, MicroBatches]:
+    """Return the bytes that steps take, and how steps are divided for which there was no memory. The small cache that
+    they run with is gone by then."""
+    batches = MicroBatches(whole=True)
+    measured = _on_device(runner, room.allocate(limits.max_num_seqs + 1), batches)
     try:
-        step_bytes = DummyPrompts(measured, limits, room.longest, limits.max_num_seqs).profile(meter)
+        return DummyPrompts(measured, limits, room.longest, limits.max_num_seqs).profile(meter), batches
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"the device has no memory for a prompt of {room.longest} tokens: {error}"
         ) from error
-    if measured.most_tokens is not None:
-        limits = replace(limits, max_num_batched_tokens=max(measured.most_tokens, room.longest))
-    meter.restart()
-    spare = runner.ops.spare_bytes(limits.max_num_seqs, 1, runner.device)  # of prompts of one token
-    blocks, caches = allocated(room, room.blocks(step_bytes + spare))
-    fitted = _on_device(runner, caches, measured.micro_batches)
-    DummyPrompts(fitted, limits, room.longest, blocks).warm_up()
-    return Fitted(fitted, limits, blocks, meter.free())
 
 
 def _on_device(runner: ModelRunner, caches: list[LayerCache], batches: MicroBatches) -> DeviceRunner:
