@@ -74,6 +74,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, sentences: Path) -> N
     assert alike.fetchall() == [(3,), (30,)]
 
 
+@pytest.mark.slow
 def test_what_is_made_of_vectors_computes_nothing(tmp_path: Path, sentences: Path) -> None:
     path = write_job(tmp_path, sentences, TEXTS, embed={"normalize": False})
     run(path, REAL)
@@ -87,6 +88,7 @@ def test_what_is_made_of_vectors_computes_nothing(tmp_path: Path, sentences: Pat
     np.testing.assert_array_equal(embeddings(path), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_killed_run_ends_with_the_same_bytes(
@@ -108,6 +110,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     np.testing.assert_array_equal(embeddings(whole)[:-1], first[::-1])
 
 
+@pytest.mark.slow
 def test_every_verb_knows_vectors(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def fenced() -> list[str]:
     return re.findall(r"```sql\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,6 +230,7 @@ HOSTILE: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_schema_is_refused_before_time_is_up(name: str) -> None:
     problem = constraint_problem(SamplingParams(json_schema=json.dumps(HOSTILE[name])), within_s=60)

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.examples import examples
+
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
 SAMPLE = 20_000
 MIB = 1024 * 1024
@@ -157,10 +159,10 @@ def test_no_text_is_out_of_the_tokenizers_reach(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_model_answers_held_out_rows(clean: list[Any], dtype: str) -> None:
     """Those in bfloat16 are fewer, as many a CPU has no products of it."""
-    rows = 60 if dtype == "float32" else 20
+    rows = examples(20, 60) if dtype == "float32" else 20
     sample = clean[:: len(clean) // rows][:rows]
     found = module("accuracy").answers([row.text for row in sample], dtype=dtype)
     right = sum(answer == row.expected for answer, row in zip(found, sample, strict=True))

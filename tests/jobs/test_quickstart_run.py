@@ -96,6 +96,7 @@ def test_it_is_right_in_every_dtype(tmp_path, dtype):
     assert right >= LEAST
 
 
+@pytest.mark.slow
 def test_with_a_schema_its_columns_have_types(tmp_path):
     """And hold what the right answers say."""
     output = tmp_path / "typed"

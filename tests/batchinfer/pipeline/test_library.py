@@ -175,6 +175,7 @@ def test_a_script_needs_no_guard(place: Place) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
 
 
+@pytest.mark.slow
 def test_importing_it_is_cheap() -> None:
     lines = "import sys, batchinfer\nprint([n for n in ('torch', 'pyarrow', 'duckdb', 'pydantic') if n in sys.modules])"
     lines += "\nbatchinfer.run, batchinfer.RunResult\nprint('torch' in sys.modules)"
