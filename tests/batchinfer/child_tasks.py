@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import time
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -110,14 +109,6 @@ def render_and_be_ended_at_a_check(*arguments: Any) -> None:
             time.sleep(SLEEP_S)
 
         prepare.CheckedConstraints.check = ended  # type: ignore[method-assign]
-    render_worker.serve(*arguments)
-
-
-def render_with_quick_checks(*arguments: Any) -> None:
-    """A render worker that has a constraint compiled for a second of CPU time at most."""
-    from batchinfer.data.prompts import prepare, render_worker
-
-    prepare.ConstraintChecker = partial(prepare.ConstraintChecker, within_s=1.0)  # type: ignore[misc, assignment]
     render_worker.serve(*arguments)
 
 

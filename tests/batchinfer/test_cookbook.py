@@ -68,6 +68,7 @@ def test_the_shared_beginning_paid_most(opened: OpenResult) -> None:
     assert all(row["first_row"] is not None for row in answer(opened, sql))
 
 
+@pytest.mark.slow
 def test_several_answers_to_each_row(tmp_path: Path, model: Path) -> None:
     """The job of the page: each repetition is a request of its own, sampled differently, and the prompt runs once."""
     questions = "".join(json.dumps({"question_id": i, "question": f"Why {i}?"}) + "\n" for i in range(3))

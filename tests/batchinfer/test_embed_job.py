@@ -179,6 +179,7 @@ def test_the_job_of_the_page_runs_and_its_query_is_answered(
     assert all(-1.001 <= similarity <= 1.001 for *_, similarity in found)
 
 
+@pytest.mark.slow
 def test_long_texts_keep_what_ends_them(tmp_path: Path, sentences: Path) -> None:
     """A text of just as many tokens as the model reads is not cut; what is cut keeps the token that ends a text."""
     texts = ["a" * 19, "a" * 20 + "b" * 20]

@@ -75,6 +75,7 @@ def test_what_computes_nothing_compiles_nothing(tmp_path, model):
     assert not log.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_ends_the_compiler(tmp_path, model):
     """Every row is bad, so that no engine is needed."""
     compiler, log = fake_compiler(tmp_path, 60)

@@ -16,7 +16,6 @@ from batchinfer.data.constraints.constrained import GrammarConstraints
 from batchinfer.data.constraints.constraint_check import ConstraintChecker, constraint_problem
 from batchinfer.data.constraints.grammar import compiled
 from batchinfer.data.constraints.grammar_tokenizer import GrammarTokenizer
-from batchinfer.data.prompts import render_worker
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.test_structured_job import REAL
 from tests.batchinfer.wrong_jobs import Command, Place, command
@@ -50,10 +49,8 @@ def references(count: int) -> dict[str, Any]:
 SLOW = SamplingParams(regex="a?" * 100_000)
 
 
-def test_a_row_with_a_hostile_constraint_costs_that_row(
-    place: Place, run: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(render_worker, "_ENTRY", "tests.batchinfer.child_tasks:render_with_quick_checks")
+@pytest.mark.slow
+def test_a_row_with_a_hostile_constraint_costs_that_row(place: Place, run: Command) -> None:
     rows: list[dict[str, Any]] = [
         {"id": "free"},
         {"id": "rules", "grammar": rules(9_000)},

@@ -44,6 +44,7 @@ def test_a_column_of_the_result_for_those_that_ask(tmp_path: Path, model: Path) 
             ]
 
 
+@pytest.mark.slow
 def test_without_asking_there_is_no_column(tmp_path: Path, model: Path) -> None:
     path = write_job(tmp_path, model, people(3))
     run(path)

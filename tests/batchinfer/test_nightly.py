@@ -110,6 +110,7 @@ def test_the_documented_nightly_job_computes_only_what_changed(tmp_path: Path, m
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("path", ["out/res-${date}", "out/${date}/res", "${date}"])
 def test_other_places_for_the_date(tmp_path: Path, model: Path, path: str) -> None:
@@ -184,6 +185,7 @@ def test_what_no_result_used_lately_goes_and_the_rest_stays(tmp_path: Path, mode
     assert run(job, "2026-02-11", NO_ENGINE).row["reused_requests"] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", ["60", "null"])
 def test_keep_says_how_long(tmp_path: Path, model: Path, keep: str) -> None:

@@ -65,6 +65,7 @@ def test_validate_says_what_the_weights_take(models: Path, tmp_path: Path) -> No
     assert ("stay in mxfp4" in automatic) == (found[1] == "mxfp4")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 def test_what_is_multiplied_as_it_is_stored_is_the_same_work_where_nothing_is_rounded(
     models: Path, tmp_path: Path

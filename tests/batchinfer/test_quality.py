@@ -185,6 +185,7 @@ def measured_codes(
     return off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [THINNED, pytest.param(SAMPLE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_codes_in_the_cache_of_a_cpu_are_near_values(dtype: Dtype, count: int) -> None:

@@ -254,6 +254,7 @@ def test_a_choice_that_failed_is_told_beside_the_others(
     assert line["error"]["message"].startswith(f"choice {failed[0]} of 16: ")
 
 
+@pytest.mark.slow
 def test_a_repeated_id_is_an_error_of_all_its_samples(tmp_path: Path, model: Path) -> None:
     rows = [row | {"id": name} for row, name in zip(rows_of(4), "baca", strict=True)]
     path = job(

@@ -223,6 +223,7 @@ def fenced(section: str, language: str, which: int = 0) -> str:
     return str(found[which])
 
 
+@pytest.mark.slow
 def test_the_jobs_of_the_page_run(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models/qwen3-4b").symlink_to(checkpoint)

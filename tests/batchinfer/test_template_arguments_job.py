@@ -74,6 +74,7 @@ def test_arguments_of_all_rows_and_of_some_and_the_second_night(tmp_path: Path, 
     assert len(table(path)) == 12
 
 
+@pytest.mark.slow
 def test_the_template_file_is_a_part_of_the_work_and_its_name_is_not(tmp_path: Path, model: Path) -> None:
     path = job(tmp_path, model, people(3), prompt=JOB)
     run(path)

@@ -69,7 +69,8 @@ class Least:
 @pytest.mark.parametrize(
     ("limit", "least"),
     [
-        (800, Least(790, 3, 30, 16_000)),
+        (120, Least(120, 0, 1, 4_000)),
+        pytest.param(800, Least(790, 3, 30, 16_000), marks=pytest.mark.slow),
         pytest.param(None, Least(2000, 8, 100, 50_000), marks=pytest.mark.slow),
     ],
 )

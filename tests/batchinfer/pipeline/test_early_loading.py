@@ -275,6 +275,7 @@ def test_footers_are_read_once(tmp_path: Path, model: Path, monkeypatch: pytest.
     assert len(read) == len({*read}) == 3
 
 
+@pytest.mark.slow
 def test_damage_that_is_found_while_it_loads_ends_the_run(tmp_path: Path, model: Path) -> None:
     """It is far behind what is looked at before anything is started."""
     dice, seen = random.Random(0), Seen()
@@ -305,6 +306,7 @@ def test_what_keeps_it_from_loading_is_told_while_rows_are_read(
     assert not {"planning", "Configure"} & {*seen.events}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["DIES_LOADING", pytest.param("DIES_CONFIGURED", marks=SLOW)])
 def test_it_may_die_in_either_step(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, fault: str

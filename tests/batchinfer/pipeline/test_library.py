@@ -156,6 +156,7 @@ def test_the_environment_is_as_before(place: Place, monkeypatch: pytest.MonkeyPa
     assert os.environ["HF_HUB_OFFLINE"] == "0"
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard(place: Place) -> None:
     """The engine's process does not run the script again."""
     script = place.folder / "script.py"

@@ -130,6 +130,7 @@ def test_the_same_job_again_needs_no_engine_and_changes_no_byte(tmp_path, model)
     assert {p.name: p.read_bytes() for p in (tmp_path / "out/res").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_nightly_run_computes_only_what_is_new_or_has_another_prompt(tmp_path, model):
     path = write_job(tmp_path, model, people(20))
     run(path)
@@ -144,6 +145,7 @@ def test_a_nightly_run_computes_only_what_is_new_or_has_another_prompt(tmp_path,
     assert run(path).row["computed_requests"] == 25
 
 
+@pytest.mark.slow
 def test_every_run_that_reads_its_input_asks_for_space_first(tmp_path, model, monkeypatch):
     """Not the first one alone; only what an unfinished run has read already needs no more."""
     path = write_job(tmp_path, model, people(5))
@@ -435,6 +437,7 @@ def test_a_result_over_its_budget_is_published_and_no_success_the_second_time_ei
     assert run(path, NO_ENGINE).exit_code == 0
 
 
+@pytest.mark.slow
 def test_errors_that_may_pass_are_told_with_their_cure(tmp_path, model, monkeypatch):
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "1")
     path = write_job(tmp_path, model, people(4))

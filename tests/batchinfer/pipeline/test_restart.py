@@ -191,6 +191,7 @@ def test_a_worker_that_always_dies_ends_the_job_and_its_rows_are_named(
     assert {row["status"] for row in table(job)} == {"ok"}
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_now_and_then_costs_no_row(job: Path, faulty: Faulty) -> None:
     faulty(99, DIES_AT_STEP=3)
     ran = Ran(job)
@@ -221,6 +222,7 @@ def test_a_row_that_kills_workers_becomes_an_error_row(
     assert ran.starts == starts, "an error that is stored is not run again unasked"
 
 
+@pytest.mark.slow
 def test_neighbours_that_kill_workers_cost_themselves_alone(
     tmp_path: Path, model: Path, faulty: Faulty
 ) -> None:

@@ -217,7 +217,7 @@ def test_rows_in_order_run_at_once(tmp_path: Path, kind: str, parts: int) -> Non
     assert ran_again(index, plan, parts) <= 0.01
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "waits"), [("tree", True), ("documents", True), ("instruction", False)])
 def test_rows_that_share_with_rows_far_away_wait(tmp_path: Path, kind: str, waits: bool) -> None:
     index = made(tmp_path, kind, 12_000, shuffled=True)

@@ -318,6 +318,7 @@ def test_without_peaks_there_is_no_roof(tmp_path: Path) -> None:
     assert "doctor --measure" in parsed.text
 
 
+@pytest.mark.slow
 def test_the_size_does_not_follow_the_run(tmp_path: Path, text: str) -> None:
     write_tables(tmp_path, steps=8_000, requests=2_000)
     larger = page(read_run(tmp_path))
@@ -389,6 +390,7 @@ def test_launches_have_a_section_where_they_are_known(tmp_path: Path) -> None:
     assert ["steps launched by operators", 21, row["eager_steps"]] in [line[:3] for line in compared.rows]
 
 
+@pytest.mark.slow
 def test_launches_have_no_section_on_a_cpu_and_in_older_reports(tmp_path: Path) -> None:
     write_tables(tmp_path, **FEW)
     assert "launches-table" not in ParsedPage(page(read_run(tmp_path))).tables

@@ -105,6 +105,7 @@ def test_noise_does_not_fail_and_a_slowdown_does(
     assert ("--fail-if-slower allows 10%" in ended.err) == (code == 65)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

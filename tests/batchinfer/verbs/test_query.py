@@ -176,6 +176,7 @@ def test_a_format_that_cannot_be(finished: Place, ask: Command) -> None:
     assert ask(finished.results, "select 1 as n", "--json", "--format", "jsonl").out == '{"n":1}\n'
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "sql",
     [
@@ -239,6 +240,7 @@ def test_what_writes_is_refused(finished: Place, ask: Command) -> None:
     assert ask(finished.results, "select count(*) as n from results", "--json").out == '{"n":20}\n'
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "sql",
     [

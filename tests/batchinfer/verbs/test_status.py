@@ -93,6 +93,7 @@ def test_errors_are_told_by_code(place: Place, run: Command) -> None:
     assert (told["state"], sum(told["errors"].values())) == ("finished", 2)
 
 
+@pytest.mark.slow
 def test_a_run_that_finds_everything_done_says_so(place: Place, run: Command) -> None:
     for status, report in (("published", True), ("already published", False)):
         assert run("run", place.folder / "job.yaml", "-q").code == 0

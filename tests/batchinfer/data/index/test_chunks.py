@@ -233,6 +233,7 @@ def test_real_workers_give_the_same_index(tmp_path: Path) -> None:
     assert whole["rows"] == "800"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_workers")
 def test_groups_of_rows_in_the_index_end_alike(tmp_path: Path) -> None:
     """More rows than one group of a Parquet file has."""

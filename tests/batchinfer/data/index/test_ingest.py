@@ -663,6 +663,7 @@ LOOPS = SLOW.replace("700", "150")
 LIMIT_S, PAUSE_S = 3.0, 3.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "processes"), [("job", 1), pytest.param("worker", 2, marks=pytest.mark.slow)]
 )

@@ -154,7 +154,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 BASE = Night(tuple((n % MOST_WORK, "x") for n in range(14)), frozenset({6}))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("night", "expected"),
     [
@@ -188,7 +188,7 @@ def test_files_without_a_change_are_copied(
     assert inodes.isdisjoint(path.stat().st_ino for path in (tmp_path / "res").iterdir()), "no hard links"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", HOW)
 def test_a_file_that_somebody_changed_is_made_anew(tmp_path: Path, copied: list[int], how: str) -> None:
     first = publish_night(tmp_path, BASE, tmp_path / "res", 0)
