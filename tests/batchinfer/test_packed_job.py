@@ -35,7 +35,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_answers_are_those_of_the_dequantised_checkpoint(models: Path, tmp_path: Path) -> None:
     answers = []
     for name in ("packed", "dequantised"):

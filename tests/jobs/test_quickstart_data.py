@@ -61,6 +61,7 @@ def normal_form(sentence: str) -> str:
     return " ".join(word if word == "SLOT" else word.lower() for word in re.findall(r"\w+", slots_closed))
 
 
+@pytest.mark.slow
 def test_no_held_out_word_is_met_in_training(trained_on: list[Any]) -> None:
     words_of, forbidden = module("sentences").words_of, module("held_out").forbidden_words()
     assert len(forbidden) > 400
@@ -68,6 +69,7 @@ def test_no_held_out_word_is_met_in_training(trained_on: list[Any]) -> None:
         assert forbidden.isdisjoint(words_of(example.text)), example.text
 
 
+@pytest.mark.slow
 def test_no_held_out_name_or_item_is_met_in_training(trained_on: list[Any], clean: list[Any]) -> None:
     orders = [json.loads(row.expected) for row in clean]
     customers = {order["customer"].casefold() for order in orders}
@@ -77,6 +79,7 @@ def test_no_held_out_name_or_item_is_met_in_training(trained_on: list[Any], clea
     assert {row.text for row in clean}.isdisjoint(example.text for example in trained_on)
 
 
+@pytest.mark.slow
 def test_no_held_out_sentence_is_met_in_training(trained_on: list[Any]) -> None:
     templates = {normal_form(template) for template in module("held_out").TEMPLATES}
     assert len(templates) == len(module("held_out").TEMPLATES)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer import cli
@@ -26,6 +26,7 @@ from tests import warm_commands
 from tests.batchinfer.cli.screen import lines_on, on_terminal
 from tests.batchinfer.cli.test_cli import MANY, SLOW, committed, kinds, long_job, runs, verbs
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, alive, children, command, environment
+from tests.examples import examples
 from tests.patience import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -42,6 +43,7 @@ def harmless(text: str) -> None:
 # --- text that others wrote
 
 
+@settings(max_examples=examples(10, 100))
 @given(st.text() | st.text("\x00\x1b\x7f\x9b\u2028\u202e\ud800\n\tä"))
 def test_printable_text_is_harmless_and_can_be_written(text: str) -> None:
     shown = printable(text)

@@ -216,6 +216,7 @@ def test_prefixes_beyond_the_most_that_are_shown_are_one_row(tmp_path: Path) -> 
     assert sum(table.column("cached_tokens")) == saved
 
 
+@pytest.mark.slow
 def test_the_most_expensive_requests_are_named_by_their_rows(folder: Path, tmp_path: Path) -> None:
     for file in folder.glob("*.parquet"):
         (tmp_path / file.name).write_bytes(file.read_bytes())

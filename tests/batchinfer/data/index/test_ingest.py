@@ -553,6 +553,7 @@ def limit_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return lambda most: monkeypatch.setenv("LIMITED_MOST", str(most))
 
 
+@pytest.mark.slow
 def test_a_worker_that_used_up_its_cpu_time_blames_no_row(
     folder: Path, limit_workers: Callable[[int], None]
 ) -> None:
