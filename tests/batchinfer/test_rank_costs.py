@@ -51,7 +51,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "sizes"), first_of((
     ("llama", {"tensor": 2}), ("llama", {"stages": 2}), ("mixtral", {"experts": 2}), ("mixtral", {"tensor": 2}),
