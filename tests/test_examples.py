@@ -23,6 +23,14 @@ def test_it(a, slow): ...
 @pytest.mark.parametrize("a", range(5))
 def test_whole(a): ...
 """
+BETWEEN = "--- another run"
+THRICE = f"""
+import sys
+import pytest
+for at, marks in enumerate(((), ("-m", "not slow"), ("-m", "slow"))):
+    print({BETWEEN!r} * bool(at))
+    assert pytest.main([*sys.argv[1:], *marks]) == 0
+"""
 
 
 def test_a_sample_has_as_many_values_as_it_can() -> None:
@@ -48,14 +56,14 @@ def test_every_case_is_in_the_sample_or_slow(tmp_path: Path) -> None:
     """In a run as `make test` makes it, without one of the marked cases that were slow before."""
     (tmp_path / "test_sweep.py").write_text(SWEEP)
 
-    def collected(*options: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-c", str(ROOT / "pyproject.toml")]
-        command += ["-p", "tests.conftest", "--rootdir", str(tmp_path), *options, str(tmp_path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
-
-    every, few, rest = collected(), collected("-m", "not slow"), collected("-m", "slow")
+    command = ["--collect-only", "-c", str(ROOT / "pyproject.toml"), "-p", "tests.conftest"]
+    command += ["--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", THRICE, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    every, few, rest = (
+        [line.partition("::")[2] for line in told.splitlines() if "::" in line]
+        for told in done.stdout.split(BETWEEN)
+    )
     assert len(every) == 15
     assert sorted(few + rest) == sorted(every)
     assert len([case for case in few if case.startswith("test_it")]) == 3

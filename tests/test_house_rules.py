@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from statistics import median
 
 import pytest
+
+from tests.parsed_sources import nodes
 
 ROOT = Path(__file__).parents[1]
 MEDIAN_LINES = 10
@@ -21,8 +22,6 @@ PLACES = re.compile(
 )
 WATCHED = (".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg")
 FOLDERS = ("batchinfer", "kernels", "tests", "docs", "jobs", ".ci")
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # A docstring that begins with one of these names neither a subject nor an action: "Of codes.", "What it holds."
 CLAUSES = frozenset(
     ["also", "and", "but", "ditto", "likewise", "of", "or", "see", "those", "what", "which", "whose"]
@@ -51,22 +50,17 @@ def _watched(path: Path) -> bool:
     return path.suffix in WATCHED or path.name in ("Makefile", "run", "LICENSE")
 
 
-@cache
-def parsed(source: str) -> ast.Module:
-    """Each source is parsed once, for all rules."""
-    return ast.parse(source)
-
-
 def functions(source: str) -> list[tuple[str, int]]:
     """(name, lines) of every function, docstring and signature included."""
-    found = [node for node in ast.walk(parsed(source)) if isinstance(node, Function)]
+    found = nodes(source, ast.FunctionDef, ast.AsyncFunctionDef)
     return [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in found]
 
 
 def swallowed(source: str) -> list[int]:
     """Lines of handlers that catch everything without raising again, or that do nothing at all."""
-    handlers = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ExceptHandler)]
-    return [node.lineno for node in handlers if _catches_all(node) or _does_nothing(node)]
+    return [
+        node.lineno for node in nodes(source, ast.ExceptHandler) if _catches_all(node) or _does_nothing(node)
+    ]
 
 
 def _catches_all(handler: ast.ExceptHandler) -> bool:
@@ -86,9 +80,8 @@ def shared_names(files: dict[str, str]) -> dict[str, list[str]]:
     """Classes that several of these files (name → source) define, or one file twice: class → files."""
     found: dict[str, list[str]] = {}
     for name, source in files.items():
-        for node in ast.walk(parsed(source)):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(name)
+        for node in nodes(source, ast.ClassDef):
+            found.setdefault(node.name, []).append(name)
     return {name: places for name, places in found.items() if len(places) > 1}
 
 
@@ -106,8 +99,8 @@ def headless(docstring: str) -> bool:
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """The docstrings of a file, each with the line of what it describes."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+    for node in nodes(source, ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
+        if text := ast.get_docstring(node):
             yield getattr(node, "lineno", 1), text
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parsed_sources import nodes
+
 ROOT = Path(__file__).parents[1]
 TORCH = ("torch", "triton")
 TEXT = ("tokenizers", "transformers", "jinja2")
@@ -140,14 +142,13 @@ def under(module: str, prefix: str) -> bool:
     return module == prefix or module.startswith(f"{prefix}.")
 
 
-def imports(tree: ast.AST, module: str, package: bool = False) -> Iterator[tuple[str, int]]:
+def imports(source: str, module: str, package: bool = False) -> Iterator[tuple[str, int]]:
     """Every imported dotted name with its line, relative ones made absolute, inside functions too."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, module, package)
-            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+    for node in nodes(source, ast.Import):
+        yield from ((alias.name, node.lineno) for alias in node.names)
+    for node in nodes(source, ast.ImportFrom):
+        base = _absolute(node, module, package)
+        yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
 
 
 def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str:
@@ -158,16 +159,10 @@ def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str:
     return ".".join([*kept, *([node.module] if node.module else [])])
 
 
-@cache
-def parsed(source: str) -> ast.Module:
-    """Each source is parsed once, for all rules."""
-    return ast.parse(source)
-
-
 def import_faults(source: str, module: str, package: bool = False) -> list[str]:
     """What a module imports against the rules."""
     faults = []
-    for name, line in imports(parsed(source), module, package):
+    for name, line in imports(source, module, package):
         where = f"{module}:{line} imports {name}"
         faults += [f"{where}: {why}" for why in _faults_of_rooms(module, name)]
         for rule in RULES:
@@ -217,22 +212,29 @@ def voice_faults(source: str, module: str) -> list[str]:
     wrong = _prints if module in CHILDREN else _prints_or_exits
     return [
         f"{module}:{node.lineno} {ast.unparse(node)[:60]}: only cli prints and exits"
-        for node in ast.walk(parsed(source))
+        for node in nodes(source, ast.Call, ast.Attribute, ast.Raise)
         if wrong(node)
     ]
 
 
 def _prints(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
-        return ast.unparse(node.func) in {"print", "builtins.print"}
-    return isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"}
+        return _name(node.func) in {"print", "builtins.print"}
+    return isinstance(node, ast.Attribute) and _name(node) in {"sys.stdout", "sys.stderr"}
 
 
 def _prints_or_exits(node: ast.AST) -> bool:
     if isinstance(node, ast.Raise) and node.exc is not None:
         return ast.unparse(node.exc).split("(")[0] == "SystemExit"
-    exits = isinstance(node, ast.Call) and ast.unparse(node.func) in {"sys.exit", "os._exit", "exit", "quit"}
+    exits = isinstance(node, ast.Call) and _name(node.func) in {"sys.exit", "os._exit", "exit", "quit"}
     return exits or _prints(node)
+
+
+def _name(node: ast.AST) -> str:
+    """The dotted name that this is, "" where it is another expression."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def modules() -> Iterator[tuple[str, Path, bool]]:
@@ -244,12 +246,13 @@ def modules() -> Iterator[tuple[str, Path, bool]]:
             yield ".".join(parts[:-1] if is_package else parts), path, is_package
 
 
+@cache
 def import_graph() -> Graph:
     """Which module of ours imports which, imports inside functions included."""
     sources = {module: (path, package) for module, path, package in modules()}
     graph: dict[str, set[str]] = {}
     for module, (path, package) in sources.items():
-        names = {name for name, _ in imports(parsed(path.read_text("utf-8")), module, package)}
+        names = {name for name, _ in imports(path.read_text("utf-8"), module, package)}
         ours = {name if name in sources else name.rpartition(".")[0] for name in names}
         graph[module] = {name for name in ours if name in sources and name != module}
     return graph

@@ -72,6 +72,7 @@ def editable_path(clone: Path) -> Path:
         return Path(wheel.read(pth).decode().strip())
 
 
+@pytest.mark.slow
 def test_an_editable_installation_is_a_folder_with_both_packages(clone: Path) -> None:
     """Type checkers look into folders on the path, and run none of the code that finds packages elsewhere."""
     folder = editable_path(clone)

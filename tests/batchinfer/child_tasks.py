@@ -60,8 +60,8 @@ def break_the_next_message() -> None:
 
 
 def limit_cpu_time() -> None:
-    """A second or two from here."""
-    soft = math.ceil(time.process_time()) + 1
+    """Half a second to one and a half from here."""
+    soft = math.ceil(time.process_time() + 0.5)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, soft + 2))
 
 

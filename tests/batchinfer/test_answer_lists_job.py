@@ -46,7 +46,7 @@ def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("sampling", "per_file"), [({}, 3), ({"best_of": 5}, 2), ({"best_of": 5}, 100)])
 def test_lists_hold_what_rows_of_answers_do(
     tmp_path: Path, model: Path, sampling: dict[str, Any], per_file: int
@@ -89,6 +89,7 @@ def test_a_row_keeps_the_answers_that_did_not_fail(
     assert "fake_failure" in {row["error_code"] for row in found}
 
 
+@pytest.mark.slow
 def test_the_page_s_example_runs(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_the_page_s_example_runs(
     assert len(duckdb.sql(query).fetchall()) == 80
 
 
+@pytest.mark.slow
 def test_every_verb_knows_lists(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

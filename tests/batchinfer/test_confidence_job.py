@@ -84,6 +84,7 @@ def job(folder: Path, model: Path, output: dict[str, Any], **sampling: Any) -> P
     )
 
 
+@pytest.mark.slow
 def test_a_choice_has_its_probability_among_the_choices(tmp_path: Path, tiny: Path) -> None:
     """The tokens of this model are bytes, so that a text is written in one way, and the sum over choices is 1."""
     path = job(tmp_path, tiny, {"confidence": True}, choice=CHOICES, temperature=2.0, repetition_penalty=1.3)
@@ -140,6 +141,7 @@ def test_fields_have_theirs_in_a_map(tmp_path: Path, tiny: Path) -> None:
             assert math.isclose(found[path_of], wanted, rel_tol=1e-3), (path_of, text)
 
 
+@pytest.mark.slow
 def test_asking_later_computes_again_and_then_no_more(tmp_path: Path, tiny: Path) -> None:
     """Answers without it are other work; greedy ones are the same."""
     path, asking = job(tmp_path, tiny, {}, choice=CHOICES), (("output.confidence", "true"),)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchinfer import run
-from batchinfer.verbs.query import opened_result
+from batchinfer.verbs.query import OpenResult, opened_result
 from tests.batchinfer.wrong_jobs import Place
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text("utf-8")
@@ -28,15 +29,21 @@ MAY_BE_EMPTY = (
 )
 
 
-def answer(measured: Place, sql: str) -> list[dict[str, Any]]:
-    with opened_result(measured.results, False) as result, result.answer(sql) as found:
+@pytest.fixture(scope="module")
+def opened(measured: Place) -> Iterator[OpenResult]:
+    with opened_result(measured.results, False) as result:
+        yield result
+
+
+def answer(opened: OpenResult, sql: str) -> list[dict[str, Any]]:
+    with opened.answer(sql) as found:
         rows: list[dict[str, Any]] = found.to_arrow_table().to_pylist()
     return rows
 
 
 @pytest.mark.parametrize("sql", QUERIES, ids=range(len(QUERIES)))
-def test_every_query_is_answered(sql: str, measured: Place) -> None:
-    rows = answer(measured, sql)
+def test_every_query_is_answered(sql: str, opened: OpenResult) -> None:
+    rows = answer(opened, sql)
     assert rows or any(words in sql for words in MAY_BE_EMPTY)
 
 
@@ -45,22 +52,23 @@ def test_there_are_enough() -> None:
 
 
 @pytest.mark.parametrize("words", ["wall_load_s", "'^device_.*_s$'"])
-def test_the_parts_of_time_are_all_of_it(words: str, measured: Place) -> None:
+def test_the_parts_of_time_are_all_of_it(words: str, opened: OpenResult) -> None:
     (sql,) = (one for one in QUERIES if words in one)
-    rows, whole = answer(measured, sql), "wall_s" if "wall" in words else "wall_device_s"
-    (run,) = answer(measured, "FROM run")
+    rows, whole = answer(opened, sql), "wall_s" if "wall" in words else "wall_device_s"
+    (run,) = answer(opened, "FROM run")
     assert sum(row["seconds"] for row in rows) == pytest.approx(run[whole], rel=0.01)
     assert sum(row["share"] for row in rows) == pytest.approx(1)
 
 
-def test_the_shared_beginning_paid_most(measured: Place) -> None:
+def test_the_shared_beginning_paid_most(opened: OpenResult) -> None:
     (sql,) = (one for one in QUERIES if "device_s_saved" in one)
-    best = answer(measured, sql)[0]
+    best = answer(opened, sql)[0]
     assert best["device_s_saved"] > 0
     (sql,) = (one for one in QUERIES if "first_row" in one)
-    assert all(row["first_row"] is not None for row in answer(measured, sql))
+    assert all(row["first_row"] is not None for row in answer(opened, sql))
 
 
+@pytest.mark.slow
 def test_several_answers_to_each_row(tmp_path: Path, model: Path) -> None:
     """The job of the page: each repetition is a request of its own, sampled differently, and the prompt runs once."""
     questions = "".join(json.dumps({"question_id": i, "question": f"Why {i}?"}) + "\n" for i in range(3))
@@ -71,7 +79,7 @@ def test_several_answers_to_each_row(tmp_path: Path, model: Path) -> None:
     assert (result.rows_ok, result.computed) == (12, 12)
     assert result.row["prefix_saved_tokens"] > 0
     (sql,) = re.findall(r"`(SELECT question_id, list[^`]+)`", " ".join(PAGE.split()))
-    with opened_result(result.results, False) as opened, opened.answer(sql) as found:
+    with opened_result(result.results, False) as several, several.answer(sql) as found:
         rows = found.to_arrow_table().to_pylist()
     assert sorted(row["question_id"] for row in rows) == [0, 1, 2]
     assert all(len(set(row["answers"])) == len(row["answers"]) == 4 for row in rows)

@@ -55,7 +55,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "tells_types"), FAMILIES)
 def test_scores_are_those_of_transformers(tmp_path: Path, family: str, tells_types: bool) -> None:
     """Special tokens, types and heads; a pair that is there twice runs once, and one that is too long is cut."""
@@ -83,6 +83,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str, tells_typ
     assert table(path)[1]["error_code"] == "prompt_too_long"
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     assert scores(jobs[0])[:-1] == first[::-1]
 
 
+@pytest.mark.slow
 def test_a_changed_head_is_another_model(tmp_path: Path, checkpoint: Path) -> None:
     """Its scores are computed anew; those of an activation that the checkpoint names are not."""
     model = tmp_path / "model"

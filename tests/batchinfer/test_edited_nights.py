@@ -22,6 +22,7 @@ from tests.batchinfer.pipeline.test_pipeline import FAKE, run
 from tests.batchinfer.test_kept_nights import check, known
 from tests.batchinfer.test_ladder_job import LADDER
 from tests.batchinfer.test_tools_job import job, tool
+from tests.examples import examples
 
 __all__ = ["known"]  # a fixture
 
@@ -151,7 +152,7 @@ def test_a_night_of_many_edits_in_waves(tmp_path: Path, model: Path, known: list
     files = Input(tmp_path / "in", "jsonl", seed=4)
     path = written(tmp_path, model, "greedy")
     run(path)
-    for _ in range(4):
+    for _ in range(examples(2, 4)):
         files.edit()
     known.clear()
     assert run(path, IN_WAVES).row["waves"] > 1

@@ -74,6 +74,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, sentences: Path) -> N
     assert alike.fetchall() == [(3,), (30,)]
 
 
+@pytest.mark.slow
 def test_what_is_made_of_vectors_computes_nothing(tmp_path: Path, sentences: Path) -> None:
     path = write_job(tmp_path, sentences, TEXTS, embed={"normalize": False})
     run(path, REAL)
@@ -87,6 +88,7 @@ def test_what_is_made_of_vectors_computes_nothing(tmp_path: Path, sentences: Pat
     np.testing.assert_array_equal(embeddings(path), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_killed_run_ends_with_the_same_bytes(
@@ -108,6 +110,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     np.testing.assert_array_equal(embeddings(whole)[:-1], first[::-1])
 
 
+@pytest.mark.slow
 def test_every_verb_knows_vectors(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +179,7 @@ def test_the_job_of_the_page_runs_and_its_query_is_answered(
     assert all(-1.001 <= similarity <= 1.001 for *_, similarity in found)
 
 
+@pytest.mark.slow
 def test_long_texts_keep_what_ends_them(tmp_path: Path, sentences: Path) -> None:
     """A text of just as many tokens as the model reads is not cut; what is cut keeps the token that ends a text."""
     texts = ["a" * 19, "a" * 20 + "b" * 20]

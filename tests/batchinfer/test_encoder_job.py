@@ -48,6 +48,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path) -> None:
     assert table(path)[0]["error_code"] == "prompt_too_long"
 
 
+@pytest.mark.slow
 def test_layers_behind_the_pooling(tmp_path: Path) -> None:
     """As EmbeddingGemma has them: the store keeps what they are made of, and a changed layer computes nothing."""
     model, kinds = tmp_path / "model", ("Identity", "Tanh")

@@ -66,6 +66,7 @@ def test_the_first_run_compiles_for_all(tmp_path, model, quick, monkeypatch):
     assert BackgroundBuild.needed() is None
 
 
+@pytest.mark.slow
 def test_what_computes_nothing_compiles_nothing(tmp_path, model):
     compiler, log = fake_compiler(tmp_path)
     job = write_job(tmp_path, model, people(3))
@@ -74,6 +75,7 @@ def test_what_computes_nothing_compiles_nothing(tmp_path, model):
     assert not log.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_ends_the_compiler(tmp_path, model):
     """Every row is bad, so that no engine is needed."""
     compiler, log = fake_compiler(tmp_path, 60)

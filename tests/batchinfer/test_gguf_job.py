@@ -31,6 +31,7 @@ def made(folder: Path, name: str = "tiny-Q4_K_M.gguf", **options: Any) -> Path:
     return folder / "models" / name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("named", ["file", "folder"])
 def test_answers_are_those_of_the_dequantised_checkpoint(tmp_path: Path, named: str) -> None:
     file = made(tmp_path)

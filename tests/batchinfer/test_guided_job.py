@@ -65,6 +65,7 @@ def check(rows: list[dict[str, Any]], shape: Mapping[str, Any]) -> int:
     return whole
 
 
+@pytest.mark.slow
 def test_a_killed_job_is_read_and_resumed(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def references(count: int) -> dict[str, Any]:
 SLOW = SamplingParams(regex="a?" * 100_000)
 
 
+@pytest.mark.slow
 def test_a_row_with_a_hostile_constraint_costs_that_row(place: Place, run: Command) -> None:
     rows: list[dict[str, Any]] = [
         {"id": "free"},
@@ -79,6 +80,7 @@ def test_a_row_with_a_hostile_constraint_costs_that_row(place: Place, run: Comma
     assert found["many"]["generated_text"].startswith("number ")
 
 
+@pytest.mark.slow
 def test_many_hostile_rows_after_one_another_are_no_mistake_of_the_job(place: Place, run: Command) -> None:
     """As a template that hangs in every row is."""
     place.rows(*({"id": f"r{n}", "text": "t", "grammar": rules(9_000 + n)} for n in range(10)))

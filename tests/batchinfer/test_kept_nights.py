@@ -103,6 +103,7 @@ def test_what_is_published_is_what_a_fresh_state_publishes(
     check(path)
 
 
+@pytest.mark.slow
 def test_files_of_the_result_that_stay_the_same_are_copied(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

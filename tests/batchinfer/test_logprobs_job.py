@@ -44,12 +44,14 @@ def test_a_column_of_the_result_for_those_that_ask(tmp_path: Path, model: Path) 
             ]
 
 
+@pytest.mark.slow
 def test_without_asking_there_is_no_column(tmp_path: Path, model: Path) -> None:
     path = write_job(tmp_path, model, people(3))
     run(path)
     assert "logprobs" not in table(path)[0]
 
 
+@pytest.mark.slow
 def test_asking_later_computes_again_and_then_no_more(tmp_path: Path, model: Path) -> None:
     """What is stored is given back to the bit, to equal rows as well; answers without them are not touched."""
     rows = [*people(12), people(1)[0] | {"id": "again"}]
@@ -69,6 +71,7 @@ def test_asking_later_computes_again_and_then_no_more(tmp_path: Path, model: Pat
     assert table(path) == told
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_gives_equal_values(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.engine.test_loops import looped
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
@@ -42,6 +44,7 @@ def test_answers_that_loop_end_where_they_do(tmp_path: Path) -> None:
     assert run(path, NO_ENGINE, *asking).exit_code == 0
 
 
+@pytest.mark.slow
 def test_lines_of_openai_know_no_loops(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_model_folder(model, seed=3)

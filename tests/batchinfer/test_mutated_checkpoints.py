@@ -95,6 +95,7 @@ def check(place: Place, path: Path, damaged: list[Mutant], run: Any) -> list[Mut
     return accepted
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FILES)
 def test_some_damaged_files(name: str, tmp_path: Path, models: dict[str, Path], run: Any) -> None:
     place = make_place(tmp_path / "job", models[FILES[name][0]])

@@ -110,6 +110,8 @@ def test_the_documented_nightly_job_computes_only_what_changed(tmp_path: Path, m
     ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("path", ["out/res-${date}", "out/${date}/res", "${date}"])
 def test_other_places_for_the_date(tmp_path: Path, model: Path, path: str) -> None:
     job = write_job(tmp_path, model, people(6), output={"path": path})
@@ -122,6 +124,7 @@ def test_other_places_for_the_date(tmp_path: Path, model: Path, path: str) -> No
     assert find_state(result).completions.is_dir()
 
 
+@pytest.mark.slow
 def test_a_trial_leaves_one_folder_and_a_run_without_work_no_file(tmp_path: Path, model: Path) -> None:
     job = write_job(tmp_path, model, people(12), output={"path": "out/res/${date}"})
     run(job, options=replace(FAKE, limit=5))
@@ -139,6 +142,7 @@ def test_a_trial_leaves_one_folder_and_a_run_without_work_no_file(tmp_path: Path
         assert files(tmp_path / "out") == before
 
 
+@pytest.mark.slow
 def test_a_query_whose_rows_are_the_same_leaves_no_run_either(tmp_path: Path, model: Path) -> None:
     sql = {"path": None, "sql": "SELECT text FROM 'in.jsonl'"}
     job = write_job(tmp_path, model, people(4), input=sql)
@@ -147,6 +151,7 @@ def test_a_query_whose_rows_are_the_same_leaves_no_run_either(tmp_path: Path, mo
     assert len(runs(tmp_path / "out/res-report")) == 1
 
 
+@pytest.mark.slow
 def test_a_failed_run_for_another_night_can_be_read_and_is_swept_a_day_later(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +185,8 @@ def test_what_no_result_used_lately_goes_and_the_rest_stays(tmp_path: Path, mode
     assert run(job, "2026-02-11", NO_ENGINE).row["reused_requests"] == 10
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", ["60", "null"])
 def test_keep_says_how_long(tmp_path: Path, model: Path, keep: str) -> None:
     job = write_job(tmp_path, model, people(8), output={"path": "out/res/${date}"})
@@ -259,6 +266,7 @@ def test_a_result_that_is_found_published_every_night_is_in_use(tmp_path: Path, 
     assert clean_job(load_job(job), dry_run=False).answers.rows_dropped == 5
 
 
+@pytest.mark.slow
 def test_a_store_that_knows_no_uses_goes_by_the_age_of_its_parts(tmp_path: Path, model: Path) -> None:
     job = write_job(tmp_path, model, people(5))
     run(job)
@@ -291,6 +299,7 @@ def test_a_date_below_a_mount_point_is_refused_before_anything_runs(tmp_path: Pa
     assert not (tmp_path / ".batchinfer-res").exists()
 
 
+@pytest.mark.slow
 def test_what_a_long_run_published_was_used_when_it_published(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

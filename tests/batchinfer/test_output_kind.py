@@ -157,6 +157,7 @@ def test_its_columns_are_reserved_in_its_jobs(tmp_path: Path, model: Path) -> No
         run(path)
 
 
+@pytest.mark.slow
 def test_kinds_share_a_store_and_keep_apart(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -35,6 +35,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.sample(1)
 def test_answers_are_those_of_the_dequantised_checkpoint(models: Path, tmp_path: Path) -> None:
     answers = []
     for name in ("packed", "dequantised"):
@@ -64,6 +65,8 @@ def test_validate_says_what_the_weights_take(models: Path, tmp_path: Path) -> No
     assert ("stay in mxfp4" in automatic) == (found[1] == "mxfp4")
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 def test_what_is_multiplied_as_it_is_stored_is_the_same_work_where_nothing_is_rounded(
     models: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +87,7 @@ def test_other_ways_to_quantize_are_refused(models: Path, tmp_path: Path) -> Non
         validate_job(load_job(write_job(tmp_path, models / "packed", ROWS, **PLAIN), ()))
 
 
+@pytest.mark.slow
 def test_int8_is_multiplied_as_it_is_stored(tmp_path: Path) -> None:
     """Once more with quantization: none, the answers are other work."""
     make_published(tmp_path / "model", tmp_path / "plain", "w8a8")
@@ -95,6 +99,7 @@ def test_int8_is_multiplied_as_it_is_stored(tmp_path: Path) -> None:
     assert (again.exit_code, again.row["quantization"], again.row["rows_ok"]) == (0, "none", len(ROWS))
 
 
+@pytest.mark.slow
 def test_weights_are_rounded_to_int4(tmp_path: Path) -> None:
     """Twice in one and the same way, and in less memory than int8 takes."""
     model = tmp_path / "model"

@@ -94,6 +94,7 @@ def fenced() -> list[str]:
     return re.findall(r"```sql\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     assert [row["prompt_logprobs"] is None for row in found] == [n // 2 % 3 == 0 for n in range(30)]
 
 
+@pytest.mark.slow
 def test_several_answers_and_forced_ones_have_them(tmp_path: Path, checkpoint: Path) -> None:
     """An answer that its constraint leaves no choice runs its prompt all the same."""
     rows, asked = rows_of(2), {"prompt_logprobs": 1}

@@ -185,6 +185,7 @@ def measured_codes(
     return off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [THINNED, pytest.param(SAMPLE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_codes_in_the_cache_of_a_cpu_are_near_values(dtype: Dtype, count: int) -> None:
@@ -203,6 +204,7 @@ def said_of(values: Tensor, codes: Tensor, dtype: Dtype) -> Tensor:
     return off
 
 
+@pytest.mark.slow
 def test_codes_in_the_cache_are_near_values(monkeypatch: pytest.MonkeyPatch) -> None:
     off = measured_codes(monkeypatch, RoundedCache("fp8"), "fp8 KV cache", "float32", THINNED)
     assert 1e-8 < off.mean() < MOST_MEAN
@@ -256,6 +258,7 @@ def with_outliers(folder: Path, times: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("times", "count"), [(300, THINNED), *(pytest.param(n, SAMPLE, marks=pytest.mark.slow) for n in TIMES)]
 )
@@ -331,6 +334,7 @@ def all_linears(layer: LayerSpec, *_: object) -> list[LinearSpec]:
     return list(layer.linears)
 
 
+@pytest.mark.slow
 def test_calibrated_int4_is_nearer_than_rounded_int4() -> None:
     rows = forced_rows(2 * THINNED)
     plain = measured(rows, "bfloat16", "int4")

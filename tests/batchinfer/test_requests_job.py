@@ -27,7 +27,7 @@ from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, run, table
 from tests.batchinfer.pipeline.test_pipeline import write_job as write_any
 from tests.batchinfer.wrong_jobs import FAKE as FAKE_ENGINE
 from tests.batchinfer.wrong_jobs import Place, command
-from tests.examples import examples
+from tests.examples import everything, examples
 from tests.fake_engine import FakeEngine
 from tests.sentence_checkpoints import make_sentence_model, reference
 
@@ -112,7 +112,7 @@ def test_one_file_asks_for_chats_texts_and_vectors(tmp_path: Path, sentences: Pa
     assert outcome.row["computed_requests"] == 8, (
         "a chat, two texts, of vectors three texts and two lists of ids"
     )
-    for at in (0, 2, 6):
+    for at in (0, 2, 6) if everything() else (6,):
         alone = tmp_path / f"alone-{at}"
         alone.mkdir()
         own = write_job(alone, sentences, requests[at : at + 1])
@@ -230,6 +230,7 @@ def mixed(rows: int) -> list[tuple[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_killed_run_ends_with_the_same_bytes(
@@ -256,6 +257,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     assert run(jobs[0], NO_ENGINE).exit_code == 0
 
 
+@pytest.mark.slow
 def test_known_rows_are_known_with_several_inputs(tmp_path: Path, sentences: Path) -> None:
     """What the last run kept of rows does not make those with several inputs rows with one."""
     requests = [vectors(["one", "two"]), vectors("three", dimensions=5), text("hello")]
@@ -273,6 +275,7 @@ def test_known_rows_are_known_with_several_inputs(tmp_path: Path, sentences: Pat
     ]
 
 
+@pytest.mark.slow
 def test_validate_and_plan_count_inputs(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sentences: Path
 ) -> None:
@@ -304,6 +307,7 @@ def test_validate_and_plan_count_inputs(
     assert (refused.code, "embed: is given, but the job has not task: embed" in refused.err) == (78, True)
 
 
+@pytest.mark.slow
 def test_modules_that_are_not_computed_are_told_to_requests_for_vectors(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_sentence_model(model, "max_tokens")
@@ -332,7 +336,7 @@ INPUTS = st.one_of(
 
 
 @settings(
-    max_examples=examples(8, 100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(3, 100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     asked=st.lists(
@@ -370,6 +374,7 @@ def test_a_line_has_a_vector_of_each_input(
     )
 
 
+@pytest.mark.slow
 def test_vectors_are_not_made_again(tmp_path: Path, sentences: Path) -> None:
     """A ladder is for texts: a vector that could not be made has one attempt, too."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -382,6 +387,7 @@ def test_vectors_are_not_made_again(tmp_path: Path, sentences: Path) -> None:
     assert [row["status"] for row in rows[1:]] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_asked_for_texts_alone(tmp_path: Path, sentences: Path) -> None:
     one = Request(bytes(32), np.array([1, 2], np.int32), SamplingParams.vector("last"))
     assert DraftRequests(b"", 100, 300).of(one) is None

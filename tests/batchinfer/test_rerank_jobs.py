@@ -32,6 +32,7 @@ def prompt_of(row: dict[str, Any]) -> str:
     return f"{row['query']} Is it said here: {row['document']}?"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("yes", "no"), [("yes", "no"), ("!", "?")])
 def test_scores_are_those_of_transformers(
     tmp_path: Path, checkpoint: Path, reference: Reference, yes: str, no: str
@@ -54,6 +55,7 @@ def test_scores_are_those_of_transformers(
     assert [got["score"] for got in table(path)][::-1] == [got["score"] for got in found]
 
 
+@pytest.mark.slow
 def test_steps_and_engines_change_no_byte(tmp_path: Path, checkpoint: Path) -> None:
     jobs = []
     for name, (key, value) in {
@@ -139,6 +141,7 @@ def test_pairs_are_not_cut(
     assert (told.code, "and not the document" in told.err) == (78, True), told.err
 
 
+@pytest.mark.slow
 def test_every_verb_knows_scores_of_relevance(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

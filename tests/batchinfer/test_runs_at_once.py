@@ -85,6 +85,7 @@ def hidden(store: Path, aside: Path) -> tuple[list[bytes], Callable[[], None]]:
     return keys, lambda: [place.rename(file) for file, place in moves] and None
 
 
+@pytest.mark.slow
 def test_the_second_run_takes_the_answers_of_the_first(job: Path, store: Path, tmp_path: Path) -> None:
     """It starts no engine."""
     Run(job, NIGHT, FAKE).ended()
@@ -97,6 +98,7 @@ def test_the_second_run_takes_the_answers_of_the_first(job: Path, store: Path, t
     assert second.ended().row["reused_requests"] == 6
 
 
+@pytest.mark.slow
 def test_what_the_first_run_leaves_the_second_one_computes(job: Path, store: Path, tmp_path: Path) -> None:
     Run(job, NIGHT, FAKE).ended()
     keys, _ = hidden(store, tmp_path / "aside")

@@ -36,6 +36,7 @@ def job(folder: Path, model: Path, rows: list[Any] | None, n: int, **sections: A
     return write_job(folder, model, rows, sampling=sampling, **{**usual, **sections})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_each_row_has_its_samples(tmp_path: Path, model: Path, form: str) -> None:
     """The same answers as those of a file in which each row stands so many times."""
@@ -76,7 +77,7 @@ def means(rows: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("n", "per_file"), [(1, 3), (2, 5), (3, 1)])
 def test_the_best_of_several_are_published(tmp_path: Path, model: Path, n: int, per_file: int) -> None:
     """Of all answers, as a job that publishes them has them, which therefore computes nothing. A row that is an error
@@ -211,6 +212,7 @@ def test_a_request_with_n_has_n_choices(tmp_path: Path, model: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_next_night_computes_only_other_samples(tmp_path: Path, model: Path) -> None:
     """A job's n counts where a request has none of its own. Equal requests share their samples in their order."""
     path = write_job(tmp_path, model, [request("a", "x", n=2), request("b", "x")], prompt=None)
@@ -252,6 +254,7 @@ def test_a_choice_that_failed_is_told_beside_the_others(
     assert line["error"]["message"].startswith(f"choice {failed[0]} of 16: ")
 
 
+@pytest.mark.slow
 def test_a_repeated_id_is_an_error_of_all_its_samples(tmp_path: Path, model: Path) -> None:
     rows = [row | {"id": name} for row, name in zip(rows_of(4), "baca", strict=True)]
     path = job(
@@ -293,6 +296,7 @@ def test_wrong_numbers_are_told(
     assert (told.code, message in told.err) == (78, True)
 
 
+@pytest.mark.slow
 def test_every_verb_knows_samples(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

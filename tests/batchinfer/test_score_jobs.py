@@ -123,6 +123,7 @@ def test_a_text_is_scored_whole(tmp_path: Path, checkpoint: Path, reference: Ref
     assert "token_logprobs" not in found[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("normalized", [False, True])
 def test_labels_are_those_of_brute_force(
     tmp_path: Path, checkpoint: Path, reference: Reference, normalized: bool
@@ -194,6 +195,7 @@ def test_a_prompt_runs_once_for_all_labels(tmp_path: Path, checkpoint: Path, ref
     assert outcome.row["prompt_tokens_run"] == len(nodes) + len(rows) * len(trie)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +223,7 @@ def fenced(section: str, language: str, which: int = 0) -> str:
     return str(found[which])
 
 
+@pytest.mark.slow
 def test_the_jobs_of_the_page_run(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models/qwen3-4b").symlink_to(checkpoint)
@@ -271,6 +274,7 @@ def test_wrong_jobs_are_told(
     assert message in told.err
 
 
+@pytest.mark.slow
 def test_every_verb_knows_labels(
     place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +302,7 @@ def test_every_verb_knows_labels(
     assert json.loads(verbs("query", place.results, query, "--json").out)["b"] < 0.5
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_only_prompts_are_cut(tmp_path: Path, checkpoint: Path, reference: Reference, side: str) -> None:
     """A row of just as many tokens as the model reads is not cut, and what is scored never is."""
@@ -320,6 +325,7 @@ def test_only_prompts_are_cut(tmp_path: Path, checkpoint: Path, reference: Refer
     assert [row["error_code"] for row in table(path)] == [None, "prompt_too_long", "prompt_too_long"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("normalized", [False, True])
 def test_labels_are_calibrated(
     tmp_path: Path, checkpoint: Path, reference: Reference, normalized: bool
@@ -361,6 +367,7 @@ def test_labels_are_calibrated(
     assert [p for _, p in table(path)[-1]["probabilities"]] == pytest.approx([1 / len(LABELS)] * len(LABELS))
 
 
+@pytest.mark.slow
 def test_a_prompt_without_content_that_failed_is_tried_again(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -399,6 +406,7 @@ def test_a_prompt_without_content_has_to_render(
         run(path, NO_ENGINE)
 
 
+@pytest.mark.slow
 def test_a_calibrated_run_that_is_killed_ends_with_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

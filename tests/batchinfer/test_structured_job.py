@@ -242,6 +242,7 @@ def test_validate_says_what_stays_text(place: Place, run: Command) -> None:
     assert "a int64" in done.out + done.err
 
 
+@pytest.mark.slow
 def test_no_answer_is_cut_where_max_tokens_fits(place: Place, run: Command) -> None:
     """As far from JSON as a model can be, and each answer is whole; rows fit their own constraint or number."""
     shape = {**SCHEMA["properties"], "at": {"type": ["string", "null"], "format": "date-time"}}

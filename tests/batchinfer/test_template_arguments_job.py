@@ -74,6 +74,7 @@ def test_arguments_of_all_rows_and_of_some_and_the_second_night(tmp_path: Path, 
     assert len(table(path)) == 12
 
 
+@pytest.mark.slow
 def test_the_template_file_is_a_part_of_the_work_and_its_name_is_not(tmp_path: Path, model: Path) -> None:
     path = job(tmp_path, model, people(3), prompt=JOB)
     run(path)
@@ -184,6 +185,7 @@ def test_columns_of_parquet_and_of_csv(tmp_path: Path, model: Path) -> None:
     assert prompts(path) == ["off [T] Greet a", " Greet b", " Greet c"]
 
 
+@pytest.mark.slow
 def test_rows_with_hostile_arguments_cost_themselves_alone(tmp_path: Path, model: Path) -> None:
     """Large ones, deep ones, and those that make the template print without end."""
     deep: Any = 1

@@ -105,6 +105,7 @@ def test_replace_is_for_files_that_are_nobodys_input(tmp_path, model):
         run(path, to(tmp_path / "in.jsonl", replace=True))
 
 
+@pytest.mark.slow
 def test_a_trial_and_its_job_may_write_the_same_file(tmp_path, model):
     path = batch(tmp_path, model)
     run(path, to(tmp_path / "out.jsonl", limit=1))

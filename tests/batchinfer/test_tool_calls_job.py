@@ -127,6 +127,7 @@ def test_the_calls_of_each_family_become_a_column(
     assert {row["custom_id"]: row["tool_calls"] for row in place.table()}["own"] == rows["own"]["tool_calls"]
 
 
+@pytest.mark.slow
 def test_a_style_that_nothing_shows_is_told_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +166,7 @@ def chat(name: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
+@pytest.mark.slow
 def test_lines_of_an_openai_file_have_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

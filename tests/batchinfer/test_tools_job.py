@@ -128,6 +128,7 @@ def test_wrong_tools_are_a_mistake_in_the_job(
         assert word in str(refused.value)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", CALLS)
 @pytest.mark.parametrize("given", [{"city": "Ulm"}, '{"city": "Ulm"}'])
 def test_earlier_calls_are_printed_in_every_form(tmp_path: Path, model: Path, form: str, given: Any) -> None:
@@ -145,6 +146,7 @@ def test_earlier_calls_are_printed_in_every_form(tmp_path: Path, model: Path, fo
     assert prompts(path) == [f"user:hi assistant:{text} tool:7 "]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "calls",
     [

@@ -19,6 +19,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return command(capsys, monkeypatch, "batchinfer.engine.load.build:load_weights")
 
 
+@pytest.mark.slow
 def test_checked_answers_and_others_do_not_stand_for_each_other(
     place: Place, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

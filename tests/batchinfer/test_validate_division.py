@@ -84,6 +84,7 @@ def test_a_dora_is_refused_where_ranks_have_parts_of_rows(tmp_path: Path) -> Non
     assert validate_job(load_job(path, [(STAGES, "2")]))[-1] == "the job file has no mistakes"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("calibration", ["auto", "off"])
 @pytest.mark.parametrize(
     ("experts", "columns", "ranks", "works"),

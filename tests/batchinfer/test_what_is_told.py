@@ -97,6 +97,7 @@ def test_a_run_that_still_reads_has_nothing_to_query_yet(place: Place, run: Comm
     assert "there is no such folder" in run("query", place.results).err
 
 
+@pytest.mark.slow
 def test_retry_errors_says_where_there_is_nothing_to_retry(place: Place, run: Command) -> None:
     run_once(place)
     ended = run("run", place.folder / "job.yaml", "--retry-errors")

@@ -700,7 +700,18 @@ def refused(case: Wrong, ended: Ended) -> None:
 VALIDATED = [name for name, case in REFUSED.items() if "validate" in case.verbs]
 
 
-@pytest.mark.parametrize("name", [name for name in VALIDATED if name not in WITH_ALL_VERBS])
+# Found by processes that import transformers, as tests of models and tokenizers have it, too
+IN_PROCESSES = ("a tokenizer that cannot be converted", "unsupported architecture")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in IN_PROCESSES))
+        for name in VALIDATED
+        if name not in WITH_ALL_VERBS
+    ],
+)
 def test_validate_refuses(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     case = REFUSED[name]
     monkeypatch.chdir(place.folder)
@@ -747,6 +758,7 @@ RIGHT: dict[str, Callable[[Place], object]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", first_of(RIGHT, 5))
 def test_validate_and_run_agree_on_what_is_right(name: str, place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     RIGHT[name](place)
@@ -777,6 +789,7 @@ def test_validate_reads_the_first_rows_of_every_file(place: Place, capsys, monke
     assert run("run", place.folder / "job.yaml").code == 65
 
 
+@pytest.mark.slow
 def test_a_column_that_looks_like_a_parameter_is_told_of(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     place.rows(*({**row, "temperature": 23.5, "seed": 1} for row in ROWS))
     place.job(output="output: {path: out/res, columns: [seed]}")
@@ -1056,6 +1069,7 @@ def test_accepted(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no
     assert {path.name for path in place.folder.iterdir()} == {"in", "job.yaml", "model", "out", "rows.jsonl"}
 
 
+@pytest.mark.slow
 def test_over_budget_but_published(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     place.rows(*ROWS[:15], *[b"{not json"] * 5)
     place.job("on_error: {publish: true}")
@@ -1083,6 +1097,7 @@ def test_another_jobs_result_is_replaced_when_asked(place: Place, capsys, monkey
     assert len(place.table()) == len(ROWS)
 
 
+@pytest.mark.slow
 def test_the_engine_dies(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Again and again: 69; what it had finished is stored, and the same command does the rest."""
     place.job("commit: {rows: 1}")
@@ -1141,6 +1156,7 @@ def test_no_gpu(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-u
         assert place.published() == {}
 
 
+@pytest.mark.slow
 def test_the_disk_is_full(place: Place) -> None:
     """As far as that can be had without a disk: no file may grow beyond 1 MiB. What one chunk of rows takes is less."""
     place.rows(*({"id": f"r{i}", "text": f"{i:099d}"} for i in range(4000)))

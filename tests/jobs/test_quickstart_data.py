@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.examples import examples
+
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
 SAMPLE = 20_000
 MIB = 1024 * 1024
@@ -59,6 +61,7 @@ def normal_form(sentence: str) -> str:
     return " ".join(word if word == "SLOT" else word.lower() for word in re.findall(r"\w+", slots_closed))
 
 
+@pytest.mark.slow
 def test_no_held_out_word_is_met_in_training(trained_on: list[Any]) -> None:
     words_of, forbidden = module("sentences").words_of, module("held_out").forbidden_words()
     assert len(forbidden) > 400
@@ -66,6 +69,7 @@ def test_no_held_out_word_is_met_in_training(trained_on: list[Any]) -> None:
         assert forbidden.isdisjoint(words_of(example.text)), example.text
 
 
+@pytest.mark.slow
 def test_no_held_out_name_or_item_is_met_in_training(trained_on: list[Any], clean: list[Any]) -> None:
     orders = [json.loads(row.expected) for row in clean]
     customers = {order["customer"].casefold() for order in orders}
@@ -75,6 +79,7 @@ def test_no_held_out_name_or_item_is_met_in_training(trained_on: list[Any], clea
     assert {row.text for row in clean}.isdisjoint(example.text for example in trained_on)
 
 
+@pytest.mark.slow
 def test_no_held_out_sentence_is_met_in_training(trained_on: list[Any]) -> None:
     templates = {normal_form(template) for template in module("held_out").TEMPLATES}
     assert len(templates) == len(module("held_out").TEMPLATES)
@@ -157,10 +162,10 @@ def test_no_text_is_out_of_the_tokenizers_reach(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_model_answers_held_out_rows(clean: list[Any], dtype: str) -> None:
     """Those in bfloat16 are fewer, as many a CPU has no products of it."""
-    rows = 60 if dtype == "float32" else 20
+    rows = examples(20, 60) if dtype == "float32" else 20
     sample = clean[:: len(clean) // rows][:rows]
     found = module("accuracy").answers([row.text for row in sample], dtype=dtype)
     right = sum(answer == row.expected for answer, row in zip(found, sample, strict=True))

@@ -7,6 +7,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from tests.batchinfer.wrong_jobs import hears_signals
 from tests.warm_commands import WarmCommand
 
+COLUMNS = 100  # of the terminal: said by itself, as a variable would need an interpreter of its own
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -84,6 +86,7 @@ def on_terminal(
 ) -> Iterator[OnTerminal]:
     """`python -m …` in a session of its own whose controlling terminal is ours; it does not survive the block."""
     master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, COLUMNS))
     process = WarmCommand(
         [sys.executable, "-m", "tests.batchinfer.cli.controlling", *arguments],
         cwd=folder, env=env, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,

@@ -36,6 +36,7 @@ from tests.batchinfer.wrong_jobs import (
     hears_signals,
     make_place,
 )
+from tests.examples import everything
 from tests.patience import PATIENCE_S, wait_until
 from tests.warm_commands import WarmCommand
 
@@ -141,6 +142,7 @@ FILES = {"duckdb", "pyarrow", "numpy"}
 RUN = {"batchinfer.pipeline.run", "batchinfer.plan.simulation.simulator"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "unused"),
     [
@@ -175,6 +177,7 @@ def test_help_and_version(capsys, monkeypatch) -> None:  # type: ignore[no-untyp
 # --- output
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -260,12 +263,13 @@ def test_parameters_of_rows_are_named(place: Place, capsys, monkeypatch) -> None
     assert said in run("run", place.folder / "job.yaml").err
     assert {row["completion_tokens"] for row in place.table()} == {3}
     place.job(file="plain.yaml", output="output: {path: out/plain}")
-    for verb in ("validate", "preview", "run"):
+    for verb in ("validate", "preview", "run") if everything() else ("validate",):
         ended = run(verb, place.folder / "plain.yaml")
         assert ended.code == 0
         assert "rows set their own" not in ended.out + ended.err
 
 
+@pytest.mark.slow
 def test_paths_are_shown_as_they_are_typed(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Relative below the current folder: no verb names the same file in two ways."""
     monkeypatch.chdir(place.folder.parent)
@@ -288,7 +292,7 @@ def test_verbs_mean_the_job_of_the_current_folder(place: Place, capsys, monkeypa
         assert (ended.code, ended.out) == (66, "")
         assert "there is no job file job.yaml" in ended.err
     monkeypatch.chdir(place.folder)
-    for verb in ("validate", "preview", "plan", "run", "status", "clean"):
+    for verb in ("validate", "preview", "plan", "run", "status", "clean") if everything() else ("validate",):
         assert run(verb).code == 0, verb
 
 
@@ -305,6 +309,7 @@ def test_schema(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     assert set(json.loads(ended.out)["properties"]) >= {"name", "model", "input", "prompt", "output"}
 
 
+@pytest.mark.slow
 def test_init_makes_a_job_that_runs(tmp_path: Path, model: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     run = command(capsys, monkeypatch, ENGINE)
     ended = run("init", tmp_path / "new", "--model", model)

@@ -13,22 +13,25 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer import cli
 from batchinfer.core.errors import BatchInferError
 from batchinfer.core.text import json_line, printable, with_near_paths
 from batchinfer.machine.hardware import Hardware
 from batchinfer.report.tables.exit_status import MEANINGS
 from batchinfer.verbs import starter
+from tests import warm_commands
 from tests.batchinfer.cli.screen import lines_on, on_terminal
 from tests.batchinfer.cli.test_cli import MANY, SLOW, committed, kinds, long_job, runs, verbs
 from tests.batchinfer.wrong_jobs import NO_ENGINE, Place, alive, children, command, environment
+from tests.examples import examples
 from tests.patience import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[3]
 EVIL = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202egnp\x7f\r\x08"
-SHELL = {"TERM": "xterm-256color", "NO_COLOR": "", "COLUMNS": "100"}
+SHELL = {"TERM": "xterm-256color", "NO_COLOR": ""}
 
 
 def harmless(text: str) -> None:
@@ -40,6 +43,7 @@ def harmless(text: str) -> None:
 # --- text that others wrote
 
 
+@settings(max_examples=examples(10, 100))
 @given(st.text() | st.text("\x00\x1b\x7f\x9b\u2028\u202e\ud800\n\tä"))
 def test_printable_text_is_harmless_and_can_be_written(text: str) -> None:
     shown = printable(text)
@@ -99,6 +103,7 @@ def test_messages_show_control_characters_escaped(
     harmless(ended.out + ended.err)
 
 
+@pytest.mark.slow
 def test_query_shows_control_characters_escaped(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     place.rows({"id": "x", "text": EVIL})
     run = command(capsys, monkeypatch)
@@ -191,6 +196,7 @@ def test_published_once_and_over_budget_later(place: Place, capsys, monkeypatch)
     assert pq.read_table(table).column("exit_status").to_pylist() == ["over budget"]
 
 
+@pytest.mark.slow
 def test_the_forecast_is_the_same_before_and_after(place: Place, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     known = Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e10, "bfloat16": 1e10}, 1e10, "measured")
     monkeypatch.setattr("batchinfer.plan.setup.resolve.detect", lambda device: known)
@@ -204,6 +210,15 @@ def test_the_forecast_is_the_same_before_and_after(place: Place, capsys, monkeyp
 # --- pipes and closed streams
 
 
+def told(place: Place, *arguments: str, stdout: Any, stderr: Any = subprocess.PIPE) -> tuple[int, str | None]:
+    """The exit code of the job's run with the fake engine and with these streams, and what it wrote to stderr."""
+    done = warm_commands.run(
+        [sys.executable, "-m", "tests.fake_cli", "run", "job.yaml", *arguments],
+        cwd=place.folder, env=environment(), stdout=stdout, stderr=stderr, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
 def shell(place: Place, script: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A bash script in the job's folder; $RUN is the command line with the fake engine."""
     run = f"{sys.executable} -m tests.fake_cli"
@@ -215,26 +230,41 @@ def shell(place: Place, script: str, **env: str) -> subprocess.CompletedProcess[
 
 
 def test_a_run_whose_summary_nobody_reads_says_that_it_published(place: Place) -> None:
-    done = shell(place, "$RUN run job.yaml | (exec <&-); echo ${PIPESTATUS[0]} >&2")
-    assert len(place.table()) == 20
-    assert done.stderr.endswith("published; stdout is closed, so the summary is not printed\n0\n"), (
-        done.stderr
-    )
-    done = shell(place, "$RUN run job.yaml 2>&1 --json | true; echo ${PIPESTATUS[0]}")
-    assert done.stdout == "0\n", done.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as unread:
+        code, err = told(place, stdout=unread)
+        assert len(place.table()) == 20
+        assert (code, err is not None) == (0, True)
+        assert str(err).endswith("published; stdout is closed, so the summary is not printed\n"), err
+        assert told(place, "--json", stdout=unread, stderr=unread) == (0, None)
 
 
 def test_a_full_disk_under_stdout_is_told_with_the_outcome(place: Place) -> None:
-    done = shell(place, "$RUN run job.yaml > /dev/full")
-    assert done.returncode == 74
-    assert re.search(r"out/res: published; stdout cannot be written: .*No space left", done.stderr)
+    with open("/dev/full", "wb") as full:
+        code, err = told(place, stdout=full)
+    assert code == 74
+    assert re.search(r"out/res: published; stdout cannot be written: .*No space left", str(err))
     assert len(place.table()) == 20
 
 
+@pytest.mark.slow
 def test_a_run_without_any_stream(place: Place) -> None:
     done = shell(place, "$RUN run job.yaml <&- >&- 2>&-")
     assert done.returncode == 0
     assert len(place.table()) == 20
+
+
+def test_a_command_whose_streams_are_none(place: Place, capsys: Any, monkeypatch: Any) -> None:
+    """As the interpreter has them where they are closed."""
+    run = command(capsys, monkeypatch)
+    with monkeypatch.context() as patch:
+        for name in ("stdin", "stdout", "stderr"):
+            patch.setattr(sys, name, None)
+        code = cli._guarded(["run", str(place.folder / "job.yaml")])
+    assert code == 0
+    assert len(place.table()) == 20
+    assert run("status", place.folder).code == 0
 
 
 @pytest.mark.parametrize(("asked", "code"), [("--version", 0), ("nonsense", 2)])
@@ -261,6 +291,7 @@ def test_a_closed_window_ends_a_run_in_order(place: Place) -> None:
     assert row["computed_requests"] == committed(place) < len(MANY)
 
 
+@pytest.mark.slow
 def test_what_nohup_starts_goes_on(place: Place) -> None:
     place.rows(*MANY[:12])
     place.job("commit: {rows: 4, seconds: 1}")
@@ -339,6 +370,7 @@ def test_the_bare_command_shows_its_help_and_no_error(capsys, monkeypatch) -> No
     assert "validate" in ended.out
 
 
+@pytest.mark.slow
 def test_a_shell_can_complete_verbs_and_options(place: Place) -> None:
     def completed(words: str) -> list[str]:
         env = environment(

@@ -15,7 +15,7 @@ from tests.examples import examples
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
 
-@settings(max_examples=examples(200, 2000), deadline=None, print_blob=True)
+@settings(max_examples=examples(80, 2000), deadline=None, print_blob=True)
 @given(context=TOKENS, each=st.lists(TOKENS, min_size=1, max_size=7))
 def test_branches_score_each_token_once(context: list[int], each: list[list[int]]) -> None:
     prompt = np.array([*context, *chain(*each)], np.int32)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import InputMissing, JobFileError, Mistake
-from batchinfer.job import load_job
+from batchinfer.job import load_job, yaml_tree
 
 GOOD = """\
 name: triage
@@ -634,8 +634,10 @@ def test_a_job_file_of_more_than_a_mebibyte(folder: Path) -> None:
     assert "at most 1,048,576 bytes" in mistakes(folder, b"#" * (1 << 20) + b"\n")[0].message
 
 
-def test_too_many_values(folder: Path) -> None:
-    assert "at most 100,000 values" in mistakes(folder, "x:\n" + "- a\n" * 110_000)[0].message
+def test_too_many_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert yaml_tree.MAX_NODES == 100_000
+    monkeypatch.setattr(yaml_tree, "MAX_NODES", 1_000)
+    assert "at most 1,000 values" in mistakes(folder, "x:\n" + "- a\n" * 1_100)[0].message
 
 
 def test_a_variable_cannot_grow_without_end(folder: Path) -> None:

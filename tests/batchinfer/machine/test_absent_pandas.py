@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.batchinfer.wrong_jobs import Place
 
 ROOT = Path(__file__).parents[3]
@@ -34,6 +36,7 @@ def test_it_is_as_if_pandas_were_not_installed() -> None:
     assert (done.returncode, done.stdout) == (0, "No module named 'pandas'\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_no_process_of_a_run_imports_it(place: Place) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "batchinfer", "run", "job.yaml"],

@@ -30,6 +30,7 @@ from batchinfer.pipeline.workers.messages import Configure, Load, WorkerSpec
 from batchinfer.pipeline.workers.standby import EngineStandby
 from batchinfer.report.progress import Phase, Progress
 from tests.batchinfer.pipeline.test_pipeline import FAKE, people, run, write_job
+from tests.examples import examples
 from tests.memory_transport import FakeTransport, FakeWorker, MemoryTransport
 
 BATCH = DEFAULT_SIZE.lines  # rows that are read at once
@@ -134,6 +135,7 @@ def test_the_process_that_stands_by_becomes_the_engine(
     assert stands_by.taken() is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("why", ["nothing is missing", "two engines share the cores", "another engine"])
 def test_a_process_that_stands_by_in_vain_is_ended(
     tmp_path: Path, model: Path, stands_by: EngineStandby, why: str
@@ -195,6 +197,7 @@ def test_an_error_that_may_be_retried_is_missing_if_it_is_to_be(
     assert retried.order("open", "Load", "planning", "Configure")
 
 
+@pytest.mark.slow
 def test_a_run_that_finds_its_rows_read_loads_before_it_plans(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +212,7 @@ def test_a_run_that_finds_its_rows_read_loads_before_it_plans(
     assert seen.order("open", "Load", "planning", "Configure")
 
 
+@pytest.mark.slow
 def test_of_two_engines_none_is_started_before_both_have_a_row(tmp_path: Path, model: Path) -> None:
     seen, one = Seen(), Seen()
     seen.run(write_job(tmp_path, model, people(20)), TWO)
@@ -218,6 +222,7 @@ def test_of_two_engines_none_is_started_before_both_have_a_row(tmp_path: Path, m
     assert one.order("20 rows", "planning", "open", "Load", "Configure")
 
 
+@pytest.mark.slow
 def test_nothing_is_started_early_beside_a_run_that_may_compute_the_same(tmp_path: Path, model: Path) -> None:
     path, seen = write_job(tmp_path, model, people(20)), Seen()
     Seen().run(path)
@@ -270,6 +275,7 @@ def test_footers_are_read_once(tmp_path: Path, model: Path, monkeypatch: pytest.
     assert len(read) == len({*read}) == 3
 
 
+@pytest.mark.slow
 def test_damage_that_is_found_while_it_loads_ends_the_run(tmp_path: Path, model: Path) -> None:
     """It is far behind what is looked at before anything is started."""
     dice, seen = random.Random(0), Seen()
@@ -300,6 +306,7 @@ def test_what_keeps_it_from_loading_is_told_while_rows_are_read(
     assert not {"planning", "Configure"} & {*seen.events}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["DIES_LOADING", pytest.param("DIES_CONFIGURED", marks=SLOW)])
 def test_it_may_die_in_either_step(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -323,7 +330,8 @@ def test_it_may_die_in_either_step(
 def test_a_signal_ends_both(tmp_path: Path, model: Path) -> None:
     """Whenever it comes; and then the same command does the work."""
     path, again = write_job(tmp_path, model, people(BATCH + 1)), Seen()
-    for stage in ("open", "Load", f"{BATCH + 1} rows", "planning", "Configure"):
+    stages = ("Load", "Configure", "open", f"{BATCH + 1} rows", "planning")
+    for stage in stages[: examples(2, 5)]:
         seen = Seen()
         seen.hears = lambda event, stage=stage: event == stage and os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted) as caught:

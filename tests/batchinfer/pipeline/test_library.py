@@ -156,6 +156,7 @@ def test_the_environment_is_as_before(place: Place, monkeypatch: pytest.MonkeyPa
     assert os.environ["HF_HUB_OFFLINE"] == "0"
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard(place: Place) -> None:
     """The engine's process does not run the script again."""
     script = place.folder / "script.py"
@@ -175,6 +176,7 @@ def test_a_script_needs_no_guard(place: Place) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
 
 
+@pytest.mark.slow
 def test_importing_it_is_cheap() -> None:
     lines = "import sys, batchinfer\nprint([n for n in ('torch', 'pyarrow', 'duckdb', 'pydantic') if n in sys.modules])"
     lines += "\nbatchinfer.run, batchinfer.RunResult\nprint('torch' in sys.modules)"

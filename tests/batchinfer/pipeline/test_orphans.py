@@ -18,6 +18,7 @@ import pytest
 from batchinfer.machine.spawning import Child, Ended, receiving
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, environment
+from tests.examples import first_of
 from tests.patience import PATIENCE_S
 
 MARK = "BATCHINFER_TEST_MARK"
@@ -69,6 +70,7 @@ def killed_after(delay_s: float, command: list[str], cwd: Path, **env: str) -> l
     return left
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("turn", range(6))
 def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: int, tmp_path: Path) -> None:
     """The parent kills itself while it starts one child after another: some have not begun, some run already."""
@@ -88,9 +90,7 @@ def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: in
     assert left == [], f"killed after {delay} s"
 
 
-@pytest.mark.parametrize(
-    "turn", [*range(2), *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(2, 60))]
-)
+@pytest.mark.parametrize("turn", first_of([1, 3, 0, 2, *range(4, 60)], 2))
 def test_nothing_is_left_of_a_run_that_is_killed(turn: int, tmp_path: Path, model: Path) -> None:
     """At a random time of its start, of rendering, of the engine's start, or of its work."""
     write_job(tmp_path, model, people(3000))
@@ -179,7 +179,7 @@ def test_a_child_that_ends_in_the_middle_of_a_message_is_gone_like_any_other() -
         ("3", "ended with exit status 3", False),
         (f"signal {int(signal.SIGSEGV)}", "ended by signal 11 (SIGSEGV)", False),
         (f"signal {int(signal.SIGKILL)}", "memory ran out", True),
-        ("cpu", "limit on a process's CPU time (RLIMIT_CPU", False),
+        pytest.param("cpu", "limit on a process's CPU time (RLIMIT_CPU", False, marks=pytest.mark.slow),
     ],
 )
 def test_how_a_child_ended(how: str, words: str, memory: bool) -> None:

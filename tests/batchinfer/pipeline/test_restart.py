@@ -94,6 +94,7 @@ def job_of(folder: Path, model: Path, rows: list[dict[str, Any]], max_error_rate
 SLOWLY = {"DELAY_S": 0.08}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "how", "words"),
     [
@@ -141,7 +142,7 @@ def test_an_engine_that_falls_silent_is_replaced_and_accuses_no_row(
 @pytest.mark.usefixtures("impatient")
 def test_an_engine_that_says_it_may_take_long_is_waited_for(job: Path, faulty: Faulty) -> None:
     """It captures, or compiles."""
-    faulty(1, HANGS_AT_STEP=3, HANG_S=2.5, HANG_UNTIMED=1)
+    faulty(1, HANGS_AT_STEP=3, HANG_S=2.0, HANG_UNTIMED=1)
     ran = Ran(job)
     assert ran().exit_code == 0
     assert ran.starts == 1
@@ -164,12 +165,14 @@ def test_a_row_that_hangs_engines_is_found(tmp_path: Path, model: Path, faulty: 
     }
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_while_it_sends_is_replaced(job: Path, faulty: Faulty) -> None:
     """Half of a message is received: its answers are lost with it, and are computed again."""
     faulty(1, DIES_AT_STEP=3, DIES_SENDING=1, **SLOWLY)
     Ran(job).is_replaced_once()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGKILL, 71), (signal.SIGABRT, 69)])
 def test_a_worker_that_always_dies_ends_the_job_and_its_rows_are_named(
     job: Path, faulty: Faulty, by: signal.Signals, code: int
@@ -188,6 +191,7 @@ def test_a_worker_that_always_dies_ends_the_job_and_its_rows_are_named(
     assert {row["status"] for row in table(job)} == {"ok"}
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_now_and_then_costs_no_row(job: Path, faulty: Faulty) -> None:
     faulty(99, DIES_AT_STEP=3)
     ran = Ran(job)
@@ -218,6 +222,7 @@ def test_a_row_that_kills_workers_becomes_an_error_row(
     assert ran.starts == starts, "an error that is stored is not run again unasked"
 
 
+@pytest.mark.slow
 def test_neighbours_that_kill_workers_cost_themselves_alone(
     tmp_path: Path, model: Path, faulty: Faulty
 ) -> None:

@@ -65,6 +65,7 @@ def processor_time(pid: int) -> float:
     return sum(psutil.Process(one).cpu_times()[0] for one in (pid, *children(pid)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "signum"),
     [

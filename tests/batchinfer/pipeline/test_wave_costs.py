@@ -207,6 +207,7 @@ def ran_again(index: Made, plan: Plan, parts: int) -> float:
     return (plan.tokens_once + rest.tokens_once) / once.tokens_once - 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [1, PARTS // 2])
 def test_rows_in_order_run_at_once(tmp_path: Path, kind: str, parts: int) -> None:
@@ -216,6 +217,7 @@ def test_rows_in_order_run_at_once(tmp_path: Path, kind: str, parts: int) -> Non
     assert ran_again(index, plan, parts) <= 0.01
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "waits"), [("tree", True), ("documents", True), ("instruction", False)])
 def test_rows_that_share_with_rows_far_away_wait(tmp_path: Path, kind: str, waits: bool) -> None:
     index = made(tmp_path, kind, 12_000, shuffled=True)

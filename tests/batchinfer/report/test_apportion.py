@@ -109,6 +109,7 @@ def apportioned(ran: Simulated, parts: int = 1) -> dict[str, np.ndarray]:
     return {name: share.prompt + share.answer for name, share in made.shares(requests).items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize(("budget", "blocks"), [(1024, 4000), (64, 4000), (256, 250)])
 def test_the_sum_is_the_steps_and_each_gets_its_own(budget: int, blocks: int, looks_ahead: bool) -> None:

@@ -66,7 +66,7 @@ def rows_of(folder: Path, table: str) -> pa.Table:
     return pq.read_table(table_path(folder, table, "r"))
 
 
-@settings(max_examples=examples(8, 20), deadline=None)
+@settings(max_examples=examples(4, 20), deadline=None)
 @given(steps=step_lists(), buffer_rows=st.integers(1, 5))
 def test_totals_are_the_sums_and_the_table_holds_every_step(
     steps: list[StepSample], buffer_rows: int
@@ -93,7 +93,7 @@ def test_totals_are_the_sums_and_the_table_holds_every_step(
     assert [tuple(row[n] for n in shared) for row in table.to_pylist()] == [astuple(s) for s in steps]
 
 
-@settings(max_examples=examples(8, 20), deadline=None)
+@settings(max_examples=examples(4, 20), deadline=None)
 @given(requests=st.lists(request_samples(), min_size=1, max_size=20))
 def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
             assert found == [None] * 3
 
 
-@settings(max_examples=examples(8, 20), deadline=None)
+@settings(max_examples=examples(4, 20), deadline=None)
 @given(steps=step_lists())
 def test_itl_counts_each_decoded_token_once(steps: list[StepSample]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -195,12 +195,12 @@ def test_an_error_leaves_no_files(tmp_path: Path, step: Any) -> None:
 
 def test_rows_go_to_disk_while_the_run_lasts(tmp_path: Path, step: Any, request_sample: Any) -> None:
     with Meter(tmp_path, "r", buffer_rows=10) as meter:
-        for number in range(1005):
+        for number in range(205):
             meter.step(step(number))
             meter.request(request_sample(number))
         assert sorted(p.suffix for p in tmp_path.iterdir()) == [".tmp", ".tmp"]
         meter.finish()
-    assert pq.ParquetFile(table_path(tmp_path, STEPS, "r")).metadata.num_row_groups == 101
-    assert pq.read_metadata(table_path(tmp_path, REQUESTS, "r")).num_rows == 1005
+    assert pq.ParquetFile(table_path(tmp_path, STEPS, "r")).metadata.num_row_groups == 21
+    assert pq.read_metadata(table_path(tmp_path, REQUESTS, "r")).num_rows == 205
     names = ("buckets", "phases", "prefixes", "requests", "steps")
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"{name}-r.parquet" for name in names]

@@ -40,6 +40,7 @@ HOSTILE = [
     "</table></details><!--",
     "x" * 5000,
 ]
+FEW = {"steps": 60, "requests": 50}  # for tests of what is there at all
 IDS = {"bad_json": [*HOSTILE, None, "r7", "r8", "r9"], "prompt_too_long": [f"long {i}" for i in range(5)]}
 
 
@@ -164,7 +165,7 @@ def test_parts_of_the_time_add_up(folder: Path, parsed: ParsedPage) -> None:
 
 
 def test_parts_of_the_time_of_an_older_run(tmp_path: Path) -> None:
-    write_tables(tmp_path)
+    write_tables(tmp_path, **FEW)
     (file,) = tmp_path.glob("run-*.parquet")
     table = pq.read_table(file)
     newer = [
@@ -215,6 +216,7 @@ def test_prefixes_beyond_the_most_that_are_shown_are_one_row(tmp_path: Path) -> 
     assert sum(table.column("cached_tokens")) == saved
 
 
+@pytest.mark.slow
 def test_the_most_expensive_requests_are_named_by_their_rows(folder: Path, tmp_path: Path) -> None:
     for file in folder.glob("*.parquet"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -310,15 +312,16 @@ def test_a_run_that_computed_nothing(tmp_path: Path) -> None:
 
 
 def test_without_peaks_there_is_no_roof(tmp_path: Path) -> None:
-    write_tables(tmp_path, peaks=False)
+    write_tables(tmp_path, peaks=False, **FEW)
     parsed = ParsedPage(page(read_run(tmp_path)))
     (chart,) = [chart for name, chart in parsed.charts if name == "roofline-table"]
     assert chart["peak_flops"] is None
     assert "doctor --measure" in parsed.text
 
 
+@pytest.mark.slow
 def test_the_size_does_not_follow_the_run(tmp_path: Path, text: str) -> None:
-    write_tables(tmp_path, steps=20_000, requests=5_000)
+    write_tables(tmp_path, steps=8_000, requests=2_000)
     larger = page(read_run(tmp_path))
     assert len(larger) < len(text) + 150_000 < 2_000_000
     tables = ParsedPage(larger).tables
@@ -348,7 +351,7 @@ def test_cells_have_all_digits_and_a_text_for_people() -> None:
 def test_cost_energy_and_deadline_are_shown_where_they_are_known(tmp_path: Path) -> None:
     known = {"energy_j": 5400.0, "energy_j_per_token": 0.25, "price_per_hour": 2.5, "cost": 0.0094,
              "deadline": datetime(2026, 11, 21, 6, tzinfo=UTC), "deadline_met": False}  # fmt: skip
-    write_tables(tmp_path)
+    write_tables(tmp_path, **FEW)
     run = read_run(tmp_path)
     assert "deadline" not in [tile.name for tile in tiles(run.row)]
     told = {(tile.value, tile.more) for tile in tiles(run.row | known)}
@@ -357,7 +360,7 @@ def test_cost_energy_and_deadline_are_shown_where_they_are_known(tmp_path: Path)
 
 
 def test_weights_in_codes_are_named_as_elsewhere(tmp_path: Path) -> None:
-    write_tables(tmp_path)
+    write_tables(tmp_path, **FEW)
     run = read_run(tmp_path)
     for quantization, told in (("stored", "stored fp8 weights"), ("int8", "int8 weights")):
         assert heading(run.row | {"quantization": quantization, "trial": False}).facts[-1] == told
@@ -372,7 +375,7 @@ GPU_FACTS = {
 
 
 def test_launches_have_a_section_where_they_are_known(tmp_path: Path) -> None:
-    write_tables(tmp_path, gpu=True, **GPU_FACTS)
+    write_tables(tmp_path, gpu=True, **FEW, **GPU_FACTS)
     run = read_run(tmp_path)
     table = ParsedPage(page(run)).tables["launches-table"]
     row = run.row
@@ -382,16 +385,17 @@ def test_launches_have_a_section_where_they_are_known(tmp_path: Path) -> None:
     assert table.rows[2][-2:] == [21, 900]
     assert "Capturing graphs took 4 s and 300 MiB of GPU memory while loading and" in page(run)
     assert "The host launched" not in page(run)
-    several = replace(run, row={**row, "host_launches": 150})
-    assert f"The host launched the {row['steps']} steps in 150 goes" in page(several)
+    several = replace(run, row={**row, "host_launches": 40})
+    assert f"The host launched the {row['steps']} steps in 40 goes" in page(several)
     compared = ParsedPage(page(run)).tables["forecast-table"]
     assert ["steps launched by operators", 21, row["eager_steps"]] in [line[:3] for line in compared.rows]
 
 
+@pytest.mark.slow
 def test_launches_have_no_section_on_a_cpu_and_in_older_reports(tmp_path: Path) -> None:
-    write_tables(tmp_path)
+    write_tables(tmp_path, **FEW)
     assert "launches-table" not in ParsedPage(page(read_run(tmp_path))).tables
-    write_tables(tmp_path, gpu=True, **GPU_FACTS)
+    write_tables(tmp_path, gpu=True, **FEW, **GPU_FACTS)
     for name in ("run", "steps"):
         (file,) = tmp_path.glob(f"{name}-*.parquet")
         table = pq.read_table(file)
@@ -405,7 +409,7 @@ def test_launches_have_no_section_on_a_cpu_and_in_older_reports(tmp_path: Path) 
 
 
 def test_experts_have_a_section_where_there_are_some(tmp_path: Path) -> None:
-    write_tables(tmp_path)
+    write_tables(tmp_path, **FEW)
     assert "experts-table" not in ParsedPage(page(read_run(tmp_path))).tables
     loads = [(layer, expert, tokens) for layer in range(12) for expert, tokens in enumerate((10, 30, 20))]
     rows = [
@@ -426,7 +430,7 @@ def test_each_process_has_a_lane_and_idle_time_its_causes(tmp_path: Path) -> Non
         "publish_s": 0.5,
         "close_s": 0.25,
     }
-    write_tables(tmp_path, **phases)
+    write_tables(tmp_path, **FEW, **phases)
     assert "activities-table" not in ParsedPage(page(read_run(tmp_path))).tables
     done = [Activity("engine 0", "loading", 6, 11.0), Activity("command", "reading", 1.0, 6.0)]
     write_activities(tmp_path, RUN_ID, done)

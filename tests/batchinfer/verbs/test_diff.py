@@ -18,7 +18,7 @@ from batchinfer.core.errors import UsageError
 from batchinfer.data.outputs.call_column import CALLS_FIELD
 from batchinfer.data.outputs.tokens import RESULT_SCHEMA
 from batchinfer.data.results.diff import DiffOptions, ResultDiff, diff_results
-from tests.batchinfer.wrong_jobs import FAKE, ROWS, Command, Place, command
+from tests.batchinfer.wrong_jobs import NO_ENGINE, ROWS, Command, command, make_place, run_once
 
 Row = dict[str, Any]
 SECRET = "a text that nobody asked for"
@@ -162,6 +162,7 @@ def test_examples_are_few_and_hold_no_text_unless_asked(write: Write) -> None:
     assert [(e.a, e.b) for e in errors.examples] == [(SECRET, "why x")]
 
 
+@pytest.mark.slow
 def test_many_rows_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than fits into the database's memory: the join spills."""
     monkeypatch.setattr("batchinfer.data.storage.duck.working_memory", lambda: 128 << 20)
@@ -181,18 +182,22 @@ def test_many_rows_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # --- the verb
 
 
-@pytest.fixture
-def two(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, Path, Command]:
-    """Results of two nights: r0 has another text, r1 is gone, r77 is new."""
-    run = command(capsys, monkeypatch, FAKE)
-    assert run("run", place.folder / "job.yaml", "-q").code == 0
+@pytest.fixture(scope="module")
+def nights(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
+    """Results of two nights: r0 has another text, r1 is gone, r77 is new. Nothing may change them."""
+    place = run_once(make_place(tmp_path_factory.mktemp("nights") / "job", model))
     before = place.folder / "before"
     shutil.copytree(place.results, before)
     place.rows({"id": "r0", "text": SECRET}, *ROWS[2:], {"id": "r77", "text": "new"})
-    assert run("run", place.folder / "job.yaml", "-q").code == 0
-    return before, place.results, run
+    return before, run_once(place).results
+
+
+@pytest.fixture
+def two(
+    nights: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Path, Command]:
+    """The results of both nights, and the command line."""
+    return (*nights, command(capsys, monkeypatch, NO_ENGINE))
 
 
 def test_the_verb(two: tuple[Path, Path, Command]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,6 +18,7 @@ from batchinfer.job import load_job
 from batchinfer.models.files.sentence_modules import sentence_modules
 from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import NO_ENGINE, people, run, table, write_job
+from tests.batchinfer.verbs.small_pieces import FREE
 from tests.batchinfer.wrong_jobs import hears_signals
 from tests.checkpoints import make_tokenizer
 from tests.foreign_models import make_foreign
@@ -25,12 +27,11 @@ from tests.hub_server import Hub, files_of, serving, sha256
 from tests.lora_adapters import make_adapter
 from tests.patience import PATIENCE_S, wait_until
 from tests.sentence_checkpoints import make_sentence_model, write_dense
+from tests.warm_commands import WarmCommand
 
 ROOT = Path(__file__).parents[3]
 FIRST, SECOND = "1" * 40, "2" * 40
 WEIGHTS = "model.safetensors"
-# small pieces, so that a small model's transfer can be cut in its middle
-MAIN = "import huggingface_hub.constants as c; c.DOWNLOAD_CHUNK_SIZE = 4096\nfrom batchinfer import cli; cli.main()"
 NEVER = {"pytorch_model.bin": b"pickle", "modeling.py": b"code", "README.md": b"# a", "x.gguf": b"GGUF",
          "consolidated.safetensors": b"the same weights again"}  # fmt: skip
 
@@ -47,14 +48,12 @@ def cache(tmp_path: Path) -> Path:
     return (tmp_path / "home/hub").resolve()
 
 
-def command(hub: Hub, cache: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
+def command(hub: Hub, cache: Path, *arguments: str, **env: str) -> subprocess.Popen[Any]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_OFFLINE"))}
     env = kept | {"HF_HOME": str(cache.parent), "HF_ENDPOINT": hub.url} | env
-    line = [sys.executable, "-c", MAIN, "pull", *arguments]
+    line = [sys.executable, "-m", "tests.batchinfer.verbs.small_pieces", "pull", *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        line, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears_signals
-    )
+    return WarmCommand(line, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears_signals)
 
 
 def pull(hub: Hub, cache: Path, *arguments: str, **env: str) -> tuple[int, str, str]:
@@ -128,8 +127,10 @@ def test_an_adapter_is_pulled_without_its_model(tmp_path: Path, model: Path, cac
         assert load_job(job, ()).model.adapters == {"mine": snapshot(cache)}
 
 
-def test_a_second_pull_fetches_nothing(hub: Hub, cache: Path) -> None:
-    assert pull(hub, cache, "org/tiny")[0] == 0
+def test_the_token_is_sent_and_a_second_pull_fetches_nothing(hub: Hub, cache: Path) -> None:
+    assert pull(hub, cache, "org/tiny", HF_TOKEN="hf_secret")[0] == 0
+    about_it = {path: token for path, token in hub.tokens.items() if "org/tiny" in path}
+    assert set(about_it.values()) == {"Bearer hf_secret"}
     hub.served.clear()
     code, out, _ = pull(hub, cache, "org/tiny", "--json")
     facts = json.loads(out)
@@ -244,12 +245,6 @@ def test_wrong_names_revisions_and_endpoints(hub: Hub, cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_the_token_is_sent(hub: Hub, cache: Path) -> None:
-    assert pull(hub, cache, "org/tiny", HF_TOKEN="hf_secret")[0] == 0
-    about_it = {path: token for path, token in hub.tokens.items() if "org/tiny" in path}
-    assert set(about_it.values()) == {"Bearer hf_secret"}
-
-
 def test_pickle_is_refused_before_anything_is_fetched(hub: Hub, cache: Path) -> None:
     files = hub.commits[FIRST]
     for name in (WEIGHTS, "consolidated.safetensors"):
@@ -323,13 +318,7 @@ def test_a_model_that_cannot_be_run_is_called_so(hub: Hub, cache: Path) -> None:
     assert "missing tensors" in err
 
 
-def test_a_disk_without_room_is_said_before_the_weights(hub: Hub, cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(
-        "import shutil\nused = shutil.disk_usage\n"
-        "shutil.disk_usage = lambda path: used(path)._replace(free=1000)\n"
-    )
-    paths = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-    code, _, err = pull(hub, cache, "org/tiny", PYTHONPATH=paths)
+def test_a_disk_without_room_is_said_before_the_weights(hub: Hub, cache: Path) -> None:
+    code, _, err = pull(hub, cache, "org/tiny", **{FREE: "1000"})
     assert (code, "HF_HUB_CACHE" in err) == (74, True), err
     assert hub.served[WEIGHTS] == 0

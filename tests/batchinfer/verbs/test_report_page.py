@@ -81,6 +81,7 @@ def test_a_page_is_replaced_and_nothing_else(copy: Place, ask: Command) -> None:
     assert mine.read_text() == "<!doctype html>\nmine"
 
 
+@pytest.mark.slow
 def test_the_newest_run_of_this_result_is_shown_or_the_one_that_is_named(copy: Place, ask: Command) -> None:
     report = report_of(copy)
     (first,) = report.glob("run-*.parquet")

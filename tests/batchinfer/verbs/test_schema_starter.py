@@ -74,6 +74,7 @@ def test_the_job_runs_and_its_answers_are_columns(tmp_path: Path, model: Path, r
         jsonschema.validate(json.loads(text), ORDER)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("schema", "column", "tokens"),
     [

@@ -93,6 +93,7 @@ def test_errors_are_told_by_code(place: Place, run: Command) -> None:
     assert (told["state"], sum(told["errors"].values())) == ("finished", 2)
 
 
+@pytest.mark.slow
 def test_a_run_that_finds_everything_done_says_so(place: Place, run: Command) -> None:
     for status, report in (("published", True), ("already published", False)):
         assert run("run", place.folder / "job.yaml", "-q").code == 0
@@ -109,6 +110,7 @@ def test_before_the_first_run_and_long_after_the_last(place: Place, run: Command
     assert (status_of(place.results).state, status_of(place.results).rows) == ("finished", 20)
 
 
+@pytest.mark.slow
 def test_a_dated_job_is_found_by_its_root(place: Place, run: Command) -> None:
     place.job(output="output: {path: 'out/res/${date}'}")
     for day in ("2026-03-01", "2026-03-02"):

@@ -146,7 +146,7 @@ SPELLED = ["yes", "Yes", "no", "no.", "maybe"]
     ),
     st.sampled_from([pa.string(), pa.dictionary(pa.int32(), pa.string())]),
 )
-@settings(max_examples=examples(60, 2_000), deadline=None)
+@settings(max_examples=examples(20, 2_000), deadline=None)
 def test_texts_are_counted(drawn: list[tuple[str | None, str | None]], kind: pa.DataType) -> None:
     with TemporaryDirectory() as folder:
         found = measured(result(folder, [row(at, *one) for at, one in enumerate(drawn)], kind, False))

@@ -54,7 +54,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=examples(40, 120), deadline=None)
+@settings(max_examples=examples(20, 120), deadline=None)
 @given(st.lists(VALUES, min_size=1, max_size=6), st.sampled_from([1, 20]))
 def test_every_example_is_valid(examples: list[Any], times: int) -> None:
     check(inferred(*examples * times), examples)
@@ -85,7 +85,7 @@ KINDS = st.recursive(
 )
 
 
-@settings(max_examples=examples(40, 120), deadline=None)
+@settings(max_examples=examples(20, 120), deadline=None)
 @given(st.data())
 def test_examples_of_one_kind_have_typed_columns(data: st.DataObject) -> None:
     kind = data.draw(st.fixed_dictionaries({"a": KINDS, "b": KINDS}))

@@ -118,7 +118,7 @@ def bounded() -> st.SearchStrategy[Case]:
     )
 
 
-@settings(max_examples=examples(50, 150), deadline=None)
+@settings(max_examples=examples(25, 150), deadline=None)
 @given(st.data())
 def test_no_valid_value_is_longer_than_the_bound(data: st.DataObject) -> None:
     schema, values = data.draw(bounded())
@@ -240,7 +240,7 @@ PATTERNS = st.recursive(
 )
 
 
-@settings(max_examples=examples(50, 150), deadline=None)
+@settings(max_examples=examples(25, 150), deadline=None)
 @given(st.data())
 def test_no_text_that_a_pattern_matches_is_wider(data: st.DataObject) -> None:
     pattern = data.draw(PATTERNS)

@@ -36,6 +36,7 @@ from batchinfer.data.prompts.render_worker import RenderSpec
 from batchinfer.data.tokenizer.tokenizer import Tokenizer
 from tests.batchinfer.data.ingest_kit import carried, checkpoint, make_job, rows_of, run
 from tests.batchinfer.data.input.csv_oracle import drawn
+from tests.examples import examples
 
 SIZES = [ChunkSize(1, 1), ChunkSize(7, 2), ChunkSize(40, 1000), ChunkSize(1000, 3)]
 BOM = b"\xef\xbb\xbf"
@@ -134,7 +135,7 @@ FILES = {"rows.jsonl": jsonl, "rows.csv": quoted_csv}
 
 @pytest.mark.parametrize("name", FILES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, 60), deadline=None)
 def test_rows_do_not_depend_on_where_a_file_is_cut(name: str, data: st.DataObject) -> None:
     content = FILES[name](data.draw)
     cap = data.draw(st.sampled_from([100, 1 << 24]))
@@ -200,7 +201,9 @@ def local_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("local_workers")
 @pytest.mark.parametrize("name", FILES)
 @given(data=st.data())
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(3, 6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_the_index_does_not_depend_on_chunks_and_workers(name: str, data: st.DataObject) -> None:
     content = b"" if name.endswith("csv") else b'{"text": "t", "n": 0}\n'  # a row that has all columns
     content = FILES[name](data.draw) + b"\n" + content
@@ -230,6 +233,7 @@ def test_real_workers_give_the_same_index(tmp_path: Path) -> None:
     assert whole["rows"] == "800"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_workers")
 def test_groups_of_rows_in_the_index_end_alike(tmp_path: Path) -> None:
     """More rows than one group of a Parquet file has."""
@@ -250,6 +254,7 @@ def typed_files(folder: Path) -> Iterator[Path]:
     yield folder / "rows.arrow"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("local_workers")
 def test_typed_rows_do_not_depend_on_workers(tmp_path: Path) -> None:
     checkpoint(tmp_path / "model")

@@ -26,6 +26,7 @@ class _Noted(PartWriter):
         super().append(batch)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("values", "most"),
     [

@@ -532,17 +532,18 @@ def test_a_template_that_hangs_costs_its_row(folder: Path) -> None:
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     loop = "{% if text == 'hang' %}" + loop + "{% endif %}ok"
     rows = [{"text": t} for t in ("a", "hang", "b", "hang", "c")]
-    index = ingest_rows(folder, rows, {"user": loop}, row_timeout_s=1.0, id="text", columns=("text",))
+    index = ingest_rows(folder, rows, {"user": loop}, row_timeout_s=0.25, id="text", columns=("text",))
     assert [row["custom_id"] for row in rows_of(index)] == [row["text"] for row in rows], "they were read"
     assert carried(index)["text"].to_pylist() == [row["text"] for row in rows]
     assert codes(index) == [None, "template_timeout", None, "template_timeout", None]
     assert [p is None for p in prompts_of(index)] == [False, True, False, True, False]
     assert (
-        "1 s of CPU time, with other rows and again with this row alone" in rows_of(index)[1]["error_message"]
+        "0.25 s of CPU time, with other rows and again with this row alone"
+        in rows_of(index)[1]["error_message"]
     )
 
 
-SLOW = "{% if text == 'slow' %}{% for i in range(99999) %}{% for j in range(1300) %}{% endfor %}{% endfor %}{% endif %}"
+SLOW = "{% if text == 'slow' %}{% for i in range(99999) %}{% for j in range(700) %}{% endfor %}{% endfor %}{% endif %}"
 
 
 @pytest.fixture
@@ -552,10 +553,11 @@ def limit_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return lambda most: monkeypatch.setenv("LIMITED_MOST", str(most))
 
 
+@pytest.mark.slow
 def test_a_worker_that_used_up_its_cpu_time_blames_no_row(
     folder: Path, limit_workers: Callable[[int], None]
 ) -> None:
-    """That time is the sum of all rows since it started."""
+    """That time is the sum of all rows since it started. The row takes more than the limit, and less than its own."""
     limit_workers(1)
     rows = [{"text": t} for t in ("a", "slow", "b")]
     index = ingest_rows(folder, rows, {"user": SLOW}, row_timeout_s=100.0)
@@ -589,6 +591,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, folder: Path, most: int, by: int = si
     monkeypatch.setenv("ENDED_BY", str(int(by)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGABRT])
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_one_kill_of_a_render_worker_costs_no_row(
@@ -616,6 +619,7 @@ def test_a_row_that_ends_workers_in_a_batch_and_by_itself_is_an_error_row(
     assert (folder / "starts-99-11").stat().st_size == 5, "each such row costs two processes"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGABRT])
 def test_kills_while_a_constraint_is_checked_cost_no_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
@@ -654,12 +658,13 @@ threading.Thread(target=stop).start()
 rows = [{"text": text} for text in ("a", "slow", "b")]
 print(codes(ingest_rows(Path(sys.argv[1]), rows, {"user": LOOPS}, row_timeout_s=LIMIT_S)), len(made))
 """
-LOOPS = SLOW.replace("1300", "150")
-# The row takes half a second of a core's time: on a machine with seven times as much to do it is still within its
+LOOPS = SLOW.replace("700", "150")
+# The row takes half a second of a core's time: on a machine with five times as much to do it is still within its
 # limit, of which a pause of its parent takes half a second, too. The pause is longer than the limit
-LIMIT_S, PAUSE_S = 4.0, 5.0
+LIMIT_S, PAUSE_S = 3.0, 3.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "processes"), [("job", 1), pytest.param("worker", 2, marks=pytest.mark.slow)]
 )
@@ -736,6 +741,7 @@ def test_limit(folder: Path) -> None:
     assert index.rows == 513
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cold_children")
 def test_speed_and_memory(tmp_path: Path) -> None:
     checkpoint(tmp_path / "model")

@@ -341,14 +341,15 @@ def test_rows_with_several_answers_are_known(tmp_path: Path) -> None:
     assert job.told == []
 
 
+@pytest.mark.slow
 def test_rows_with_several_answers_beside_one_that_hangs(tmp_path: Path) -> None:
     """Its chunk is prepared in pieces: the keys of the others' answers are put together."""
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     slow = "{% if text == 'slow' %}" + loop + "{% endif %}{{ text }}"
     job = Nights(tmp_path, prompt={"user": slow}, sampling={"temperature": 0.8, "n": 3}, columns=())
     rows = [{"id": f"r{at}", "text": "slow" if at == 2 else f"text {at}"} for at in range(5)]
-    job.ingest(jsonl(tmp_path, rows), row_timeout_s=0.5)
-    assert job.check(jsonl(tmp_path, rows[::-1]), row_timeout_s=0.5) == 3 * 4
+    job.ingest(jsonl(tmp_path, rows), row_timeout_s=0.2)
+    assert job.check(jsonl(tmp_path, rows[::-1]), row_timeout_s=0.2) == 3 * 4
     assert job.told == []
 
 
@@ -406,6 +407,7 @@ def test_a_column_that_no_row_has_any_more_is_told(tmp_path: Path) -> None:
         nights.ingest(jsonl(tmp_path, rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["jsonl", pytest.param("csv", marks=pytest.mark.slow)])
 def test_known_rows_of_which_nothing_is_carried_are_not_read(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -425,6 +427,7 @@ def test_known_rows_of_which_nothing_is_carried_are_not_read(
     assert nights.check(write(tmp_path, rows[::-1])) == 40
 
 
+@pytest.mark.slow
 def test_a_column_that_known_rows_have_not_is_told(tmp_path: Path) -> None:
     """Which columns known rows had is not kept: they are read again before anything is said."""
     nights = Nights(tmp_path, columns=(), prompt={"user": "{{ text }}"}, id="rare")

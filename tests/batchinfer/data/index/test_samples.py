@@ -75,6 +75,7 @@ def test_a_row_with_n_is_as_a_row_that_stands_n_times(tmp_path: Path, form: str)
     assert (several.samples, repeated.samples) == (True, False)
 
 
+@pytest.mark.slow
 def test_rows_with_several_answers_are_no_known_ones(tmp_path: Path) -> None:
     """The next night their tokens are read again, and those of rows that equal them; all others are known."""
     nights = Nights(tmp_path, prompt=None, format="openai", columns=(), id=None)

@@ -27,7 +27,7 @@ def rows(path: Path, **options: Any) -> list[Any]:
     return [f"{row.code}: {row.message}" if isinstance(row, RowError) else row for row in found]
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("encoding", sorted(ENCODINGS))
 def test_every_encoding_that_a_job_may_name(tmp_path: Path, encoding: str) -> None:
     """Whatever of a text an encoding has comes back, from CSV and JSON lines, across the ends of chunks."""

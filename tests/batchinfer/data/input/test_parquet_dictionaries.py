@@ -15,6 +15,7 @@ from batchinfer.data.input import unpacked
 from batchinfer.data.input.formats import parquet_dictionaries
 from batchinfer.data.input.formats.parquet_dictionaries import DoubtfulColumns, doubtful_columns
 from batchinfer.data.input.formats.parquet_footer import ColumnChunk, column_chunks
+from tests.examples import examples
 
 WIDE = 64
 CELLS = st.lists(
@@ -41,7 +42,9 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpacked, "_BOMB_RATIO", 2)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(25, 150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     cells=CELLS,
     times=st.integers(1, 300),

@@ -23,6 +23,7 @@ from batchinfer.data.input.formats.csv_dialect import CsvDialect
 from batchinfer.data.input.formats.csv_table import CsvLines
 from batchinfer.data.input.formats.jsonl import JsonLines
 from batchinfer.data.input.typed_rows import table_rows
+from tests.examples import examples
 
 Rows = list[dict[str, Any]]
 TEXTS = st.one_of(
@@ -75,7 +76,7 @@ def every(runs: Runs) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 @pytest.mark.parametrize("form", CHUNKS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, 60), deadline=None)
 @given(rows=ROWS, wanted=st.sets(st.integers(0, 30)))
 def test_runs_have_the_rows_of_their_chunk(form: str, rows: Rows, wanted: set[int]) -> None:
     chunk = CHUNKS[form](rows, line=5)
@@ -97,7 +98,7 @@ def test_runs_have_the_rows_of_their_chunk(form: str, rows: Rows, wanted: set[in
 
 
 @pytest.mark.parametrize("form", CHUNKS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, 60), deadline=None)
 @given(rows=ROWS, other=ROWS, cut=st.integers(0, 120))
 def test_equal_runs_read_alike(form: str, rows: Rows, other: Rows, cut: int) -> None:
     """The other chunk begins elsewhere, and has some of the same rows."""
@@ -112,7 +113,7 @@ def test_equal_runs_read_alike(form: str, rows: Rows, other: Rows, cut: int) -> 
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25, 60), deadline=None)
 @given(rows=ROWS)
 def test_the_last_line_needs_no_end(form: str, rows: Rows) -> None:
     chunk = CHUNKS[form](rows)

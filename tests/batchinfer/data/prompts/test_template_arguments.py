@@ -219,7 +219,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[PromptBuilder, Toke
     return PromptBuilder(PromptPlan("openai", SamplingParams(), by_url=by_url), tokenizer), tokenizer
 
 
-@settings(max_examples=examples(150, 3000), deadline=None)
+@settings(max_examples=examples(60, 3000), deadline=None)
 @given(
     kwargs=st.dictionaries(HOSTILE, JSON, max_size=5) | JSON,
     documents=st.none() | st.lists(st.dictionaries(st.text(max_size=5), JSON, max_size=3), max_size=2) | JSON,

@@ -57,7 +57,7 @@ SOURCE = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=examples(100, 3000), deadline=None)
+@settings(max_examples=examples(40, 3000), deadline=None)
 @given(source=SOURCE, value=st.sampled_from(["v", 1, None]))
 def test_a_name_that_is_not_read_changes_nothing(source: str, value: Any) -> None:
     """With the name or without it, a template gives the same text."""

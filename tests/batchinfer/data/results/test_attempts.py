@@ -139,7 +139,7 @@ def is_last(row: tuple[int, tuple[int | None, ...]], stored: Outcomes) -> bool:
     return len(made) == len(works) - 1
 
 
-@settings(max_examples=examples(10, 300), deadline=None)
+@settings(max_examples=examples(4, 300), deadline=None)
 @given(st.lists(rows, min_size=8, max_size=24), outcomes)
 def test_the_store_says_which_attempt_counts_and_which_is_next(given: list[Row], stored: Outcomes) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -15,6 +15,7 @@ from batchinfer.data.results.verify import verify_result
 from batchinfer.data.storage.durable import FileOps
 from tests.batchinfer.data.results import crash_clean, crash_job
 from tests.batchinfer.data.storage.failing_ops import FailingOps
+from tests.examples import everything
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -48,7 +49,7 @@ def test_the_job_makes_every_kind_of_operation(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_failure_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, code: int) -> None:
-    _fail_each(tmp_path, undisturbed, code, range(code % 19, undisturbed[2], 19))
+    _fail_each(tmp_path, undisturbed, code, range(code % 37, undisturbed[2], 37))
 
 
 @pytest.mark.slow
@@ -76,7 +77,7 @@ def _fail_each(root: Path, undisturbed: Undisturbed, code: int, numbers: range) 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_kill_at_some_operations(tmp_path: Path, undisturbed: Undisturbed, threads: int) -> None:
-    _kill_each(tmp_path, undisturbed, step=13 + threads, threads=threads)
+    _kill_each(tmp_path, undisturbed, step=30 + threads, threads=threads)
 
 
 @pytest.mark.slow
@@ -133,8 +134,8 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
 def test_a_failure_at_any_operation_of_cleaning_loses_and_doubles_no_answer(
     tmp_path: Path, operations: int, code: int, start: int
 ) -> None:
-    """Every second operation with each error, so that all operations fail."""
-    for number in range(start, operations, 2):
+    """Every second operation with each error, so that all operations fail where everything is tested."""
+    for number in range(start, operations, 2 if everything() else 10):
         folder = tmp_path / str(number)
         crash_clean.prepare(folder)
         with suppress(StorageError):
@@ -146,7 +147,7 @@ def test_a_failure_at_any_operation_of_cleaning_loses_and_doubles_no_answer(
 
 
 def test_a_kill_at_some_operations_of_cleaning(tmp_path: Path, operations: int) -> None:
-    _kill_while_cleaning(tmp_path, range(0, operations, 13))
+    _kill_while_cleaning(tmp_path, range(0, operations, 29))
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ HOW = ("removed", "a folder", "cut", "longer", "changed in place")
 EXAMPLES = given(nights(), st.sampled_from([None, None, *HOW[2:]]), st.integers(0, 3))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @EXAMPLES
 def test_the_bytes_are_those_of_a_first_night(found: list[Night], how: str | None, which: int) -> None:
     compare(found, how, which)
@@ -154,6 +154,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 BASE = Night(tuple((n % MOST_WORK, "x") for n in range(14)), frozenset({6}))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("night", "expected"),
     [
@@ -187,6 +188,7 @@ def test_files_without_a_change_are_copied(
     assert inodes.isdisjoint(path.stat().st_ino for path in (tmp_path / "res").iterdir()), "no hard links"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", HOW)
 def test_a_file_that_somebody_changed_is_made_anew(tmp_path: Path, copied: list[int], how: str) -> None:
     first = publish_night(tmp_path, BASE, tmp_path / "res", 0)
@@ -209,6 +211,7 @@ def test_files_of_another_date_are_copied_and_a_trial_is_no_night(tmp_path: Path
     assert found == publish_night(tmp_path, now, tmp_path / "fresh/res", 3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"format": 2, "files": {}}', '{"format": 1, "files": {"a": [1, "b"]}}']
 )

@@ -151,6 +151,7 @@ def test_parts_without_any_are_as_they_were(tmp_path: Path) -> None:
     assert len(table["top_logprobs"][0]) == 2 * len(table["token_ids"][0])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("text_length", "kept"), [(None, 4), (12, 4), (9, 3), (7, 3), (6, 2), (3, 2), (2, 1), (1, 1), (0, 0)]
 )

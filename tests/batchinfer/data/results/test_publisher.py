@@ -148,13 +148,13 @@ def test_equal_rows_give_equal_bytes_however_they_were_computed(tmp_path: Path) 
 
 def test_a_dictionary_holds_just_the_values_of_its_rows(tmp_path: Path) -> None:
     """However the index cut them, and whatever else the input's own dictionary held."""
-    rows = mixed_rows(9000)
-    texts = pa.array([None if n % 11 == 0 else f"kind {n * 7 % 13}" for n in range(9000)])
+    rows = mixed_rows(1800)
+    texts = pa.array([None if n % 11 == 0 else f"kind {n * 7 % 13}" for n in range(1800)])
     wide = pa.array([f"kind {n}" for n in range(100)])
     lean = pa.table({"kind": texts.dictionary_encode()})
     full = pa.table({"kind": pa.DictionaryArray.from_arrays(pc.index_in(texts, wide), wide)})
-    spec = PublishSpec("job", "1" * 64, (), 1, 5000)
-    for side, values, rows_per_part in (("a", lean, 9000), ("b", full, 700)):
+    spec = PublishSpec("job", "1" * 64, (), 1, 1000)
+    for side, values, rows_per_part in (("a", lean, 1800), ("b", full, 140)):
         index = write_index(tmp_path / f"x{side}", rows, values, rows_per_part)
         published(tmp_path / side, index, [answer(key) for key in keys_in(rows)], spec)
     one, two = ({p.name: p.read_bytes() for p in (tmp_path / side / "res").iterdir()} for side in "ab")
@@ -313,7 +313,7 @@ def test_a_reader_never_sees_a_mixture(tmp_path: Path) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for turn in range(30):
+        for turn in range(10):
             published(tmp_path, indexes[(turn + 1) % 2], [])
     finally:
         stop.set()

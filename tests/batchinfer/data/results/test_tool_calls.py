@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.reasoning import UNSAID
@@ -22,6 +22,7 @@ from batchinfer.data.tool_calls.call_styles import find_call_style
 from batchinfer.data.tool_calls.formats import FORMATS, HARMONY
 from batchinfer.data.tool_calls.known_tools import KnownTools, known_tools
 from tests.checkpoints import kept_folder, make_tokenizer
+from tests.examples import examples
 from tests.tool_models import TOOL_FAMILIES, make_tool_tokenizer, written_calls
 
 TOOLS: list[dict[str, Any]] = [
@@ -92,6 +93,7 @@ words = st.text(st.sampled_from("ab é.\n漢🙂"), max_size=10)
 
 
 @pytest.mark.parametrize("name", AS_TEXT)
+@settings(max_examples=examples(10, 100))
 @given(made=calls, before=words, behind=words)
 def test_what_is_written_is_read(name: str, made: list[tuple[str, str]], before: str, behind: str) -> None:
     """All calls come back to the character, and so does the text around them, but for white space beside them."""
@@ -108,6 +110,7 @@ def test_what_is_written_is_read(name: str, made: list[tuple[str, str]], before:
 
 
 @pytest.mark.parametrize("name", AS_TEXT)
+@settings(max_examples=examples(10, 100))
 @given(made=calls, data=st.data())
 def test_what_is_cut_off_stays_text(name: str, made: list[tuple[str, str]], data: st.DataObject) -> None:
     """Whatever an answer is cut to, whole calls are read, and nothing of the rest is lost."""
@@ -136,6 +139,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("name", TOOL_FAMILIES)
+@settings(max_examples=examples(10, 100))
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=30), known=st.booleans())
 def test_nothing_raises(name: str, pieces: list[str], known: bool) -> None:
     """Any text gives calls with names and JSON objects, and loses nothing where it gives none."""

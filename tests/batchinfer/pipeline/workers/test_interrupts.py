@@ -44,3 +44,17 @@ def test_a_signal_during_a_query_is_an_interruption_and_no_bug(tmp_path):
 def test_another_runtime_error_stays_what_it_is():
     with pytest.raises(RuntimeError, match="of its own"), Interrupts().retold():
         raise RuntimeError("of its own")
+
+
+def test_what_nohup_had_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts().installed() as interrupts:
+            signal.raise_signal(signal.SIGHUP)
+        assert interrupts.pending is None
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(Interrupted) as caught, Interrupts().installed():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert caught.value.exit_code == 128 + signal.SIGHUP

@@ -289,7 +289,7 @@ def test_every_row_is_answered_once_or_all_engines_are_dead(
     assert all(link.closed for link in engines.started)
 
 
-@settings(max_examples=examples(30, 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12, 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     count=st.integers(0, 200),
     fates=st.lists(st.builds(Fate, st.integers(1, 20), dies_after=st.integers(0, 40)), max_size=6),

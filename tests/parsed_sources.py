@@ -1,0 +1,37 @@
+"""Sources that are parsed and walked once, for all tests that look at them: parsing and walking takes nearly all of
+their time."""
+
+from __future__ import annotations
+
+import ast
+import gc
+from collections.abc import Sequence
+from functools import cache
+from typing import TypeVar
+
+Node = TypeVar("Node", bound=ast.AST)
+# What tests ask for. Others, which are most, are not kept: the collector of garbage would look at them again and again.
+KINDS = (
+    ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Import, ast.ImportFrom,
+    ast.Call, ast.Attribute, ast.Raise,
+)  # fmt: skip
+
+
+def nodes(source: str, *kinds: type[Node]) -> list[Node]:
+    """The nodes of a source that are of these of `KINDS`."""
+    return [node for kind in kinds for node in _found(source)[kind] if isinstance(node, kind)]
+
+
+@cache
+def _found(source: str) -> dict[type[ast.AST], Sequence[ast.AST]]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        found: dict[type[ast.AST], list[ast.AST]] = {kind: [] for kind in KINDS}
+        for node in ast.walk(ast.parse(source)):
+            if type(node) in found:
+                found[type(node)].append(node)
+    finally:
+        if collects:
+            gc.enable()
+    return {**found}
