@@ -31,12 +31,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # An example that takes long says that the machine is busy: no property is a matter of milliseconds.
 settings.register_profile(
-    "patient", max_examples=examples(25, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "patient", max_examples=examples(15, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
 
 # Files with tests of ten seconds and more. Begun last, one of two test processes would wait for the other's.
-LONG = ("test_gpu_suite.py", "test_quickstart_run.py", "test_gpu_job.py", "test_deterministic_job.py")
+LONG = ("test_gpu_suite.py", "test_gpu_job.py", "test_deterministic_job.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at what is slow

@@ -334,7 +334,6 @@ def all_linears(layer: LayerSpec, *_: object) -> list[LinearSpec]:
     return list(layer.linears)
 
 
-@pytest.mark.slow
 def test_calibrated_int4_is_nearer_than_rounded_int4() -> None:
     rows = forced_rows(2 * THINNED)
     plain = measured(rows, "bfloat16", "int4")
