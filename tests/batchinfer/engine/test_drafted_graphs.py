@@ -72,11 +72,11 @@ def loaded_for(monkeypatch: pytest.MonkeyPatch, model: str, **more: Any) -> Load
     return loaded_on("cuda", model, **more)
 
 
-def loaded_on(device: Device, model: str, **more: Any) -> LoadedModel:
+def loaded_on(device: Device, model: str, seqs: int = 4, **more: Any) -> LoadedModel:
     family, options = MODELS[model]
     load = LoadConfig(folder(family, **options), "float32", device, **more)
     config = EngineConfig(
-        load, max_model_len=64, longest=62, max_num_seqs=4, max_num_batched_tokens=32, block_size=8,
+        load, max_model_len=64, longest=62, max_num_seqs=seqs, max_num_batched_tokens=32, block_size=8,
         kv_memory=2**20, drafts=("prompt",), peaks=PEAKS, logprobs=2,
     )  # fmt: skip
     guided = importlib.util.find_spec("llguidance") is not None
@@ -149,7 +149,7 @@ def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.M
     segmented = partial(prefill_attention, segment=SEGMENT)
     monkeypatch.setattr("batchinfer_kernels.gpu.paged_attention.prefill_attention", segmented)
     monkeypatch.setattr(matmul_tiles, "LEAST_SEGMENT", 16)
-    loaded = loaded_for(monkeypatch, "llama", deterministic=True)
+    loaded = loaded_for(monkeypatch, "llama", seqs=2, deterministic=True)
     rows = work(6)[:4]
     wanted = drain(loaded.engine(), rows)
     got, drafts = verified(loaded, 0.7, wanted, rows)
