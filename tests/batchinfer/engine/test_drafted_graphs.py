@@ -22,6 +22,7 @@ from batchinfer.engine.load import build
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.micro_batches import MicroBatches
+from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.arithmetic import Device
 from batchinfer_kernels.cost import Peaks
@@ -102,6 +103,13 @@ def drawn_work() -> list[Request]:
     ]
 
 
+class InParts(MicroBatches):
+    """Parts every step, and does not say so: else the scheduler would make steps that need not be parted."""
+
+    def split(self, step: HostBatch) -> list[HostBatch]:
+        return MicroBatches(3).split(step)
+
+
 @cache
 def on_a_cpu(model: str, rows: Callable[[], list[Request]] = work) -> Ran:
     """Rows without drafts by a CPU's operators, which take a hundredth of the interpreter's time. To be asked for
@@ -170,17 +178,16 @@ def test_guesses_come_of_what_was_sampled_behind_wrong_drafts(monkeypatch: pytes
     assert sum(len(taken.drafts) - taken.right for _, taken in drafts.told) > 20
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("most", [None, 3])
+@pytest.mark.parametrize("parts", first_of([InParts, MicroBatches], 1))
 def test_rows_with_drafts_draw_the_same_tokens_where_operators_are_launched_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, most: int | None
+    monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
     """Also in micro-batches, which part the drafts of a row."""
     wanted, loaded = on_a_cpu("llama", drawn_work), loaded_for(monkeypatch, "llama")
     assert isinstance(loaded.runner, DeviceRunner)
     plain = replace(loaded.runner, graphs=None, mixed=None)
     drafts = Drafts(remembered(wanted, 0.8, seed=1, most=7))
-    runner = replace(plain, micro_batches=MicroBatches(most, _asked=64))
+    runner = replace(plain, micro_batches=parts())
     got = drain(loaded.engine(runner=runner, drafter=drafts), drawn_work())
     assert got.answers == wanted.answers
     assert {step.launch for step in got.steps} == {"eager"}

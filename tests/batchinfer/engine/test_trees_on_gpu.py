@@ -22,11 +22,11 @@ from batchinfer_kernels.gpu.attention_plan import AttentionShape
 from tests.batchinfer.engine.interpreted_gpu import DEVICE, triton_ops
 from tests.batchinfer.engine.small_engine import Limits, Ran, checkpoint, drain, make_runner
 from tests.batchinfer.engine.speculating import Drafts, branching
+from tests.batchinfer.engine.test_drafted_graphs import InParts, loaded_for, on_a_cpu, work
 from tests.batchinfer.engine.test_drafted_graphs import (
     _each_kind_of_step_is_captured as _each_kind_of_step_is_captured,
 )
 from tests.batchinfer.engine.test_drafted_graphs import _sharing_pays as _sharing_pays
-from tests.batchinfer.engine.test_drafted_graphs import loaded_for, on_a_cpu, work
 from tests.examples import first_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
@@ -67,15 +67,15 @@ def test_answers_do_not_depend_on_trees(monkeypatch: pytest.MonkeyPatch, cache: 
     assert len(got.steps) < len(wanted.steps)
 
 
-@pytest.mark.parametrize("most", first_of([3, None], 1))
+@pytest.mark.parametrize("parts", first_of([InParts, MicroBatches], 1))
 def test_trees_are_followed_where_operators_are_launched_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, most: int | None
+    monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
     """Also in micro-batches, which part the nodes of a tree."""
     wanted, loaded = on_a_cpu("llama"), loaded_for(monkeypatch, "llama")
     assert isinstance(loaded.runner, DeviceRunner)
     plain = replace(loaded.runner, graphs=None, mixed=None)
-    runner = replace(plain, micro_batches=MicroBatches(most, _asked=64))
+    runner = replace(plain, micro_batches=parts())
     got, drafts = verified(loaded, wanted, 1, work()[:5], runner=runner)
     assert got.answers.items() <= wanted.answers.items()
     assert {step.launch for step in got.steps} == {"eager"}

@@ -28,7 +28,7 @@ CHUNKS = ((None, 16), (64, 8), *(((7, 16),) if everything() else ()))
 SCALED = [family for family in FAMILIES if family not in ("phi3", "gpt2", "gemma3_text")]
 
 
-# Families whose sizes are all tried in `make test`: drawn configurations vary those of every family there, too
+# Families all of whose sizes `make test` may try: drawn configurations vary those of every family there, too
 VARIED = ("llama", "qwen3", "gemma2", "gpt_neox", "deepseek_v3")
 
 
